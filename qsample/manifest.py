@@ -156,7 +156,7 @@ class Manifest:
         if contract not in CONTRACT_VERSIONS:
             newer = _numbers(contract) > _numbers(CONTRACT_VERSION)
             raise PackageError(
-                f"the package's graphs follow decode contract {contract} and this qsample runs "
+                f"the package's graphs follow decode contract {_shown(contract)} and this qsample runs "
                 f"{' and '.join(CONTRACT_VERSIONS)}; "
                 + ("upgrade qsample" if newer else f"make the package again: {_commands(data)}")
             )
@@ -202,7 +202,8 @@ def _commands(data: Mapping[str, Any]) -> str:
 
     def told(name: str, key: str, otherwise: str) -> str:
         values = data.get(name)
-        return shlex.quote(f"{values[key]!s:.200}") if isinstance(values, dict) and key in values else otherwise
+        text = f"{values[key]!s:.200}" if isinstance(values, dict) and key in values else ""
+        return shlex.quote(text) if text and text.isprintable() else otherwise
 
     make = "export" if told("versions", "transformers", "") else "bake"
     model = told("source", "model_id", "MODEL")

@@ -9,41 +9,30 @@ opened, a small product of each of its kinds is computed over several numbers of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import mmap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+import onnxruntime as ort
 
-from qsample.disk.protobuf import fields
 from qsample.errors import PackageError
+from qsample.ort.kernels import EXPERTS, ONNX_TYPES, QUERY_SEQLENS, TOKENS, Attention, Product, integer_of, read_kernels
 from qsample.ort.options import most_shares, session_options
 from qsample.ort.providers import CPU, open_session
-from qsample.ort.small_graphs import CONTRIB_DOMAIN, integer, model, node, tensor
-from qsample.tensors import DTYPES, Array
+from qsample.ort.small_graphs import CONTRIB_DOMAIN, model, node, tensor
+from qsample.tensors import Array
 
 _COUNTS: Final = (*range(1, 10), 13, 16, 37)
 _ROWS: Final = 40
-# Outputs of a small product, for each thread. With fewer, MLAS cuts the inputs otherwise, too; and it shares them among
-# threads in multiples of _ALIGNED, so that the last columns are as many as those of the whole product.
-_COLUMNS: Final = 128
-_ALIGNED: Final = 16
-_HIDDEN: Final = 256  # units of small experts
+_COLUMNS: Final = 128  # outputs of a small product, for each thread: with fewer, MLAS cuts the inputs otherwise
 _PERIOD: Final = 65537  # random numbers, of which larger tensors repeat them
-_GIVEN: Final = 64  # inputs of products with an adapter, whose sizes the graph does not tell
-_MOST_INPUTS: Final = 1 << 18
-_MOST_KINDS: Final = 100
-_EXPERTS: Final = ("MoE", "QMoE")
-_CONTRIB: Final = ("FusedMatMul", "MatMulNBits", *_EXPERTS)
-_FLOATS: Final = ("float32", "float16")
-# Numbers of the fields of onnx.proto.
-_MODEL_GRAPH: Final = 7
-_GRAPH_NODE, _GRAPH_CONSTANT, _GRAPH_INPUT = 1, 5, 11
-_ATTRIBUTE_GRAPH: Final = 6
-_ONNX_TYPES: Final = {name: dtype.onnx for name, dtype in DTYPES.items()} | {"uint8": 2}
-_NAMES: Final = {number: name for name, number in _ONNX_TYPES.items()}
+_HASHED: Final = 16  # columns: how many others there are depends on the number of threads
+_SEVERAL: Final = ((3, 1, 5, 2, 1), (1, 8, 3))  # tokens that a small attention reads at once
+_CONTRIB: Final = ("FusedMatMul", "MatMulNBits", *EXPERTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +67,8 @@ class Rounding(NamedTuple):
         products: the numbers of rows for those with the model's own weights.
         adapters: for those with the matrices of LoRA adapters.
         experts: for the rows of each expert.
+        attention: several tokens of a row round as one by one; of graphs whose attention is told the tokens of each
+            row (`query_seqlens`), as that of packages with guesses.
         unknown: descriptions of products for which no such numbers were found.
         digest: hexadecimal; another processor whose kernels round otherwise has another.
     """
@@ -85,6 +76,7 @@ class Rounding(NamedTuple):
     products: RowCounts = ANY_ROWS
     adapters: RowCounts = ANY_ROWS
     experts: RowCounts = ANY_ROWS
+    attention: bool = True
     unknown: tuple[str, ...] = ()
     digest: str = ""
 
@@ -100,42 +92,6 @@ class Rounding(NamedTuple):
         return "; ".join(parts)
 
 
-class Product(NamedTuple):
-    """A kind of product.
-
-    Attributes:
-        operator: of ONNX or com.microsoft.
-        dtype: of activations, by the contract's names.
-        shapes: of its operands but the activations, with few outputs and experts: () = it lacks the operand.
-        dtypes: of these operands.
-        attributes: AttributeProtos.
-        cast: its weights are stored in float16.
-        given: its weights are an input of the graph.
-    """
-
-    operator: str
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    attributes: tuple[bytes, ...] = ()
-    cast: bool = False
-    given: bool = False
-
-    @property
-    def inputs(self) -> int:
-        """How many numbers a row has."""
-        numbers, weights = dict(map(_integer, self.attributes)), self.shapes[0]
-        if self.operator in _EXPERTS:
-            return weights[2] * 8 // numbers.get("expert_weight_bits", 8)
-        return numbers.get("K") or weights[1 if numbers.get("transB") else 0]
-
-    def __str__(self) -> str:
-        numbers = dict(map(_integer, self.attributes))
-        bits = numbers.get("bits", numbers.get("expert_weight_bits"))
-        kind = self.dtype if bits is None else f"{bits} bits, blocks of {numbers.get('block_size')}"
-        return f"{self.operator} ({kind})"
-
-
 def measured(path: Path, threads: int | None = None, config: Mapping[str, str] | None = None) -> Rounding:
     """How the products of a graph round here, on the CPU.
 
@@ -146,17 +102,21 @@ def measured(path: Path, threads: int | None = None, config: Mapping[str, str] |
     Raises PackageError if the file is no ONNX graph.
     """
     try:
-        products = frozenset(read_products(path.read_bytes(), _COLUMNS * most_shares(threads)))
-    except (OSError, ValueError, IndexError) as error:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            kernels = read_kernels(data, _COLUMNS * most_shares(threads))
+    except (OSError, ValueError, IndexError, KeyError) as error:
         raise PackageError(f"{path} is not an ONNX file: {error}; export the package again") from error
-    return _measured(products, threads, tuple(sorted((config or {}).items())))
+    return _measured(kernels, threads, tuple(sorted((config or {}).items())))
 
 
 @cache
-def _measured(products: frozenset[Product], threads: int | None, config: tuple[tuple[str, str], ...]) -> Rounding:
-    ordered = sorted(products)
+def _measured(
+    kernels: frozenset[Product | Attention], threads: int | None, config: tuple[tuple[str, str], ...]
+) -> Rounding:
+    ordered = sorted(one for one in kernels if isinstance(one, Product))
     graph, feeds = _small_graph(ordered)
-    session = open_session(graph, session_options(dict(config), intra_op_num_threads=threads), (CPU,))
+    options = session_options(dict(config), intra_op_num_threads=threads)
+    session = open_session(graph, options, (CPU,))
 
     def run(start: int, stop: int) -> list[Array]:
         fed = {name: array[start:stop] if len(array) == _ROWS else array for name, array in feeds.items()}
@@ -178,12 +138,14 @@ def _measured(products: frozenset[Product], threads: int | None, config: tuple[t
             unknown.append(str(product))
         else:
             found[_group(product)] &= chosen
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in whole)).hexdigest()
-    return Rounding(**found, unknown=tuple(unknown), digest=digest[:16])
+    # Products that differ in the number of outputs alone have the same first columns.
+    digest = hashlib.sha256(b"".join(sorted({array[:, :_HASHED].tobytes() for array in whole}))).hexdigest()
+    attention = all(_attends_alike(one, options) for one in kernels if isinstance(one, Attention))
+    return Rounding(**found, attention=attention, unknown=tuple(unknown), digest=digest[:16])
 
 
 def _group(product: Product) -> str:
-    return "experts" if product.operator in _EXPERTS else "adapters" if product.given else "products"
+    return "experts" if product.operator in EXPERTS else "adapters" if product.given else "products"
 
 
 def _small_graph(products: Iterable[Product]) -> tuple[bytes, dict[str, Array]]:
@@ -195,15 +157,17 @@ def _small_graph(products: Iterable[Product]) -> tuple[bytes, dict[str, Array]]:
     levels = random.integers(0, 256, _PERIOD, np.uint8)
     normal = random.normal(0, 0.02, _PERIOD).astype(np.float32)
 
-    def numbers(shape: tuple[int, ...], dtype: str) -> Array:
-        return np.resize(levels, shape) if dtype == "uint8" else np.resize(normal, shape).astype(dtype)
+    def numbers(shape: tuple[int, ...], dtype: str, *, transposed: bool = False) -> Array:
+        """transposed: the last axis is that of the outputs, and the first outputs are the same for any number."""
+        made = np.resize(levels if dtype == "uint8" else normal, shape[::-1] if transposed else shape)
+        return np.ascontiguousarray(made.T if transposed else made).astype(dtype, copy=False)
 
     for index, product in enumerate(products):
         # The rows of products with as many inputs are the same.
         names = [f"rows_{product.inputs}_{product.dtype}"]
         if names[0] not in feeds:
             feeds[names[0]] = 50 * numbers((_ROWS, product.inputs), product.dtype)
-        if product.operator in _EXPERTS:
+        if product.operator in EXPERTS:
             names.append("choice")
             feeds["choice"] = np.eye(2, dtype=product.dtype)[[0] * _ROWS]
         for place, (shape, dtype) in enumerate(zip(product.shapes, product.dtypes, strict=True)):
@@ -212,202 +176,53 @@ def _small_graph(products: Iterable[Product]) -> tuple[bytes, dict[str, Array]]:
                 name = f"given_{len(shape)}"
                 feeds[name] = numbers(shape, product.dtype)
             elif shape:
-                stored = "float16" if product.cast else dtype
-                constants.append(tensor(name, numbers(shape, stored), _ONNX_TYPES[stored]))
+                stored, inputs_first = "float16" if product.cast else dtype, shape[0] == product.inputs
+                constants.append(tensor(name, numbers(shape, stored, transposed=inputs_first), ONNX_TYPES[stored]))
             if product.cast:
-                nodes.append(node("Cast", [name], f"{name}_cast", to=_ONNX_TYPES[product.dtype]))
+                nodes.append(node("Cast", [name], f"{name}_cast", to=ONNX_TYPES[product.dtype]))
                 name = f"{name}_cast"
             names.append(name)
         domain = CONTRIB_DOMAIN if product.operator in _CONTRIB else b""
         nodes.append(node(product.operator, names, f"result_{index}", domain=domain, given=product.attributes))
-        outputs[f"result_{index}"] = _ONNX_TYPES[product.dtype]
+        outputs[f"result_{index}"] = ONNX_TYPES[product.dtype]
     feeds["logits"] = 100 * numbers((_ROWS, 500), "float32")
     nodes.append(node("Softmax", ["logits"], "weights"))
-    outputs["weights"] = _ONNX_TYPES["float32"]
-    types = {name: _ONNX_TYPES[str(array.dtype)] for name, array in feeds.items()}
+    outputs["weights"] = ONNX_TYPES["float32"]
+    types = {name: ONNX_TYPES[str(array.dtype)] for name, array in feeds.items()}
     return model(nodes, types, outputs, constants), feeds
 
 
-def read_products(data: bytes, columns: int) -> Iterator[Product]:
-    """The kinds of products with weights in an ONNX file, those in graphs inside it included.
+def _attends_alike(attention: Attention, options: ort.SessionOptions) -> bool:
+    """Whether an attention computes the same bits for some tokens of a row at once as one by one."""
+    random = np.random.default_rng(0)
+    heads, size = attention.past[0], attention.past[1]
+    query = dict(map(integer_of, attention.attributes))["num_heads"]
+    widths = (query + 2 * heads,) if attention.packed else (query, heads, heads)
+    rows = [random.normal(0, 1, (1, TOKENS, width * size)).astype(np.float32) for width in widths]
+    names = [*("query", "key", "value")[: len(rows)], *[""] * (3 - len(rows)), "past_key", "past_value"]
+    names += ["seqlens_k", "total_sequence_length", *[""] * (QUERY_SEQLENS - 7), "query_seqlens"]
+    constants = [tensor("total_sequence_length", np.array(TOKENS, np.int32), ONNX_TYPES["int32"])]
+    for slot, shape, dtype in attention.constants:
+        names[slot] = f"constant_{slot}"
+        constants.append(tensor(names[slot], random.uniform(0.01, 1, shape).astype(dtype), ONNX_TYPES[dtype]))
+    inputs = {**dict.fromkeys(names[: len(rows)], "float32"), **dict.fromkeys(names[3:5], attention.dtype)}
+    inputs |= {"seqlens_k": "int32", "query_seqlens": "int32"}
+    outputs = {"attended": "float32", "key_after": attention.dtype, "value_after": attention.dtype}
+    attend = node("GroupQueryAttention", names, *outputs, domain=CONTRIB_DOMAIN, given=attention.attributes)
+    types = [{name: ONNX_TYPES[dtype] for name, dtype in values.items()} for values in (inputs, outputs)]
+    session = open_session(model([attend], types[0], types[1], constants), options, (CPU,))
 
-    Args:
-        data: of the file.
-        columns: products with more outputs become small products of about so many.
+    def run(steps: Iterable[int]) -> list[Array]:
+        start, parts = 0, []
+        caches = [np.zeros((1, heads, TOKENS, size), attention.dtype) for _ in range(2)]
+        for count in steps:
+            fed = dict(zip(names[3:5], caches, strict=True))
+            fed |= {name: array[:, start : start + count] for name, array in zip(names, rows, strict=False)}
+            fed |= {"seqlens_k": np.array([start + count - 1], np.int32), "query_seqlens": np.array([count], np.int32)}
+            part, *caches = session.run(None, fed)
+            parts.append(part)
+            start += count
+        return [np.concatenate(parts, axis=1), *caches]
 
-    Raises ValueError or IndexError if it is no ONNX file.
-    """
-    for number, content in fields(data, 0, len(data)):
-        if number == _MODEL_GRAPH and isinstance(content, range):
-            yield from _Graph(data, content, columns).products()
-
-
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    """A value that never changes, or an input of the graph, of which dims is (). cast: from another dtype."""
-
-    dims: tuple[int, ...]
-    dtype: str
-    cast: bool = False
-
-
-_Known = list[_Operand | None]
-"""What is known of each input of a node; None = it is computed."""
-
-
-class _Graph:
-    """Finds the products of a GraphProto. outer: the values of the graph around it."""
-
-    def __init__(self, data: bytes, content: range, columns: int, outer: Mapping[str, _Operand] | None = None) -> None:
-        self._data, self._columns = data, columns
-        self._known = dict(outer or {})
-        self._nodes = []
-        for number, part in self._fields(content):
-            if number == _GRAPH_NODE:
-                self._nodes.append(part)
-            elif number == _GRAPH_CONSTANT:
-                name, operand = self._constant(part)
-                self._known[name] = operand
-            elif number == _GRAPH_INPUT:
-                self._known.setdefault(*self._input(part))
-
-    def products(self) -> Iterator[Product]:
-        for part in self._nodes:
-            inputs, outputs, attributes, operator = list[str](), list[str](), list[range](), ""
-            for number, inner in self._fields(part):
-                if number in (1, 2):
-                    (inputs if number == 1 else outputs).append(self._text(inner))
-                elif number == 4:
-                    operator = self._text(inner)
-                elif number == 5:
-                    attributes.append(inner)
-            known = [self._known.get(name) for name in inputs]
-            encoded = tuple(self._data[one.start : one.stop] for one in attributes)
-            if operator in ("Cast", "Transpose") and known[0] is not None and known[0].dims and outputs:
-                dims, to = known[0].dims, dict(map(_integer, encoded)).get("to", 0)
-                made = _Operand(dims[::-1], known[0].dtype, known[0].cast) if operator == "Transpose" else None
-                self._known[outputs[0]] = made or _Operand(dims, _NAMES.get(to, ""), cast=True)
-            elif operator in _READERS:
-                product = _READERS[operator](operator, known, encoded, self._columns)
-                if product is not None:
-                    yield product
-            for attribute in attributes:
-                for number, inner in self._fields(attribute):
-                    if number == _ATTRIBUTE_GRAPH:
-                        yield from _Graph(self._data, inner, self._columns, self._known).products()
-
-    def _constant(self, part: range) -> tuple[str, _Operand]:
-        dims, name, dtype = list[int](), "", 0
-        for number, inner in fields(self._data, part.start, part.stop):
-            if number == 1:
-                dims += [inner] if isinstance(inner, int) else []
-            elif number == 2 and isinstance(inner, int):
-                dtype = inner
-            elif number == 8 and isinstance(inner, range):
-                name = self._text(inner)
-        return name, _Operand(tuple(dims), _NAMES.get(dtype, ""))
-
-    def _input(self, part: range) -> tuple[str, _Operand]:
-        """ValueInfoProto { name, type { tensor_type { elem_type } } }."""
-        name, types = "", list[range]()
-        for number, inner in self._fields(part):
-            if number == 1:
-                name = self._text(inner)
-            elif number == 2:
-                types += [inner for key, inner in self._fields(inner) if key == 1]
-        kinds = [value for one in types for key, value in fields(self._data, one.start, one.stop) if key == 1]
-        dtype = next((_NAMES.get(kind, "") for kind in kinds if isinstance(kind, int)), "")
-        return name, _Operand((), dtype)
-
-    def _fields(self, part: range) -> Iterator[tuple[int, range]]:
-        for number, inner in fields(self._data, part.start, part.stop):
-            if isinstance(inner, range):
-                yield number, inner
-
-    def _text(self, part: range) -> str:
-        return self._data[part.start : part.stop].decode("utf-8", "surrogateescape")
-
-
-def _block_product(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product:
-    """MatMulNBits: weights [N, blocks, bytes], scales, zero points, order of inputs (left out), bias."""
-    numbers = dict(map(_integer, attributes))
-    bits, size, outputs = numbers["bits"], numbers["block_size"], _fewer(numbers["N"], columns)
-    blocks = -(-_checked(numbers["K"]) // max(size, 1))
-    scales, zeros, bias = (known[place] if len(known) > place else None for place in (2, 3, 5))
-    dtype = "float16" if scales is not None and scales.dtype == "float16" else "float32"
-    kind = "" if zeros is None else zeros.dtype
-    per_row = -(-blocks * bits // 8) if kind == "uint8" else blocks
-    shapes = [(outputs, blocks, size * bits // 8), (outputs * blocks,), (outputs * per_row,) if zeros else ()]
-    shapes += [(), (outputs,)] if bias is not None else []
-    others = (one for one in attributes if _integer(one)[0] != "N")
-    kept = tuple(sorted((*others, integer("N", outputs))))
-    return Product(operator, dtype, tuple(shapes), ("uint8", dtype, kind, "", dtype)[: len(shapes)], kept)
-
-
-def _float_product(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product | None:
-    """MatMul, FusedMatMul and Gemm with a matrix of floats that never changes, or that is an input."""
-    weights = known[1] if len(known) > 1 else None
-    if known[0] is not None or weights is None or len(weights.dims) not in (0, 2) or weights.dtype not in _FLOATS:
-        return None
-    given, transposed = not weights.dims, dict(map(_integer, attributes)).get("transB", 0)
-    sizes = weights.dims or (_GIVEN, _GIVEN)
-    inputs, outputs = sizes[::-1] if transposed else sizes
-    few = _fewer(outputs, columns)
-    shape = (few, _checked(inputs)) if transposed else (_checked(inputs), few)
-    kept = tuple(sorted(attributes))
-    return Product(operator, weights.dtype, (shape,), (weights.dtype,), kept, cast=weights.cast, given=given)
-
-
-def _experts(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product | None:
-    """MoE and QMoE with two experts of few hidden units; None for layouts that no exporter here writes. columns: not
-    for them."""
-    numbers = dict(map(_integer, attributes))
-    quantized, bits = operator == "QMoE", numbers.get("expert_weight_bits", 0)
-    inner, last = ((2, 3, 4, 11), 5) if quantized else ((2, 3), 4)  # operands of the first product; the second matrix
-    operands = [one if one is not None and one.dims else None for one in known]
-    first, second, scales = (operands[place] if len(operands) > place else None for place in (2, last, 3))
-    if first is None or second is None or (quantized and (not numbers.get("block_size") or bits not in (4, 8))):
-        return None
-    dtype = first.dtype if not quantized else "float32" if scales is None else scales.dtype
-    pack = 8 // bits if quantized else 1
-    _checked(first.dims[2] * pack)
-    hidden = second.dims[2] * pack
-    few = min(hidden, _HIDDEN)
-    shapes: list[tuple[int, ...]] = []
-    for place, operand in enumerate(operands[2:], 2):
-        if operand is None:
-            shapes.append(())
-        elif place in inner:
-            shapes.append((2, operand.dims[1] * few // hidden, *operand.dims[2:]))
-        else:
-            shapes.append((2, operand.dims[1], *(-(-dim * few // hidden) for dim in operand.dims[2:])))
-    dtypes = tuple("" if operand is None else operand.dtype for operand in operands[2:])
-    return Product(operator, dtype, tuple(shapes), dtypes, tuple(sorted(attributes)))
-
-
-_READERS: Final = {
-    "MatMulNBits": _block_product,
-    **dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _float_product),
-    **dict.fromkeys(_EXPERTS, _experts),
-}
-
-
-def _fewer(outputs: int, columns: int) -> int:
-    return outputs if outputs <= columns + _ALIGNED else columns + outputs % _ALIGNED
-
-
-def _checked(inputs: int) -> int:
-    if not 0 < inputs <= _MOST_INPUTS:
-        raise ValueError(f"it has a product with {inputs} inputs")
-    return inputs
-
-
-def _integer(attribute: bytes) -> tuple[str, int]:
-    """The name and the integer of an AttributeProto; 0 if it has none."""
-    name, number = "", 0
-    for key, content in fields(attribute, 0, len(attribute)):
-        if key == 1 and isinstance(content, range):
-            name = attribute[content.start : content.stop].decode("utf-8", "replace")
-        elif key == 3 and isinstance(content, int):
-            number = content
-    return name, number
+    one_by_one = run([1] * TOKENS)
+    return all(np.array_equal(*pair) for steps in _SEVERAL for pair in zip(run(steps), one_by_one, strict=True))

@@ -172,11 +172,11 @@ def open_sessions(
         tail_size=_TOKENS_ALIKE if providers[0] == CPU and rounding.experts.any else None,
         # The head sees a row of each prompt.
         joins_prompts=on_plain_cpu and products.any and rounding.experts.any,
-        ragged=on_plain_cpu and guesses and products.any and rounding.experts.any,
+        ragged=on_plain_cpu and guesses and products.any and rounding.experts.any and rounding.attention,
         step_rows=steps if on_plain_cpu else None,
         adapter_rows=steps & rounding.adapters,
         piece_tokens=ANY_ROWS if fixed else replace(products, least=_TOKENS_ALIKE),
-        guesses=padded or (rounding.products.any and rounding.experts.any),
+        guesses=rounding.attention and (padded or (rounding.products.any and rounding.experts.any)),
         rounding=rounding if on_plain_cpu and options.batch_invariant else None,
     )
 
@@ -211,10 +211,14 @@ def _warn_of_broken_promises(package: Package, rounding: Rounding, *, guesses: b
             f"only row otherwise than several; {again}",
             stacklevel=4,
         )
-    if guesses and not padded and not rounding.products.any:
+    one = "row" if not padded and not rounding.products.any else None if rounding.attention else "token"
+    if guesses and one is not None:
         warnings.warn(
-            f"{package.path}: guesses are off here (num_speculative_tokens): this processor's kernels round one row "
-            f"otherwise than several, and they would change tokens; {again}, for batches (without --batch-size 1)",
+            f"{package.path}: guesses are off here (num_speculative_tokens): this processor's kernels round one {one} "
+            f"otherwise than several, and they would change tokens; {again}, "
+            + (
+                "for batches (without --batch-size 1)" if one == "row" else "on this machine, which says whether it can"
+            ),
             stacklevel=4,
         )
 

@@ -70,14 +70,14 @@ def model(
 def node(
     operator: str,
     inputs: Sequence[str],
-    output: str,
-    *,
+    *outputs: str,
     domain: bytes = b"",
     given: Sequence[bytes] = (),
     **attributes: int,
 ) -> bytes:
     """A NodeProto. given: AttributeProtos, in addition to the integers `attributes`."""
-    content = b"".join(field(1, name.encode()) for name in inputs) + field(2, output.encode())
+    content = b"".join(field(1, name.encode()) for name in inputs)
+    content += b"".join(field(2, name.encode()) for name in outputs)
     content += field(4, operator.encode())
     given = (*given, *(integer(*attribute) for attribute in attributes.items()))
     return content + b"".join(field(5, one) for one in given) + (field(7, domain) if domain else b"")

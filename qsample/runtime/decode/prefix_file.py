@@ -44,6 +44,7 @@ _SIGNATURE: Final = {
     "execution_provider": "another execution provider",
     "onnxruntime": "another version of ONNX Runtime",
     "pieces": "other pieces of a prompt",
+    "kernels": "a processor that rounds otherwise",
 }
 _AGAIN: Final = "save it again with `qsample prefix`"
 
@@ -57,6 +58,8 @@ def signature_of(package: Package, sessions: Sessions) -> dict[str, str]:
         "execution_provider": sessions.decoder.get_providers()[0],
         "onnxruntime": ort.__version__,
         "pieces": f"{pieces.size} {pieces.late}",
+        # Another processor's kernels would have computed other last bits.
+        "kernels": "" if sessions.rounding is None else sessions.rounding.digest,
     }
 
 

@@ -1,0 +1,312 @@
+"""The kinds of products and attentions in an ONNX file, for `ort.rounding`; without the package onnx.
+
+An operator's kind is what decides on its kernel: its attributes, the dtypes and shapes of its weights. A model of many
+layers has a handful.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from qsample.disk.protobuf import fields
+from qsample.ort.small_graphs import integer
+from qsample.tensors import DTYPES
+
+EXPERTS: Final = ("MoE", "QMoE")
+QUERY_SEQLENS: Final = 16  # the slot of GroupQueryAttention's input
+TOKENS: Final = 12  # of a row in a small attention
+ONNX_TYPES: Final = {name: dtype.onnx for name, dtype in DTYPES.items()} | {"uint8": 2}
+_NAMES: Final = {number: name for name, number in ONNX_TYPES.items()}
+_FLOATS: Final = ("float32", "float16")
+# MLAS shares the outputs of a product among threads in multiples of _ALIGNED, so that the last columns of a small
+# product are as many as those of the whole product.
+_ALIGNED: Final = 16
+_HIDDEN: Final = 256  # units of small experts
+_GIVEN: Final = 64  # inputs of products with an adapter, whose sizes the graph does not tell
+_MOST_INPUTS: Final = 1 << 18
+_MOST_KINDS: Final = 100
+_ROTARY: Final = (7, 8)  # the slots of GroupQueryAttention's tables that have a row for each position
+# Numbers of the fields of onnx.proto.
+_MODEL_GRAPH: Final = 7
+_GRAPH_NODE, _GRAPH_CONSTANT, _GRAPH_INPUT = 1, 5, 11
+_ATTRIBUTE_GRAPH: Final = 6
+_FOLDED: Final = ("Cast", "Transpose")
+
+
+class Product(NamedTuple):
+    """A kind of product.
+
+    Attributes:
+        operator: of ONNX or com.microsoft.
+        dtype: of activations, by the contract's names.
+        shapes: of its operands but the activations, with few outputs and experts: () = it lacks the operand.
+        dtypes: of these operands.
+        attributes: AttributeProtos.
+        cast: its weights are stored in float16.
+        given: its weights are an input of the graph.
+    """
+
+    operator: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    attributes: tuple[bytes, ...] = ()
+    cast: bool = False
+    given: bool = False
+
+    @property
+    def inputs(self) -> int:
+        """How many numbers a row has."""
+        numbers, weights = dict(map(integer_of, self.attributes)), self.shapes[0]
+        if self.operator in EXPERTS:
+            return weights[2] * 8 // numbers.get("expert_weight_bits", 8)
+        return numbers.get("K") or weights[1 if numbers.get("transB") else 0]
+
+    def __str__(self) -> str:
+        numbers = dict(map(integer_of, self.attributes))
+        bits = numbers.get("bits", numbers.get("expert_weight_bits"))
+        kind = self.dtype if bits is None else f"{bits} bits, blocks of {numbers.get('block_size')}"
+        return f"{self.operator} ({kind})"
+
+
+class Attention(NamedTuple):
+    """A kind of GroupQueryAttention.
+
+    Attributes:
+        attributes: AttributeProtos.
+        past: key-value heads, head size.
+        dtype: of the cache.
+        packed: queries, keys and values are one input.
+        constants: slot, shape and dtype of the inputs that never change.
+    """
+
+    attributes: tuple[bytes, ...]
+    past: tuple[int, int]
+    dtype: str
+    packed: bool
+    constants: tuple[tuple[int, tuple[int, ...], str], ...]
+
+
+def read_kernels(data: Any, columns: int) -> frozenset[Product | Attention]:
+    """The kinds of products with weights in an ONNX file, and of attentions to several tokens of each row; those in
+    graphs inside it included.
+
+    Args:
+        data: of the file: bytes, or a map of it.
+        columns: products with more outputs become small products of about so many.
+
+    Raises ValueError, IndexError or KeyError if it is no ONNX file, or none of a model.
+    """
+    found = set[Product | Attention]()
+    for number, content in fields(data, 0, len(data)):
+        if number == _MODEL_GRAPH and isinstance(content, range):
+            for kernel in _Graph(data, content, columns).kernels():
+                found.add(kernel)
+                if len(found) > _MOST_KINDS:
+                    raise ValueError(f"it has more than {_MOST_KINDS} kinds of products")
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """A value that never changes, or an input of the graph. dims: 0 = free. cast: from another dtype."""
+
+    dims: tuple[int, ...]
+    dtype: str
+    cast: bool = False
+    given: bool = False
+
+
+_COMPUTED: Final = _Operand((), "", given=True)
+_Known = list[_Operand | None]
+"""What is known of each input of a node; None = it is absent."""
+
+
+class _Graph:
+    """Finds the products of a GraphProto. outer: the values of the graph around it."""
+
+    def __init__(self, data: Any, content: range, columns: int, outer: Mapping[str, _Operand] | None = None) -> None:
+        self._data, self._columns = data, columns
+        self._known = dict(outer or {})
+        self._nodes = []
+        for number, part in self._fields(content):
+            if number == _GRAPH_NODE:
+                self._nodes.append(part)
+            elif number == _GRAPH_CONSTANT:
+                name, operand = self._constant(part)
+                self._known[name] = operand
+            elif number == _GRAPH_INPUT:
+                self._known.setdefault(*self._input(part))
+
+    def kernels(self) -> Iterator[Product | Attention]:
+        for part in self._nodes:
+            inputs, outputs, attributes, operator = list[str](), list[str](), list[range](), ""
+            for number, inner in self._fields(part):
+                if number in (1, 2):
+                    (inputs if number == 1 else outputs).append(self._text(inner))
+                elif number == 4:
+                    operator = self._text(inner)
+                elif number == 5:
+                    attributes.append(inner)
+            if operator in _FOLDED or operator in _READERS:
+                known = [self._known.get(name, _COMPUTED) if name else None for name in inputs]
+                encoded = tuple(self._data[one.start : one.stop] for one in attributes)
+                if operator in _READERS:
+                    kernel = _READERS[operator](operator, known, encoded, self._columns)
+                    if kernel is not None:
+                        yield kernel
+                elif known[0] is not None and not known[0].given:
+                    self._known[outputs[0]] = _folded(operator, known[0], encoded)
+            for attribute in attributes:
+                for number, inner in self._fields(attribute):
+                    if number == _ATTRIBUTE_GRAPH:
+                        yield from _Graph(self._data, inner, self._columns, self._known).kernels()
+
+    def _constant(self, part: range) -> tuple[str, _Operand]:
+        dims, name, dtype = list[int](), "", 0
+        for number, inner in fields(self._data, part.start, part.stop):
+            if number == 1:
+                dims += [inner] if isinstance(inner, int) else []
+            elif number == 2 and isinstance(inner, int):
+                dtype = inner
+            elif number == 8 and isinstance(inner, range):
+                name = self._text(inner)
+        return name, _Operand(tuple(dims), _NAMES.get(dtype, ""))
+
+    def _input(self, part: range) -> tuple[str, _Operand]:
+        """ValueInfoProto { name, type { tensor_type { elem_type, shape { dim { dim_value } } } } }."""
+        name, dtype, dims = "", "", list[int]()
+        for number, inner in self._fields(part):
+            if number == 1:
+                name = self._text(inner)
+        for tensor_type in self._inside([part], 2, 1):
+            kinds = (kind for key, kind in fields(self._data, tensor_type.start, tensor_type.stop) if key == 1)
+            dtype = next((_NAMES.get(kind, "") for kind in kinds if isinstance(kind, int)), "")
+            for dim in self._inside([tensor_type], 2, 1):
+                sizes = (size for key, size in fields(self._data, dim.start, dim.stop) if key == 1)
+                dims.append(next((size for size in sizes if isinstance(size, int)), 0))
+        return name, _Operand(tuple(dims), dtype, given=True)
+
+    def _inside(self, parts: list[range], *numbers: int) -> list[range]:
+        """The messages that a path of field numbers leads to."""
+        for number in numbers:
+            parts = [inner for part in parts for key, inner in self._fields(part) if key == number]
+        return parts
+
+    def _fields(self, part: range) -> Iterator[tuple[int, range]]:
+        for number, inner in fields(self._data, part.start, part.stop):
+            if isinstance(inner, range):
+                yield number, inner
+
+    def _text(self, part: range) -> str:
+        text: bytes = self._data[part.start : part.stop]
+        return text.decode("utf-8", "surrogateescape")
+
+
+def _folded(operator: str, constant: _Operand, attributes: tuple[bytes, ...]) -> _Operand:
+    """The result of a Cast or Transpose of weights, which ONNX Runtime computes when it opens a graph."""
+    if operator == "Transpose":
+        return replace(constant, dims=constant.dims[::-1])
+    return _Operand(constant.dims, _NAMES.get(dict(map(integer_of, attributes)).get("to", 0), ""), cast=True)
+
+
+def _block_product(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product:
+    """MatMulNBits: weights [N, blocks, bytes], scales, zero points, order of inputs (left out), bias."""
+    numbers = dict(map(integer_of, attributes))
+    bits, size, outputs = numbers["bits"], numbers["block_size"], _fewer(numbers["N"], columns)
+    blocks = -(-_checked(numbers["K"]) // max(size, 1))
+    scales, zeros, bias = (known[place] if len(known) > place else None for place in (2, 3, 5))
+    dtype = "float16" if scales is not None and scales.dtype == "float16" else "float32"
+    kind = "" if zeros is None else zeros.dtype
+    per_row = -(-blocks * bits // 8) if kind == "uint8" else blocks
+    shapes = [(outputs, blocks, size * bits // 8), (outputs * blocks,), (outputs * per_row,) if zeros else ()]
+    shapes += [(), (outputs,)] if bias is not None else []
+    others = (one for one in attributes if integer_of(one)[0] != "N")
+    kept = tuple(sorted((*others, integer("N", outputs))))
+    return Product(operator, dtype, tuple(shapes), ("uint8", dtype, kind, "", dtype)[: len(shapes)], kept)
+
+
+def _float_product(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product | None:
+    """MatMul, FusedMatMul and Gemm with a matrix of floats that never changes, or that is an input."""
+    weights = known[1] if len(known) > 1 else None
+    if known[0] is not _COMPUTED or weights is None or len(weights.dims) != 2 or weights.dtype not in _FLOATS:
+        return None
+    transposed = dict(map(integer_of, attributes)).get("transB", 0)
+    sizes = (_GIVEN, _GIVEN) if weights.given else weights.dims
+    inputs, outputs = sizes[::-1] if transposed else sizes
+    few = _fewer(outputs, columns)
+    shape = (few, _checked(inputs)) if transposed else (_checked(inputs), few)
+    kept = tuple(sorted(attributes))
+    return Product(operator, weights.dtype, (shape,), (weights.dtype,), kept, cast=weights.cast, given=weights.given)
+
+
+def _experts(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product | None:
+    """MoE and QMoE with two experts of few hidden units; None for layouts that no exporter here writes. columns: not
+    for them."""
+    numbers = dict(map(integer_of, attributes))
+    quantized, bits = operator == "QMoE", numbers.get("expert_weight_bits", 0)
+    inner, last = ((2, 3, 4, 11), 5) if quantized else ((2, 3), 4)  # operands of the first product; the second matrix
+    operands = [one if one is not None and not one.given else None for one in known]
+    first, second, scales = (operands[place] if len(operands) > place else None for place in (2, last, 3))
+    if first is None or second is None or (quantized and (not numbers.get("block_size") or bits not in (4, 8))):
+        return None
+    dtype = first.dtype if not quantized else "float32" if scales is None else scales.dtype
+    pack = 8 // bits if quantized else 1
+    _checked(first.dims[2] * pack)
+    hidden = second.dims[2] * pack
+    few = min(hidden, _HIDDEN)
+    shapes: list[tuple[int, ...]] = []
+    for place, operand in enumerate(operands[2:], 2):
+        if operand is None:
+            shapes.append(())
+        elif place in inner:
+            shapes.append((2, operand.dims[1] * few // hidden, *operand.dims[2:]))
+        else:
+            shapes.append((2, operand.dims[1], *(-(-dim * few // hidden) for dim in operand.dims[2:])))
+    dtypes = tuple("" if operand is None else operand.dtype for operand in operands[2:])
+    return Product(operator, dtype, tuple(shapes), dtypes, tuple(sorted(attributes)))
+
+
+def _attention(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Attention | None:
+    """GroupQueryAttention with `query_seqlens`, which nothing but packages with guesses has."""
+    if len(known) <= QUERY_SEQLENS or (past := known[3]) is None or len(past.dims) != 4:
+        return None
+    others = [(slot, one) for slot, one in enumerate(known[:QUERY_SEQLENS]) if one is not None and slot > 6]
+    if any(one.given for _, one in others):
+        return None
+    constants = tuple(
+        (slot, (TOKENS, *one.dims[1:]) if slot in _ROTARY else one.dims, one.dtype) for slot, one in others
+    )
+    kept, sizes = tuple(sorted(attributes)), (past.dims[1], past.dims[3])
+    return Attention(kept, sizes, past.dtype, known[1] is None, constants)
+
+
+_READERS: Final = {
+    "GroupQueryAttention": _attention,
+    "MatMulNBits": _block_product,
+    **dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _float_product),
+    **dict.fromkeys(EXPERTS, _experts),
+}
+
+
+def _fewer(outputs: int, columns: int) -> int:
+    return outputs if outputs <= columns + _ALIGNED else columns + outputs % _ALIGNED
+
+
+def _checked(inputs: int) -> int:
+    if not 0 < inputs <= _MOST_INPUTS:
+        raise ValueError(f"it has a product with {inputs} inputs")
+    return inputs
+
+
+def integer_of(attribute: bytes) -> tuple[str, int]:
+    """The name and the integer of an AttributeProto; 0 if it has none."""
+    name, number = "", 0
+    for key, content in fields(attribute, 0, len(attribute)):
+        if key == 1 and isinstance(content, range):
+            name = attribute[content.start : content.stop].decode("utf-8", "replace")
+        elif key == 3 and isinstance(content, int):
+            number = content
+    return name, number
