@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from qsample.cli.common import Json, Lora, Provider, Threads, Weights, open_exported, read_loras
+from qsample.cli.common import BatchInvariant, Json, Lora, Provider, Threads, Weights, open_exported, read_loras
 from qsample.cli.terminal import console, format_size, progress, table
-from qsample.package import Package
 
 if TYPE_CHECKING:
+    from qsample.runtime import CausalLM
     from qsample.runtime.bench import Measurement
 
 EXAMPLES: Final = (
@@ -42,6 +42,7 @@ def bench(
     weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
+    batch_invariant: BatchInvariant = True,
     as_json: Json = False,
 ) -> None:
     """Time a package: first token, prefill, decode steps, memory."""
@@ -63,7 +64,9 @@ def bench(
     loras = read_loras(lora)
     opened = open_exported(package, provider, weights=weights, loras=loras)  # stays in the cache as long as this
     start = time.perf_counter()
-    model = load(opened.package.path, provider, intra_op_num_threads=threads, verify=False)
+    model = load(
+        opened.package.path, provider, intra_op_num_threads=threads, batch_invariant=batch_invariant, verify=False
+    )
     load_seconds = time.perf_counter() - start
     adapters = [model.load_adapter(name, folder) for name, folder in loras.items()]
     measurements = []
@@ -72,31 +75,33 @@ def bench(
             report(f"{rows} rows", index / len(batches))
             measurements.append(measure(model, rows, prompt_tokens, new_tokens, params, repetitions, adapters))
     if as_json:
-        typer.echo(json.dumps(_describe(opened.package, measurements, load_seconds), indent=2))
+        typer.echo(json.dumps(_describe(model, measurements, load_seconds), indent=2))
     else:
-        _show(opened.package, measurements, load_seconds)
+        _show(model, measurements, load_seconds)
 
 
-def _describe(package: Package, measurements: Sequence[Measurement], load_seconds: float) -> dict[str, Any]:
+def _describe(model: CausalLM, measurements: Sequence[Measurement], load_seconds: float) -> dict[str, Any]:
     """A benchmark as a JSON-ready dict; see `runtime.bench`."""
     from qsample.runtime.bench import peak_memory_bytes
 
+    package, rounding = model.package, model.sessions.rounding
     return {
         "package": str(package.path),
         "package_bytes": sum(entry.bytes for entry in package.manifest.files.values()),
         "load_seconds": load_seconds,
+        "rounding": None if rounding is None else rounding.described(),
         "peak_memory_bytes": peak_memory_bytes(),
         "measurements": [asdict(measurement) for measurement in measurements],
     }
 
 
-def _show(package: Package, measurements: Sequence[Measurement], load_seconds: float) -> None:
+def _show(model: CausalLM, measurements: Sequence[Measurement], load_seconds: float) -> None:
     """Print a benchmark on stdout."""
-    facts = _describe(package, measurements, load_seconds)
+    facts = _describe(model, measurements, load_seconds)
     prompt, new = measurements[0].prompt_tokens, measurements[0].new_tokens
     guesses = any(row.tokens_per_step > 1 for row in measurements)
     shown = table(
-        f"{package.path}: {prompt} prompt tokens, {new} decode steps",
+        f"{model.package.path}: {prompt} prompt tokens, {new} decode steps",
         "rows",
         "TTFT, ms",
         "prefill, tok/s",
@@ -121,3 +126,5 @@ def _show(package: Package, measurements: Sequence[Measurement], load_seconds: f
         f"loaded in {load_seconds:.2f} s; {format_size(facts['package_bytes'])} on disk, "
         f"{format_size(facts['peak_memory_bytes'])} of memory at the peak"
     )
+    if facts["rounding"] is not None:
+        screen.print(facts["rounding"])

@@ -16,6 +16,7 @@ import typer
 
 from qsample.cli.common import (
     SAMPLING_FLAGS,
+    BatchInvariant,
     CtxLen,
     Lora,
     Provider,
@@ -77,6 +78,7 @@ def chat(
     weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
+    batch_invariant: BatchInvariant = True,
 ) -> None:
     """Talk to a model. Answers stream to stdout, remarks go to stderr. From a pipe, each line is a turn."""
     from qsample.runtime import Engine, load
@@ -89,7 +91,14 @@ def chat(
     opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, loras=loras)
     with progress() as report:
         report(Stage.LOADING, 0.0)
-        loaded = load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)
+        loaded = load(
+            opened.package.path,
+            provider,
+            ctx_len=ctx_len,
+            intra_op_num_threads=threads,
+            batch_invariant=batch_invariant,
+            verify=False,
+        )
         for name, folder in loras.items():
             loaded.load_adapter(name, folder)
         remarks = _check_template(loaded, system, template)

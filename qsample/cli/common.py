@@ -30,6 +30,13 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it 
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON document for a script to read.")]
 Provider = Annotated[str | None, typer.Option(help="Execution provider. (default: its compile target, else cpu)")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: the cores that this process may use)")]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant/--no-batch-invariant",
+        help="A row's tokens do not depend on its batch. Without it, some processors take a single row faster.",
+    ),
+]
 CtxLen = Annotated[
     int | None,
     typer.Option(

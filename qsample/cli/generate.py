@@ -15,6 +15,7 @@ import typer
 
 from qsample.cli.common import (
     SAMPLING_FLAGS,
+    BatchInvariant,
     Json,
     Lora,
     Provider,
@@ -101,6 +102,7 @@ def generate(
     weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
+    batch_invariant: BatchInvariant = True,
     flush_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between two reads of the tokens. (default: 1 on the CPU, else 4)")
     ] = None,
@@ -136,7 +138,14 @@ def generate(
     opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, loras=loras)
 
     def loaded() -> CausalLM:
-        model = load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)
+        model = load(
+            opened.package.path,
+            provider,
+            ctx_len=ctx_len,
+            intra_op_num_threads=threads,
+            batch_invariant=batch_invariant,
+            verify=False,
+        )
         for name, folder in loras.items():
             model.load_adapter(name, folder)
         return model

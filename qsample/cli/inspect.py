@@ -94,6 +94,7 @@ def describe(package: Package) -> dict[str, Any]:
         "path": str(package.path),
         "graphs": {name: describe_graph(graph) for name, graph in package.interface.graphs.items()},
         "axes": {**AXIS_MEANINGS, **fixed_axes(package)},
+        "rounding": _rounding(package),
         **json.loads(package.manifest.to_json()),
     }
 
@@ -167,9 +168,26 @@ def _facts(package: Package) -> Table:
                 ("quantized", _or_raw(quantization_in_words, quantization)),
                 ("divergence", _or_raw(figures_in_words, quantization.get("divergence"))),
             ]
+    if rounding := _rounding(package):
+        rows.append(("rows here", rounding))
     for name, value in rows:
         facts.add_row(name, escape(value))
     return facts
+
+
+def _rounding(package: Package) -> str:
+    """How this machine's kernels round the rows of a package for the CPU, in words; "" = another device."""
+    from qsample.errors import QsampleError
+    from qsample.ort.providers import CPU
+    from qsample.ort.rounding import measured
+
+    compilation = package.manifest.compilation
+    if compilation is not None and compilation.execution_providers[0] != CPU:
+        return ""
+    try:
+        return measured(package.path / "decoder.onnx").described()
+    except QsampleError:  # nothing here runs the graph, so nobody asks for a whole one
+        return ""
 
 
 def _feature(name: str, value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from qsample.cli.common import (
+    BatchInvariant,
     CtxLen,
     Lora,
     Provider,
@@ -116,6 +117,7 @@ def serve(
     weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
+    batch_invariant: BatchInvariant = True,
 ) -> None:
     """Serve packages with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models."""
     from qsample.serve.run import run
@@ -132,6 +134,7 @@ def serve(
             provider=provider,
             ctx_len=ctx_len,
             threads=threads,
+            batch_invariant=batch_invariant,
             spinning=spinning,
             slots=slots,
             max_waiting=max_waiting,

@@ -230,8 +230,8 @@ def _block_product(operator: str, known: _Known, attributes: tuple[bytes, ...], 
 
 def _float_product(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product | None:
     """MatMul, FusedMatMul and Gemm with a matrix of floats that never changes, or that is an input."""
-    weights = known[1] if len(known) > 1 else None
-    if known[0] is not _COMPUTED or weights is None or len(weights.dims) != 2 or weights.dtype not in _FLOATS:
+    rows, weights = known[0], known[1] if len(known) > 1 else None
+    if rows is None or weights is None or not rows.given or len(weights.dims) != 2 or weights.dtype not in _FLOATS:
         return None
     transposed = dict(map(integer_of, attributes)).get("transB", 0)
     sizes = (_GIVEN, _GIVEN) if weights.given else weights.dims

@@ -56,8 +56,13 @@ class RowCounts:
 
 
 ANY_ROWS: Final = RowCounts()
-# Found in this order: 1 and 2 are powers of two, so the larger is a multiple of the other.
+# The first that holds is taken. Each follows from the one before it.
 _CANDIDATES: Final = (ANY_ROWS, RowCounts(2), RowCounts(2, 2))
+_WORDS: Final = {
+    ANY_ROWS: "every number of rows rounds alike",
+    RowCounts(2): "one row rounds otherwise than several, so a step computes two",
+    RowCounts(2, 2): "the last of an odd number of rows rounds otherwise, so a step computes an even number",
+}
 
 
 class Rounding(NamedTuple):
@@ -81,14 +86,11 @@ class Rounding(NamedTuple):
     digest: str = ""
 
     def described(self) -> str:
-        """In a line."""
-        parts = [
-            f"{name}: {'any number of rows' if counts.any else f'{counts.least} rows and more' + even}"
-            for name, counts in (("products", self.products), ("experts", self.experts), ("adapters", self.adapters))
-            for even in ["" if counts.multiple == 1 else ", in even numbers"]
-            if name == "products" or not counts.any
-        ]
-        parts += [f"no number of rows: {', '.join(self.unknown)}"] if self.unknown else []
+        """In words, such as "products: one row rounds otherwise than several, so a step computes two"."""
+        groups = {"products": self.products, "experts": self.experts, "adapters": self.adapters}
+        parts = [f"{name}: {_WORDS[counts]}" for name, counts in groups.items() if name == "products" or not counts.any]
+        parts += [] if self.attention else ["attention: one token rounds otherwise than several, so nothing is guessed"]
+        parts += [f"differ by the number of rows: {', '.join(self.unknown)}"] if self.unknown else []
         return "; ".join(parts)
 
 

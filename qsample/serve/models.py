@@ -57,6 +57,7 @@ class ServedModel:
             ctx_len=settings.ctx_len,
             intra_op_num_threads=settings.threads,
             session_config=settings.session_options,
+            batch_invariant=settings.batch_invariant,
         )
         if (tokenizer := self.model.tokenizer) is not None and settings.chat_template is not None:
             tokenizer.chat_template = tokenizer.get_chat_template(settings.chat_template)

@@ -27,6 +27,7 @@ class ServeSettings:
         models: served name → the package's folder; the first model answers requests that name none.
         provider, ctx_len: as in `load`.
         threads: of ONNX Runtime's operators; None = its own choice.
+        batch_invariant: as in `load`.
         spinning: threads wait busily between two operators. That is faster for a single stream, and takes the processor
             from other work, the server's own event loop included.
         slots, max_waiting, prefill_chunk_size: as in `Engine`.
@@ -61,6 +62,7 @@ class ServeSettings:
     provider: str | None = None
     ctx_len: int | None = None
     threads: int | None = None
+    batch_invariant: bool = True
     spinning: bool = False
     slots: int | None = None
     max_waiting: int = 256

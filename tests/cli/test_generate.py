@@ -120,7 +120,8 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
 def test_guesses_are_counted(run: Any, tmp_path: Path) -> None:
     """From a flag, and from a line of a file."""
     package = fake_package(tmp_path / "package", num_speculative_tokens=4).path
-    prompt, more = "abcabcabcabc", ("--greedy", "--max-new-tokens=40", "--seed=1")
+    # The fake's cache is float32, over which guesses change last bits.
+    prompt, more = "abcabcabcabc", ("--greedy", "--max-new-tokens=40", "--seed=1", "--no-batch-invariant")
     status, plain, err = run("generate", package, "-p", prompt, *more)
     assert (status, "a step" in err) == (0, False), err
     status, guessed, err = run("generate", package, "-p", prompt, *more, "--prompt-lookup-num-tokens=4")

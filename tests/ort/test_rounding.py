@@ -1,0 +1,145 @@
+"""What is measured about rows: against ONNX Runtime on whole products, and against kernels that are planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
+from qsample.errors import PackageError
+from qsample.ort import rounding as module
+from qsample.ort.rounding import ANY_ROWS, RowCounts, measured
+from qsample.package import read_package
+from tests.helpers.small_products import decoder, product, quantized
+
+COUNTS = (*range(1, 12), 16, 21)
+
+
+def alike(path: Path) -> set[int]:
+    """The numbers of rows for which a product of that file gives each row what it gives among 64."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    given = {value.name: value.shape for value in session.get_inputs()}
+    rng = np.random.default_rng(2)
+    feeds = {
+        name: rng.standard_normal([64 if size is None else size for size in shape], np.float32)
+        for name, shape in given.items()
+    }
+
+    def run(rows: slice) -> np.ndarray:
+        return session.run(None, {name: array[rows] if name == "x" else array for name, array in feeds.items()})[0]
+
+    whole = run(slice(64))
+    return {n for n in COUNTS if all(np.array_equal(run(slice(o, o + n)), whole[o : o + n]) for o in (0, 3))}
+
+
+@pytest.mark.parametrize(
+    "way", [(4, 32), (4, 64), (4, 128), (8, 32), (8, 128), (4, 32, "zeros"), None, "cast", "input"]
+)
+def test_the_small_products_round_as_the_real_ones(way: tuple[int, ...] | str | None, tmp_path: Path) -> None:
+    """Whatever this processor does: the kernels of another are shown by scripts/check_processors."""
+    path = decoder(tmp_path, product(way, 512, 1000))
+    found = measured(path, 2)
+    counts = found.adapters if way == "input" else found.products
+    assert not found.unknown
+    assert {n for n in COUNTS if counts.cover(n) == n} <= alike(path)
+    if not counts.any:  # no more rows than it takes
+        assert 1 not in alike(path)
+    if counts.multiple > 1:
+        assert 3 not in alike(path)
+    assert found.experts == ANY_ROWS
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (lambda rows: np.zeros(len(rows), bool), RowCounts()),
+        (lambda rows: np.full(len(rows), len(rows) == 1), RowCounts(2)),
+        (lambda rows: np.arange(len(rows)) == len(rows) - len(rows) % 2, RowCounts(2, 2)),
+        (lambda rows: np.full(len(rows), len(rows) == 6), None),
+    ],
+)
+def test_planted_kernels(
+    wrong: object, expected: RowCounts | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that a kernel rounds otherwise by how many they are, one last bit each."""
+
+    class Session:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, _: object, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+            rows = next(array for name, array in feeds.items() if name.startswith("rows"))
+            bits = wrong(rows)  # type: ignore[operator]
+            return [np.where(bits[:, None], np.nextafter(rows, np.float32(9)), rows), feeds["logits"]]
+
+    monkeypatch.setattr(module, "open_session", Session)
+    monkeypatch.setattr(module, "_measured", module._measured.__wrapped__)
+    found = measured(decoder(tmp_path, quantized(4, 32, 256, 192)), 1)
+    assert found.products == (expected or ANY_ROWS)
+    assert found.unknown == (() if expected else ("MatMulNBits (4 bits, blocks of 32)",))
+
+
+def test_numbers_of_rows() -> None:
+    assert [RowCounts().cover(n) for n in (1, 2, 3)] == [1, 2, 3]
+    assert [RowCounts(3).cover(n) for n in (1, 3, 4)] == [3, 3, 4]
+    assert [RowCounts(2, 2).cover(n) for n in (1, 2, 3, 4)] == [2, 2, 4, 4]
+    assert RowCounts(3) & RowCounts(2, 2) == RowCounts(3, 2)
+    assert (RowCounts(3) & RowCounts(2, 2)).cover(3) == 4
+
+
+def test_the_digest_is_that_of_the_kernels(tmp_path: Path) -> None:
+    """Not of the number of threads, or of outputs; other products have another."""
+    wide, narrow, other = (
+        measured(decoder(tmp_path, quantized(4, 32, inputs, outputs), str(outputs)), threads).digest
+        for inputs, outputs, threads in ((256, 1500, 3), (256, 192, 1), (512, 300, 1))
+    )
+    assert wide == narrow != other
+
+
+def test_attention_to_several_tokens(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over an int8 cache it is exact on this processor if compile says so, over a float cache on none."""
+    from qsample.compiler import compile as compiling
+    from qsample.compiler.targets import cpu
+
+    monkeypatch.setattr(cpu, "_check_speculation", lambda plan: None)
+    refused = []
+    gate = compiling.check_guesses_change_nothing
+
+    def told(*arguments: object) -> None:
+        try:
+            gate(*arguments)  # type: ignore[arg-type]
+        except Exception:
+            refused.append(True)
+
+    monkeypatch.setattr(compiling, "check_guesses_change_nothing", told)
+    for cache in ("int8", None):
+        refused.clear()
+        options = CompileOptions(ctx_len=64, num_speculative_tokens=5, kv_cache_dtype=cache)
+        path = compile_package(read_package(llama_package), tmp_path / f"cache {cache}", options).path
+        assert measured(path / "decoder.onnx").attention is not bool(refused)
+    assert refused
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xff", b"\x3a\x05\x0a\x7f"])
+def test_a_file_that_is_no_graph(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "decoder.onnx").write_bytes(content)
+    with pytest.raises(PackageError, match=r"is not an ONNX file: .*; export the package again"):
+        measured(tmp_path / "decoder.onnx")
+
+
+def test_products_out_of_all_proportion_are_refused(tmp_path: Path) -> None:
+    """Before memory is taken for them."""
+    node = ir.node(
+        "MatMulNBits", [None] * 3, {"K": 1 << 40, "N": 1, "bits": 4, "block_size": 32}, domain="com.microsoft"
+    )
+    graph = ir.Graph([], [], nodes=[node], opset_imports={"": 20, "com.microsoft": 1}, name="g")
+    ir.save(ir.Model(graph, ir_version=10), tmp_path / "decoder.onnx")
+    with pytest.raises(PackageError, match="a product with 1099511627776 inputs"):
+        measured(tmp_path / "decoder.onnx")
