@@ -2,15 +2,15 @@
 
     python -m tests.processors.workload PACKAGE ... [--rows 100] [--seed 0]
 
-Prints a line of JSON a package: its rows, comparisons and differences, and the first of these in words. The exit status
-is 1 if there is a difference. Needs onnxruntime, numpy and tokenizers only, so that it runs under an emulator.
+Prints a line of JSON a package: how its products round here, its rows, comparisons and differences, and the first of
+these in words. The exit status is 1 if there is a difference. Needs onnxruntime, numpy and tokenizers only, so that it
+runs under an emulator.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import sys
 import tempfile
@@ -71,12 +71,18 @@ def random_rows(number: int, vocab_size: int, seed: int) -> list[Row]:
 
 
 class Company:
-    """Ways to run rows of a model next to others, each a function of rows that gives their outcomes in order."""
+    """Ways to run rows of a model next to others, each a function of rows that gives their outcomes in order.
+
+    Attributes:
+        reused: prompt tokens so far that were not read again.
+        accepted: guesses so far that were right.
+    """
 
     def __init__(self, model: CausalLM, generator: random.Random) -> None:
         self.model = model
         self.generator = generator
         self.guesses = model.features.num_speculative_tokens
+        self.reused = self.accepted = 0
 
     def alone(self, rows: list[Row]) -> Iterator[Outcome]:
         """Without anything: what all others are compared with."""
@@ -112,6 +118,7 @@ class Company:
     def _generate(self, rows: list[Row], params: list[SamplingParams], **options: Any) -> Iterator[Outcome]:
         seeds = [row.number for row in rows]
         output = self.model.generate([row.prompt for row in rows], params, seed=seeds, **options)
+        self.accepted += output.timing.drafts.num_accepted_tokens
         for index, tokens in enumerate(output.token_ids):
             bits = b"" if output.logprobs is None else output.logprobs[index, : len(tokens)].tobytes()
             yield tokens, output.finish_reasons[index], bits
@@ -126,6 +133,8 @@ class Company:
                     next(iter(requests[-1]), None)  # its first token
             for request in requests:
                 result = request.result(TIMEOUT)
+                self.reused += result.usage.cached_tokens
+                self.accepted += result.usage.drafts.num_accepted_tokens
                 bits = result.outputs["logprobs"].tobytes() if "logprobs" in result.outputs else b""
                 yield result.token_ids, result.finish_reason, bits
 
@@ -145,8 +154,8 @@ class Company:
         return self.generator.choice([None, 1, 8, 64, 100])
 
 
-def differences(model: CausalLM, rows: list[Row], seed: int) -> tuple[int, list[str]]:
-    """The number of comparisons, and each that failed in words."""
+def compare(model: CausalLM, rows: list[Row], seed: int) -> dict[str, Any]:
+    """What a line says of a package, but its name and the time."""
     company = Company(model, random.Random(seed))
     alone = list(company.alone(rows))
     comparisons, found = 0, []
@@ -156,7 +165,16 @@ def differences(model: CausalLM, rows: list[Row], seed: int) -> tuple[int, list[
             comparisons += 1
             if outcome != alone[row.number]:
                 found.append(f"{way}: row {row.number}, {_difference(alone[row.number], outcome)}")
-    return comparisons, found
+    rounding = model.sessions.rounding
+    return {
+        "rounding": None if rounding is None else rounding.described(),
+        "rows": len(rows),
+        "reused": company.reused,
+        "accepted": company.accepted,
+        "comparisons": comparisons,
+        "differences": len(found),
+        "first": found[:SHOWN],
+    }
 
 
 def _difference(alone: Outcome, other: Outcome) -> str:
@@ -181,18 +199,10 @@ def main() -> int:
         start = time.perf_counter()
         model = load(path)
         rows = random_rows(given.rows, model.interface.vocab_size, given.seed)
-        comparisons, found = differences(model, rows, given.seed)
-        failed |= bool(found)
-        report = {
-            "package": path.name,
-            "machine": platform.machine(),
-            "rows": len(rows),
-            "comparisons": comparisons,
-            "differences": len(found),
-            "first": found[:SHOWN],
-            "seconds": round(time.perf_counter() - start, 1),
-        }
-        print(json.dumps(report), flush=True)
+        report = compare(model, rows, given.seed)
+        failed |= bool(report["differences"])
+        seconds = round(time.perf_counter() - start, 1)
+        print(json.dumps({"package": path.name, **report, "seconds": seconds}), flush=True)
     return int(failed)
 
 
