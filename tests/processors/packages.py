@@ -46,7 +46,7 @@ def make_packages(folder: Path, *names: str) -> list[Path]:
         if not portable.exists():
             checkpoint = save_checkpoint(folder / f"{model_type}-checkpoint", model_type, **sizes)
             # A log-probability shows a last bit that a token hides.
-            AutoModelForCausalLM.from_pretrained(checkpoint, logprobs=True).export(portable)
+            AutoModelForCausalLM.from_pretrained(checkpoint, logprobs=True, logit_bias=True).export(portable)
         given = CompileOptions(ctx_len=CTX_LEN, max_divergence=_ANY, **options)
         compile_package(read_package(portable), folder / name, given)
     return [folder / name for name in names or PACKAGES]

@@ -19,7 +19,7 @@ from tests.processors.workload import Company, Outcome, Row, compare, random_row
 
 @pytest.fixture(scope="module", params=["float32", "int4"])
 def model(request: pytest.FixtureRequest, exported: Callable[..., Path], shared_folder: Path) -> CausalLM:
-    portable = read_package(exported("llama", logprobs=True))
+    portable = read_package(exported("llama", logprobs=True, logit_bias=True))
     options = CompileOptions(ctx_len=CTX_LEN, weights=request.param, max_divergence=1e6)
     path = shared_folder / f"llama-{request.param}-alone-and-in-company"
     return load(made_once(path, lambda made: compile_package(portable, made, options)))

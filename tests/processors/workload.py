@@ -4,7 +4,7 @@
 
 Prints a line of JSON a package: how its products round here, its rows, comparisons and differences, and the first of
 these in words. The exit status is 1 if there is a difference. Needs onnxruntime, numpy and tokenizers only, so that it
-runs under an emulator.
+runs under an emulator. The packages have log-probabilities and logit_bias.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from qsample.runtime import CausalLM, Engine, SamplingParams, load
 
 FIRST_TOKEN: Final = 4  # those before are special
 BEGINNING: Final = 70  # tokens that long prompts have in common: more than the piece that a file holds at least
+LIKELY: Final = 12.0  # nats on top of a logit
 SHOWN: Final = 3  # differences of a package
 TIMEOUT: Final = 600.0
 
 Outcome = tuple[list[int], str, bytes]
-"""A row's tokens, why it ended, and the bits of its log-probabilities; empty if the package has none."""
+"""A row's tokens, why it ended, and the bits of its log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -44,27 +45,30 @@ class Row:
 
 
 def random_rows(number: int, vocab_size: int, seed: int) -> list[Row]:
-    """Prompts of 1 to 40 tokens; every sixth begins with the same 70. Half repeat themselves, for guesses, and a third
-    begin like an earlier one."""
+    """Prompts of 1 to 40 tokens; every sixth begins with the same 70. A third begin like an earlier one, or are the
+    same; a third repeat three tokens and go on to, for guesses."""
     generator = random.Random(seed)
     beginning = generator.choices(range(FIRST_TOKEN, vocab_size), k=BEGINNING)
     rows: list[Row] = []
     for index in range(number):
         length = generator.choice([1, 2, generator.randrange(3, 41)])
-        words = generator.choices(range(FIRST_TOKEN, vocab_size), k=generator.choice([3, length]))
+        repeats = generator.random() < 1 / 3
+        words = generator.choices(range(FIRST_TOKEN, vocab_size), k=3 if repeats else length)
         prompt = [words[place % len(words)] for place in range(length)]
         if rows and generator.random() < 1 / 3:
             earlier = generator.choice(rows).prompt
-            prompt = earlier[: generator.randrange(len(earlier) + 1)][:BEGINNING] + prompt
+            kept = generator.choice([len(earlier), generator.randrange(len(earlier) + 1)])
+            prompt = earlier if kept == len(earlier) else [*earlier[:kept], *prompt[:40]]
         if index % 6 == 5:
             prompt = [*beginning, *prompt[:40]]
         params = SamplingParams(
             temperature=generator.choice([0.0, 0.0, 0.7, 1.0, 1.5]),
             top_k=generator.choice([0, 0, 20]),
             top_p=generator.choice([1.0, 1.0, 0.9]),
-            repetition_penalty=generator.choice([1.0, 1.0, 1.2]),
+            repetition_penalty=1.0 if repeats else generator.choice([1.0, 1.2]),
             max_new_tokens=generator.randrange(2, 17),
             eos_token_id=generator.choice([None, (), tuple(range(100, 120))]),
+            logit_bias=dict.fromkeys(words, LIKELY) if repeats else None,
         )
         rows.append(Row(index, prompt, params))
     return rows
@@ -120,7 +124,7 @@ class Company:
         output = self.model.generate([row.prompt for row in rows], params, seed=seeds, **options)
         self.accepted += output.timing.drafts.num_accepted_tokens
         for index, tokens in enumerate(output.token_ids):
-            bits = b"" if output.logprobs is None else output.logprobs[index, : len(tokens)].tobytes()
+            bits = output.logprobs[index, : len(tokens)].tobytes()
             yield tokens, output.finish_reasons[index], bits
 
     def _engine(self, rows: list[Row], **options: Any) -> Iterator[Outcome]:
@@ -135,8 +139,7 @@ class Company:
                 result = request.result(TIMEOUT)
                 self.reused += result.usage.cached_tokens
                 self.accepted += result.usage.drafts.num_accepted_tokens
-                bits = result.outputs["logprobs"].tobytes() if "logprobs" in result.outputs else b""
-                yield result.token_ids, result.finish_reason, bits
+                yield result.token_ids, result.finish_reason, result.outputs["logprobs"].tobytes()
 
     def _cut(self, rows: list[Row], least: int, most: int) -> Iterator[list[Row]]:
         start = 0
