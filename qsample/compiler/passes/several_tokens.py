@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.passes.expert_rows import row_multiple
-from qsample.contract import BATCH, INPUT_IDS, INPUT_LENGTHS, LENGTHS, LOGITS
+from qsample.contract import BATCH, INPUT_IDS, INPUT_LENGTHS, LENGTHS, LOGITS, ROW_MULTIPLE
 from qsample.errors import CompileError
 from qsample.graph.edit import ancestors, initializer, insert, reads, reshape_target
 from qsample.graph.gqa import Slot, attentions, get_input, set_inputs
@@ -87,6 +87,8 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
 
     graph.outputs.extend(values[spec.name] for spec in VERIFIED)
     append_sampler(model, build_verifier(interface, pad_token_id), interface.decoder)
+    if packed:  # `interface` does not have it
+        graph.inputs.append(graph.initializers[ROW_MULTIPLE.name])
     return True
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from qsample.graph.runner import GraphRunner
 from qsample.package import Package, read_package
+from qsample.runtime import load
 from tests.helpers.fake_graphs import GUESSING_CAPACITY as CAPACITY
 from tests.helpers.plain_host import PlainHost
 
@@ -156,6 +157,11 @@ def check(model: Guessing, rng: np.random.Generator) -> tuple[int, int]:
 
 
 @pytest.mark.ci
+def test_a_session_may_choose_the_number_of_rows(guessing: Guessing) -> None:
+    session = load(guessing.package.path).sessions.decoder
+    assert [value.name for value in session.get_overridable_initializers()] == ["row_multiple"]
+
+
 def test_pieces_behind_any_beginning_share_a_call(guessing: Guessing) -> None:
     """Each row's states, and its token, are those of the row alone; a row without tokens stays as it is."""
     runner, text = guessing.runner, guessing.text
