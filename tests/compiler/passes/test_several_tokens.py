@@ -156,12 +156,12 @@ def check(model: Guessing, rng: np.random.Generator) -> tuple[int, int]:
     return 3 * max(map(len, plain.tokens)), steps
 
 
-@pytest.mark.ci
 def test_a_session_may_choose_the_number_of_rows(guessing: Guessing) -> None:
     session = load(guessing.package.path).sessions.decoder
     assert [value.name for value in session.get_overridable_initializers()] == ["row_multiple"]
 
 
+@pytest.mark.ci
 def test_pieces_behind_any_beginning_share_a_call(guessing: Guessing) -> None:
     """Each row's states, and its token, are those of the row alone; a row without tokens stays as it is."""
     runner, text = guessing.runner, guessing.text
