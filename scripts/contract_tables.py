@@ -123,6 +123,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "extra_parameters": extra_parameters,
     "filters": filters,
     "searched_rows": lambda: tensors((contract.SEARCHED_ROWS,)),
+    "row_multiple": lambda: tensors((contract.ROW_MULTIPLE,)),
     "speculation": speculation,
     "adapters": adapters,
     "states": states,
