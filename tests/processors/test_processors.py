@@ -45,9 +45,8 @@ def check(packages: list[Path], record_property: Callable[[str, object], None]) 
             record_property("workload", json.dumps({"processor": processor, **report}))
         assert len(reports) == len(packages), done.stderr
         assert [report for report in reports if report["differences"]] == []
-        # Otherwise these were not tested.
-        assert all(report["reused"] for report in reports)
-        assert {bool(report["accepted"]) for report in reports if "guesses" in report["package"]} == {True}
+        # Otherwise prefixes and guesses were not tested.
+        assert [report for report in reports if not report["reused"] or report["accepted"] == 0] == []
 
     return run
 
@@ -70,4 +69,4 @@ def test_emulated_processors(model: str, check: Callable[..., None]) -> None:
     found = emulated.python(model, FOLDER)
     if found is None:
         pytest.skip(f"no QEMU {'.'.join(map(str, emulated.OLDEST))} or newer with a Python for {model}")
-    check(model, *found, max(ROWS // _SLOWER, 5))
+    check(model, *found, max(ROWS // _SLOWER, 12))

@@ -168,12 +168,12 @@ def compare(model: CausalLM, rows: list[Row], seed: int) -> dict[str, Any]:
             comparisons += 1
             if outcome != alone[row.number]:
                 found.append(f"{way}: row {row.number}, {_difference(alone[row.number], outcome)}")
-    rounding = model.sessions.rounding
+    rounding, guesses = model.sessions.rounding, company.guesses and model.sessions.guesses
     return {
         "rounding": None if rounding is None else rounding.described(),
         "rows": len(rows),
         "reused": company.reused,
-        "accepted": company.accepted,
+        "accepted": company.accepted if guesses else None,
         "comparisons": comparisons,
         "differences": len(found),
         "first": found[:SHOWN],
