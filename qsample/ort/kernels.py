@@ -31,7 +31,9 @@ _ROTARY: Final = (7, 8)  # the slots of GroupQueryAttention's tables that have a
 # Numbers of the fields of onnx.proto.
 _MODEL_GRAPH: Final = 7
 _GRAPH_NODE, _GRAPH_CONSTANT, _GRAPH_INPUT = 1, 5, 11
+_OF_NODE: Final = (1, 2, 4, 5)  # inputs, outputs, the operator, attributes
 _ATTRIBUTE_GRAPH: Final = 6
+_WITH_GRAPHS: Final = ("If", "Loop", "Scan")
 _FOLDED: Final = ("Cast", "Transpose")
 
 
@@ -142,27 +144,24 @@ class _Graph:
 
     def kernels(self) -> Iterator[Product | Attention]:
         for part in self._nodes:
-            inputs, outputs, attributes, operator = list[str](), list[str](), list[range](), ""
-            for number, inner in self._fields(part):
-                if number in (1, 2):
-                    (inputs if number == 1 else outputs).append(self._text(inner))
-                elif number == 4:
-                    operator = self._text(inner)
-                elif number == 5:
-                    attributes.append(inner)
+            inner: dict[int, list[range]] = {}
+            for number, content in self._fields(part):
+                inner.setdefault(number, []).append(content)
+            inputs, outputs, operators, attributes = (inner.get(number, []) for number in _OF_NODE)
+            operator = self._text(operators[0]) if operators else ""
             if operator in _FOLDED or operator in _READERS:
-                known = [self._known.get(name, _COMPUTED) if name else None for name in inputs]
+                names = map(self._text, inputs)
+                known = [self._known.get(name, _COMPUTED) if name else None for name in names]
                 encoded = tuple(self._data[one.start : one.stop] for one in attributes)
                 if operator in _READERS:
                     kernel = _READERS[operator](operator, known, encoded, self._columns)
                     if kernel is not None:
                         yield kernel
                 elif known[0] is not None and not known[0].given:
-                    self._known[outputs[0]] = _folded(operator, known[0], encoded)
-            for attribute in attributes:
-                for number, inner in self._fields(attribute):
-                    if number == _ATTRIBUTE_GRAPH:
-                        yield from _Graph(self._data, inner, self._columns, self._known).kernels()
+                    self._known[self._text(outputs[0])] = _folded(operator, known[0], encoded)
+            elif operator in _WITH_GRAPHS:
+                for graph in self._inside(attributes, _ATTRIBUTE_GRAPH):
+                    yield from _Graph(self._data, graph, self._columns, self._known).kernels()
 
     def _constant(self, part: range) -> tuple[str, _Operand]:
         dims, name, dtype = list[int](), "", 0
