@@ -29,12 +29,14 @@ def test_seconds_are_those_of_the_stage() -> None:
     began = time.perf_counter()
     with metered(None) as meter:
         time.sleep(0.1)
+        cpu_began = time.process_time()
         meter("computing", 0.1)
         end = time.process_time() + 0.2
         while time.process_time() < end:
             pass
         meter("computing", 0.5)
         meter("waiting", 0.6)
+        computing_at_most = time.process_time() - cpu_began
         assert [cost.stage for cost in meter.costs] == ["starting", "computing"]
         meter(Stage.DONE, 1.0)
         time.sleep(0.1)
@@ -42,9 +44,9 @@ def test_seconds_are_those_of_the_stage() -> None:
     starting, computing, waiting = meter.costs
     assert [cost.stage for cost in meter.costs] == ["starting", "computing", "waiting"]
     assert starting.cpu_seconds < 0.1 <= starting.seconds
-    assert 0.2 <= computing.cpu_seconds < 0.25
+    assert 0.2 <= computing.cpu_seconds <= computing_at_most + 0.001
     assert waiting.cpu_seconds < 0.1 <= waiting.seconds
-    assert total(meter.costs).seconds == pytest.approx(whole, abs=0.05)
+    assert 0.4 <= total(meter.costs).seconds <= whole + 0.001
 
 
 @linux

@@ -40,7 +40,7 @@ def server(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web
 
 
 def ask(server: WebServer, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
     body = response.read()

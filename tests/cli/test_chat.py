@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,15 @@ class Terminal:
         before, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return before
 
+    def interrupt(self, pattern: str) -> None:
+        """ctrl-C until the pattern comes: one that comes before the terminal is read again waits for the next key."""
+        for _ in range(30):
+            self.send("\x03")
+            with suppress(AssertionError):
+                self.until(pattern, 3)
+                return
+        raise AssertionError(f"{pattern!r} did not come: {self.seen!r}")
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -343,7 +353,7 @@ def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.until(prompt)
     terminal.send("hello\n")
     terminal.until(r"hello\r?\n")
-    time.sleep(0.5)
+    terminal.until(r"(?<!\d)[a-zA-Z]")  # of the answer, not of what a terminal is told before it
     terminal.send("\x03")  # in the middle of an answer
     shown = terminal.until(r"tokens of context; stopped")
     assert "Traceback" not in shown
@@ -352,9 +362,7 @@ def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.until(prompt)
     terminal.send("half a line")
     terminal.until(r"half a line")
-    time.sleep(0.5)  # a signal that comes before the terminal is read again waits for the next key
-    terminal.send("\x03")  # at the prompt
-    terminal.until(r"ctrl-D or /exit ends the chat")
+    terminal.interrupt(r"ctrl-D or /exit ends the chat")  # at the prompt
     terminal.until(prompt)
     saved = tmp_path / "talk.json"
     terminal.send(f"/save {saved}\n")

@@ -393,7 +393,7 @@ def test_a_run_that_is_killed_goes_on(run: Any, package: Package, tmp_path: Path
     source = written(tmp_path / "p.jsonl", [{"prompt": f"row {index}"} for index in range(12)])
     slow = (
         "import time; from qsample.runtime.request import Request; update = Request.update\n"
-        "Request.update = lambda self: (time.sleep(0.01), update(self))[1]\n"
+        "Request.update = lambda self: (time.sleep(0.05), update(self))[1]\n"
         "from qsample.cli import main; main()"
     )
     slowly = [sys.executable, "-c", slow]

@@ -28,7 +28,8 @@ TOOL_TEMPLATE: Final = (
 
 
 class ServerProcess:
-    """A server on a free port of this machine; `url` once it answers."""
+    """A server on a free port of this machine, once it answers; `client` asks it, and waits as long as a busy machine
+    takes."""
 
     def __init__(self, *arguments: str | Path) -> None:
         self.process = subprocess.Popen(
@@ -46,7 +47,10 @@ class ServerProcess:
         assert self._found.wait(_PATIENCE), f"the server did not start: {self.log}"
         assert self.url, f"the server ended: {self.log}"
         # The address is known before the first answer.
-        assert httpx.get(f"{self.url}/health", timeout=_PATIENCE).status_code == 200
+        # A connection for each request: the server closes idle ones at any moment.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.client = httpx.Client(base_url=self.url, timeout=_PATIENCE, limits=limits)
+        assert self.client.get("/health").status_code == 200
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -59,7 +63,7 @@ class ServerProcess:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self.client.get("/metrics").text
         return sum(float(value) for value in re.findall(rf"^qsample:{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.M))
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
@@ -78,6 +82,7 @@ class ServerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.client.close()
         self.stop()
 
 

@@ -129,7 +129,7 @@ def test_models_and_adapters_are_listed(client: openai.OpenAI) -> None:
 
 
 def post(server: ServerProcess, what: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/{what}_lora_adapter", json=body, timeout=60)
+    return server.client.post(f"/v1/{what}_lora_adapter", json=body)
 
 
 def test_an_adapter_is_loaded_replaced_and_unloaded_while_others_run(
@@ -166,7 +166,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded_while_others_run(
 def test_metrics_name_the_adapters_of_requests_and_no_others(server: ServerProcess, client: openai.OpenAI) -> None:
     stream = client.completions.create(model="ruth", prompt=PROMPT, max_tokens=200, stream=True)
     next(stream)
-    text = httpx.get(f"{server.url}/metrics").text
+    text = server.client.get("/metrics").text
     stream.close()
     found = re.findall(r"^qsample:lora_requests_info\{(.*)\} ", text, re.M)
     assert len(found) == 1

@@ -290,7 +290,7 @@ def test_1200_clients_are_counted(start_server: Callable[..., ServerProcess]) ->
                 return answer.status_code, answer.json()["error"]["code"]
 
             seen.update(pool.map(send, range(1200)))
-        text = httpx.get(server.url + "/metrics").text
+        text = server.client.get("/metrics").text
     counted = {
         (int(status), reason): int(float(count))
         for reason, status, count in re.findall(

@@ -79,9 +79,7 @@ LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
     ],
 )
 def test_a_wrong_completion_is_told_what_is_wrong(server: ServerProcess, body: Any, status: int, message: str) -> None:
-    answer = httpx.post(
-        server.url + COMPLETIONS, content=json.dumps(body), headers={"Content-Type": "application/json"}
-    )
+    answer = server.client.post(COMPLETIONS, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert message in error["message"]
@@ -110,29 +108,29 @@ def test_a_wrong_completion_is_told_what_is_wrong(server: ServerProcess, body: A
 )
 def test_a_wrong_chat_is_told_what_is_wrong(server: ServerProcess, body: dict[str, Any], message: str) -> None:
     whole = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **body}
-    answer = httpx.post(server.url + CHAT, json=whole, timeout=60)
+    answer = server.client.post(CHAT, json=whole)
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
 
 
 def test_malformed_json_and_paths(server: ServerProcess) -> None:
     for content in (b"{", b"", b"\xff\xfe", b"[" * 100_000, b'{"prompt": 1e999}', b'{"prompt": NaN}'):
-        answer = httpx.post(server.url + COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+        answer = server.client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, content[:20]
         assert answer.json()["error"]["message"]
-    assert httpx.get(server.url + "/v1/nothing").status_code == 404
-    assert httpx.get(server.url + COMPLETIONS).status_code == 405
-    assert "error" in httpx.get(server.url + "/v1/nothing").json()
+    assert server.client.get("/v1/nothing").status_code == 404
+    assert server.client.get(COMPLETIONS).status_code == 405
+    assert "error" in server.client.get("/v1/nothing").json()
 
 
 def test_tokens_and_back(server: ServerProcess, served_model: CausalLM) -> None:
     assert served_model.tokenizer is not None
     text = "In the beginning God created"
-    body = httpx.post(server.url + "/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    body = server.client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert body["tokens"] == served_model.tokenizer.encode(text)
     assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), 512)
     assert "".join(body["token_strs"]) == "<s>" + text
-    back = httpx.post(server.url + "/detokenize", json={"tokens": body["tokens"]}).json()
+    back = server.client.post("/detokenize", json={"tokens": body["tokens"]}).json()
     assert back["prompt"] == "<s>" + text
 
 
@@ -140,7 +138,7 @@ def test_prompts_of_token_ids_and_echo(server: ServerProcess, served_model: Caus
     assert served_model.tokenizer is not None
     ids = served_model.tokenizer.encode("In the")
     body = {"prompt": [ids, ids], "max_tokens": 5, "seed": 1, "echo": True, "return_token_ids": True}
-    choices = httpx.post(server.url + COMPLETIONS, json=body).json()["choices"]
+    choices = server.client.post(COMPLETIONS, json=body).json()["choices"]
     output = served_model.generate([ids], SamplingParams(max_new_tokens=5), seed=1)
     assert [choice["token_ids"] for choice in choices] == output.token_ids * 2
     assert output.texts is not None
@@ -163,39 +161,46 @@ def test_large_bodies_hold_up_nobody(server: ServerProcess) -> None:
     asking.start()
     began = time.monotonic()
     text = "and the LORD said unto him, " * 20_000
-    encoded = httpx.post(server.url + "/tokenize", json={"prompt": text}, timeout=120)
+    encoded = server.client.post("/tokenize", json={"prompt": text})
     whole = time.monotonic() - began
     going = False
     asking.join()
     assert encoded.status_code == 200
     assert encoded.json()["count"] > 100_000
     assert longest < whole / 2  # it is as long as the whole where the lock is held
-    many = httpx.post(server.url + COMPLETIONS, json={"prompt": [5] * 1_000_000}, timeout=120)
+    many = server.client.post(COMPLETIONS, json={"prompt": [5] * 1_000_000})
     assert many.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_bodies_of_a_million_errors_hold_up_nobody(server: ServerProcess) -> None:
     """Each is half a body of 4 MB; noting all errors took half a minute, in which nobody was answered."""
     million = "[" + ",".join("0" for _ in range(1_000_000)) + "]"
+    taken: list[float] = []
     for path, body, param in (
+        (
+            COMPLETIONS,
+            f'{{"prompt": {million}}}',
+            "prompt",
+        ),  # a million good ids, in which nothing is wrong but the number
         (COMPLETIONS, f'{{"stop": {million}}}', "stop"),
         (COMPLETIONS, f'{{"guided_choice": {million}}}', "guided_choice.0"),
         (CHAT, f'{{"messages": {million}}}', "messages.0"),
         (CHAT, f'{{"messages": [{{}}], "documents": {million}, "tools": {million}}}', "tools.0"),
     ):
         began = time.monotonic()
-        answer = httpx.post(server.url + path, content=body, headers={"Content-Type": "application/json"}, timeout=120)
+        answer = server.client.post(path, content=body, headers={"Content-Type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        assert time.monotonic() - began < 5
+        taken.append(time.monotonic() - began)
+    assert max(taken) < 5 * taken[0], "a fifth of a second each on a quiet machine, next to one for the good ids"
 
 
 def test_heads_and_ids(server: ServerProcess) -> None:
     for path in ("/", "/health", "/v1/models"):
-        answer = httpx.head(server.url + path)
+        answer = server.client.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
-    assert httpx.get(server.url + "/health", headers={"X-Request-Id": "a-1"}).headers["x-request-id"] == "a-1"
+    assert server.client.get("/health", headers={"X-Request-Id": "a-1"}).headers["x-request-id"] == "a-1"
     for given in ("x" * 129, "a b", "a;b", ""):
-        own = httpx.get(server.url + "/v1/nothing", headers={"X-Request-Id": given}).headers["x-request-id"]
+        own = server.client.get("/v1/nothing", headers={"X-Request-Id": given}).headers["x-request-id"]
         assert own != given
         assert len(own) == 32
     assert any(re.search(r'^\d{4}-\S+ \S+ INFO 127\S+ "GET /health" 200 0\.\d+s a-1$', line) for line in server.log)
@@ -221,16 +226,17 @@ def test_a_stream_has_no_line_ends_within_an_event() -> None:
 
 
 def test_the_page_and_the_description(server: ServerProcess) -> None:
-    assert "<textarea" in httpx.get(server.url).text
-    assert CHAT in httpx.get(server.url + "/openapi.json").json()["paths"]
+    assert "<textarea" in server.client.get("/").text
+    assert CHAT in server.client.get("/openapi.json").json()["paths"]
 
 
 def test_a_client_that_goes_frees_its_slot(server: ServerProcess) -> None:
     for stream in (True, False):
-        with httpx.Client(timeout=60) as client, pytest.raises(httpx.ReadTimeout):
-            client.post(server.url + COMPLETIONS, json={**LONG, "n": 64, "stream": False}, timeout=0.5)
+        leaves = httpx.Timeout(60, read=0.5)
+        with pytest.raises(httpx.ReadTimeout):
+            server.client.post(COMPLETIONS, json={**LONG, "n": 64, "stream": False}, timeout=leaves)
         if stream:
-            with httpx.stream("POST", server.url + COMPLETIONS, json={**LONG, "stream": True, "n": 8}) as answer:
+            with server.client.stream("POST", COMPLETIONS, json={**LONG, "stream": True, "n": 8}) as answer:
                 next(answer.iter_lines())
         wait_until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0)
     assert server.metric("request_success_total") > 0
@@ -250,7 +256,7 @@ def test_what_a_client_asked_for_ends_when_it_leaves() -> None:
     async def endpoint(body: Empty) -> None:
         begun.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             ended.append("cancelled")
             raise
@@ -272,7 +278,7 @@ def test_what_a_client_asked_for_ends_when_it_leaves() -> None:
 
     headers = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10))
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 60))
     assert ended == ["cancelled"]
     assert sent[0]["status"] == 499
 
@@ -299,31 +305,29 @@ def test_a_slow_reader_holds_no_slot(server: ServerProcess) -> None:
 def test_keys_origins_and_large_bodies(start_server: Callable[..., ServerProcess]) -> None:
     options = ("--api-key", "one", "--api-key", "two", "--cors-origin", "https://a.example", "--max-body-bytes", "2000")
     with start_server(*options) as server:
-        url = server.url + COMPLETIONS
-        body = {"prompt": "x", "max_tokens": 1}
-        assert httpx.post(url, json=body).status_code == 401
+        client, body = server.client, {"prompt": "x", "max_tokens": 1}
+        assert client.post(COMPLETIONS, json=body).status_code == 401
         for key, status in (("one", 200), ("two", 200), ("three", 401), ("on", 401)):
-            assert httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}).status_code == status
-        assert httpx.get(server.url + "/v1/models").json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(server.url + "/metrics").status_code == 200
+            assert client.post(COMPLETIONS, json=body, headers={"Authorization": f"Bearer {key}"}).status_code == status
+        assert client.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/metrics").status_code == 200
         allowed = {"Authorization": "Bearer one", "Origin": "https://a.example"}
-        headers = httpx.post(url, json=body, headers=allowed).headers
+        headers = client.post(COMPLETIONS, json=body, headers=allowed).headers
         assert headers["access-control-allow-origin"] == "https://a.example"
         assert headers["access-control-expose-headers"] == "Retry-After, X-Request-Id"
         assert (
-            "access-control-allow-origin"
-            not in httpx.get(server.url + "/health", headers={"Origin": "https://b.example"}).headers
+            "access-control-allow-origin" not in client.get("/health", headers={"Origin": "https://b.example"}).headers
         )
-        large = httpx.post(url, json={"prompt": "x" * 3000}, headers=allowed)
+        large = client.post(COMPLETIONS, json={"prompt": "x" * 3000}, headers=allowed)
         assert (large.status_code, large.json()["error"]["type"]) == (413, "invalid_request_error")
 
         def pieces() -> Any:
             for _ in range(30):
                 yield b" " * 100
 
-        chunked = httpx.post(url, content=pieces(), headers={**allowed, "Content-Type": "application/json"})
+        chunked = client.post(COMPLETIONS, content=pieces(), headers={**allowed, "Content-Type": "application/json"})
         assert chunked.status_code == 413
-        text = httpx.get(server.url + "/metrics").text
+        text = client.get("/metrics").text
         for path, status, reason, count in (
             (COMPLETIONS, 401, "invalid_api_key", 3),
             ("/v1/models", 401, "invalid_api_key", 1),
@@ -343,12 +347,12 @@ def test_forty_at_once_on_eight_places(start_server: Callable[..., ServerProcess
         assert int(full.headers["Retry-After"]) >= 1
         assert full.json()["error"]["type"] == "rate_limit_error"
         labels = f'handler="{COMPLETIONS}",reason="rate_limit_exceeded",status="429"'
-        assert f"qsample:http_requests_total{{{labels}}} 32.0\n" in httpx.get(server.url + "/metrics").text
+        assert f"qsample:http_requests_total{{{labels}}} 32.0\n" in server.client.get("/metrics").text
 
 
 def test_what_takes_too_long_ends_with_what_it_has(start_server: Callable[..., ServerProcess]) -> None:
     with start_server("--request-timeout", "0.05", "--slots", "1") as server:
-        answer = httpx.post(server.url + COMPLETIONS, json={**LONG, "max_tokens": 500}, timeout=60).json()
+        answer = server.client.post(COMPLETIONS, json={**LONG, "max_tokens": 500}).json()
         assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == ("length", "timeout")
         assert answer["usage"]["completion_tokens"] < 500
 
@@ -401,7 +405,7 @@ def test_many_streams_of_which_a_third_leaves(server: ServerProcess, served_mode
         body = {"prompt": "In the beginning", "max_tokens": 40, "seed": seed, "stream": True, "ignore_eos": True}
         try:
             while True:
-                with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=300) as answer:
+                with server.client.stream("POST", COMPLETIONS, json=body) as answer:
                     if answer.status_code == 429:
                         answer.read()
                         time.sleep(0.1)

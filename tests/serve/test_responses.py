@@ -9,7 +9,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import httpx
 import openai
 import pytest
 from openai.types.responses import ResponseFunctionToolCall, response_create_params
@@ -442,7 +441,7 @@ def test_every_field_of_openais_is_known() -> None:
 def test_what_is_not_done_is_refused_by_name(
     server: ServerProcess, fields: dict[str, Any], param: str | None, told: str
 ) -> None:
-    answer = httpx.post(server.url + RESPONSES, json={"input": "x", **fields})
+    answer = server.client.post(RESPONSES, json={"input": "x", **fields})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert told in error["message"]

@@ -7,7 +7,6 @@ import signal
 import socket
 from collections.abc import Callable
 
-import httpx
 import pytest
 
 from qsample.cli import run as main
@@ -38,7 +37,7 @@ def test_sigterm_lets_answers_end(start_server: Callable[..., ServerProcess], se
     body = {**LONG, "max_tokens": 300, "seed": 3, "stream": True}
     with start_server() as server:
         text, status = "", None
-        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=120) as answer:
+        with server.client.stream("POST", COMPLETIONS, json=body) as answer:
             for line in answer.iter_lines():
                 if status is None:
                     server.process.send_signal(signal.SIGTERM)
@@ -55,7 +54,7 @@ def test_sigterm_lets_answers_end(start_server: Callable[..., ServerProcess], se
 
 def test_what_runs_after_the_drain_timeout_is_told_so(start_server: Callable[..., ServerProcess]) -> None:
     with start_server("--slots", "1", "--drain-timeout", "0.2") as server:
-        with httpx.stream("POST", server.url + COMPLETIONS, json={**LONG, "n": 30, "stream": True}) as answer:
+        with server.client.stream("POST", COMPLETIONS, json={**LONG, "n": 30, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)

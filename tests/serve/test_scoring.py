@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -44,7 +43,7 @@ def ask(server: ServerProcess) -> Callable[..., Any]:
     """(path, fields of a body) → the answer."""
 
     def post(path: str = COMPLETIONS, **body: Any) -> Any:
-        answer = httpx.post(server.url + path, json={"seed": 3, **body}, timeout=120)
+        answer = server.client.post(path, json={"seed": 3, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -103,7 +102,7 @@ def test_no_tokens(ask: Any, server: ServerProcess, served_model: CausalLM) -> N
     assert whole["usage"]["completion_tokens"] == 0
     assert ask(prompt="In the", max_tokens=0, echo=True)["choices"][0]["text"] == "In the"
     body = {"prompt": "In the", "max_tokens": 0, "echo": True, "stream": True}
-    lines = httpx.post(server.url + COMPLETIONS, json=body, timeout=60).text.split("\n\n")
+    lines = server.client.post(COMPLETIONS, json=body).text.split("\n\n")
     assert ['"text":"In the"' in lines[0], '"finish_reason":"length"' in lines[1], lines[2]] == [
         True,
         True,
@@ -138,10 +137,9 @@ def test_what_cannot_be_scored(server: ServerProcess, tmp_path: Path) -> None:
         told: str = answer.json()["error"]["message"]
         return told
 
-    with httpx.Client(base_url=server.url) as client:
-        assert "leave out stream" in refusal(client, prompt_logprobs=1, stream=True)
-        assert "this package returns 5" in refusal(client, prompt_logprobs=6)
-        assert "leave out either" in refusal(client, max_tokens=0, min_tokens=1)
+    assert "leave out stream" in refusal(server.client, prompt_logprobs=1, stream=True)
+    assert "this package returns 5" in refusal(server.client, prompt_logprobs=6)
+    assert "leave out either" in refusal(server.client, max_tokens=0, min_tokens=1)
     package = fake_package(tmp_path / "package", logprobs=True)
     with TestClient(make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))) as client:
         assert "with --for-serving, which brings all that requests ask for, or with --allowed-tokens" in (

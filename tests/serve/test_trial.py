@@ -27,20 +27,24 @@ def trial(served_model: CausalLM) -> Iterator[Trial]:
     arguments = TokenizerArguments(
         tokenizer=tokenizer.to_json(), n_vocab=served_model.interface.vocab_size, eos_token=[2]
     )
-    made = Trial(lambda: arguments, seconds=0.5)
+    made = Trial(lambda: arguments, seconds=600)
     yield made
     made.stop()
 
 
 @pytest.mark.parametrize(
-    ("form", "reason"),
+    ("form", "seconds", "reason"),
     [
-        (Form("json_schema", chained(5000)), "too large or nested too deep"),
-        (Form("regex", SLOW), "takes more than 0.5 seconds"),
+        (Form("json_schema", chained(5000)), 600, "too large or nested too deep"),
+        (Form("regex", SLOW), 0.5, "takes more than 0.5 seconds"),
     ],
 )
-def test_what_goes_too_far_ends_alone(trial: Trial, form: Form, reason: str) -> None:
-    assert reason in str(trial.refusal(grammar_of(form)))
+def test_what_goes_too_far_ends_alone(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, form: Form, seconds: float, reason: str
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(trial, "_seconds", seconds)
+        assert reason in str(trial.refusal(grammar_of(form)))
     assert trial.refusal(grammar_of(Form("regex", "[a-z]+"))) is None
 
 
