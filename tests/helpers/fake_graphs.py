@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -319,6 +320,12 @@ def _sampler_body(interface: Interface) -> str:
     return body
 
 
+@functools.cache
+def _initial_state(interface: Interface) -> onnx.ModelProto:
+    """Built once: its noise takes longer than all the rest of a package."""
+    return ir.to_proto(build_initial_state(interface))
+
+
 def fake_graphs(interface: Interface, weights: Mapping[str, Any]) -> dict[str, onnx.ModelProto]:
     """File name → graph, for every graph of a package with this interface. A decoder that checks guesses is that of
     qsample's own pass, with its sampler, over this model."""
@@ -334,7 +341,7 @@ def fake_graphs(interface: Interface, weights: Mapping[str, Any]) -> dict[str, o
         check_guesses(model, interface, PAD, pack=True)
         return graphs | {"decoder.onnx": ir.to_proto(model)}
     sizes = interface.sizes
-    graphs = {"initial_state.onnx": ir.to_proto(build_initial_state(interface))}
+    graphs = {"initial_state.onnx": _initial_state(interface)}
     body = _MODEL + (_sampler_body(interface) if interface.features.sampler else "")
     graphs["decoder.onnx"] = _graph("decoder", interface.decoder, sizes, body, weights)
     if not interface.features.sampler:
