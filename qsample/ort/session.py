@@ -54,6 +54,7 @@ class Sessions:
         step_rows: a decode step can be over adjacent rows of the batch alone, in these numbers; None = it is over all
             rows.
         adapter_rows: likewise, and of rows with LoRA adapters.
+        batch_rows: the numbers of rows of a batch, idle ones included, that its products round alike.
         piece_tokens: how many tokens of a row, padding included, a piece of a prompt can have.
         guesses: steps may check guesses; False if these would change tokens here.
         rounding: how the products round here; None = it was not measured.
@@ -72,6 +73,7 @@ class Sessions:
     ragged: bool = False
     step_rows: RowCounts | None = None
     adapter_rows: RowCounts = ANY_ROWS
+    batch_rows: RowCounts = ANY_ROWS
     piece_tokens: RowCounts = ANY_ROWS
     guesses: bool = True
     rounding: Rounding | None = None
@@ -156,9 +158,8 @@ def open_sessions(
     # The graph itself pads the rows of packages with guesses, and of experts.
     products = ANY_ROWS if guesses and padded else rounding.products
     _warn_of_broken_promises(package, rounding, guesses=guesses, padded=padded)
-    steps = replace(products, least=max(products.least, _rows_of_heads(package, options)))
-    if sizes.get(BATCH) == 1 or not options.batch_invariant:
-        steps = ANY_ROWS
+    rows = ANY_ROWS if sizes.get(BATCH) == 1 else products
+    heads = RowCounts(_rows_of_heads(package, options)) if options.batch_invariant else ANY_ROWS
     return Sessions(
         interface,
         decoder=decoder,
@@ -173,8 +174,9 @@ def open_sessions(
         # The head sees a row of each prompt.
         joins_prompts=on_plain_cpu and products.any and rounding.experts.any,
         ragged=on_plain_cpu and guesses and products.any and rounding.experts.any and rounding.attention,
-        step_rows=steps if on_plain_cpu else None,
-        adapter_rows=steps & rounding.adapters,
+        step_rows=rows & heads if on_plain_cpu else None,
+        adapter_rows=rows & heads & rounding.adapters,
+        batch_rows=rows & rounding.adapters if interface.adapters else rows,
         piece_tokens=ANY_ROWS if fixed else replace(products, least=_TOKENS_ALIKE),
         guesses=rounding.attention and (padded or (rounding.products.any and rounding.experts.any)),
         rounding=rounding if on_plain_cpu and options.batch_invariant else None,

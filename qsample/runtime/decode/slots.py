@@ -148,8 +148,7 @@ class Slots:
         self._interface = interface = sessions.interface
         self.count, self.capacity = count, capacity
         # Kernels may round a single row otherwise: steps are over more rows then, of which some stay idle.
-        counts = sessions.adapter_rows if interface.adapters else sessions.step_rows
-        self._rows = rows = count if counts is None else counts.cover(count)
+        self._rows = rows = sessions.batch_rows.cover(count)
         # With the sampler on the host, only the cache stays on the device.
         self._device = device = "cpu" if sessions.sampler is not None else sessions.device
         self._sizes = {**interface.sizes, BATCH: rows, CAPACITY: capacity, **dict.fromkeys(ROW_AXES, 1)}
@@ -394,7 +393,7 @@ class Slots:
             return range(self._rows)
         if self.adapters.used(rows):
             counts = self._sessions.adapter_rows
-        count = counts.cover(len(rows))
+        count = min(counts.cover(len(rows)), self._rows)
         start = min(rows.start, self._rows - count)
         return range(start, start + count)
 

@@ -123,17 +123,18 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
     [
         (RowCounts(), range(2, 4), range(2, 4)),
         (RowCounts(2), range(3, 4), range(3, 5)),
-        (RowCounts(2), range(4, 5), range(3, 5)),
+        (RowCounts(2), range(4, 5), range(4, 6)),  # a row that nobody gets
         (RowCounts(3), range(1, 3), range(1, 4)),
         (RowCounts(3), range(4), range(4)),
-        (RowCounts(9), range(2, 3), range(9)),  # four rows that nobody gets
+        (RowCounts(9), range(2, 3), range(6)),
         (RowCounts(2, 2), range(1, 4), range(1, 5)),
         (RowCounts(2, 2), range(4, 5), range(4, 6)),
-        (None, range(2, 3), range(5)),
+        (None, range(2, 3), range(6)),
     ],
 )
 def test_rows_of_a_step(counts: RowCounts | None, rows: range, step: range, model: CausalLM) -> None:
-    slots = Slots(replace(model.sessions, step_rows=counts), 5, CAPACITY)
+    sessions = replace(model.sessions, step_rows=counts, batch_rows=RowCounts(1, 2))
+    slots = Slots(sessions, 5, CAPACITY)
     begin(slots, model, rows[-1], [5, 6, 7], FREE)
     feed(slots, rows[-1], [5, 6, 7])
     for _ in range(3):
