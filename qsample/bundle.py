@@ -25,7 +25,7 @@ from qsample.package import Package, read_package
 PORTABLE: Final = "portable"
 _LARGEST: Final = 1 << 20
 # The first that is available here is loaded.
-_PREFERRED: Final = ("tensorrt", "cuda", "webgpu", "openvino", "cpu")
+_PREFERRED: Final = ("cuda", "webgpu", "openvino", "cpu")
 
 
 def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool = False) -> list[str]:
@@ -100,7 +100,7 @@ def package_in(path: str | Path, provider: str | Sequence[str] | None = None) ->
     Args:
         path: the folder of a bundle; anything else is returned as it is.
         provider: a short name, whose variant is taken, or the portable variant if there is none; None = the variant of
-            the first provider that is available here: TensorRT, CUDA, WebGPU, OpenVINO, the CPU.
+            the first provider that is available here: CUDA, WebGPU, OpenVINO, the CPU.
 
     Raises:
         PackageError: If a bundle has no variant for the provider.

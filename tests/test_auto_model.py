@@ -220,7 +220,7 @@ def test_a_checkpoint_takes_its_changed_settings_along(tmp_path: Path) -> None:
     assert not (tmp_path / "another").exists()
 
 
-@pytest.mark.parametrize(("provider", "message"), [("tpu", "no compile target 'tpu'"), ("tensorrt", "onnxruntime")])
+@pytest.mark.parametrize(("provider", "message"), [("tpu", "no compile target 'tpu'"), ("webgpu", "onnxruntime")])
 def test_a_target_that_is_not_there_fails_before_the_export(
     checkpoint: Callable[[str], Path], provider: str, message: str
 ) -> None:

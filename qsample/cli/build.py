@@ -107,9 +107,7 @@ def export(
 def compile(
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
-    provider: Annotated[
-        str, typer.Option(help="cpu, cuda, webgpu, web, openvino, tensorrt, or a target of your own.")
-    ] = "cpu",
+    provider: Annotated[str, typer.Option(help="cpu, cuda, webgpu, web, openvino, or a target of your own.")] = "cpu",
     batch_size: Annotated[int | None, typer.Option(min=1, help="Most rows of a call. (default: any)")] = None,
     ctx_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens that a row holds. (default: the model's, at most 4096)")

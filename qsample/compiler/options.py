@@ -25,12 +25,12 @@ class CompileOptions:
     """The options of compile. Every field has a default; None leaves the choice to the package.
 
     Attributes:
-        provider: the target: "cpu", "cuda", "webgpu", "web", "openvino", "tensorrt", or an installed one
+        provider: the target: "cpu", "cuda", "webgpu", "web", "openvino", or an installed one
             (`targets.target_names`).
         batch_size: most rows of one call, 1 to 2**31 - 1; None = any number.
         ctx_len: tokens that the state of a row holds, 2 to the model's max_position_embeddings; None = the smaller of
             that and 4,096.
-        dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for tensorrt and webgpu, the package's
+        dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for webgpu, the package's
             own for cpu, web and openvino; None = as exported.
         weights: "int4" or "int8" quantizes every matrix that a token is multiplied by, and the embedding, but no table
             of positions; weights that are quantized in the checkpoint stay as they are. "int4_mixed" is int4 with 8

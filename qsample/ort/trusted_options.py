@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 from qsample.errors import PackageError, QsampleError
-from qsample.ort.providers import CPU, CUDA, DEVICE, OPENVINO, TENSORRT, WEBGPU, execution_providers
+from qsample.ort.providers import CPU, CUDA, DEVICE, OPENVINO, WEBGPU, execution_providers
 from qsample.package import Package
 
 TARGETS: Final = "qsample.targets"  # the group of entry points of installed compile targets
@@ -21,7 +21,6 @@ ALLOWED_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     CPU: {},
     CUDA: {"enable_cuda_graph": "[01]", "use_tf32": "[01]"},
     OPENVINO: {DEVICE: "CPU|GPU|NPU", "INFERENCE_PRECISION_HINT": "f32|f16|bf16"},
-    TENSORRT: {"trt_fp16_enable": "[01]", "trt_bf16_enable": "[01]"},
     WEBGPU: {"enableInt64": "[01]", "forceCpuNodeNames": r"[\w.:/ -]*"},
 }
 

@@ -20,7 +20,7 @@ from qsample.package import MANIFEST_NAME, Package
 from qsample.runtime import load
 from tests.helpers.fake_package import compilation, fake_package
 
-CPU, CUDA, OPENVINO, TENSORRT = (f"{name}ExecutionProvider" for name in ("CPU", "CUDA", "OpenVINO", "Tensorrt"))
+CPU, CUDA, OPENVINO = (f"{name}ExecutionProvider" for name in ("CPU", "CUDA", "OpenVINO"))
 
 
 def package(tmp_path: Path, *providers: str, name: str = "cpu", **options: str) -> Package:
@@ -37,10 +37,7 @@ def test_what_our_own_targets_write_is_taken(name: str, tmp_path: Path) -> None:
 
 
 REFUSED = [
-    (TENSORRT, {"trt_extra_plugin_lib_paths": "/tmp/evil.so"}),
-    (TENSORRT, {"trt_engine_cache_path": "/etc"}),
-    (TENSORRT, {"trt_dump_subgraphs": "1"}),
-    (TENSORRT, {"trt_fp16_enable": "1 "}),
+    (CUDA, {"use_tf32": "1 "}),
     (CUDA, {"user_compute_stream": "12345"}),
     (CUDA, {"gpu_external_alloc": "140000000"}),
     (CUDA, {"enable_cuda_graph": "yes"}),
@@ -68,7 +65,7 @@ def test_other_options_are_refused(provider: str, options: dict[str, str], tmp_p
 def test_a_tampered_option_never_reaches_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = package(tmp_path, CPU).path / MANIFEST_NAME
     manifest = json.loads(path.read_text())
-    manifest["compilation"]["execution_providers"] = [TENSORRT, CPU]
+    manifest["compilation"]["execution_providers"] = [CUDA, CPU]
     manifest["compilation"]["provider_options"] = {"trt_extra_plugin_lib_paths": "/tmp/evil.so"}
     path.write_text(json.dumps(manifest))
     monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: pytest.fail("a session was opened"))

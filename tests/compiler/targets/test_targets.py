@@ -21,9 +21,8 @@ from tests.helpers.fake_package import fake_package
 
 
 def test_the_targets_are_found_by_name() -> None:
-    assert {"cpu", "cuda", "openvino", "tensorrt"} <= set(target_names())
+    assert {"cpu", "cuda", "openvino"} <= set(target_names())
     assert find_target("openvino").name == "openvino"
-    assert find_target("tensorrt").execution_providers[0] == "TensorrtExecutionProvider"
 
 
 @pytest.mark.parametrize(
@@ -31,9 +30,6 @@ def test_the_targets_are_found_by_name() -> None:
     [
         ("openvino", {"dtype": "float16"}, "the openvino target computes in float32"),
         ("openvino", {"weights": "float16"}, "weights is 'float16', which is for the cpu target"),
-        ("tensorrt", {}, "batch_size is None, and TensorRT's engines are built for fixed shapes"),
-        ("tensorrt", {"batch_size": 1}, "dtype is 'float32'; the tensorrt target takes 'float16'"),
-        ("tensorrt", {"batch_size": 1, "dtype": "float16", "weights": "int4"}, "none of ONNX Runtime's quantized"),
     ],
 )
 def test_refused_before_any_work(
@@ -48,7 +44,6 @@ def test_refused_before_any_work(
     ("provider", "options", "message"),
     [
         ("openvino", {}, r"has no OpenVINOExecutionProvider; .*`pip install qsample\[openvino\]` brings OpenVINO"),
-        ("tensorrt", {"batch_size": 1, "dtype": "float16"}, r"has no TensorrtExecutionProvider.*bring TensorRT"),
     ],
 )
 def test_a_provider_that_is_not_installed(
