@@ -89,7 +89,7 @@ class Company:
         self.reused = self.accepted = 0
 
     def alone(self, rows: list[Row]) -> Iterator[Outcome]:
-        """Without anything: what all others are compared with."""
+        """Each row in a call of its own: the standard of all comparisons."""
         for row in rows:
             yield from self._generate([row], [row.params])
 
@@ -158,7 +158,7 @@ class Company:
 
 
 def compare(model: CausalLM, rows: list[Row], seed: int) -> dict[str, Any]:
-    """What a line says of a package, but its name and the time."""
+    """The line of a package, without its name and the time."""
     company = Company(model, random.Random(seed))
     alone = list(company.alone(rows))
     comparisons, found = 0, []
