@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer.main
 from filelock import FileLock
 
 if TYPE_CHECKING:
@@ -28,6 +30,12 @@ def pytest_configure() -> None:
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     if ignored and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_parser() -> None:
+    """typer builds the command line's parser anew for each command, which takes 20 ms."""
+    typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture
