@@ -23,9 +23,14 @@ def noise(seed: int, position: int) -> float:
     return float(_uniforms(seed)[position])
 
 
+@functools.cache
+def _weights() -> dict[str, np.ndarray]:
+    return {name: np.asarray(value, dtype=np.float64) for name, value in fake_weights().items()}
+
+
 def logits(history: Sequence[int]) -> np.ndarray:
     """[V] float64: the model on the whole history, without a cache."""
-    w = {name: np.asarray(value, dtype=np.float64) for name, value in fake_weights().items()}
+    w = _weights()
     hidden = w["embedding"][list(history)] + np.sin(np.arange(len(history))[:, None] * w["frequencies"])
     query, keys, values = hidden[-1] @ w["w_query"], hidden @ w["w_key"], hidden @ w["w_value"]
     scores = keys @ query / math.sqrt(DIM)
