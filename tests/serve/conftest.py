@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from starlette.testclient import TestClient
 
 import qsample
 from qsample import AutoModelForCausalLM
+from qsample.interface import Features
+from qsample.package import read_package
 from qsample.runtime import CausalLM, load
 from qsample.serve import ServeSettings, make_app
 from tests.conftest import made_once
@@ -19,14 +20,13 @@ from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
 
 
 @pytest.fixture(scope="session")
-def served_package(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without a chat template."""
-    bundled, checkpoint = Path(qsample.__file__).parent / "assets" / "tiny_lm", tmp_path_factory.mktemp("x") / "tiny_lm"
-    shutil.copytree(bundled, checkpoint, ignore=shutil.ignore_patterns("chat_template.jinja"))
-    features = {"allowed_tokens": True, "logprobs": True, "top_logprobs": 5, "logit_bias": True}
+def served_package(bundled_package: Path, shared_folder: Path) -> Path:
+    """The bundled model without a chat template, with the features for serving."""
+    from tests.helpers.tiny_models import with_features
+
     return made_once(
         shared_folder / "tiny_lm-served-package",
-        lambda path: AutoModelForCausalLM.from_pretrained(checkpoint, **features).export(path),
+        lambda path: with_features(read_package(bundled_package), path, Features().for_serving()),
     )
 
 
