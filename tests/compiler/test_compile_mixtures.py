@@ -86,6 +86,7 @@ def test_stored_in_half_the_space_they_compute_the_same(portable: PackagedModel,
     assert compilation.quantization["divergence"]["kl"] < 1e-4
 
 
+@pytest.mark.ci
 def test_the_divergence_finds_experts_in_another_order(
     portable: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

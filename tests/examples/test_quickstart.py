@@ -22,6 +22,7 @@ def check(output: str, folder: Path) -> None:
     assert read_package(folder / "tiny-cpu").manifest.kind == "device"
 
 
+@pytest.mark.ci
 def test_a_small_model(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
