@@ -1,7 +1,7 @@
 """QEMU's user mode: which models of processors it shows here, and the command that runs Python on one.
 
 A folder, FOLDER below, may hold what the system lacks; `scripts/check_processors --fetch` fills it: FOLDER/qemu with
-QEMU's programs, FOLDER/arm/root with a Python for Arm, FOLDER/arm/site with its packages.
+QEMU's programs, FOLDER/arm/system with a Python for Arm, FOLDER/arm/site with its packages.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def python(model: str, folder: Path) -> tuple[list[str], dict[str, str]] | None:
         return None
     if architecture == platform.machine():
         return [program, "-cpu", model, sys.executable], {**os.environ, "PYTHONPATH": str(ROOT)}
-    root, site = folder / "arm" / "root", folder / "arm" / "site"
-    interpreter = next(root.glob("usr/bin/python3.*"), None)
+    system, site = folder / "arm" / "system", folder / "arm" / "site"
+    interpreter = next(system.glob("usr/bin/python3.*"), None)
     if architecture != "aarch64" or interpreter is None:
         return None
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-    return [program, "-cpu", model, "-L", str(root), str(interpreter)], variables
+    return [program, "-cpu", model, "-L", str(system), str(interpreter)], variables
 
 
 if __name__ == "__main__":
