@@ -32,7 +32,7 @@ class WithoutSpinning(ort.SessionOptions):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self.add_session_config_entry("session.intra_op.spin_duration_us", "0")
 
 
 ort.SessionOptions = WithoutSpinning

@@ -21,12 +21,13 @@ from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
 
 @pytest.fixture(scope="session")
 def served_package(bundled_package: Path, shared_folder: Path) -> Path:
-    """The bundled model without a chat template, with the features for serving."""
+    """The bundled model without a chat template, with most features for serving."""
     from tests.helpers.tiny_models import with_features
 
+    features = Features(allowed_tokens=True, logprobs=True, top_logprobs=5, logit_bias=True)
     return made_once(
         shared_folder / "tiny_lm-served-package",
-        lambda path: with_features(read_package(bundled_package), path, Features().for_serving()),
+        lambda path: with_features(read_package(bundled_package), path, features),
     )
 
 
