@@ -74,7 +74,7 @@ class Rounding(NamedTuple):
         experts: for the rows of each expert.
         attention: several tokens of a row round as one by one; of graphs whose attention is told the tokens of each
             row (`query_seqlens`), as that of packages with guesses.
-        unknown: descriptions of products for which no such numbers were found.
+        unknown: faults, in words: products for which no such numbers were found, or that could not be measured.
         digest: hexadecimal; another processor whose kernels round otherwise has another.
     """
 
@@ -90,8 +90,7 @@ class Rounding(NamedTuple):
         groups = {"products": self.products, "experts": self.experts, "adapters": self.adapters}
         parts = [f"{name}: {_WORDS[counts]}" for name, counts in groups.items() if name == "products" or not counts.any]
         parts += [] if self.attention else ["attention: one token rounds otherwise than several, so nothing is guessed"]
-        parts += [f"differ by the number of rows: {', '.join(self.unknown)}"] if self.unknown else []
-        return "; ".join(parts)
+        return "; ".join([*parts, *self.unknown])
 
 
 def measured(path: Path, threads: int | None = None, config: Mapping[str, str] | None = None) -> Rounding:
@@ -108,7 +107,12 @@ def measured(path: Path, threads: int | None = None, config: Mapping[str, str] |
             kernels = read_kernels(data, _COLUMNS * most_shares(threads))
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise PackageError(f"{path} is not an ONNX file: {error}; export the package again") from error
-    return _measured(kernels, threads, tuple(sorted((config or {}).items())))
+    try:
+        return _measured(kernels, threads, tuple(sorted((config or {}).items())))
+    except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
+        # Of a form that no exporter here writes. An even number of rows suits every kernel that is known.
+        even = _CANDIDATES[-1]
+        return Rounding(even, even, even, unknown=(f"its products cannot be measured ({error!s:.200})",))
 
 
 @cache
@@ -137,7 +141,7 @@ def _measured(
     for product, counts in zip(ordered, alike, strict=True):
         chosen = next((one for one in _CANDIDATES if {n for n in _COUNTS if one.cover(n) == n} <= counts), None)
         if chosen is None:
-            unknown.append(str(product))
+            unknown.append(f"{product} rounds otherwise for every number of rows")
         else:
             found[_group(product)] &= chosen
     # Products that differ in the number of outputs alone have the same first columns.

@@ -202,9 +202,8 @@ def _warn_of_broken_promises(package: Package, rounding: Rounding, *, guesses: b
     again = "compile it again with this version of qsample"
     if rounding.unknown:
         warnings.warn(
-            f"{package.path}: a row's tokens may depend on its batch here: this processor's kernels round "
-            f"{', '.join(rounding.unknown)} otherwise for every number of rows; try other weights, or --provider web, "
-            "whose activations stay in float32",
+            f"{package.path}: a row's tokens may depend on its batch here: {'; '.join(rounding.unknown)}; try other "
+            "weights, or --provider web, whose activations stay in float32",
             stacklevel=4,
         )
     if not rounding.experts.any and not padded:

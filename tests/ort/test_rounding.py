@@ -83,7 +83,8 @@ def test_planted_kernels(
     monkeypatch.setattr(module, "_measured", module._measured.__wrapped__)
     found = measured(decoder(tmp_path, quantized(4, 32, 256, 192)), 1)
     assert found.products == (expected or ANY_ROWS)
-    assert found.unknown == (() if expected else ("MatMulNBits (4 bits, blocks of 32)",))
+    words = "MatMulNBits (4 bits, blocks of 32) rounds otherwise for every number of rows"
+    assert found.unknown == (() if expected else (words,))
 
 
 def test_numbers_of_rows() -> None:
@@ -125,6 +126,14 @@ def test_attention_to_several_tokens(llama_package: Path, tmp_path: Path, monkey
         path = compile_package(read_package(llama_package), tmp_path / f"cache {cache}", options).path
         assert measured(path / "decoder.onnx").attention is not bool(refused)
     assert refused
+
+
+def test_products_that_onnxruntime_refuses(tmp_path: Path) -> None:
+    """The graph itself says what is wrong when it is opened; until then an even number of rows suits all kernels."""
+    found = measured(decoder(tmp_path, quantized(3, 32, 256, 192)))
+    assert found.products == found.experts == RowCounts(2, 2)
+    (words,) = found.unknown
+    assert words.startswith("its products cannot be measured (")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xff", b"\x3a\x05\x0a\x7f"])
