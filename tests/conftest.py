@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onnxruntime as ort
 import pytest
 import typer.main
 from filelock import FileLock
@@ -26,23 +25,25 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-class WithoutSpinning(ort.SessionOptions):
-    """ONNX Runtime's threads compute as ever, but leave the processors to other test processes while they wait: a third
-    of the CPU time of tests that generate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_session_config_entry("session.intra_op.spin_duration_us", "0")
-
-
-ort.SessionOptions = WithoutSpinning
-
-
 def pytest_configure() -> None:
     """Undo what commands that tests start would inherit: jobs in the background of a shell ignore SIGINT."""
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     if ignored and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_spinning() -> None:
+    """ONNX Runtime's threads compute as ever, but leave the processors to other test processes while they wait: a third
+    of the CPU time of tests that generate."""
+    import onnxruntime as ort  # NumPy, too, reads OMP_NUM_THREADS when it is imported
+
+    class SessionOptions(ort.SessionOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_session_config_entry("session.intra_op.spin_duration_us", "0")
+
+    ort.SessionOptions = SessionOptions
 
 
 @pytest.fixture(scope="session", autouse=True)
