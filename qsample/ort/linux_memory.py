@@ -94,6 +94,8 @@ def release_pages(path: Path) -> None:
     if sys.platform != "linux":
         return
     try:
+        if str(path.resolve()) not in _MAPS.read_text(encoding="utf-8", errors="replace"):
+            return  # what follows counts every page of the process, and takes long
         mappings = list(_unchanged_mappings(path.resolve()))
         libc = ctypes.CDLL(None)
     except OSError:  # no /proc
