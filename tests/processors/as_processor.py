@@ -62,7 +62,7 @@ def build(folder: Path) -> None:
     if not made.exists() or made.read_text("utf-8") != stamp:
         shutil.rmtree(folder, ignore_errors=True)
         copy = folder / "site" / "onnxruntime"
-        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "transformers", "tools"))
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         _replace(copy / library.relative_to(source))
         made.write_text(stamp, "utf-8")
     command = ["gcc", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", folder / "cpuid.so", HERE / "cpuid.c"]
