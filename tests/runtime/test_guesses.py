@@ -254,3 +254,16 @@ def test_a_package_that_draws_a_token_a_step(model: CausalLM) -> None:
         with pytest.raises(ValueError, match=r'draws a token a step; compile .*num_speculative_tokens=7 .*"int8"'):
             model.generate([[5]], max_new_tokens=2, **options)
     assert model.generate([[5]], max_new_tokens=2, prompt_lookup_num_tokens=None, seed=1).timing.drafts == NO_DRAFTS
+
+
+def test_nothing_is_guessed_if_that_would_change_tokens(fake: Callable[..., Any]) -> None:
+    """The fake's cache is float32, over which no processor rounds one token as several: `load` says so."""
+    with pytest.warns(UserWarning, match="guesses are off here .*one token otherwise than several.*compile it again"):
+        exact = load(fake(**PLAIN).path)
+    assert not exact.sessions.guesses
+    assert not exact.sessions.ragged
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "logit_bias": WORDS}
+    plain = exact.generate([[68, 69, 70] * 3], **options)
+    asked = exact.generate([[68, 69, 70] * 3], prompt_lookup_num_tokens=4, **options)
+    assert asked.token_ids == plain.token_ids
+    assert asked.timing.drafts.num_draft_tokens == 0

@@ -56,7 +56,7 @@ def repeat_expert_rows(model: ir.Model) -> bool:
 
 
 def row_multiple(graph: ir.Graph, default: int) -> ir.Value:
-    """ROW_MULTIPLE in `graph`: an input with a value of its own, which nothing folds and a session may replace.
+    """ROW_MULTIPLE in `graph`: an input with a default value, so that nothing folds it and a session may replace it.
 
     default: that value, if the graph has none yet.
     """

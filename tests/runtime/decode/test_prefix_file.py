@@ -117,6 +117,7 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another format version": (lambda data: with_metadata(data, format="qsample.prefix.2"), "its format is"),
     "a part": (lambda data: with_metadata(data, start="16"), "damaged: its tensors"),
     "another package": (lambda data: with_metadata(data, package="0" * 64), "another package.*qsample prefix"),
+    "another processor": (lambda data: with_metadata(data, kernels="0" * 16), "a processor that rounds otherwise"),
     "another ONNX Runtime": (lambda data: with_metadata(data, onnxruntime="1.0.0"), "another version of ONNX Runtime"),
     "other pieces": (lambda data: with_metadata(data, pieces="512 None"), "other pieces"),
     "another provider": (lambda data: with_metadata(data, execution_provider="X"), "another execution provider"),
