@@ -14,7 +14,7 @@ import pytest
 from qsample.errors import PackageError, QsampleError
 from qsample.interface import Interface, KeyValueShape
 from qsample.ort import session as session_module
-from qsample.ort.rounding import RowCounts
+from qsample.ort.rounding import Rounding, RowCounts
 from qsample.package import Package
 from qsample.runtime import load
 from tests.helpers.fake_graphs import DIM, VOCAB
@@ -184,3 +184,30 @@ def test_threads_that_nobody_gave_count_too(fake: Callable[..., Package], monkey
     """ONNX Runtime reads the variable; with one head, each of five threads would have a part of it."""
     monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "5")
     assert load(fake(compilation=compilation()).path).sessions.step_rows == RowCounts(5)
+
+
+@pytest.mark.parametrize(
+    ("rounding", "step", "piece", "joins", "tail"),
+    [
+        (Rounding(), RowCounts(), RowCounts(2), True, 2),
+        (Rounding(RowCounts(2)), RowCounts(2), RowCounts(2), False, 2),
+        (Rounding(RowCounts(2, 2)), RowCounts(2, 2), RowCounts(2, 2), False, 2),
+        (Rounding(experts=RowCounts(2)), RowCounts(), RowCounts(2), False, None),
+    ],
+)
+def test_what_follows_from_the_kernels(
+    rounding: Rounding,
+    step: RowCounts,
+    piece: RowCounts,
+    joins: bool,
+    tail: int | None,
+    fake: Callable[..., Package],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_module, "measured", lambda *_: rounding)
+    monkeypatch.setattr(session_module.warnings, "warn", lambda *_, **__: None)  # of experts that nothing repeats
+    sessions = load(fake().path, intra_op_num_threads=1).sessions
+    assert (sessions.step_rows, sessions.batch_rows, sessions.piece_tokens) == (step, step, piece)
+    assert (sessions.joins_prompts, sessions.tail_size) == (joins, tail)
+    free = load(fake().path, intra_op_num_threads=1, batch_invariant=False).sessions
+    assert (free.step_rows, free.batch_rows, free.rounding) == (RowCounts(), RowCounts(), None)

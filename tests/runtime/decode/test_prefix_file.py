@@ -213,3 +213,8 @@ def test_a_prefix_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
             write_prefix(path, {}, np.array([6]), {"key": np.zeros(3, np.float32)})
         assert path.read_bytes() == written
         assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_signature_tells_processors_apart(model: CausalLM) -> None:
+    assert model.sessions.rounding is not None
+    assert signature_of(model.package, model.sessions)["kernels"] == model.sessions.rounding.digest != ""
