@@ -12,7 +12,7 @@ from qsample.text.chat import ChatOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Prompts, and how to continue them. Whoever knows all of it makes a Call; keywords become a Call with `read_call`.
+    """Prompts, and how to continue them. `read_call` makes a Call of keywords.
 
     Args:
         inputs: the prompts, see `parse_prompts`.

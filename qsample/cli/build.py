@@ -203,7 +203,7 @@ def bake(
     timing: Timing = False,
     as_json: Json = False,
 ) -> None:
-    """Give the sampler to a decoder file that somebody else exported (onnxruntime-genai, onnx-community, optimum)."""
+    """Give the sampler to a decoder file of another exporter (onnxruntime-genai, onnx-community, optimum)."""
     from qsample.auto_model import bake as bake_file
     from qsample.interface import Features
 

@@ -61,7 +61,7 @@ class DebugDump:
         path = self._folder / f"{len(self._phases):02}-{phase}.onnx"
         counts = {"nodes": operators.total(), "operators": dict(sorted(operators.items()))}
         self._phases.append({"phase": phase, "file": path.name, **counts})
-        # The list first: a file that it does not name would be somebody else's to the next dump.
+        # Write the list first: the next dump refuses files that the list does not name.
         listed = {"made_by": _MADE_BY, "phases": self._phases}
         (self._folder / COUNTS).write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
         path.write_bytes(_structure(model))

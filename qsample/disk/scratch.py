@@ -145,7 +145,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _is_dead(locked: bool | None, owner: bytes, since: float) -> bool:
-    """Whether the process of `owner` is, if nobody else holds its lock."""
+    """Whether the process named in `owner` is dead, given that its lock is free."""
     seen = locked and owner == f"{_FORMAT}{platform.node()}".encode()
     return bool(seen) or time.time() - since > _LONGEST
 

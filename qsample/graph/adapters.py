@@ -67,7 +67,7 @@ class _Adapters:
             "Reshape", [self._inputs[ADAPTER.name], shape], "adapter.row", _like([BATCH, 1, 1], ir.DataType.INT32)
         )
         none, nobody = (initializer(model.graph, f"adapter_{n}", np.array(n, np.int32)) for n in (0, _NOBODY))
-        # Whatever a host calls the ranks that it does not use, 0 is none.
+        # Adapter 0 always means no adapter, whatever ids the host gives to unused ranks.
         has = _node("Greater", [row.outputs[0], none], "adapter.any", _like([BATCH, 1, 1], ir.DataType.BOOL))
         own = _node("Where", [has.outputs[0], row.outputs[0], nobody], "adapter.number", row.outputs[0])
         nodes, self._masks = [row, has, own], {}

@@ -455,7 +455,7 @@ class Engine:
             self._end(sequence, sequence.finish_reason)
 
     def _end(self, sequence: Sequence, why: str | Failure) -> None:
-        """Forget a request, which makes room for another, and then finish it: whoever sees its end finds the room."""
+        """Remove the request before finishing it, so that a caller who sees it end can add another."""
         self._guides.pop(sequence, None)
         self._deadlines.pop(sequence, None)
         with self._changed:

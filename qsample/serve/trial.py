@@ -97,7 +97,7 @@ class Trial:
 def _serve() -> None:
     """Answer each line of standard input, a grammar in JSON, with a line: null, or the reason why it is refused.
 
-    An invalid grammar is none: the server finds that out itself.
+    Invalid grammars pass; the server reports them.
     """
     from llguidance import LLTokenizer
 

@@ -291,7 +291,7 @@ def _of_operator(foreign: ForeignGraph, layer: Layer, node: ir.Node) -> Match:
 
 
 def _without_sink(scores: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-    """The scores of tokens, and that of the sink behind them; less their maximum, which a softmax does not change."""
+    """Split the sink's score from the token scores. A subtracted maximum is ignored: softmax does not depend on it."""
     node = producer(scores)
     if node is not None and node.op_type == "Sub":
         most = producer(node.inputs[1])

@@ -1,4 +1,4 @@
-"""A decoder file that somebody else exported enters; a portable package with the sampler in its graph leaves.
+"""Turns another exporter's decoder file into a portable package with the sampler in its graph.
 
 Stages: locate → recognise → run the file as its authors do → rewrite → write → parity gate → publish. Nothing here
 needs torch or transformers; all is written aside and renamed into place at the end.

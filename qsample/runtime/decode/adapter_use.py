@@ -57,7 +57,7 @@ class AdapterPlaces:
     """The graph's places for adapters, numbered from 1; 0 is none.
 
     An adapter keeps its place until another one needs it. Of the places without rows, the one used longest ago is given
-    away. If all have rows, the one used longest ago takes no further row, so that whoever waits gets it.
+    away. If all have rows, the one used longest ago takes no further row, so that the waiting request gets it.
     """
 
     def __init__(self, count: int) -> None:

@@ -95,7 +95,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """First come, first served, among those of the same priority; whoever waits for an adapter lets others pass.
+    """Requests of equal priority run in arrival order; one that waits for an adapter does not block those after it.
 
     A prompt is read in pieces, each in a call of its own, whatever else happens: kernels round differently for another
     number of tokens, and nothing but the prompt may decide that. So chunks are whole pieces, prompts are read together
