@@ -190,8 +190,10 @@ def _split(address: str) -> SplitResult:
 
 
 def _part(first: str, last: str, size: int) -> tuple[int, int]:
-    """Start and exclusive end of a byte range of a file of `size` bytes. Without `last`, the range reaches to the end of
-    the file; without `first`, it is the last `last` bytes."""
+    """Start and exclusive end of a byte range of a file of `size` bytes.
+
+    Without `last`, the range reaches to the end of the file; without `first`, it is the last `last` bytes.
+    """
     if not first:
         return max(0, size - int(last)), size
     return int(first), min(size, int(last) + 1) if last else size

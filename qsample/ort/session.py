@@ -190,8 +190,10 @@ def _scalar(number: int) -> ort.OrtValue:
 
 
 def _rows_of_heads(package: Package, options: SessionOptions) -> int:
-    """The smallest number of rows at which attention in a decode step rounds as it does over more rows. If a session has
-    more threads than rows times attention heads, several threads share a head and add up their parts."""
+    """The smallest number of rows at which attention in a decode step rounds as it does over more rows.
+
+    If a session has more threads than rows times attention heads, several threads share a head and add up their parts.
+    """
     shares = most_shares(options.intra_op_num_threads)
     heads = min((shape.num_key_value_heads for shape in package.interface.key_values), default=shares)  # or more
     return -(-shares // heads)
