@@ -76,9 +76,9 @@ class Qsample:
         self.vocab_size = self.model.interface.vocab_size
 
     def _loop(self, prompts: Ids, request: Request, sessions: Any) -> Any:
+        from qsample.request.sampling_params import SamplingParams
         from qsample.runtime.bench import LockStep
         from qsample.runtime.parameters import parameter_row
-        from qsample.sampling_params import SamplingParams
 
         rows, length = prompts.shape
         capacity = self.model.capacity(length + request.new_tokens + 1)

@@ -62,9 +62,9 @@ def in_turns(cases: Mapping[str, Callable[[], list[float]]], rounds: int) -> dic
 
 def piece_table(model: Any, tokens: int, pieces: list[int], rounds: int) -> Table:
     """Measure reading a prompt in pieces."""
+    from qsample.request.sampling_params import SamplingParams
     from qsample.runtime.bench import LockStep
     from qsample.runtime.parameters import parameter_row
-    from qsample.sampling_params import SamplingParams
 
     capacity, make = model.capacity(tokens + 2), Prompts(model.interface.vocab_size)
     params = SamplingParams(temperature=0.0, eos_token_id=())

@@ -323,7 +323,7 @@ def import_what_parts_need() -> Iterator[str]:
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     packages = ("onnxruntime", "torch", "transformers")
-    for name in (*packages, "qsample.auto_model", "qsample.exporters.export", "qsample.compiler.compile"):
+    for name in (*packages, "qsample.models.auto_model", "qsample.exporters.export", "qsample.compiler.compile"):
         try:
             importlib.import_module(name)
         except Exception as error:  # missing libraries raise OSErrors, transformers raises RuntimeErrors

@@ -22,11 +22,11 @@ from gpu_report import Reports
 from gpu_systems import MIXES, Files, Variant
 
 from qsample.compiler.passes.capture import lower_opset
-from qsample.contract import CANDIDATES, SEARCHED_ROWS
-from qsample.interface import Interface
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import CANDIDATES, SEARCHED_ROWS
 from qsample.ort.options import session_options
 from qsample.ort.providers import execution_providers, open_session
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_row

@@ -22,7 +22,7 @@ from decode_worker import Genai as Generator
 from decode_worker import Request
 
 import qsample
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime import SamplingParams, load
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_row

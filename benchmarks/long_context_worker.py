@@ -42,10 +42,10 @@ class QsampleRows:
     def __init__(self, options: argparse.Namespace) -> None:
         import onnxruntime
 
+        from qsample.request.sampling_params import SamplingParams
         from qsample.runtime.decode.prefixes import Pieces
         from qsample.runtime.decode.slots import Slots
         from qsample.runtime.parameters import parameter_row
-        from qsample.sampling_params import SamplingParams
 
         self.version = f"onnxruntime {onnxruntime.__version__}"
         model = Qsample(options.model, options.threads).model

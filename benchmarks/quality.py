@@ -22,9 +22,9 @@ from common import make_parser
 from common import markdown as table_lines
 
 import qsample
-from qsample.bundled import TINY_LM
 from qsample.evaluation import Evaluation
 from qsample.evaluation.plot import draw
+from qsample.models.bundled import TINY_LM
 from tools.train_tiny_lm import kjv_documents, split
 
 SEED = 1611  # of the bundled model's training, which selects the held-out chapters

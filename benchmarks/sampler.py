@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from qsample.interface import Interface
+from qsample.contract.interface import Interface
 from qsample.sampler import build_sampler
 
 HISTORY = 1024

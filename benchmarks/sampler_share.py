@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from qsample.contract import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS
 from qsample.graph.join import cut_at_logits
-from qsample.interface import Interface
-from qsample.package import Compilation, Package, read_package
+from qsample.package.package import Compilation, Package, read_package
 
 TURN, UNCOUNTED = 16, 4  # consecutive steps of a graph, and the number of uncounted steps
 MIXES: dict[str, dict[str, float]] = {

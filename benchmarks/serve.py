@@ -78,7 +78,7 @@ time per token with the engine's.
 
 def make_served(shape: str, folder: Path) -> tuple[Path, Path | None]:
     """The package, and the checkpoint of its model (None for the bundled model)."""
-    from qsample.bundled import bundled_model
+    from qsample.models.bundled import bundled_model
 
     if shape == BUNDLED:
         return bundled_model("cpu").package.path, None

@@ -36,8 +36,8 @@ from rich.console import Console
 from rich.table import Table
 
 from qsample import AutoModelForCausalLM
-from qsample.bundled import TINY_LM
 from qsample.errors import QsampleError
+from qsample.models.bundled import TINY_LM
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 MODULES: Final = ROOT / "js" / "node_modules"

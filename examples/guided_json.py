@@ -20,7 +20,7 @@ import llguidance.numpy
 import numpy as np
 
 import qsample
-from qsample.bundled import TINY_LM
+from qsample.models.bundled import TINY_LM
 from qsample.runtime import CausalLM, Step, load
 
 PROMPTS = ["And the LORD said", "Blessed are the"]

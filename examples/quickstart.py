@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import qsample
-from qsample.bundled import TINY_LM
+from qsample.models.bundled import TINY_LM
 
 
 def main(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from qsample.bundled import bundled_model
+from qsample.models.bundled import bundled_model
 from qsample.ray import QsampleProcessorConfig, build_processor
 
 PROMPTS = ["In the beginning", "Blessed are", "And Jesus said unto them", "And the LORD spake unto"]

@@ -13,19 +13,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qsample.auto_model import AutoModelForCausalLM, bake
     from qsample.compiler.options import CompileOptions
     from qsample.evaluation import evaluate
-    from qsample.sampling_params import SamplingParams
+    from qsample.models.auto_model import AutoModelForCausalLM, bake
+    from qsample.request.sampling_params import SamplingParams
 
 __version__ = "0.2.0"
 __all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__version__", "bake", "evaluate"]
 
 _LAZY = {
-    "AutoModelForCausalLM": "qsample.auto_model",
+    "AutoModelForCausalLM": "qsample.models.auto_model",
     "CompileOptions": "qsample.compiler.options",
-    "SamplingParams": "qsample.sampling_params",
-    "bake": "qsample.auto_model",
+    "SamplingParams": "qsample.request.sampling_params",
+    "bake": "qsample.models.auto_model",
     "evaluate": "qsample.evaluation",
 }
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from qsample.errors import QsampleError
-from qsample.package import MANIFEST_NAME, Package
+from qsample.package.package import MANIFEST_NAME, Package
 
 PAGE: Final = Path(__file__).resolve().parent / "assets" / "web"
 BUILD: Final = "npm --prefix examples/web ci && npm --prefix examples/web run build"

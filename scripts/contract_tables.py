@@ -16,9 +16,9 @@ from pathlib import Path
 
 import contract_typescript
 
-from qsample import contract
-from qsample.contract import TensorSpec
-from qsample.interface import AdapterTarget, Features, Interface, KeyValueShape, adapter_ids
+from qsample.contract import tensors as contract
+from qsample.contract.interface import AdapterTarget, Features, Interface, KeyValueShape, adapter_ids
+from qsample.contract.tensors import TensorSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "docs" / "contract.md", ROOT / "docs" / "command-line.md", ROOT / "README.md")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from qsample import AutoModelForCausalLM  # noqa: E402
 from qsample.compiler.compile import compile_package  # noqa: E402
 from qsample.compiler.options import CompileOptions  # noqa: E402
-from qsample.contract import CONTRACT_VERSION, HUGGING_FACE, STEPS_VERSION  # noqa: E402
+from qsample.contract.tensors import CONTRACT_VERSION, HUGGING_FACE, STEPS_VERSION  # noqa: E402
 from scripts.vector_drafts import (  # noqa: E402
     ADJUST,
     FILTERS,

@@ -1,6 +1,6 @@
 """Plants one bug at a time in a module, runs the tests beside it, and lists the bugs that they miss.
 
-    python scripts/plants.py qsample/values.py            40 random bugs in a module
+    python scripts/plants.py qsample/request/checks.py            40 random bugs in a module
     python scripts/plants.py qsample/disk --number 100    in the modules of a folder, a row of docs/testing.md
     python scripts/plants.py --changed                    in each module that differs from HEAD, or --changed=REVISION
 

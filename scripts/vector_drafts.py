@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from qsample.contract import FILTER_ORDERS, HUGGING_FACE
+from qsample.contract.tensors import FILTER_ORDERS, HUGGING_FACE
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import typer.main
 from filelock import FileLock
 
 if TYPE_CHECKING:
-    from qsample.package import Package
+    from qsample.package.package import Package
     from qsample.runtime import CausalLM
 
 # Models of a few kilobytes gain nothing from torch's second thread, and while it waits it keeps a core from the other
@@ -120,7 +120,7 @@ def exported(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable
     A model type is traced once: its other features are joined to the graph of the package without them.
     """
     from qsample import AutoModelForCausalLM
-    from qsample.package import read_package
+    from qsample.package.package import read_package
     from tests.helpers.tiny_models import with_features
 
     def make(model_type: str = "llama", **features: object) -> Path:
@@ -172,8 +172,8 @@ def guessing_package(bundled_package: Path, shared_folder: Path) -> Path:
     """The bundled model with the features for serving and some filters; a step checks up to 7 guesses."""
     from qsample.compiler.compile import compile_package
     from qsample.compiler.options import CompileOptions
-    from qsample.interface import Features
-    from qsample.package import read_package
+    from qsample.contract.interface import Features
+    from qsample.package.package import read_package
     from tests.helpers.tiny_models import with_features
 
     def make(path: Path) -> None:

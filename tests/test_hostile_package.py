@@ -20,8 +20,16 @@ from onnx import helper
 from qsample.cli.inspect import describe, show
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.interface import Features, Interface, KeyValueShape, RecurrentShape
-from qsample.package import MANIFEST_NAME, Compilation, Package, PackageError, copy_package, read_package, write_package
+from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
+from qsample.package.package import (
+    MANIFEST_NAME,
+    Compilation,
+    Package,
+    PackageError,
+    copy_package,
+    read_package,
+    write_package,
+)
 from qsample.runtime import load
 from tests.helpers.fake_package import byte_tokenizer, fake_package
 from tests.helpers.small_packages import FILES, manifest, write

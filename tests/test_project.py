@@ -55,9 +55,7 @@ def code_blocks(text: str, language: str) -> list[str]:
 
 def test_importing_loads_nothing_heavy() -> None:
     heavy = [*HEAVY, "onnxruntime", "numpy", "tokenizers"]
-    code = (
-        f"import sys, qsample, qsample.cli, qsample.bundled; print([name for name in {heavy} if name in sys.modules])"
-    )
+    code = f"import sys, qsample.cli, qsample.models.bundled; print([name for name in {heavy} if name in sys.modules])"
     assert python(code) == "[]\n"
 
 
@@ -68,7 +66,9 @@ def import_without(missing: list[str], modules: str) -> None:
 
 
 def test_the_runtime_side_imports_where_the_export_side_is_missing() -> None:
-    import_without(HEAVY, "qsample.runtime, qsample.package, qsample.auto_model, qsample.cli, qsample.evaluation")
+    import_without(
+        HEAVY, "qsample.runtime, qsample.package, qsample.models.auto_model, qsample.cli, qsample.evaluation"
+    )
     import_without(HEAVY, "qsample.runtime.engine, qsample.runtime.causal_lm, qsample.ort.session")
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qsample.manifest import Manifest
-from qsample.package import read_package
+from qsample.package.manifest import Manifest
+from qsample.package.package import read_package
 from qsample.progress import Stage
 from qsample.timing import StageCost, metered, total
 

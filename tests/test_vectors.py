@@ -13,10 +13,10 @@ import pytest
 
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.contract import CONTRACT_VERSION, STEPS_VERSION
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import CONTRACT_VERSION, STEPS_VERSION
 from qsample.exporters.portable import build_initial_state
-from qsample.interface import Features, Interface
-from qsample.package import read_package
+from qsample.package.package import read_package
 from tests.helpers.plain_host import OFF, PlainHost
 from tests.helpers.reference import philox4x32, philox_uniform, reference_step
 from tests.helpers.sampler_cases import PAD, Step, sampler

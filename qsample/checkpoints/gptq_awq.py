@@ -28,9 +28,9 @@ from qsample.checkpoints.gptq_awq_layouts import ADVICE, BITS, WORD, Quantizatio
 from qsample.checkpoints.mapped_weights import in_float32, open_weights, places
 from qsample.errors import QsampleError, UnsupportedModelError, listed
 from qsample.graph.operators import BLOCK_SIZES
+from qsample.request.checks import is_integer
 from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
 from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
-from qsample.values import is_integer
 
 _STORED_PARTS: Final = ("qweight", "qzeros", "scales", "g_idx")
 _BLOCK_PARTS: Final = ("blocks", "scales", "zero_points", "order")

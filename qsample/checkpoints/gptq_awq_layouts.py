@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from qsample.contract.arrays import Array
 from qsample.errors import QsampleError
 from qsample.graph.operators import BLOCK_SIZES, pack_bits
 from qsample.huggingface.dtypes import dtype_name
-from qsample.tensors import Array
 from qsample.transforms.quantized_linear import QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]

@@ -46,9 +46,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time a package: first token, prefill, decode steps, memory."""
+    from qsample.request.sampling_params import SamplingParams
     from qsample.runtime import load
     from qsample.runtime.bench import measure
-    from qsample.sampling_params import SamplingParams
 
     try:
         params = SamplingParams(

@@ -28,10 +28,10 @@ from qsample.cli.common import (
 )
 from qsample.cli.inspect import figures_in_words, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.progress import Stage
+from qsample.request.checks import DEFAULT
 from qsample.timing import Meter, StageCost, metered, total
-from qsample.values import DEFAULT
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -78,8 +78,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a Hugging Face model to a portable package: an ONNX graph with the sampler in it."""
-    from qsample.auto_model import AutoModelForCausalLM, is_decoder
-    from qsample.models import CheckpointModel
+    from qsample.models.auto_model import AutoModelForCausalLM, is_decoder
+    from qsample.models.model import CheckpointModel
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
@@ -204,8 +204,8 @@ def bake(
     as_json: Json = False,
 ) -> None:
     """Give the sampler to a decoder file of another exporter (onnxruntime-genai, onnx-community, optimum)."""
-    from qsample.auto_model import bake as bake_file
-    from qsample.interface import Features
+    from qsample.contract.interface import Features
+    from qsample.models.auto_model import bake as bake_file
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")

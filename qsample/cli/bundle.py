@@ -22,7 +22,7 @@ def bundle(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a bundle.")] = False,
 ) -> None:
     """Put packages of a model for several devices into a folder; a program loads the variant for its device."""
-    from qsample.bundle import bundle as make
+    from qsample.ort.model_package import bundle as make
 
     variants = make(out, packages, overwrite=overwrite)
     typer.echo(str(out))

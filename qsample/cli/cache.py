@@ -14,7 +14,7 @@ from qsample.cli.common import CtxLen, Json, Provider, Weights, is_package, open
 from qsample.cli.terminal import console, format_size, note, table
 
 if TYPE_CHECKING:
-    from qsample.cache import Entry
+    from qsample.models.cache import Entry
 
 PULL_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -50,7 +50,7 @@ def pull(
 @app.command("list")
 def list_entries(as_json: Json = False) -> None:
     """List the cache, the last used first."""
-    from qsample.cache import cache_folder, entries, size_limit
+    from qsample.models.cache import cache_folder, entries, size_limit
 
     limit, found = size_limit(), entries()
     total = sum(entry.bytes for entry in found)
@@ -81,7 +81,7 @@ def clear_entries(
     ] = None,
 ) -> None:
     """Remove models from the cache, except those that a process has open. Downloads and checkpoints stay."""
-    from qsample.cache import clear, entries, remove
+    from qsample.models.cache import clear, entries, remove
 
     if not model:
         removed, kept = clear()

@@ -37,7 +37,7 @@ from qsample.cli.common import (
 from qsample.cli.terminal import counted, note, progress
 from qsample.errors import QsampleError
 from qsample.progress import Stage
-from qsample.sampling_params import SAMPLING_FIELDS, SamplingParams
+from qsample.request.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 if TYPE_CHECKING:
     from qsample.runtime import CausalLM, Engine, RequestOutput

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 
 from qsample.cli.terminal import format_size, note, progress
-from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, HUGGING_FACE
+from qsample.contract.interface import DEFAULT_LORA_RANK
+from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS, HUGGING_FACE
 from qsample.errors import unknown
 from qsample.huggingface.lora import CONFIG, read_config
-from qsample.interface import DEFAULT_LORA_RANK
 from qsample.progress import Stage
-from qsample.sampling_params import FILTER_FIELDS, OFF, SamplingParams
+from qsample.request.sampling_params import FILTER_FIELDS, OFF, SamplingParams
 
 if TYPE_CHECKING:
-    from qsample.models import CheckpointModel, ForeignModel, PackagedModel
-    from qsample.package import Package
+    from qsample.models.model import CheckpointModel, ForeignModel, PackagedModel
+    from qsample.package.package import Package
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON document for a script to read.")]
@@ -313,17 +313,17 @@ def quieten(model: str) -> None:
 
 def is_package(model: str | Path) -> bool:
     """Whether `model` is the folder of a package."""
-    from qsample.package import MANIFEST_NAME
+    from qsample.package.package import MANIFEST_NAME
 
     return os.path.isfile(os.path.join(model, MANIFEST_NAME))  # False for names that are too long for a path, too
 
 
 def open_model(model: str, provider: str | None = None) -> CheckpointModel | ForeignModel | PackagedModel:
     """A package with its own features, a checkpoint or a decoder file."""
-    from qsample.auto_model import AutoModelForCausalLM
-    from qsample.bundle import package_in
-    from qsample.models import PackagedModel
-    from qsample.package import read_package
+    from qsample.models.auto_model import AutoModelForCausalLM
+    from qsample.models.model import PackagedModel
+    from qsample.ort.model_package import package_in
+    from qsample.package.package import read_package
 
     if is_package(folder := package_in(model, provider)):
         return PackagedModel(read_package(folder), provider)
@@ -355,8 +355,8 @@ def open_exported(
 
     Raises typer.BadParameter for a package with `weights`.
     """
-    from qsample.bundle import package_in
-    from qsample.bundled import TINY_LM
+    from qsample.models.bundled import TINY_LM
+    from qsample.ort.model_package import package_in
 
     name = str(TINY_LM) if model is None else str(package_in(model, provider))
     if is_package(name):
@@ -365,8 +365,8 @@ def open_exported(
                 f"--weights is for a checkpoint, and {name} is a package; quantize it with `qsample compile {name} OUT "
                 f"--weights {weights}`"
             )
-        from qsample.models import PackagedModel
-        from qsample.package import faster_way, read_package
+        from qsample.models.model import PackagedModel
+        from qsample.package.package import faster_way, read_package
 
         with progress():
             package = read_package(name)
@@ -380,7 +380,7 @@ def open_exported(
             stages.add(stage)
             shown(stage, fraction)
 
-        from qsample.models import ExportableModel
+        from qsample.models.model import ExportableModel
 
         opened = open_model(name, provider)
         assert isinstance(opened, ExportableModel)

@@ -16,7 +16,7 @@ from qsample.cli.terminal import console, finite, format_size, note, progress, t
 
 if TYPE_CHECKING:
     from qsample.evaluation import Comparison, Estimate, Evaluation
-    from qsample.models import PackagedModel
+    from qsample.models.model import PackagedModel
 
 _WIDTH_OF_A_FILE: Final = 160
 

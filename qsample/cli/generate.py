@@ -39,7 +39,7 @@ from qsample.cli.prompt_file import check_output, generate_file, read_rows, with
 from qsample.cli.terminal import console, counted, finite, note
 from qsample.errors import QsampleError
 from qsample.huggingface.lora import CONFIG, WEIGHTS
-from qsample.package import MANIFEST_NAME
+from qsample.package.package import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from qsample.runtime import CausalLM, GenerateOutput

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from qsample.cli.common import Json, is_package
 from qsample.cli.terminal import console, format_size, table
-from qsample.contract import AXIS_MEANINGS, CAPACITY, TensorSpec
-from qsample.interface import GraphSpec
-from qsample.package import Package, read_package
+from qsample.contract.interface import GraphSpec
+from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
+from qsample.package.package import Package, read_package
 
 EXAMPLES: Final = "[bold]Examples[/bold]\n\nqsample inspect qwen3-cpu\n\nqsample inspect qwen3-cpu --json | jq .graphs"
 _INPUTS_SHOWN: Final = 6
@@ -39,7 +39,7 @@ def inspect(
 
     Of decoder files of another exporter, it shows what they are and whether `qsample bake` takes them.
     """
-    from qsample.auto_model import is_decoder
+    from qsample.models.auto_model import is_decoder
 
     if not is_package(str(package)) and is_decoder(package):
         _show_decoders(package, as_json)
@@ -52,7 +52,7 @@ def inspect(
 
 
 def _show_decoders(path: Path, as_json: bool) -> None:
-    from qsample.auto_model import describe_decoders
+    from qsample.models.auto_model import describe_decoders
 
     decoders = describe_decoders(path)
     if as_json:

@@ -28,7 +28,7 @@ from qsample.cli.terminal import counted, finite, note, progress
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import QsampleError
 from qsample.progress import Stage
-from qsample.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
+from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
 
 if TYPE_CHECKING:
     from qsample.runtime import CausalLM, RequestOutput

@@ -191,7 +191,7 @@ def _parsed(config: str | None) -> Any:
 
 def _named(package: str | None, named: list[str], name: str | None) -> dict[str, str]:
     """Served name → package; "" is the bundled model. Raises typer.BadParameter."""
-    from qsample.bundle import package_in
+    from qsample.ort.model_package import package_in
 
     models: dict[str, str] = {}
     if name == "":

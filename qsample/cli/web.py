@@ -33,7 +33,7 @@ def web(
     A checkpoint is compiled for WebAssembly, or with --provider webgpu for WebGPU and WebAssembly. For other machines,
     put https before it: browsers have WebGPU and threads on secure pages and on localhost only.
     """
-    from qsample.bundle import package_in
+    from qsample.ort.model_package import package_in
     from qsample.web import WebServer, check_built
 
     check_built()  # before a checkpoint is exported

@@ -16,7 +16,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample import package
 from qsample.compiler import pipeline
 from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.divergence import Divergence, measure_divergence
@@ -28,10 +27,11 @@ from qsample.compiler.quantize.blocks import QuantizationReport, quantization_re
 from qsample.compiler.quantize.methods import METHODS
 from qsample.compiler.self_test import run_self_test
 from qsample.compiler.targets import Target, find_target
-from qsample.contract import BATCH, STEPS_ONNXRUNTIME
+from qsample.contract.tensors import BATCH, STEPS_ONNXRUNTIME
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
 from qsample.exporters.portable import build_initial_state
+from qsample.package import package
 from qsample.progress import Progress, Stage, Stages
 from qsample.timing import metered
 

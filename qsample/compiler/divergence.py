@@ -17,14 +17,14 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from qsample.contract import LOGITS
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import LOGITS
 from qsample.graph.join import cut_at_logits, return_all_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
-from qsample.interface import Interface
 from qsample.ort.providers import CPU
-from qsample.tensors import Array
-from qsample.values import DEFAULT, FULL
+from qsample.request.checks import DEFAULT, FULL
 
 ROWS: Final = 8
 STEPS: Final = 32

@@ -11,14 +11,14 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.compiler.plan import CompilePlan
-from qsample.contract import LENGTHS, LOGITS
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import LENGTHS, LOGITS
 from qsample.errors import CompileError
 from qsample.graph.join import return_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.ort.rounding import measured
-from qsample.package import Package
-from qsample.tensors import Array
+from qsample.package.package import Package
 
 _ROWS: Final = 4
 _PROMPT: Final = 3

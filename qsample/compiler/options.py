@@ -9,10 +9,10 @@ from os import PathLike
 from typing import Any, Final
 
 from qsample.compiler.quantize.methods import METHODS
-from qsample.contract import KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
+from qsample.contract.tensors import KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
 from qsample.errors import CompileError
 from qsample.graph.operators import BLOCK_SIZES
-from qsample.values import DEFAULT, VERIFY_LEVELS, is_integer, is_number
+from qsample.request.checks import DEFAULT, VERIFY_LEVELS, is_integer, is_number
 
 WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}
 MIXED: Final = "int4_mixed"

@@ -24,7 +24,8 @@ from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.gptq import Calibration, calibrated_levels
 from qsample.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
-from qsample.contract import CAPACITY, ROW_AXES
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import CAPACITY, ROW_AXES
 from qsample.disk.space import check_free
 from qsample.graph.adapters import join_adapters, split_adapters
 from qsample.graph.edit import all_initializers, fix_axes
@@ -33,7 +34,6 @@ from qsample.graph.operators import BLOCK_SIZES
 from qsample.graph.save import save_graph
 from qsample.graph.weights import load_graph, widen_weights
 from qsample.progress import Progress, Stage, Stages
-from qsample.tensors import Array
 
 DECODER: Final = "decoder.onnx"
 WEIGHTS: Final = f"{DECODER}.data"

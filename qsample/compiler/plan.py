@@ -8,11 +8,11 @@ from typing import Final
 
 from qsample.compiler.options import DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
 from qsample.compiler.quantize.methods import WeightQuantization
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
 from qsample.errors import CompileError
 from qsample.evaluation.texts import documents_of
-from qsample.interface import Interface
-from qsample.package import Package
-from qsample.tensors import Array
+from qsample.package.package import Package
 
 _CALIBRATION_LENGTH: Final = 2048  # tokens that are read as a text
 _LEAST_CALIBRATION: Final = 128

@@ -19,7 +19,7 @@ import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 from qsample.compiler.pipeline import DECODER, WEIGHTS, Build, Phase, Placement, save, step
-from qsample.contract import LOGITS
+from qsample.contract.tensors import LOGITS
 from qsample.errors import CompileError
 from qsample.graph import gqa
 from qsample.graph.edit import all_initializers

@@ -22,17 +22,17 @@ import onnx_ir as ir
 
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets import Target
-from qsample.contract import EMIT, INPUT_IDS, LENGTHS, LOGITS, NOISE_STREAMS, SEARCHED_ROWS, SEED
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import EMIT, INPUT_IDS, LENGTHS, LOGITS, NOISE_STREAMS, SEARCHED_ROWS, SEED
 from qsample.errors import CompileError
 from qsample.graph.join import return_all_logits, return_logits, split_at_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
-from qsample.package import Package
+from qsample.package.package import Package
+from qsample.request.checks import FULL
 from qsample.runtime.decode.inputs import uniforms
-from qsample.tensors import Array
-from qsample.values import FULL
 
 STEPS: Final = 8
 _FEW_STEPS: Final = 4  # of the default

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.tensors import DTYPES, Array
+from qsample.contract.arrays import DTYPES, Array
 
 NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
 LENGTH_BYTES: Final = 8  # of the header's length, which comes first

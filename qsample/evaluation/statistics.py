@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from qsample.tensors import Array
+from qsample.contract.arrays import Array
 
 RESAMPLES: Final = 2000
 _MOST_BLOCKS: Final = 10_000  # of a resample; with so many, longer blocks than needed do no harm

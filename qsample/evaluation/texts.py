@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qsample.contract.arrays import Array
 from qsample.errors import QsampleError, shown
-from qsample.package import Package
-from qsample.tensors import Array
+from qsample.package.package import Package
 from qsample.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from qsample.contract import BATCH
+from qsample.contract.interface import AdapterTarget, Interface
+from qsample.contract.tensors import BATCH
 from qsample.errors import UnsupportedModelError
 from qsample.graph.adapters import Layer, add_adapters
-from qsample.interface import AdapterTarget, Interface
 from qsample.transforms.markers import ADAPTED_PATH
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qsample import package
+from qsample.contract.interface import Features, Interface
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import parse_json, read_json
@@ -33,8 +33,9 @@ from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.exporters.trace import trace
 from qsample.huggingface.configs import GENERATION_CONFIG_FILE
 from qsample.huggingface.dtypes import dtype_name
-from qsample.interface import Features, Interface
+from qsample.package import package
 from qsample.progress import Progress, Stage
+from qsample.request.checks import DEFAULT, is_integer
 from qsample.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.timing import metered
 from qsample.transforms.cache import DecodeContext
@@ -42,7 +43,6 @@ from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms,
 from qsample.transforms.deferred import chunks, computing, deferred
 from qsample.transforms.positions import RowPositions
 from qsample.transforms.quantized_linear import quantized_layers
-from qsample.values import DEFAULT, is_integer
 
 _NO_MEMORY: Final = re.compile(
     "returned NULL without setting an exception|error return without exception set|allocate memory|bad allocation|"

@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
 from qsample.exporters import parity
 from qsample.exporters.parity import DECODE_STEPS, Narrowed, Reference, reference_lengths
-from qsample.interface import Interface
-from qsample.tensors import Array
-from qsample.values import DEFAULT, FULL
+from qsample.request.checks import DEFAULT, FULL
 
 NARROW: Final = 6  # the length at which a window is compared that is too long for a prompt
 _WINDOWS: Final = (

@@ -25,6 +25,7 @@ import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor
 
+from qsample.contract.arrays import Array
 from qsample.graph import moe
 from qsample.graph.edit import (
     all_initializers,
@@ -41,7 +42,6 @@ from qsample.graph.edit import (
 )
 from qsample.graph.operators import CONTRIB_DOMAIN
 from qsample.graph.weights import JoinedTensor, StoredTensor, rearranged, rows_in_turns
-from qsample.tensors import Array
 from qsample.transforms import markers
 from qsample.transforms.deferred import Deferred, Joined, deferred, stored_view
 from qsample.transforms.markers import MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END

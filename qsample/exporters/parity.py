@@ -19,16 +19,16 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import CAPACITY, LOGITS
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import CAPACITY, LOGITS
 from qsample.errors import ParityError, UnsupportedModelError
 from qsample.graph import gqa
 from qsample.graph.gqa import narrow_windows
 from qsample.graph.join import return_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
-from qsample.interface import Interface
-from qsample.tensors import Array
-from qsample.values import DEFAULT, FULL
+from qsample.request.checks import DEFAULT, FULL
 
 DECODE_STEPS: Final = 8
 # Largest difference per unit of the largest logit. Rounding alone stays a factor of several below (float32: 1e-5).

@@ -13,12 +13,12 @@ from typing import Any, Final
 import onnx_ir as ir
 import yaml
 
-from qsample.contract import VOCAB
-from qsample.destination import scratch_in
+from qsample.contract.interface import GraphSpec
+from qsample.contract.tensors import VOCAB
+from qsample.disk.destination import scratch_in
 from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import read_text
 from qsample.errors import PackageError, shown, unknown
-from qsample.interface import GraphSpec
 from qsample.sampler.policy import (
     SAMPLER,
     STATE_UPDATE,

@@ -16,13 +16,13 @@ import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 import qsample
-from qsample.contract import BATCH, CAPACITY, CAPACITY_INPUT, NOISE_STREAMS, SEED, VOCAB, TensorSpec
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import BATCH, CAPACITY, CAPACITY_INPUT, NOISE_STREAMS, SEED, VOCAB, TensorSpec
 from qsample.exporters.parity import Parity
 from qsample.graph.join import append_sampler
 from qsample.graph.operators import OPSET
 from qsample.graph.weights import narrow_weights, save_beside
-from qsample.interface import Interface
-from qsample.manifest import Manifest, Source, TokenIds
+from qsample.package.manifest import Manifest, Source, TokenIds
 from qsample.sampler import build_sampler
 from qsample.sampler.philox import noise_buffer
 from qsample.sampler.tensor import Tensor, building, op, size

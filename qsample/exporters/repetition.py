@@ -16,9 +16,9 @@ import onnx_ir as ir
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor
 
-from qsample.contract import retained_name
+from qsample.contract.interface import GraphSpec
+from qsample.contract.tensors import retained_name
 from qsample.graph.edit import ancestors, constant_value, copy_node, reads
-from qsample.interface import GraphSpec
 from qsample.transforms.markers import GROUP, LAYER, LAYER_BEGIN, LAYER_END, MARKER_DOMAIN, REPEATED_LAYER
 from qsample.transforms.repeated_layers import DecoderLayers, RepeatedLayers
 

@@ -20,11 +20,11 @@ from onnxscript.rewriter.rules import common as rules
 from torch import Tensor, nn
 from torch.onnx import OnnxExporterError
 
-from qsample.contract import BATCH, CAPACITY, SEQUENCE, TensorSpec
+from qsample.contract.interface import GraphSpec
+from qsample.contract.tensors import BATCH, CAPACITY, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.repetition import NotRepeatedError, Repetition, open_weights, repeat_layers
 from qsample.graph.operators import OPSET
-from qsample.interface import GraphSpec
 from qsample.transforms.adapters import linear_layers_marked
 from qsample.transforms.markers import ADAPTED_PATH
 from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers

@@ -18,12 +18,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract import ADAPTER, BATCH
+from qsample.contract.interface import Interface, adapter_ids, adapter_names, kind_of, ranks_axis
+from qsample.contract.tensors import ADAPTER, BATCH
 from qsample.errors import CompileError
 from qsample.graph.edit import initializer, producer, reshape_target
 from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib, is_matmul_nbits
 from qsample.graph.weights import JoinedTensor
-from qsample.interface import Interface, adapter_ids, adapter_names, kind_of, ranks_axis
 
 _NOBODY: Final = -(2**31)  # the number of no adapter
 _FUSED: Final = "FusedMatMul"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.tensors import Array
+from qsample.contract.arrays import Array
 
 
 def initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:

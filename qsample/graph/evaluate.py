@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from qsample.contract.arrays import Array
 from qsample.ort.options import session_options
 from qsample.ort.providers import CPU
-from qsample.tensors import Array
 
 
 class GraphPart:

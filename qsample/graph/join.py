@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
-from qsample.contract import INPUT_LENGTHS, LOGITS, retained_name
+from qsample.contract.interface import GraphSpec, Interface
+from qsample.contract.tensors import INPUT_LENGTHS, LOGITS, retained_name
 from qsample.graph.edit import ancestors, insert, reads, reshape_target
 from qsample.graph.evaluate import inputs_of
-from qsample.interface import GraphSpec, Interface
 
 PREFIX = "sampler."
 

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
+from qsample.contract.arrays import Array
 from qsample.graph.weights import JoinedTensor, StoredTensor
-from qsample.tensors import Array
 
 PIECE: Final = 1 << 18  # numbers: a megabyte of float32
 

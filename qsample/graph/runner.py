@@ -15,15 +15,15 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY, LENGTHS, ROW_AXES, ROW_MULTIPLE, SEED, retained_name
+from qsample.contract.arrays import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
+from qsample.contract.interface import GraphSpec, Interface
+from qsample.contract.tensors import BATCH, CAPACITY, LENGTHS, ROW_AXES, ROW_MULTIPLE, SEED, retained_name
 from qsample.graph.edit import all_initializers, ancestors
 from qsample.graph.moe import QUANTIZED_OP_TYPE
 from qsample.graph.operators import is_matmul_nbits
 from qsample.graph.weights import load_graph, relocated
-from qsample.interface import GraphSpec, Interface
 from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
 from qsample.ort.providers import CPU, open_session
-from qsample.tensors import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
 
 
 class GraphRunner:

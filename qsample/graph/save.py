@@ -21,9 +21,9 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
+from qsample.contract.arrays import Array
 from qsample.graph.edit import all_initializers
 from qsample.graph.pieces import Piece, pieces_of
-from qsample.tensors import Array
 
 INLINE: Final = 1024  # bytes of a weight that stays in the graph's own file
 _PAGE: Final = 4096  # tensors begin at a page: ONNX Runtime maps them

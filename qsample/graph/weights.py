@@ -18,9 +18,9 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
+from qsample.contract.arrays import Array
 from qsample.disk.space import check_free
 from qsample.graph.edit import all_initializers, constant, constant_value, initializer
-from qsample.tensors import Array
 
 _JOINED: Final = "_joined"  # of the name of a Concat that `write_joined` made
 _RESHAPED: Final = "_reshaped"  # of the Reshape after it

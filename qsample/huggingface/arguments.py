@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from qsample.call import Call
 from qsample.errors import shown, unknown, without_refused
 from qsample.huggingface.configs import read_generation_config
 from qsample.huggingface.keywords import BOOKKEEPING, GENERATE
-from qsample.manifest import TokenIds
-from qsample.sampling_params import OFF, UNSUPPORTED, SamplingParams, layered
+from qsample.package.manifest import TokenIds
+from qsample.request.call import Call
+from qsample.request.checks import is_integer, is_number, plain
+from qsample.request.sampling_params import OFF, UNSUPPORTED, SamplingParams, layered
 from qsample.text.chat import ChatOptions
-from qsample.values import is_integer, is_number, plain
 
 SAMPLING: Final = frozenset({"do_sample", *OFF, *UNSUPPORTED})
 KEYWORDS: Final = frozenset(  # of generate and of this function, in addition to SAMPLING

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from qsample.errors import unknown
 from qsample.huggingface.keywords import BOOKKEEPING, GENERATE
-from qsample.sampling_params import OFF, UNSUPPORTED, settings_of
+from qsample.request.sampling_params import OFF, UNSUPPORTED, settings_of
 
 GENERATION_CONFIG_FILE: Final = "generation_config.json"
 _OWN: Final = ("do_sample", "pad_token_id", "bos_token_id", "return_dict_in_generate", "prefill_chunk_size")

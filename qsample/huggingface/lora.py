@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.errors import QsampleError, UnsupportedModelError, shown
-from qsample.values import is_integer, is_number
+from qsample.request.checks import is_integer, is_number
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"

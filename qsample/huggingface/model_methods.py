@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
+from qsample.contract.interface import Features
 from qsample.errors import shown
 from qsample.huggingface.dtypes import dtype_name, is_dtype
-from qsample.interface import Features
 
 _ADAPTERS: Final = "adapters are merged before the export: open the checkpoint with from_pretrained(..., adapter=)"
 _LAYERS: Final = (

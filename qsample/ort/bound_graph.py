@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import onnxruntime as ort
 
-from qsample.interface import GraphSpec
+from qsample.contract.interface import GraphSpec
 from qsample.ort.buffers import Buffer, Handle
 
 NOT_CAPTURED: Final = -1  # ONNX Runtime's annotation of a run that is neither captured nor replayed

@@ -11,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime as ort
 
-from qsample.contract import BATCH, TensorSpec, retained_name
+from qsample.contract.arrays import DTYPES, Array, sparse_zeros
+from qsample.contract.tensors import BATCH, TensorSpec, retained_name
 from qsample.ort import small_graphs
 from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, CUDA, WEBGPU, add_plugin
-from qsample.tensors import DTYPES, Array, sparse_zeros
 
 Index = int | slice | tuple[int, slice]  # a row, adjacent rows, columns of a row
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
+from qsample.contract.arrays import DTYPES
 from qsample.disk.protobuf import fields
 from qsample.ort.small_graphs import integer
-from qsample.tensors import DTYPES
 
 EXPERTS: Final = ("MoE", "QMoE")
 QUERY_SEQLENS: Final = 16  # the slot of GroupQueryAttention's input

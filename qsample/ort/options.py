@@ -12,7 +12,7 @@ from typing import Any, Final
 import onnxruntime as ort
 
 from qsample.errors import shown
-from qsample.values import check_count
+from qsample.request.checks import check_count
 
 FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph in bytes
 # Kernels make no copies of the weights in a layout of their own: those of a session that runs seldom, or never.

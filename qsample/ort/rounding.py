@@ -19,12 +19,12 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnxruntime as ort
 
+from qsample.contract.arrays import Array
 from qsample.errors import PackageError
 from qsample.ort.kernels import EXPERTS, ONNX_TYPES, QUERY_SEQLENS, TOKENS, Attention, Product, integer_of, read_kernels
 from qsample.ort.options import most_shares, session_options
 from qsample.ort.providers import CPU, open_session
 from qsample.ort.small_graphs import CONTRIB_DOMAIN, model, node, tensor
-from qsample.tensors import Array
 
 _COUNTS: Final = (*range(1, 10), 13, 16, 37)
 _ROWS: Final = 40

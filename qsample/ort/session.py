@@ -14,9 +14,10 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, TensorSpec, retained_name
+from qsample.contract.arrays import DTYPES
+from qsample.contract.interface import GraphSpec, Interface
+from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError, shown
-from qsample.interface import GraphSpec, Interface
 from qsample.ort.bound_graph import Replays
 from qsample.ort.buffers import WITHOUT_ADDRESSES
 from qsample.ort.linux_memory import in_huge_pages, release_pages
@@ -25,8 +26,7 @@ from qsample.ort.providers import CPU, check_available, check_version, device_of
 from qsample.ort.rounding import ANY_ROWS, Rounding, RowCounts, measured
 from qsample.ort.small_graphs import one_more_output
 from qsample.ort.trusted_options import check_manifest_options
-from qsample.package import Package
-from qsample.tensors import DTYPES
+from qsample.package.package import Package
 
 _CAPTURE: Final = "enable_cuda_graph"
 # On two cores, int4 weights: 1,024 tokens take as long in pieces of 64 as in larger pieces, and 10 % longer in 32.

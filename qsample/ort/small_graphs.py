@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Final
 
+from qsample.contract.arrays import Array
 from qsample.disk.protobuf import field
-from qsample.tensors import Array
 
 CONTRIB_DOMAIN: Final = b"com.microsoft"
 _OPSET: Final = 18

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from qsample.contract import (
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import (
     BATCH,
     CAPACITY,
     INPUT_IDS,
@@ -22,7 +23,6 @@ from qsample.contract import (
 from qsample.ort.bound_graph import BoundGraph
 from qsample.ort.buffers import Buffer, copy_on_device
 from qsample.ort.session import Sessions, with_logits
-from qsample.tensors import Array
 
 
 class Stepper:

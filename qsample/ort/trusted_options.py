@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from qsample.errors import PackageError, QsampleError
 from qsample.ort.providers import CPU, CUDA, DEVICE, OPENVINO, WEBGPU, execution_providers
-from qsample.package import Package
+from qsample.package.package import Package
 
 TARGETS: Final = "qsample.targets"  # the group of entry points of installed compile targets
 # Provider → option → its values, as a pattern of the whole text: those that compile's own targets write, and precision.

@@ -15,7 +15,7 @@ from typing import Final
 
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import PackageError
-from qsample.package import MANIFEST_NAME, read_package
+from qsample.package.package import MANIFEST_NAME, read_package
 
 CACHE_VARIABLE: Final = "QSAMPLE_RAY_CACHE"
 _CHUNK: Final = 2**20

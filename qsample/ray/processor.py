@@ -17,9 +17,9 @@ import numpy as np
 from qsample.errors import EngineClosedError, shown
 from qsample.ort.options import NO_SPINNING
 from qsample.ray.archives import open_archive, pack
+from qsample.request.checks import check_count, is_number
+from qsample.request.sampling_params import SEEDS
 from qsample.runtime import Engine, RequestOutput, load
-from qsample.sampling_params import SEEDS
-from qsample.values import check_count, is_number
 
 if TYPE_CHECKING:
     import pyarrow

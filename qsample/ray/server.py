@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qsample.errors import QsampleError, shown
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime.engine import DEFAULT_SLOTS
 from qsample.serve.app import make_app
 from qsample.serve.settings import ServeSettings

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qsample.call import Call
     from qsample.errors import EngineClosedError, QueueFullError, RequestFailedError
+    from qsample.request.call import Call
+    from qsample.request.sampling_params import SamplingParams
     from qsample.runtime.causal_lm import CausalLM, load
     from qsample.runtime.engine import Engine
     from qsample.runtime.guided_decoding import AllowedTokensFn, Step
     from qsample.runtime.output import GenerateOutput
     from qsample.runtime.request import Delta, EngineStats, Request, RequestOutput
-    from qsample.sampling_params import SamplingParams
     from qsample.text.generated_text import TextStreamer
 
 __all__ = [
@@ -28,14 +28,14 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "qsample.call": ("Call",),
+    "qsample.request.call": ("Call",),
     "qsample.errors": ("EngineClosedError", "QueueFullError", "RequestFailedError"),
     "qsample.runtime.causal_lm": ("CausalLM", "load"),
     "qsample.runtime.engine": ("Engine",),
     "qsample.runtime.guided_decoding": ("AllowedTokensFn", "Step"),
     "qsample.runtime.output": ("GenerateOutput",),
     "qsample.runtime.request": ("Delta", "EngineStats", "Request", "RequestOutput"),
-    "qsample.sampling_params": ("SamplingParams",),
+    "qsample.request.sampling_params": ("SamplingParams",),
     "qsample.text.generated_text": ("TextStreamer",),
 }
 

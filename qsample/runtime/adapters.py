@@ -12,11 +12,11 @@ from typing import Final
 
 import numpy as np
 
+from qsample.contract.arrays import DTYPES, Array
+from qsample.contract.interface import AdapterTarget, Interface, kind_of
 from qsample.disk.tensor_file import map_tensors
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 from qsample.huggingface.lora import ADVICE, CONFIG, PART, WEIGHTS, LoraConfig, read_config
-from qsample.interface import AdapterTarget, Interface, kind_of
-from qsample.tensors import DTYPES, Array
 
 _AGAIN: Final = "download the adapter again"
 

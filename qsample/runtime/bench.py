@@ -11,7 +11,9 @@ from typing import Final
 
 import numpy as np
 
+from qsample.contract.arrays import Array
 from qsample.ort.session import Sessions
+from qsample.request.sampling_params import SamplingParams
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop
@@ -19,8 +21,6 @@ from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import for_package, parameter_row
 from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
-from qsample.sampling_params import SamplingParams
-from qsample.tensors import Array
 
 _WARM_UP_STEPS: Final = 3
 

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.interface import Interface
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
 from qsample.runtime.output import sequences_array
 from qsample.runtime.sequence import Sequence
-from qsample.tensors import Array
 
 _STOP: Final = "stop"
 _TIME: Final = "time"

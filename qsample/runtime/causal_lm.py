@@ -12,17 +12,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, overload
 
-from qsample.bundle import package_in
-from qsample.call import Call
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
 from qsample.errors import PackageError, shown
 from qsample.huggingface.arguments import read_call
 from qsample.huggingface.configs import GENERATION_CONFIG_FILE, GenerationConfig, ModelConfig, as_generation_config
 from qsample.huggingface.model_methods import Device, ModelMethods
-from qsample.interface import Interface
+from qsample.ort.model_package import package_in
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
-from qsample.package import Package, faster_way, read_package, use_package
+from qsample.package.package import Package, faster_way, read_package, use_package
 from qsample.progress import Progress, Stage, Stages
+from qsample.request.call import Call
+from qsample.request.checks import check_count
+from qsample.request.sampling_params import SamplingParams
 from qsample.runtime.adapters import Adapter, read_adapter
 from qsample.runtime.batch import hand_on, run
 from qsample.runtime.callbacks import BatchEnd, LogitsProcessors
@@ -36,11 +39,8 @@ from qsample.runtime.output import GenerateOutput, make_output
 from qsample.runtime.prepare import find_adapter, make_sequences
 from qsample.runtime.prompts import is_chat, parse_prompts
 from qsample.runtime.sequence import Sequence
-from qsample.sampling_params import SamplingParams
-from qsample.tensors import Array
 from qsample.text.generated_text import Streamer, check_streamer
 from qsample.text.tokenizer import Tokenizer
-from qsample.values import check_count
 
 _CAPACITY_STEP: Final = 64  # capacities are multiples of this, if nothing else decides
 

@@ -15,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.call import Call
 from qsample.errors import EngineClosedError, Failure, QsampleError, QueueFullError, RequestFailedError, shown
+from qsample.request.call import Call
+from qsample.request.checks import check_count, checked_timeout
+from qsample.request.sampling_params import SEEDS, SamplingParams
 from qsample.runtime.callbacks import INSTEAD
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
@@ -32,8 +34,6 @@ from qsample.runtime.request import (
     RequestOutput,
 )
 from qsample.runtime.sequence import Sequence
-from qsample.sampling_params import SEEDS, SamplingParams
-from qsample.values import check_count, checked_timeout
 
 DEFAULT_SLOTS: Final = 8  # if neither the caller nor the package chooses
 _CTX_LEN: Final = 4096  # likewise; less if the model knows fewer positions

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from qsample.contract import ALLOWED_TOKENS
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import ALLOWED_TOKENS
 from qsample.runtime.sequence import Sequence
-from qsample.tensors import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qsample.contract import BATCH, LOGPROBS
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import BATCH, LOGPROBS
 from qsample.huggingface.keywords import GENERATE
-from qsample.interface import Interface
 from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
-from qsample.tensors import Array
 
 _FILL = {"logprobs": np.nan, "top_logprobs": np.nan, "top_logprob_ids": -1, "probs": 0}
 

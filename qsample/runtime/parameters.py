@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.contract import ALLOWED_TOKENS, DRAFT_IDS, MASK_WORDS, PAD_STOP_ID, SEED
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import ALLOWED_TOKENS, DRAFT_IDS, MASK_WORDS, PAD_STOP_ID, SEED
 from qsample.errors import ArgumentError, shown
-from qsample.interface import Interface
+from qsample.request.sampling_params import OFF, SamplingParams
 from qsample.runtime.prompts import check_token_ids
-from qsample.sampling_params import OFF, SamplingParams
-from qsample.tensors import Array
 from qsample.text.tokenizer import Tokenizer
 
 # Inputs that are not the value of a single field of SamplingParams.

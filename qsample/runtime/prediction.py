@@ -6,8 +6,8 @@ from typing import Final
 
 import numpy as np
 
-from qsample.contract import DRAFT_IDS
-from qsample.tensors import Array
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import DRAFT_IDS
 
 _NGRAMS: Final = range(8, 1, -1)  # tokens that have to be the same before guesses go on elsewhere; the most first
 

@@ -10,23 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from qsample.call import Call
-from qsample.contract import MASK_WORDS, PROMPT_LOOKUP
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import MASK_WORDS, PROMPT_LOOKUP
 from qsample.errors import ArgumentError, shown
-from qsample.interface import Interface
-from qsample.manifest import TokenIds
+from qsample.package.manifest import TokenIds
+from qsample.request.call import Call
+from qsample.request.checks import plain
+from qsample.request.sampling_params import SEEDS, SamplingParams
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.parameters import for_package, parameter_row
 from qsample.runtime.prediction import Prediction
 from qsample.runtime.prompts import check_token_ids, parse_prompts, read_array
 from qsample.runtime.sequence import Sequence
-from qsample.sampling_params import SEEDS, SamplingParams
-from qsample.tensors import Array
 from qsample.text.generated_text import GeneratedText
 from qsample.text.stop_strings import check_stop_strings
 from qsample.text.tokenizer import Tokenizer, choose_tokenizer
-from qsample.values import plain
 
 
 def make_sequences(

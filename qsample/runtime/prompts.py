@@ -7,12 +7,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from qsample.call import Call
+from qsample.contract.arrays import Array
 from qsample.errors import shown
-from qsample.tensors import Array
+from qsample.request.call import Call
+from qsample.request.checks import is_integer
 from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import Tokenizer
-from qsample.values import is_integer
 
 _ACCEPTED: Final = (
     "give a text, token ids, a list of either, a 2-D integer array (with attention_mask if it is padded), or chat "

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from qsample.contract.arrays import Array
 from qsample.errors import Failure, RequestFailedError, shown
+from qsample.request.checks import checked_timeout
 from qsample.runtime.sequence import NO_DRAFTS, DraftStats, PrefixStats, Sequence
-from qsample.tensors import Array
-from qsample.values import checked_timeout
 
 CANCELLED: Final = "cancelled"
 TIME: Final = "time"

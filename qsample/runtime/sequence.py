@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Final
 
-from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import RUNNING, STATUS_NAMES, STOPPED
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.prediction import Prediction
-from qsample.tensors import Array
 from qsample.text.generated_text import GeneratedText
 
 

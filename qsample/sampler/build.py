@@ -9,8 +9,8 @@ from typing import Final
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract import ADJUSTED_LOGITS, CANDIDATES, TensorSpec, retained_name
-from qsample.interface import GraphSpec, Interface
+from qsample.contract.interface import GraphSpec, Interface
+from qsample.contract.tensors import ADJUSTED_LOGITS, CANDIDATES, TensorSpec, retained_name
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.call import Call
 from qsample.sampler.commit import next_states

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from qsample.contract import RUNNING
-from qsample.interface import Interface
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import RUNNING
 from qsample.sampler.tensor import INT32, INT64, Tensor, Tensors, branch, concat, maximum, minimum, op, size, where
 
 

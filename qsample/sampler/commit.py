@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STOPPED
+from qsample.contract.tensors import INVALID_LOGITS, LENGTH, RUNNING, STOPPED
 from qsample.sampler import filters
 from qsample.sampler.call import Call, Columns, count_up
 from qsample.sampler.draw import Draw

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qsample.contract import (
+from qsample.contract.tensors import (
     EXTRA_PARAMETERS,
     HUGGING_FACE,
     NOISE,

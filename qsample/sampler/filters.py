@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from qsample.contract import HUGGING_FACE, LLAMA_CPP
+from qsample.contract.tensors import HUGGING_FACE, LLAMA_CPP
 from qsample.sampler.blocks import FLOOR
 from qsample.sampler.call import Call
 from qsample.sampler.pools import Pool

@@ -16,7 +16,9 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import (
+from qsample.contract.arrays import Array
+from qsample.contract.interface import GraphSpec, Interface
+from qsample.contract.tensors import (
     ALLOWED_TOKENS,
     BATCH,
     EMIT,
@@ -32,7 +34,6 @@ from qsample.contract import (
     TOKENS,
     TensorSpec,
 )
-from qsample.interface import GraphSpec, Interface
 from qsample.sampler.build import finished, new_graph, set_outputs
 from qsample.sampler.call import count_up
 from qsample.sampler.tensor import (
@@ -50,7 +51,6 @@ from qsample.sampler.tensor import (
     size,
     where,
 )
-from qsample.tensors import Array
 
 _COLUMNS, _PACKED, _PLACES, _WIDTH = "columns", "packed", "places", "width"
 STEP_IDS = TensorSpec("step_ids", "int64", (BATCH, _COLUMNS), "input_ids and guesses, right-padded")

@@ -23,9 +23,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from qsample.contract import PHILOX_UNIFORM_SCALE
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import PHILOX_UNIFORM_SCALE
 from qsample.sampler.tensor import FLOAT, INT32, Tensor, Tensors, constant, op, operator, size
-from qsample.tensors import Array
 
 _ROUNDS: Final = 10
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)

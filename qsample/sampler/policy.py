@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import CANDIDATES, SEARCHED_ROWS, VOCAB, TensorSpec
-from qsample.interface import Features, GraphSpec, Interface
+from qsample.contract.interface import Features, GraphSpec, Interface
+from qsample.contract.tensors import CANDIDATES, SEARCHED_ROWS, VOCAB, TensorSpec
 from qsample.sampler.build import finished, new_graph, set_outputs
 from qsample.sampler.call import Call
 from qsample.sampler.draw import draw

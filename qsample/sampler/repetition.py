@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from qsample.contract import LONGEST_MATCH
+from qsample.contract.tensors import LONGEST_MATCH
 from qsample.sampler.tensor import (
     FLOAT,
     INT64,

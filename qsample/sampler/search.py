@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from qsample.contract import CANDIDATES
+from qsample.contract.tensors import CANDIDATES
 from qsample.sampler.blocks import ALIGNMENT, FLOOR, Blocks, block_sums, top_candidates, total
 from qsample.sampler.tensor import (
     FLOAT,

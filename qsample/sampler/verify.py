@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import (
+from qsample.contract.interface import GraphSpec, Interface
+from qsample.contract.tensors import (
     CANDIDATES,
     INPUT_IDS,
     INPUT_LENGTHS,
@@ -33,7 +34,6 @@ from qsample.contract import (
     TOKENS,
     retained_name,
 )
-from qsample.interface import GraphSpec, Interface
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.build import finished, new_graph, set_outputs
 from qsample.sampler.call import Call, count_up

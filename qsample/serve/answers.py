@@ -8,10 +8,10 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
+from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Delta, Request, RequestOutput
 from qsample.runtime.request import RequestTiming, Usage
 from qsample.runtime.sequence import NO_DRAFTS
-from qsample.sampling_params import SamplingParams
 from qsample.serve.choices import Choice, prompt_logprobs
 from qsample.serve.guides import GrammarGuide
 from qsample.serve.http import ApiError, json_bytes, logged_api_error

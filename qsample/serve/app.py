@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import qsample
-from qsample.sampling_params import SamplingParams
+from qsample.request.sampling_params import SamplingParams
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
 from qsample.serve.choices import ChatChoice, CompletionChoice

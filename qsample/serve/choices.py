@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from qsample.contract import LOGPROBS, TOP_LOGPROB_OUTPUTS
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import LOGPROBS, TOP_LOGPROB_OUTPUTS
 from qsample.runtime import Delta, RequestOutput
 from qsample.serve.models import ServedModel, TokenTexts
 from qsample.serve.parsers import DemandedCalls, ReasoningReader, ToolReader
 from qsample.serve.scoring import PromptScores
-from qsample.tensors import Array
 
 _LEAST_LOGPROB: Final = -9999.0  # OpenAI's number for an impossible token; JSON has no infinity
 _TOP_IDS, _TOP_VALUES = (spec.name for spec in TOP_LOGPROB_OUTPUTS)

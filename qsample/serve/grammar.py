@@ -9,8 +9,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from qsample.contract.arrays import Array
 from qsample.serve.http import ApiError
-from qsample.tensors import Array
 
 # The prefix of a grammar in GBNF: its translation takes long, so the compiling thread does it.
 _GBNF: Final = "\0GBNF:"

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Final
 
+from qsample.contract.arrays import Array
 from qsample.runtime import CausalLM, Step
 from qsample.serve.grammar import Compiled, check_matcher, compile_grammar, fill_mask, refused
 from qsample.serve.http import ApiError
 from qsample.serve.trial import TokenizerArguments, Trial
-from qsample.tensors import Array
 
 _KEPT: Final = 64  # grammars
 _THREADS: Final = 2  # that compile

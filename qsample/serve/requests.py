@@ -22,8 +22,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from qsample.contract import MOST_SPECULATIVE_TOKENS
-from qsample.sampling_params import FILTER_FIELDS, OFF, SEEDS, SMALLEST_TOP_P
+from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
+from qsample.request.sampling_params import FILTER_FIELDS, OFF, SEEDS, SMALLEST_TOP_P
 from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.serve.refusals import COMPLETIONS, STRUCTURED_OUTPUTS, Refusals

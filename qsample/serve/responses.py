@@ -21,8 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import RequestOutput
-from qsample.sampling_params import SamplingParams
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, Function, NamedFunction, NamedTool, Tool
 from qsample.serve.choices import ChatChoice

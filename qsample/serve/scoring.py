@@ -14,10 +14,10 @@ from typing import Final
 
 import numpy as np
 
-from qsample.contract import LOGPROBS, TOP_LOGPROB_OUTPUTS
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import LOGPROBS, TOP_LOGPROB_OUTPUTS
+from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Step
-from qsample.sampling_params import SamplingParams
-from qsample.tensors import Array
 
 _WORD_BITS: Final = 32
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from qsample.contract import MOST_SPECULATIVE_TOKENS
+from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
 from qsample.errors import shown
 from qsample.ort.options import NO_SPINNING
+from qsample.request.checks import check_count, is_integer
 from qsample.runtime.decode.stored_prefixes import DEFAULT_BYTES
 from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS
-from qsample.values import check_count, is_integer
 
 DEFAULT_PORT: Final = 8000
 _NO_SPINNING: Final = {**NO_SPINNING, "session.inter_op.allow_spinning": "0"}

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeGuard
 import numpy as np
 
 from qsample.errors import PackageError, shown
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.text.tool_schemas import tool_schema
 
 TEMPLATE_FILE: Final = "chat_template.jinja"

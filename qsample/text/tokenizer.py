@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from qsample.errors import PackageError, refusals, shown, without_refused
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.text.chat import ChatOptions, ChatTemplates
 
 TOKENIZER_FILE: Final = "tokenizer.json"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qsample.contract import RUNNING, TensorSpec, retained_name
+from qsample.contract.interface import Interface, KeyValueShape, RecurrentShape
+from qsample.contract.tensors import RUNNING, TensorSpec, retained_name
 from qsample.errors import UnsupportedModelError
 from qsample.huggingface.dtypes import dtype_name
-from qsample.interface import Interface, KeyValueShape, RecurrentShape
 from qsample.transforms.attention import eager_masks_over_buffers, use_own_attention, use_retained_attention
 from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.experts import replace_own_experts, route_experts

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from qsample.tensors import sparse_zeros
+from qsample.contract.arrays import sparse_zeros
 
 # Exporters fold constants of up to 8,192 numbers, and compare them: these have to be there.
 SMALLEST: Final = 1 << 14

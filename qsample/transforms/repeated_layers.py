@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from qsample.contract import TensorSpec
+from qsample.contract.tensors import TensorSpec
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.experts import SwiGLU
 from qsample.transforms.quantized_linear import QuantizedWeight

@@ -14,7 +14,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize.weights import looks_up_positions, matrix_of
 from qsample.graph import moe
 from qsample.graph.edit import with_loop_bodies
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import SamplingParams, load
 from tests.architectures.configs import VOCAB_SIZE
 

@@ -24,9 +24,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.exporters.export import export_model
-from qsample.interface import Features
 from qsample.runtime import SamplingParams, load
 from tests.architectures.configs import VOCAB_SIZE, tiny_model
 from tests.architectures.packed import compile_packed

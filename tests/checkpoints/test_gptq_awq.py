@@ -26,8 +26,8 @@ from qsample.checkpoints.gptq_awq import BlockStore, quantization_of
 from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.errors import PackageError, QsampleError, UnsupportedModelError
 from qsample.graph.runner import GraphRunner
-from qsample.models import PackagedModel
-from qsample.package import Package
+from qsample.models.model import PackagedModel
+from qsample.package.package import Package
 from qsample.transforms.quantized_linear import QuantizedWeight, quantized_layers
 from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.quantized_checkpoints import Layer, Scheme, quantized_layer, save_quantized, stored_levels

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from qsample.interface import Features
-from qsample.package import read_package
-from qsample.values import check_verify
+from qsample.contract.interface import Features
+from qsample.package.package import read_package
+from qsample.request.checks import check_verify
 
 
 @pytest.mark.ci
@@ -26,7 +26,7 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
         seen.update(options, model=model)
         raise ValueError("seen")
 
-    monkeypatch.setattr("qsample.auto_model.AutoModelForCausalLM.from_pretrained", spy)
+    monkeypatch.setattr("qsample.models.auto_model.AutoModelForCausalLM.from_pretrained", spy)
     defaults = {
         "include_sampler": True,
         "return_pdfs": False,
@@ -64,7 +64,7 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
         seen.update(options)
         raise ValueError("seen")
 
-    monkeypatch.setattr("qsample.auto_model.bake", spy)
+    monkeypatch.setattr("qsample.models.auto_model.bake", spy)
     run("bake", "some/model", tmp_path / "p", "--filter", "mirostat", "--filter-order", "llama.cpp", "--seed-input")
     assert seen["features"] == Features(filters=("mirostat",), filter_order="llama.cpp", seed=True)
     run("bake", "some/model", tmp_path / "p", "--for-serving", "--top-logprobs", "3")
@@ -86,7 +86,7 @@ def test_the_level_of_the_gates(command: str, run: Any, monkeypatch: pytest.Monk
         seen.append(verify)
         raise ValueError("seen")
 
-    monkeypatch.setattr("qsample.models.ExportableModel.export", spy)
+    monkeypatch.setattr("qsample.models.model.ExportableModel.export", spy)
     for given in ((), ("--verify", "full")):
         run(command, tmp_path, tmp_path / "p", *given)
     assert seen == ["default", "full"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from qsample.models import CheckpointModel
-from qsample.package import Package
+from qsample.models.model import CheckpointModel
+from qsample.package.package import Package
 from tests.helpers.fake_package import fake_package
 
 

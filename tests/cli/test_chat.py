@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from qsample.cli.chat import Conversation, TurnError
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import CausalLM, Engine, load
 from tests.helpers.command_line import ROOT
 from tests.helpers.fake_package import CHAT_TEMPLATE, POISON, fake_package

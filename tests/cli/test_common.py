@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qsample.cli.common import is_package, open_exported, open_model
-from qsample.models import CheckpointModel, PackagedModel
+from qsample.models.model import CheckpointModel, PackagedModel
 from tests.helpers.fake_package import fake_package
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from qsample.sampling_params import FILTER_FIELDS, OFF
+from qsample.request.sampling_params import FILTER_FIELDS, OFF
 from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import fake_package
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
@@ -211,7 +211,7 @@ def test_generate_tells_once_of_compile_for_a_large_portable_package(
     package = fake_package(tmp_path / "package").path
     arguments = ("generate", package, "-p", "a", "--max-new-tokens", "1")
     assert "qsample compile" not in run(*arguments)[2]
-    monkeypatch.setattr("qsample.package._SLOW_FROM", 1000)
+    monkeypatch.setattr("qsample.package.package._SLOW_FROM", 1000)
     status, _, err = run(*arguments)
     assert (status, err.count(f"`qsample compile {package} OUT --weights int4`")) == (0, 1)
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from qsample.package import read_package
+from qsample.package.package import read_package
 from tests.helpers.fake_package import fake_package
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from qsample.cli import generate
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import load
 from qsample.runtime.decode.loop import DecodeLoop
 from tests.helpers.command_line import COMMAND, ROOT

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from qsample.package import MANIFEST_NAME, read_package
+from qsample.package.package import MANIFEST_NAME, read_package
 from tests.helpers.command_line import COMMAND, ROOT
 from tests.helpers.small_packages import write
 
@@ -23,7 +23,7 @@ WORKS = """
 import signal, sys, time
 from pathlib import Path
 from qsample import cli
-from qsample.package import write_package
+from qsample.package.package import write_package
 def work(package, **_):
     with write_package(Path(package) / "out") as writer:
         (writer.directory / "decoder.onnx").write_bytes(b"half of it")
@@ -91,7 +91,7 @@ def test_the_library_leaves_signals_alone() -> None:
     code = (
         "import signal, pkgutil, importlib, qsample\n"
         "before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]\n"
-        "import qsample.cli, qsample.package, qsample.auto_model, qsample.runtime, qsample.bundled\n"
+        "import qsample.cli, qsample.models.auto_model, qsample.runtime, qsample.models.bundled\n"
         "assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qsample.package import Package, read_package
+from qsample.package.package import Package, read_package
 from tests.helpers.fake_package import fake_package
 
 

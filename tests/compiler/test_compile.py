@@ -16,7 +16,7 @@ from qsample import AutoModelForCausalLM
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
-from qsample.package import read_package
+from qsample.package.package import read_package
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
 

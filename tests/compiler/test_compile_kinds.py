@@ -12,11 +12,11 @@ import pytest
 from qsample import AutoModelForCausalLM, cli
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
+from qsample.contract.interface import Features
 from qsample.exporters.export import export_model
 from qsample.graph.runner import GraphRunner
-from qsample.interface import Features
-from qsample.models import PackagedModel
-from qsample.package import read_package
+from qsample.models.model import PackagedModel
+from qsample.package.package import read_package
 from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import export_without_sampler, random_model
 

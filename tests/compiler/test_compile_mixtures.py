@@ -10,11 +10,11 @@ import pytest
 
 from qsample import AutoModelForCausalLM, cli
 from qsample.compiler.quantize.blocks import QuantizedWeight
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Features
 from qsample.errors import CompileError
 from qsample.exporters.export import export_model
-from qsample.interface import Features
-from qsample.models import PackagedModel
-from qsample.tensors import Array
+from qsample.models.model import PackagedModel
 from tests.helpers.mixtures import mixture
 
 PROMPTS = [[5, 9, 31, 7, 120, 44, 3, 260, 12], [44, 3], [7, 8, 9, 10, 11, 12]]

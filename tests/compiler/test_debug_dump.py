@@ -16,7 +16,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import make_plan
 from qsample.compiler.targets.cpu import TARGET
 from qsample.errors import CompileError
-from qsample.package import Package
+from qsample.package.package import Package
 from tests.helpers.fake_package import fake_package
 
 

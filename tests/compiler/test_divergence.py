@@ -18,8 +18,8 @@ from qsample.compiler.divergence import ROWS, measure_divergence, softmax
 from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
-from qsample.package import Package, read_package
-from qsample.values import VERIFY_LEVELS
+from qsample.package.package import Package, read_package
+from qsample.request.checks import VERIFY_LEVELS
 
 
 @pytest.mark.ci

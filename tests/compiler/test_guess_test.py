@@ -11,7 +11,7 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.targets import cpu
 from qsample.errors import CompileError
-from qsample.package import read_package
+from qsample.package.package import read_package
 
 
 @pytest.mark.ci

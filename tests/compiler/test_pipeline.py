@@ -10,11 +10,11 @@ import onnx_ir as ir
 import pytest
 
 from qsample.compiler.pipeline import apply, lean_phases
+from qsample.contract.arrays import Array
 from qsample.graph.edit import fix_axes
 from qsample.graph.join import cut_at_logits
 from qsample.graph.runner import GraphRunner
-from qsample.package import read_package
-from qsample.tensors import Array
+from qsample.package.package import read_package
 from tests.helpers.building import run_on
 from tests.helpers.tiny_models import VOCAB_SIZE
 

@@ -11,9 +11,9 @@ import pytest
 from qsample import CompileOptions
 from qsample.compiler.plan import make_plan
 from qsample.compiler.targets.cpu import TARGET
+from qsample.contract.interface import Features, Interface, RecurrentShape
 from qsample.errors import CompileError
-from qsample.interface import Features, Interface, RecurrentShape
-from qsample.package import Package
+from qsample.package.package import Package
 from tests.helpers.small_packages import INTERFACE, manifest
 
 

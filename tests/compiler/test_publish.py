@@ -12,7 +12,6 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM
-from qsample import package as package_module
 from qsample.compiler import compile as compile_module
 from qsample.compiler import publish as context
 from qsample.compiler.compile import compile_package
@@ -31,7 +30,8 @@ from qsample.errors import CompileError, PackageError
 from qsample.graph import save
 from qsample.ort.options import session_options
 from qsample.ort.providers import compile_context, open_session
-from qsample.package import Package, read_package
+from qsample.package import package as package_module
+from qsample.package.package import Package, read_package
 from qsample.runtime import load
 from tests.helpers.building import run_on
 from tests.helpers.sampling_cases import generate

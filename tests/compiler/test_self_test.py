@@ -20,7 +20,7 @@ from qsample.errors import CompileError
 from qsample.graph.edit import insert
 from qsample.ort.bound_graph import Replays
 from qsample.ort.session import Sessions, open_sessions
-from qsample.package import Package, read_package
+from qsample.package.package import Package, read_package
 from tests.helpers.capturing import CapturingSession, compile_captured
 
 

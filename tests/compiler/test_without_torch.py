@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime import load
 from tests.helpers.foreign import unpack
 
@@ -45,7 +45,7 @@ def test_writing_a_package(llama_package: Path, tmp_path: Path) -> None:
 import shutil
 from pathlib import Path
 import onnx_ir as ir
-from qsample import package
+from qsample.package import package
 from qsample.graph.join import cut_at_logits
 from qsample.exporters.parity import Parity
 from qsample.exporters.portable import portable_manifest, write_graphs

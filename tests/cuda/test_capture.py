@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qsample import AutoModelForCausalLM, SamplingParams
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import CausalLM, load
 from qsample.runtime.decode.slots import Slots
 from tests.cuda import puppet

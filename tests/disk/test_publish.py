@@ -17,7 +17,7 @@ import pytest
 from qsample.disk import publish as module
 from qsample.disk.publish import exchange, publish
 from qsample.errors import PackageError
-from qsample.package import MANIFEST_NAME, read_package, use_package, write_package
+from qsample.package.package import MANIFEST_NAME, read_package, use_package, write_package
 from tests.helpers.small_packages import FILES, manifest, write
 from tests.helpers.writers import REFUSED, files, version_of
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from qsample.contract.arrays import Array
 from qsample.errors import PackageError, QsampleError
 from qsample.evaluation import Evaluation, evaluate
-from qsample.package import Package, read_package
-from qsample.tensors import Array
+from qsample.package.package import Package, read_package
 from tests.helpers.capturing import compile_captured
 from tests.helpers.fake_package import POISON, byte_tokenizer, compilation, fake_interface, fake_package
 from tests.helpers.tiny_models import VOCAB_SIZE

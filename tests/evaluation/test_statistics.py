@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from qsample.contract.arrays import Array
 from qsample.evaluation.statistics import block_length, estimate_means
-from qsample.tensors import Array
 
 
 def autoregressive(n: int, rho: float, seed: int) -> Array:

@@ -11,7 +11,7 @@ from pathlib import Path
 import onnxruntime
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS
+from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.runtime import load
 from tests.helpers.fake_package import compilation, fake_package
 

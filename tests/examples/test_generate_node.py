@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS
+from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.runtime import load
 from tests.helpers.fake_package import compilation, fake_package
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS
-from qsample.package import Package, read_package
+from qsample.contract.tensors import EXTRA_PARAMETERS
+from qsample.package.package import Package, read_package
 from qsample.runtime import load
 from tests.helpers.fake_package import compilation, fake_package
 
@@ -79,7 +79,7 @@ def test_a_row_that_stops(tmp_path: Path) -> None:
 
 
 def _stops() -> object:
-    from qsample.package import TokenIds
+    from qsample.package.package import TokenIds
 
     return TokenIds(0, 1, tuple(range(100, 200)))
 

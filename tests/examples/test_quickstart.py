@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qsample.package import read_package
+from qsample.package.package import read_package
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "quickstart.py"
 
@@ -29,7 +29,7 @@ def test_a_small_model(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("qsample.bundled.TINY_LM", checkpoint("llama"))
+    monkeypatch.setattr("qsample.models.bundled.TINY_LM", checkpoint("llama"))
     runpy.run_path(str(SCRIPT))["main"](tmp_path)
     check(capsys.readouterr().out, tmp_path)
 

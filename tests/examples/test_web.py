@@ -16,7 +16,7 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
 from qsample.web import WebServer
 from tests.conftest import made_once

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM as HuggingFace
 from transformers.pytorch_utils import Conv1D
 
 from qsample import AutoModelForCausalLM, SamplingParams
+from qsample.contract.interface import AdapterTarget, Features, Interface
 from qsample.errors import CompileError, UnsupportedModelError
 from qsample.exporters.adapters import adapt_layers
-from qsample.interface import AdapterTarget, Features, Interface
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
 from qsample.transforms.markers import ADAPTED_PATH
 from tests.helpers.adapters import lora_pair, save_adapter

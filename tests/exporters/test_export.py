@@ -24,8 +24,8 @@ from qsample.disk import space
 from qsample.errors import PackageError, ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import export, parity
 from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
-from qsample.models import CheckpointModel, PackagedModel
-from qsample.package import read_package
+from qsample.models.model import CheckpointModel, PackagedModel
+from qsample.package.package import read_package
 from qsample.text.tokenizer import Tokenizer as RuntimeTokenizer
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import LastTokenHead, apply_transforms

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
+from qsample.contract.arrays import Array
 from qsample.errors import ParityError
 from qsample.exporters import lowering
 from qsample.exporters.lowering import align_row_sums, lower_experts, outline_scans
 from qsample.graph import moe
 from qsample.runtime import SamplingParams, load
 from qsample.runtime.decode.slots import Slots
-from qsample.tensors import Array
 from qsample.transforms import experts as transform
 from qsample.transforms import markers
 from tests.helpers.mixtures import ROUTERS, experts_reference, mixture

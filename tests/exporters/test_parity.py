@@ -19,7 +19,7 @@ from qsample.exporters import parity
 from qsample.exporters.huggingface_reference import reference
 from qsample.graph import gqa
 from qsample.graph.runner import GraphRunner
-from qsample.package import Package, read_package
+from qsample.package.package import Package, read_package
 from qsample.transforms import attention, decoder, recurrent, recurrent_operators
 from qsample.transforms.cache import DecodeContext
 from tests.architectures import configs

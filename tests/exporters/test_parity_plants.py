@@ -18,8 +18,8 @@ from qsample.exporters.huggingface_reference import reference
 from qsample.graph.edit import copy_node, initializer, insert
 from qsample.graph.gqa import Slot, attentions
 from qsample.graph.weights import load_graph
-from qsample.package import Package, read_package
-from qsample.values import VERIFY_LEVELS
+from qsample.package.package import Package, read_package
+from qsample.request.checks import VERIFY_LEVELS
 from tests.helpers.tiny_models import export_without_sampler, random_model
 
 LAYERS = 3

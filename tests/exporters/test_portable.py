@@ -10,10 +10,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.contract import MODEL_DTYPES
+from qsample.contract.interface import Features, Interface, KeyValueShape
+from qsample.contract.tensors import MODEL_DTYPES
 from qsample.exporters import portable
 from qsample.exporters.portable import build_initial_state
-from qsample.interface import Features, Interface, KeyValueShape
 from tests.helpers.reference import philox_uniforms
 
 

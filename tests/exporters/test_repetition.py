@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import qsample.exporters.trace as tracing
-from qsample.contract import BATCH, CAPACITY, RUNNING, SEQUENCE, TensorSpec
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Features, GraphSpec, Interface
+from qsample.contract.tensors import BATCH, CAPACITY, RUNNING, SEQUENCE, TensorSpec
 from qsample.errors import ParityError
 from qsample.exporters.lowering import align_row_sums, lower_experts, outline_scans
 from qsample.exporters.repetition import Repetition
 from qsample.exporters.trace import trace
-from qsample.interface import Features, GraphSpec, Interface
-from qsample.tensors import Array
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, apply_transforms, state_shapes
 from qsample.transforms.repeated_layers import DecoderLayers

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qsample.contract import BATCH, SEQUENCE, TensorSpec
+from qsample.contract.interface import GraphSpec
+from qsample.contract.tensors import BATCH, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.trace import _without_torchvision_notice, trace
 from qsample.graph.operators import OPSET
-from qsample.interface import GraphSpec
 from tests.helpers.tiny_models import export_without_sampler, random_model
 
 IDS = TensorSpec("ids", "int64", (BATCH, SEQUENCE), "tokens")

@@ -10,10 +10,10 @@ import onnxruntime as ort
 import pytest
 
 from qsample.compiler.passes.fusions import join_projections
+from qsample.contract.interface import AdapterTarget, Features, Interface, adapter_ids, adapter_names
 from qsample.errors import CompileError
 from qsample.graph.adapters import Layer, add_adapters, join_adapters, split_adapters
 from qsample.graph.edit import constant_value
-from qsample.interface import AdapterTarget, Features, Interface, adapter_ids, adapter_names
 
 IN, SIZES = 6, {"l.q": 5, "l.k": 3, "l.down": 4}
 INTERFACE = Interface(

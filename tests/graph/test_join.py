@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from qsample.graph.join import append_sampler, cut_at_logits, split_at_logits
 from qsample.graph.runner import GraphRunner
-from qsample.package import read_package
+from qsample.package.package import read_package
 
 CAPACITY = 24
 PARAMETERS = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}

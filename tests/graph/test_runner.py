@@ -10,7 +10,7 @@ import pytest
 
 from qsample.graph.join import cut_at_logits
 from qsample.graph.runner import GraphRunner
-from qsample.package import read_package
+from qsample.package.package import read_package
 
 CAPACITY = 12
 IDS = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])

@@ -13,13 +13,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from qsample.contract.arrays import Array
 from qsample.graph import pieces as pieces_module
 from qsample.graph import save as save_module
 from qsample.graph.edit import constant_value
 from qsample.graph.pieces import Piece, PiecewiseTensor, read, readable
 from qsample.graph.save import save_graph
 from qsample.graph.weights import JoinedTensor, StoredTensor
-from qsample.tensors import Array
 
 SIZE = 20_000  # of each constant, in numbers
 

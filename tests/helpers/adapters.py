@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qsample.checkpoints.hub import HubOptions
 from qsample.checkpoints.merge_lora import find_adapter
-from qsample.interface import Interface
+from qsample.contract.interface import Interface
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "bias": "none"}
 

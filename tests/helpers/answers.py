@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qsample.interface import Features
+from qsample.contract.interface import Features
 from qsample.runtime import Delta, RequestOutput
 from qsample.runtime.request import RequestTiming, Usage
 

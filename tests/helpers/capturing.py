@@ -21,7 +21,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets.cuda import CudaTarget
 from qsample.ort.bound_graph import NOT_CAPTURED, Replays
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime import CausalLM
 
 

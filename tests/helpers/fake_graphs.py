@@ -13,9 +13,9 @@ import onnx_ir as ir
 from onnx import numpy_helper
 
 from qsample.compiler.passes.several_tokens import check_guesses
-from qsample.contract import ADJUSTED_LOGITS, CAPACITY, TensorSpec, retained_name
+from qsample.contract.interface import GraphSpec, Interface
+from qsample.contract.tensors import ADJUSTED_LOGITS, CAPACITY, TensorSpec, retained_name
 from qsample.exporters.portable import build_initial_state
-from qsample.interface import GraphSpec, Interface
 
 VOCAB = 320
 PAD = 0

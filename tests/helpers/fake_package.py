@@ -16,9 +16,9 @@ import numpy as np
 import onnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from qsample.contract import CONTRACT_VERSION
-from qsample.interface import Features, Interface, KeyValueShape
-from qsample.package import Compilation, Manifest, Package, Source, TokenIds, read_package, write_package
+from qsample.contract.interface import Features, Interface, KeyValueShape
+from qsample.contract.tensors import CONTRACT_VERSION
+from qsample.package.package import Compilation, Manifest, Package, Source, TokenIds, read_package, write_package
 from tests.helpers.fake_graphs import DIM, PAD, VOCAB, fake_graphs
 
 BOS, EOS = 1, 2

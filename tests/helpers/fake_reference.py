@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qsample.sampling_params import SamplingParams
+from qsample.request.sampling_params import SamplingParams
 from tests.helpers.fake_graphs import DIM, VOCAB
 from tests.helpers.fake_package import EOS, MAX_POSITIONS, fake_weights
 from tests.helpers.reference import philox_uniforms

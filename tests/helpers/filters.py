@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS
+from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.runtime.decode.slots import Slots
 from tests.helpers.fake_package import byte_tokenizer
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from qsample.contract.interface import Features, Interface
 from qsample.exporters import parity
 from qsample.exporters.foreign import bake
 from qsample.exporters.foreign.files import locate, read_settings
@@ -19,7 +20,6 @@ from qsample.exporters.foreign.interface import ForeignGraph, recognise
 from qsample.exporters.foreign.original import Original
 from qsample.exporters.portable import build_initial_state
 from qsample.graph.runner import GraphRunner
-from qsample.interface import Features, Interface
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "foreign"
 LAYOUTS = ("model", "model_fp16", "model_q4", "model_q4f16", "model_bnb4", "model_fp16_io32")

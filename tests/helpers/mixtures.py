@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from transformers import PreTrainedModel
 
-from qsample.tensors import Array
+from qsample.contract.arrays import Array
 from tests.helpers.tiny_models import random_model
 
 _COMMON: Final = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

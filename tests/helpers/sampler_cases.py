@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import CANDIDATES, EXTRA_PARAMETERS, PAD_STOP_ID, TensorSpec
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import CANDIDATES, EXTRA_PARAMETERS, PAD_STOP_ID, TensorSpec
 from qsample.sampler import build_sampler
 from tests.helpers.reference import reference_step
 

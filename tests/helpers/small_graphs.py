@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from qsample.contract.arrays import Array
 from qsample.graph.edit import initializer
-from qsample.tensors import Array
 
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>\n'
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qsample.contract import CONTRACT_VERSION
-from qsample.interface import Features, Interface, KeyValueShape
-from qsample.package import Manifest, Package, Source, TokenIds, read_package, write_package
+from qsample.contract.interface import Features, Interface, KeyValueShape
+from qsample.contract.tensors import CONTRACT_VERSION
+from qsample.package.package import Manifest, Package, Source, TokenIds, read_package, write_package
 
 INTERFACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 16)), "float16", Features(logprobs=True))
 # Larger than what is read at once, so that a hash of less than all would show.

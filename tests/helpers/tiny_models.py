@@ -11,12 +11,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from qsample.contract.interface import Features
 from qsample.exporters.export import export_model
 from qsample.exporters.portable import write_graphs
 from qsample.graph.join import cut_at_logits
 from qsample.graph.weights import load_graph
-from qsample.interface import Features
-from qsample.package import MANIFEST_NAME, Package, write_package
+from qsample.package.package import MANIFEST_NAME, Package, write_package
 
 VOCAB_SIZE = 320  # 256 bytes, four special tokens and some that no text encodes to
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from qsample.contract import EXTRA_PARAMETERS, TensorSpec
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import EXTRA_PARAMETERS, TensorSpec
 from tests.helpers.reference import needs_search, philox_uniforms
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "vectors"

@@ -18,8 +18,8 @@ from typing import Any, Final
 import qsample
 from qsample.disk import publish
 from qsample.errors import PackageError
-from qsample.manifest import MODEL_PACKAGE_NAME
-from qsample.package import MANIFEST_NAME, read_package, use_package
+from qsample.package.manifest import MODEL_PACKAGE_NAME
+from qsample.package.package import MANIFEST_NAME, read_package, use_package
 from tests.helpers.small_packages import FILES, write
 
 REFUSED: Final = 3

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.manifest import TokenIds
-from qsample.package import Package
+from qsample.package.manifest import TokenIds
+from qsample.package.package import Package
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_cases import GREEDY, PROMPTS

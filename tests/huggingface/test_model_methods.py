@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.contract.interface import Features
 from qsample.errors import UnsupportedModelError
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype, dtype_name, is_dtype
 from qsample.huggingface.model_methods import Device, ModelMethods
-from qsample.interface import Features
 
 
 class Model(ModelMethods):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS
+from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.runtime import CausalLM, load
 
 JS = Path(__file__).parents[2] / "js"

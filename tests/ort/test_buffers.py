@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import BATCH, CAPACITY, SAMPLER_STATES, TensorSpec
+from qsample.contract.arrays import DTYPES
+from qsample.contract.tensors import BATCH, CAPACITY, SAMPLER_STATES, TensorSpec
 from qsample.ort.buffers import Buffer, RetainedState, SavedRows, copy_on_device, run_on_device
 from qsample.ort.small_graphs import columns_behind
 from qsample.runtime import CausalLM
-from qsample.tensors import DTYPES
 from tests.helpers.fake_package import fake_interface
 
 SIZES = fake_interface().sizes | {BATCH: 3, CAPACITY: 12}

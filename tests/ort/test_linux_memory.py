@@ -15,7 +15,7 @@ import pytest
 
 from qsample.ort import linux_memory, session
 from qsample.ort.linux_memory import HUGE_PAGE, in_huge_pages, release_pages
-from qsample.package import Package
+from qsample.package.package import Package
 
 PAGES = 8
 MAPPED_PAGES = 64

@@ -12,7 +12,7 @@ import pytest
 
 from qsample.errors import QsampleError
 from qsample.ort import providers
-from qsample.package import Package
+from qsample.package.package import Package
 
 OPENVINO = "OpenVINOExecutionProvider"
 

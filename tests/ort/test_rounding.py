@@ -14,7 +14,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.errors import PackageError
 from qsample.ort import rounding as module
 from qsample.ort.rounding import ANY_ROWS, RowCounts, measured
-from qsample.package import read_package
+from qsample.package.package import read_package
 from tests.helpers.small_products import decoder, product, quantized
 
 COUNTS = (*range(1, 12), 16, 21)

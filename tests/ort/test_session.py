@@ -11,11 +11,11 @@ from typing import Any
 import onnx
 import pytest
 
+from qsample.contract.interface import Interface, KeyValueShape
 from qsample.errors import PackageError, QsampleError
-from qsample.interface import Interface, KeyValueShape
 from qsample.ort import session as session_module
 from qsample.ort.rounding import Rounding, RowCounts
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import load
 from tests.helpers.fake_graphs import DIM, VOCAB
 from tests.helpers.fake_package import compilation, fake_interface, fake_package

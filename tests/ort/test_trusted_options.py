@@ -16,7 +16,7 @@ from qsample.ort import session, trusted_options
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import open_sessions
 from qsample.ort.trusted_options import check_manifest_options
-from qsample.package import MANIFEST_NAME, Package
+from qsample.package.package import MANIFEST_NAME, Package
 from qsample.runtime import load
 from tests.helpers.fake_package import compilation, fake_package
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from qsample import AutoModelForCausalLM
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.package import read_package
+from qsample.package.package import read_package
 from tests.helpers.tiny_models import save_checkpoint
 
 # Multiples of 128, so that every size of block divides them.

@@ -10,7 +10,7 @@ import pytest
 
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
 from tests.conftest import made_once
 from tests.processors.packages import CTX_LEN

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qsample.errors import PackageError
-from qsample.package import MANIFEST_NAME, read_package
+from qsample.package.package import MANIFEST_NAME, read_package
 from qsample.ray.archives import CACHE_VARIABLE, open_archive, pack
 from tests.helpers.small_packages import FILES, write
 

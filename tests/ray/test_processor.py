@@ -17,8 +17,8 @@ import pytest
 from qsample.errors import QsampleError
 from qsample.ray.processor import EngineActor, QsampleProcessorConfig, request_of, seed_of, warn_where_full
 from qsample.ray.server import serve_app
+from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Engine, EngineClosedError, load
-from qsample.sampling_params import SamplingParams
 from qsample.serve import ServeSettings
 from qsample.serve.app import make_app
 from qsample.serve.models import ServedModels

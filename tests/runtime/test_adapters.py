@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qsample.contract.interface import AdapterTarget, Features, Interface, KeyValueShape
 from qsample.errors import QsampleError
-from qsample.interface import AdapterTarget, Features, Interface, KeyValueShape
 from qsample.runtime.adapters import read_adapter
 from tests.helpers.adapters import random_adapter
 

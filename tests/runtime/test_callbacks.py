@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import CausalLM, Engine, load
 from tests.helpers.fake_cases import PROMPTS
 from tests.helpers.fake_package import PAD, VOCAB, compilation

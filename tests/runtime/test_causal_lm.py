@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import CausalLM, SamplingParams, load
 from tests.helpers import fake_reference
 from tests.helpers.fake_cases import GREEDY, PROMPTS, RANDOM, mixed
@@ -84,7 +84,7 @@ def test_the_model_says_where_a_row_ends_unless_the_caller_does(fake_model: Call
 
 
 def _token_ids(eos: int) -> Any:
-    from qsample.package import TokenIds
+    from qsample.package.package import TokenIds
 
     return TokenIds(PAD, BOS, (eos,))
 
@@ -219,7 +219,7 @@ def test_a_large_portable_package_says_once_that_compile_makes_it_faster(
 ) -> None:
     load(fake().path).generate([5], max_new_tokens=1)
     assert not recwarn.list
-    monkeypatch.setattr("qsample.package._SLOW_FROM", 1000)
+    monkeypatch.setattr("qsample.package.package._SLOW_FROM", 1000)
     load(fake(compilation=compilation()).path).generate([5], max_new_tokens=1)
     assert not recwarn.list
     model = load(fake().path)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import (
     CausalLM,
     Engine,

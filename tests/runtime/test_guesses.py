@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import STATUS_NAMES
+from qsample.contract.tensors import STATUS_NAMES
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qsample.auto_model import AutoModelForCausalLM
-from qsample.call import Call
-from qsample.contract import CAPACITY
+from qsample.contract.tensors import CAPACITY
+from qsample.models.auto_model import AutoModelForCausalLM
 from qsample.ort.rounding import ANY_ROWS
+from qsample.request.call import Call
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode import prefixes
 from qsample.runtime.decode.loop import DecodeLoop

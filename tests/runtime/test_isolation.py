@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import qsample
-from qsample.package import Package
+from qsample.package.package import Package
 
 ROOT = Path(qsample.__file__).parents[1]
 ABSENT = (

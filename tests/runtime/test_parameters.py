@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers import models, pre_tokenizers
 
-from qsample.contract import EXTRA_PARAMETERS, NOISE_STREAMS
+from qsample.contract.tensors import EXTRA_PARAMETERS, NOISE_STREAMS
 from qsample.runtime import CausalLM, Engine, SamplingParams
 from qsample.runtime.decode.inputs import uniforms
 from qsample.runtime.decode.slots import Slots

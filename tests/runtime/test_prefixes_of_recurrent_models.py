@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from qsample.contract.arrays import DTYPES
 from qsample.ort.buffers import SavedRows
 from qsample.runtime import CausalLM, Engine, RequestOutput, SamplingParams, load
 from qsample.runtime.decode.prefixes import SavedStates
-from qsample.tensors import DTYPES
 from tests.helpers.tiny_models import random_model
 
 PIECE = 16

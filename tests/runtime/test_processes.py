@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from qsample.errors import PackageError
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import CausalLM, Engine, load
 from tests.helpers.fake_package import fake_package
 from tests.helpers.requests import FREE, expected

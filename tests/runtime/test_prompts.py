@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.call import Call
+from qsample.request.call import Call
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.prompts import parse_prompts
 from qsample.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import RUNNING, STOPPED
+from qsample.contract.tensors import RUNNING, STOPPED
 from qsample.runtime import (
     CausalLM,
     Delta,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.contract import RUNNING, STOPPED
+from qsample.contract.tensors import RUNNING, STOPPED
 from qsample.runtime.sequence import Sequence
 from qsample.text.generated_text import GeneratedText
 from qsample.text.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS, INVALID_LOGITS
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import EXTRA_PARAMETERS, INVALID_LOGITS
 from tests.helpers.sampler_cases import check_steps, interface, make_inputs, sampler
 
 Array = np.ndarray

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 
 from qsample.compiler.passes.capture import host_data, lower_opset, remove_host_copies
-from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
 from qsample.graph.operators import OPSET
-from qsample.interface import Features, Interface
 from qsample.sampler import build_sampler
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, VERSIONS, has_kernel
 from tests.helpers.sampler_cases import (

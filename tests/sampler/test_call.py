@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.contract import LENGTH
-from qsample.interface import Interface
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import LENGTH
 from qsample.sampler.call import Call
 from qsample.sampler.tensor import Tensor, Tensors
 from tests.helpers.computed import computed

@@ -8,8 +8,8 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS, INVALID_LOGITS, LENGTH, RUNNING, STOPPED
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import EXTRA_PARAMETERS, INVALID_LOGITS, LENGTH, RUNNING, STOPPED
 from tests.helpers.sampler_cases import PAD, check_rows, expected_step, make_inputs, random_step, sampler, session
 
 Array = np.ndarray

@@ -12,8 +12,8 @@ import pytest
 from scipy.stats import chisquare
 from tokenizers import Tokenizer
 
-from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
 from tests.helpers.reference import distribution
 from tests.helpers.sampler_cases import (
     ALL_FEATURES,

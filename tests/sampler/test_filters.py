@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS
 from qsample.sampler import filters
 from tests.helpers.sampler_cases import check_steps, make_inputs, sampler
 

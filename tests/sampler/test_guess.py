@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
 from qsample.sampler.guess import build_drafter, drafter_spec
 from tests.helpers.sampler_cases import opened
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import LLAMA_CPP
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import LLAMA_CPP
 from tests.helpers.reference import adjust, distribution, reference_step
 from tests.helpers.reference_filters import survivors
 from tests.helpers.sampler_cases import make_inputs, sampler

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS
-from qsample.interface import Features
+from qsample.contract.interface import Features
+from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS
 from tests.helpers.sampler_cases import interface, make_inputs, sampler
 
 # Each on its own: a value that takes tokens away.

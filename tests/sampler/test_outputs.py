@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
 from qsample.sampler import build_sampler
 from tests.helpers.sampler_cases import (
     ALL_FEATURES,

@@ -11,8 +11,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from qsample.contract.interface import Features, Interface
 from qsample.graph.operators import OPSET
-from qsample.interface import Features, Interface
 from qsample.sampler.philox import noise_buffer, philox, uniforms
 from qsample.sampler.tensor import Tensor, building
 from tests.helpers.cuda_kernels import KERNELS

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS
-from qsample.interface import Features
+from qsample.contract.interface import Features
+from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS
 from tests.helpers.reference import adjust, distribution, needs_search, philox_uniforms, reference_step
 from tests.helpers.reference_adjust import dry_penalties
 from tests.helpers.reference_filters import survivors

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
 from qsample.sampler.repetition import Past
 from tests.helpers.computed import computed
 from tests.helpers.reference import adjust

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
 from qsample.sampler.search import EVERYTHING, Search
 from qsample.sampler.tensor import Tensor
 from tests.helpers.computed import computed

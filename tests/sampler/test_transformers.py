@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS, PARAMETERS
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import EXTRA_PARAMETERS, PARAMETERS
 from tests.helpers.sampler_cases import expected_step, make_inputs, sampler
 from tests.helpers.transformers_processors import PROCESSORS, WARPERS, draw, padded, scores
 

@@ -10,8 +10,8 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS
 from qsample.sampler.verify import build_verifier
 from tests.helpers.sampler_cases import PAD, opened, random_step, sampler
 

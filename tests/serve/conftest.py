@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 
 import qsample
 from qsample import AutoModelForCausalLM
-from qsample.interface import Features
-from qsample.package import read_package
+from qsample.contract.interface import Features
+from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
 from qsample.serve import ServeSettings, make_app
 from tests.conftest import made_once

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from qsample.interface import Features
+from qsample.contract.interface import Features
 from qsample.runtime import RequestOutput, SamplingParams
 from qsample.runtime.request import Usage
 from qsample.runtime.sequence import DraftStats

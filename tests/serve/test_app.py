@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from qsample.call import Call
+from qsample.request.call import Call
 from qsample.runtime import CausalLM, Delta, Engine, Request, SamplingParams, Step
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.serve.app import _EventStream

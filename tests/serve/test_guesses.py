@@ -10,7 +10,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import SamplingParams
 from qsample.serve import ServeSettings, make_app
 from qsample.serve.models import ServedModel

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.interface import KeyValueShape
+from qsample.contract.interface import KeyValueShape
 from qsample.transforms.attention import MaskRule, causal, eager_masks_over_buffers, mask_rule, use_retained_attention
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import apply_transforms, state_shapes

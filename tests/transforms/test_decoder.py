@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qsample.contract.interface import KeyValueShape
 from qsample.errors import UnsupportedModelError
-from qsample.interface import KeyValueShape
 from qsample.transforms.attention import NAME
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import LastTokenHead, apply_transforms, state_shapes, use_last_token_head

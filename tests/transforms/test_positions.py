@@ -15,7 +15,7 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.positions import (
     Rotation,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from qsample.contract import BATCH, SEQUENCE, TensorSpec
+from qsample.contract.interface import GraphSpec
+from qsample.contract.tensors import BATCH, SEQUENCE, TensorSpec
 from qsample.exporters.trace import trace
-from qsample.interface import GraphSpec
 from qsample.transforms.quantized_linear import QuantizedWeight, quantized_layers, set_quantized_weight
 
 OUTPUTS, INPUTS, BLOCK = 4, 32, 16

@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from qsample.tensors import Array
+from qsample.contract.arrays import Array
 from qsample.transforms.recurrent_operators import causal_convolution, linear_attention
 from tests.helpers.small_graphs import normal
 from tests.helpers.tiny_models import export_without_sampler, random_model

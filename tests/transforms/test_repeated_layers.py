@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsample.contract import BATCH, TensorSpec
+from qsample.contract.tensors import BATCH, TensorSpec
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers
 

@@ -19,7 +19,7 @@ from onnx_ir.passes import common as common_passes
 from qsample.compiler.passes.float_ids import ids_as_floats, own_constants
 from qsample.compiler.publish import RECORD, placement_of
 from qsample.compiler.targets.webgpu import TARGET, host_shapes
-from qsample.interface import Interface
+from qsample.contract.interface import Interface
 from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, ON_HOST, WEBGPU, check_available, open_session, plugin_devices
 from qsample.sampler import build_sampler
@@ -82,7 +82,7 @@ def compiled(bundled_package: Path, shared_folder: Path) -> Callable[..., Path]:
     def make(**options: object) -> Path:
         from qsample.compiler.compile import compile_package
         from qsample.compiler.options import CompileOptions
-        from qsample.package import read_package
+        from qsample.package.package import read_package
 
         name = "-".join(["webgpu", *(f"{key}-{value}" for key, value in options.items())])
         given = CompileOptions(provider="webgpu", ctx_len=96, **options)  # type: ignore[arg-type]

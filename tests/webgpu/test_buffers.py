@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.contract import BATCH, CAPACITY, TensorSpec
+from qsample.contract.tensors import BATCH, CAPACITY, TensorSpec
 from qsample.ort.buffers import Buffer, Handle, copy_on_device
 
 SIZES = {BATCH: 3, CAPACITY: 8}

@@ -19,7 +19,7 @@ from qsample.ort.options import session_options
 from qsample.ort.providers import WEBGPU, open_session
 from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime import load
 from tests.webgpu.conftest import HOST_OPERATORS
 

@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, WEBGPU, open_session
 from qsample.sampler.blocks import FLOOR

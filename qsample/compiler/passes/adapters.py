@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from qsample.contract.interface import Interface, adapter_ids, adapter_names
 from qsample.graph.edit import copy_node, initializer, insert, producer, replace_outputs
-from qsample.interface import Interface, adapter_ids, adapter_names
 
 
 def branch_where_adapters_are(model: ir.Model, interface: Interface) -> bool:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import INPUT_IDS, ROW_MULTIPLE
+from qsample.contract.tensors import INPUT_IDS, ROW_MULTIPLE
 from qsample.graph import moe
 from qsample.graph.edit import initializer, insert
 from qsample.graph.operators import is_contrib

@@ -33,6 +33,7 @@ from onnxscript.rewriter.ort_fusions.skip_normalization import (
     fuse_skip_rms_normalization,
 )
 
+from qsample.contract.arrays import Array
 from qsample.graph.edit import (
     all_initializers,
     constant,
@@ -45,7 +46,6 @@ from qsample.graph.edit import (
 from qsample.graph.operators import is_matmul_nbits, middle_zero_points
 from qsample.graph.rewriting import operators_first
 from qsample.graph.weights import JoinedTensor
-from qsample.tensors import Array
 
 FUSION_PROVIDERS = ("cpu", "cuda")
 _FUSIONS: Final[tuple[Callable[[ir.Model], Any], ...]] = (

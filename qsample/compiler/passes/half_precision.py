@@ -12,10 +12,10 @@ from typing import Final
 
 import onnx_ir as ir
 
-from qsample.contract import LOGITS
+from qsample.contract.arrays import DTYPES, Array
+from qsample.contract.tensors import LOGITS
 from qsample.graph.edit import drop_unread, lazy_initializer, producer
 from qsample.graph.operators import is_contrib
-from qsample.tensors import DTYPES, Array
 
 HALF_DTYPES: Final = ("float16", "bfloat16")
 # Operators whose CUDA kernels, in the versions of the graph's opset, take float16 but not bfloat16.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import LENGTHS, RUNNING, STATUS
+from qsample.contract.tensors import LENGTHS, RUNNING, STATUS
 from qsample.graph.edit import constant, copy_node, initializer, insert, producer, replace_outputs
 from qsample.graph.operators import is_contrib
 

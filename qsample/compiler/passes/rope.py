@@ -18,12 +18,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import BATCH, CAPACITY, LENGTHS, SEQUENCE
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import BATCH, CAPACITY, LENGTHS, SEQUENCE
 from qsample.graph.edit import ancestors, initializer, insert, part_of, producer, reads
 from qsample.graph.evaluate import GraphPart, inputs_of, sizes
 from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
-from qsample.tensors import Array
 
 _AXES: Final = {BATCH: 2, SEQUENCE: 3}  # for trying things out
 _NUMBERS: Final = 2039  # a prime; float16 holds integers up to 2,048

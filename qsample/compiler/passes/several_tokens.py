@@ -12,12 +12,12 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.passes.expert_rows import row_multiple
-from qsample.contract import BATCH, INPUT_IDS, INPUT_LENGTHS, LENGTHS, LOGITS, ROW_MULTIPLE
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import BATCH, INPUT_IDS, INPUT_LENGTHS, LENGTHS, LOGITS, ROW_MULTIPLE
 from qsample.errors import CompileError
 from qsample.graph.edit import ancestors, initializer, insert, reads, reshape_target
 from qsample.graph.gqa import Slot, attentions, get_input, set_inputs
 from qsample.graph.join import append_sampler, choice_of_position, cut_at_logits, prepend
-from qsample.interface import Interface
 from qsample.sampler.guess import (
     LAST_AT,
     PADDED_AT,

@@ -12,11 +12,11 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
+from qsample.contract.arrays import Array
 from qsample.graph import gqa, moe
 from qsample.graph.edit import constant_value
 from qsample.graph.operators import is_contrib, is_matmul_nbits, pack_bits
 from qsample.graph.pieces import PIECE, Piece, PiecewiseTensor, read, readable
-from qsample.tensors import Array
 
 Shape = tuple[int, ...]
 _REPORT: Final = "qsample.quantization"

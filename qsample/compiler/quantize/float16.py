@@ -11,9 +11,9 @@ import onnx_ir as ir
 
 from qsample.compiler.quantize.blocks import QuantizationReport, report_quantization
 from qsample.compiler.quantize.weights import matrix_of
+from qsample.contract.arrays import Array
 from qsample.graph import moe
 from qsample.graph.edit import lazy_initializer, with_loop_bodies
-from qsample.tensors import Array
 
 
 def store_as_float16(model: ir.Model) -> bool:

@@ -23,12 +23,12 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.quantize.methods import Levels, WeightQuantization
-from qsample.contract import BATCH, CAPACITY, INPUT_IDS, INPUT_LENGTHS, SEQUENCE
+from qsample.contract.arrays import Array, sparse_zeros
+from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, INPUT_LENGTHS, SEQUENCE
 from qsample.disk.space import check_free
 from qsample.graph.edit import ancestors, reads
 from qsample.graph.evaluate import GraphPart, sizes
 from qsample.graph.operators import pack_bits
-from qsample.tensors import Array, sparse_zeros
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,11 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.divergence import logits_runner, sample, softmax
-from qsample.contract import LOGITS, retained_name
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import LOGITS, retained_name
 from qsample.graph.edit import initializer
 from qsample.graph.gqa import Slot, attentions, set_inputs
-from qsample.interface import Interface
-from qsample.tensors import Array
 
 # Room above the largest measured value. Larger values are clipped; the divergence shows whether that matters.
 _MARGIN: Final = 1.2

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from qsample.compiler.quantize.rounding import round_to_nearest
+from qsample.contract.arrays import Array
 from qsample.graph.operators import BLOCK_SIZES, pack_bits
-from qsample.tensors import Array
 
 _AT_ONCE: Final = 2**22  # weights that are looked at together
 _FIRST: Final = 4  # weights of a block that are looked at before all of it

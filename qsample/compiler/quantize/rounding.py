@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from qsample.tensors import Array
+from qsample.contract.arrays import Array
 
 _LANES: Final = 4  # weights that are moved together
 _MOVED: Final = np.complex128  # NumPy's only type of their size

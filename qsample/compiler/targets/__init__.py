@@ -16,9 +16,9 @@ from typing import Any
 
 from qsample.compiler.pipeline import Phase
 from qsample.compiler.plan import CompilePlan
-from qsample.contract import BATCH
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import BATCH
 from qsample.errors import CompileError, QsampleError
-from qsample.interface import Interface
 from qsample.ort.providers import check_available
 from qsample.ort.trusted_options import TARGETS
 

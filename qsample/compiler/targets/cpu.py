@@ -30,7 +30,7 @@ from qsample.compiler.publish import join_sampler, optimize_offline, place_optim
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.weights import keep_activations, round_activations
 from qsample.compiler.targets import Target
-from qsample.contract import STEPS_ONNXRUNTIME
+from qsample.contract.tensors import STEPS_ONNXRUNTIME
 from qsample.errors import CompileError, QsampleError
 from qsample.ort.providers import CPU, check_version
 

@@ -35,11 +35,11 @@ from qsample.compiler.pipeline import (
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.publish import RECORD, assigned_nodes, placement_of
 from qsample.compiler.targets import Target
-from qsample.contract import CAPACITY
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import CAPACITY
 from qsample.errors import CompileError, QsampleError
 from qsample.graph.edit import fix_axes
 from qsample.graph.join import append_sampler
-from qsample.interface import Interface
 from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, CUDA, open_session
 from qsample.sampler import build_sampler

@@ -36,12 +36,12 @@ from qsample.compiler.plan import CompilePlan
 from qsample.compiler.publish import RECORD, assigned_nodes, cut_weights, placement_of
 from qsample.compiler.quantize.weights import keep_activations
 from qsample.compiler.targets import Target
+from qsample.contract.interface import Interface
 from qsample.errors import CompileError, QsampleError
 from qsample.graph.edit import initializer, insert, replace_node
 from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.join import append_sampler
 from qsample.graph.operators import is_contrib
-from qsample.interface import Interface
 from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, ON_HOST, WEBGPU, open_session, plugin_devices
 from qsample.sampler import build_sampler

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
+from qsample.contract.arrays import Array
 from qsample.exporters.foreign.graph_file import refusal
 from qsample.exporters.foreign.interface import ForeignGraph, Layer, is_onnx_attention
 from qsample.exporters.foreign.original import Original, probes
@@ -21,7 +22,6 @@ from qsample.exporters.foreign.rows import PREFIX, Nodes, Rows
 from qsample.graph.edit import constant, initializer, producer
 from qsample.graph.gqa import OP_TYPE, Slot, get_input, set_inputs
 from qsample.graph.operators import CONTRIB_DOMAIN
-from qsample.tensors import Array
 
 _QUERY_SEQLENS: Final = 16
 _REFUSED: Final = {

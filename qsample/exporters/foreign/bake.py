@@ -16,9 +16,9 @@ from typing import Any, Final
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample import package
 from qsample.checkpoints.hub import HubOptions
-from qsample.destination import scratch_folder
+from qsample.contract.interface import Features, Interface
+from qsample.disk.destination import scratch_folder
 from qsample.errors import ParityError, QsampleError, printable
 from qsample.exporters import parity
 from qsample.exporters.foreign import attention
@@ -41,10 +41,10 @@ from qsample.exporters.foreign.rows import (
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
-from qsample.interface import Features, Interface
+from qsample.package import package
 from qsample.progress import Progress, Stage
+from qsample.request.checks import DEFAULT
 from qsample.timing import Meter, metered
-from qsample.values import DEFAULT
 
 # A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.

@@ -22,7 +22,7 @@ from qsample.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.graph_file import refusal
 from qsample.huggingface.configs import GENERATION_CONFIG_FILE
-from qsample.manifest import TokenIds
+from qsample.package.manifest import TokenIds
 from qsample.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from qsample.text.tokenizer import TOKENIZER_FILE
 

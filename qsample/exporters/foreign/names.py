@@ -16,17 +16,17 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE, retained_name
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
+from qsample.contract.tensors import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE, retained_name
 from qsample.exporters.foreign.graph_file import refusal
 from qsample.exporters.foreign.interface import IDS, ForeignGraph
 from qsample.exporters.foreign.opset import set_opset
 from qsample.exporters.foreign.rows import Rows
 from qsample.graph.edit import constant, initializer, reads
 from qsample.graph.evaluate import with_outputs, zeros
-from qsample.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
 from qsample.ort.providers import CPU
-from qsample.tensors import Array
 
 _IR_VERSION: Final = 10
 _AXES: Final = {"batch_size": "B", "sequence_length": "S"}

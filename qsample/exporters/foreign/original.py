@@ -13,13 +13,13 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from qsample.contract.arrays import Array
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.foreign.interface import FILLED, IDS, KEEP, LOGITS, MASK, POSITIONS, WRITE, ForeignGraph
 from qsample.exporters.parity import DECODE_STEPS, Reference, reference_lengths
 from qsample.graph.evaluate import with_outputs
 from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options
 from qsample.ort.providers import CPU
-from qsample.tensors import Array
 
 
 class Original:

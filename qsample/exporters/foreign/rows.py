@@ -15,14 +15,14 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract import INPUT_LENGTHS, LENGTHS, LOGITS, STATUS
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import INPUT_LENGTHS, LENGTHS, LOGITS, STATUS
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.graph_file import refusal
 from qsample.exporters.foreign.interface import IDS, MASK, POSITIONS, ForeignGraph
 from qsample.exporters.foreign.original import Original, probes
 from qsample.graph.edit import constant, initializer
 from qsample.graph.evaluate import inputs_of
-from qsample.tensors import Array
 
 PREFIX = "qsample."
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qsample.contract import ADAPTER, BATCH
-from qsample.interface import Interface, adapter_ids, adapter_names, ranks_axis
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface, adapter_ids, adapter_names, ranks_axis
+from qsample.contract.tensors import ADAPTER, BATCH
 from qsample.ort.buffers import Buffer
 from qsample.runtime.adapters import Adapter
-from qsample.tensors import Array
 
 _NOBODY = -1  # the number of no adapter
 _Ends = tuple[tuple[str, int], ...]

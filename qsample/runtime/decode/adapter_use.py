@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from qsample.contract.arrays import Array
 from qsample.runtime.adapters import Adapter
-from qsample.tensors import Array
 
 _BITS: Final = 32  # of a token
 _MOST_MARKS: Final = 1024  # adapters whose tokens are recognised; one that is forgotten gets a new mark

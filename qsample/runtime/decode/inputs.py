@@ -7,7 +7,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.contract import (
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import (
     BAD_WORD_LENGTH,
     BATCH,
     CANDIDATES,
@@ -21,10 +23,8 @@ from qsample.contract import (
     Axis,
     TensorSpec,
 )
-from qsample.interface import Interface
 from qsample.ort.buffers import Buffer
 from qsample.ort.rounding import RowCounts
-from qsample.tensors import Array
 
 _MASK: Final = np.uint64(0xFFFFFFFF)
 _HALF: Final = np.uint64(32)

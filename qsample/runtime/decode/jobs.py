@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from qsample.contract.arrays import Array
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode.stored_prefixes import Held
 from qsample.runtime.sequence import Sequence
-from qsample.tensors import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,17 @@ from typing import Final
 
 import numpy as np
 
-from qsample.contract import DRAFT_IDS, LENGTH, RUNNING, STOPPED
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import DRAFT_IDS, LENGTH, RUNNING, STOPPED
 from qsample.errors import QsampleError
 from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
+from qsample.request.checks import check_count
 from qsample.runtime.decode.jobs import Admission, Copy, Read, Save, Window, slot_of
 from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.decode.stored_prefixes import Held, StoredPrefixes
 from qsample.runtime.sequence import PrefixStats, Sequence
-from qsample.tensors import Array
-from qsample.values import check_count
 
 _CACHE_IS_VALID: Final = (STOPPED, LENGTH)
 _FLUSH_EVERY: Final = 4  # if a read waits for the device

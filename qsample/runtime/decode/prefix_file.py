@@ -22,16 +22,16 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY
-from qsample.destination import scratch_in
+from qsample.contract.arrays import DTYPES, Array
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import BATCH, CAPACITY
+from qsample.disk.destination import scratch_in
 from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.tensor_file import LENGTH_BYTES, NAMES, map_tensors
 from qsample.errors import PackageError
-from qsample.interface import Interface
 from qsample.ort.session import Sessions
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime.decode.prefixes import Pieces
-from qsample.tensors import DTYPES, Array
 
 TOKENS: Final = "tokens"
 _FORMAT: Final = "qsample.prefix.1"

@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
+from qsample.contract.arrays import Array
 from qsample.ort.session import Sessions
-from qsample.tensors import Array
 
 LATE: Final = 1024  # tokens
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from qsample.contract.arrays import Array
 from qsample.ort.rounding import RowCounts
 from qsample.ort.session import Sessions
 from qsample.runtime.decode.adapter_use import AdapterPlaces, Marks, extended, unmarked
@@ -26,7 +27,6 @@ from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Save, Windo
 from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix
 from qsample.runtime.decode.stored_prefixes import Held
 from qsample.runtime.sequence import Sequence
-from qsample.tensors import Array
 
 # The cost of a run without its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
 _RUN: Final = 4

@@ -15,7 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from qsample.contract import (
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import (
     ADJUSTED_LOGITS,
     BATCH,
     CAPACITY,
@@ -47,7 +48,6 @@ from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode.adapter_rows import AdapterRows
 from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, SearchedRows, uniforms
 from qsample.runtime.sequence import DraftStats
-from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
 _GUESSES: Final = [spec.name for spec in SPECULATION_INPUTS]

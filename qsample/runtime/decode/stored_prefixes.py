@@ -25,13 +25,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from qsample.contract.arrays import Array
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
-from qsample.package import Package
+from qsample.package.package import Package
+from qsample.request.checks import check_count
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of, write_prefix
 from qsample.runtime.decode.prefixes import Pieces, shared_prefix
-from qsample.tensors import Array
-from qsample.values import check_count
 
 DEFAULT_BYTES: Final = 8 << 30
 _NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors")

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample.compiler.passes.float_ids import ids_as_floats, own_constants
-from qsample.interface import Features, Interface
+from qsample.contract.interface import Features, Interface
 from qsample.sampler import build_sampler
 from qsample.sampler.tensor import BOOL, FLOAT, INT32, INT64, Tensor, branch, building, concat, op, top
 from tests.helpers.sampler_cases import PAD, opened, random_step

@@ -13,9 +13,9 @@ import pytest
 
 from qsample.compiler.passes.fusions import FUSION_PROVIDERS, fuse_operators, join_projections, replace_gemms
 from qsample.compiler.pipeline import apply, lean_phases
+from qsample.contract.arrays import Array
 from qsample.graph.edit import fix_axes, initializer, lazy_initializer
 from qsample.graph.operators import pack_bits
-from qsample.tensors import Array
 from tests.helpers.building import run_on
 from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
 

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample.compiler.passes.recurrences import branch_where_rows_begin
-from qsample.contract import LENGTH, RUNNING
+from qsample.contract.tensors import LENGTH, RUNNING
 
 Array = np.ndarray
 

@@ -14,11 +14,11 @@ import pytest
 
 from qsample.compiler.passes.rope import absorb_rope, fuse_rope
 from qsample.compiler.pipeline import apply, lean_phases
+from qsample.contract.arrays import Array
 from qsample.graph.edit import fix_axes, initializer
 from qsample.graph.gqa import Slot
 from qsample.graph.join import cut_at_logits
-from qsample.package import read_package
-from qsample.tensors import Array
+from qsample.package.package import read_package
 from tests.helpers.building import run_on
 from tests.helpers.small_graphs import results, small_graph
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from qsample.graph.runner import GraphRunner
-from qsample.package import Package, read_package
+from qsample.package.package import Package, read_package
 from qsample.runtime import load
 from tests.helpers.fake_graphs import GUESSING_CAPACITY as CAPACITY
 from tests.helpers.plain_host import PlainHost

@@ -13,8 +13,8 @@ from qsample.compiler.quantize import blocks as module
 from qsample.compiler.quantize.blocks import float_bytes, quantization_report
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.methods import WeightQuantization
+from qsample.contract.arrays import Array
 from qsample.graph import moe
-from qsample.tensors import Array
 from tests.helpers.mixtures import experts_reference
 
 EXPERTS, ROWS = 6, 40

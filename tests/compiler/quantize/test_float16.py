@@ -11,8 +11,8 @@ import pytest
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.graph.edit import initializer
-from qsample.models import PackagedModel
-from qsample.package import Package
+from qsample.models.model import PackagedModel
+from qsample.package.package import Package
 from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
 
 

@@ -14,9 +14,9 @@ from qsample import AutoModelForCausalLM
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize.gptq import _SHRINKS, Calibration, Wanted, calibrated_levels, gptq
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
+from qsample.contract.arrays import Array
 from qsample.errors import CompileError, PackageError
 from qsample.evaluation import evaluate
-from qsample.tensors import Array
 from tests.compiler.quantize.test_weights import levels
 from tests.helpers.small_graphs import small_graph
 

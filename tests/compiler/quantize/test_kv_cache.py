@@ -16,7 +16,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
-from qsample.package import Package, read_package
+from qsample.package.package import Package, read_package
 
 HEADS, KV_HEADS, SIZE, CAPACITY = 4, 2, 16, 24
 ATTENTION = f"""

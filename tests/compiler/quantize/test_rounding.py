@@ -14,10 +14,10 @@ from qsample.compiler.quantize import blocks as blocks_module
 from qsample.compiler.quantize.blocks import QuantizedWeight
 from qsample.compiler.quantize.methods import WeightQuantization, quantize_matrix
 from qsample.compiler.quantize.rounding import round_to_nearest
+from qsample.contract.arrays import Array
 from qsample.graph.edit import constant_value
 from qsample.graph.save import save_graph
 from qsample.graph.weights import JoinedTensor, StoredTensor
-from qsample.tensors import Array
 
 
 def by_onnxruntime(matrix: Array, bits: int, size: int) -> tuple[Array, Array]:

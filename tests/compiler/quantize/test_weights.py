@@ -21,7 +21,7 @@ from qsample.compiler.quantize.weights import check_quantized, head_products, qu
 from qsample.errors import CompileError
 from qsample.graph import edit
 from qsample.graph.edit import initializer
-from qsample.package import Package, read_package
+from qsample.package.package import Package, read_package
 from tests.helpers.small_graphs import loop_graph, normal, small_graph
 
 VOCAB, HIDDEN, ODD = 48, 64, 40

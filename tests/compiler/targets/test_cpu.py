@@ -12,7 +12,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import make_plan
 from qsample.compiler.targets.cpu import TARGET
 from qsample.graph.join import cut_at_logits
-from qsample.package import read_package
+from qsample.package.package import read_package
 from tests.helpers.building import build
 
 CAPACITY = 48

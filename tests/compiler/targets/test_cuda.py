@@ -26,15 +26,15 @@ from qsample.compiler.options import WEIGHT_BITS, CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize.blocks import quantization_report
 from qsample.compiler.targets.cuda import CudaTarget, capture_problems
+from qsample.contract.arrays import DTYPES
 from qsample.errors import CompileError
 from qsample.graph.edit import constant
 from qsample.graph.gqa import Slot
 from qsample.graph.join import cut_at_logits
 from qsample.graph.runner import GraphRunner
 from qsample.ort.session import check_interface
-from qsample.package import Package, read_package
+from qsample.package.package import Package, read_package
 from qsample.runtime import load
-from qsample.tensors import DTYPES
 from tests.helpers.building import build
 from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel

@@ -15,7 +15,7 @@ from qsample.compiler.plan import make_plan
 from qsample.compiler.quantize.blocks import quantization_report
 from qsample.compiler.targets.openvino import OpenVinoTarget
 from qsample.ort.providers import is_plugin, plugin_devices
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import load
 from tests.helpers.building import build
 from tests.helpers.sampling_cases import generate

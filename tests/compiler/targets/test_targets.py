@@ -13,9 +13,9 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.targets import Target, find_target, target_names
 from qsample.errors import CompileError, PackageError
-from qsample.models import PackagedModel
+from qsample.models.model import PackagedModel
 from qsample.ort.providers import available_providers
-from qsample.package import Package
+from qsample.package.package import Package
 from qsample.runtime import load
 from tests.helpers.fake_package import fake_package
 

@@ -15,7 +15,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.targets.webgpu import TARGET, host_shapes
 from qsample.errors import CompileError
-from qsample.package import read_package
+from qsample.package.package import read_package
 from qsample.runtime import load
 from tests.helpers.building import build
 

@@ -17,10 +17,10 @@ import pytest
 import qsample
 from qsample import AutoModelForCausalLM
 from qsample.cli import run
+from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.original import Original
-from qsample.interface import Features
-from qsample.models import ForeignModel, PackagedModel
+from qsample.models.model import ForeignModel, PackagedModel
 from tests.conftest import made_once
 from tests.helpers.foreign import read, recorded_tokens
 from tests.helpers.reference import philox_uniforms, reference_step

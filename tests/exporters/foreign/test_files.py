@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 
 import qsample
 from qsample.checkpoints.hub import HubOptions
+from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.files import Settings, decoders, locate, read_settings, without_links, write_files
-from qsample.interface import Features
-from qsample.manifest import TokenIds
+from qsample.package.manifest import TokenIds
 from tests.helpers.foreign import edited
 
 Decoder = Callable[[str], tuple[Path, str | None]]

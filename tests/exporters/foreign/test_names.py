@@ -9,13 +9,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.foreign.interface import ForeignGraph, Layer, Recurrence
 from qsample.exporters.foreign.names import interface_of, record_shapes, use_contract_names
 from qsample.exporters.foreign.rows import Rows
 from qsample.graph.edit import constant
 from qsample.graph.operators import OPSET
-from qsample.interface import Features, Interface, KeyValueShape, RecurrentShape
 
 INT64, FLOAT = ir.DataType.INT64, ir.DataType.FLOAT
 

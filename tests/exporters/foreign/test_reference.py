@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import qsample
+from qsample.contract.interface import Features
 from qsample.errors import ParityError
-from qsample.interface import Features
 
 Decoder = Callable[[str], tuple[Path, str | None]]
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "foreign_fixtures.py"

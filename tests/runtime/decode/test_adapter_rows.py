@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qsample.interface import AdapterTarget, Features, Interface, adapter_ids, adapter_names
+from qsample.contract.interface import AdapterTarget, Features, Interface, adapter_ids, adapter_names
 from qsample.ort.buffers import Buffer
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode.adapter_rows import AdapterRows

@@ -9,9 +9,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.contract import CANDIDATES, NOISE_STREAMS
+from qsample.contract.interface import Features, Interface
+from qsample.contract.tensors import CANDIDATES, NOISE_STREAMS
 from qsample.exporters.portable import build_initial_state
-from qsample.interface import Features, Interface
 from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode.inputs import PromptInputs, SearchedRows, uniforms
 from tests.helpers.reference import philox4x32, philox_uniforms

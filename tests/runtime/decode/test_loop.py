@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import INVALID_LOGITS, RUNNING, STATUS_NAMES, STOPPED
+from qsample.contract.tensors import INVALID_LOGITS, RUNNING, STATUS_NAMES, STOPPED
 from qsample.errors import QsampleError
 from qsample.ort.rounding import RowCounts
 from qsample.runtime import CausalLM, SamplingParams

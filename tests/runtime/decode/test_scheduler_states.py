@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from qsample.interface import Features
+from qsample.contract.interface import Features
 from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode.jobs import Admission, Copy, Read, Save
 from qsample.runtime.decode.prefixes import Pieces

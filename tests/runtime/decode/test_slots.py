@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import BATCH, RUNNING, STOPPED
-from qsample.contract import CAPACITY as ROW_CAPACITY
+from qsample.contract.tensors import BATCH, RUNNING, STOPPED
+from qsample.contract.tensors import CAPACITY as ROW_CAPACITY
 from qsample.ort.buffers import Buffer, copy_on_device
 from qsample.ort.rounding import RowCounts
 from qsample.runtime import CausalLM, SamplingParams, load

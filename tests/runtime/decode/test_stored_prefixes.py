@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import BATCH, CAPACITY
+from qsample.contract.arrays import DTYPES
+from qsample.contract.tensors import BATCH, CAPACITY
 from qsample.errors import PackageError
 from qsample.runtime import CausalLM, Engine, RequestOutput, SamplingParams, load
 from qsample.runtime.decode import stored_prefixes
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of
 from qsample.runtime.decode.stored_prefixes import StoredPrefixes
-from qsample.tensors import DTYPES
 
 PIECE = 16
 CTX_LEN = 256

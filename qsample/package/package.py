@@ -18,15 +18,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from qsample.destination import scratch_in
+from qsample.contract.interface import Features, Interface
+from qsample.disk.destination import scratch_in
 from qsample.disk.publish import flush, publish
 from qsample.disk.scratch import outside_scratch
 from qsample.disk.source_files import SourceFiles, Version, version_of
 from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.untrusted import leads_out, read_json, read_text, referenced_files
 from qsample.errors import PackageError, QsampleError
-from qsample.interface import Features, Interface
-from qsample.manifest import (
+from qsample.package.manifest import (
     MANIFEST_NAME,
     MODEL_PACKAGE_NAME,
     Compilation,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.values import check_count, checked_timeout, is_integer, is_number
+from qsample.request.checks import check_count, checked_timeout, is_integer, is_number
 
 
 @pytest.mark.parametrize("value", [0, 5, 10**400, np.int32(7)])

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from qsample import cache
-from qsample import package as package_module
-from qsample.cache import LIMIT_VARIABLE, Recipe, entries, open_cached
 from qsample.checkpoints.hub import HubOptions
 from qsample.checkpoints.source import CheckpointSource, identity_of
 from qsample.errors import PackageError, QsampleError
-from qsample.package import Package
+from qsample.models import cache
+from qsample.models.cache import LIMIT_VARIABLE, Recipe, entries, open_cached
+from qsample.package import package as package_module
+from qsample.package.package import Package
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Opens an entry that is copied from argv[1]. It says where it is, and goes on after each line that it reads.
 PROCESS = """
 import shutil, sys
 from pathlib import Path
-from qsample.cache import Recipe, open_cached
+from qsample.models.cache import Recipe, open_cached
 
 def reached(place):
     print(place, flush=True)

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from qsample.tensors import DTYPES, OF_ONNXRUNTIME, sparse_zeros
+from qsample.contract.arrays import DTYPES, OF_ONNXRUNTIME, sparse_zeros
 from tests.helpers.memory import resident
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from qsample.interface import Features
-from qsample.package import MANIFEST_NAME, Compilation, Manifest, Package, PackageError, read_package
+from qsample.contract.interface import Features
+from qsample.package.package import MANIFEST_NAME, Compilation, Manifest, Package, PackageError, read_package
 from tests.helpers.small_packages import INTERFACE, manifest, write
 
 

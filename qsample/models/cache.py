@@ -22,15 +22,15 @@ from pathlib import Path
 from time import sleep
 from typing import Any, Final
 
-from qsample.destination import scratch_in
+from qsample.disk.destination import scratch_in
 from qsample.disk.locks import is_at, lock, release, taken_lock, waited_lock
 from qsample.disk.space import full_disk_named
 from qsample.errors import PackageError, QsampleError
-from qsample.manifest import MANIFEST_NAME, Manifest
-from qsample.package import Package, read_package, sha256_of
+from qsample.package.manifest import MANIFEST_NAME, Manifest
+from qsample.package.package import Package, read_package, sha256_of
 from qsample.progress import Progress, Stage, unreported
 
-PACKAGE_ROOT: Final = Path(__file__).resolve().parent
+PACKAGE_ROOT: Final = Path(__file__).resolve().parent.parent
 CACHE_VARIABLE: Final = "QSAMPLE_CACHE"
 LIMIT_VARIABLE: Final = "QSAMPLE_CACHE_LIMIT"
 DEFAULT_LIMIT: Final = 50 * 10**9  # bytes

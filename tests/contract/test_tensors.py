@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.fake_package import compilation, fake_package
 from tests.helpers.plain_host import PlainHost, State
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "contract.md").read_text("utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text("utf-8")
 T = 48
 LONG, SHORT = (np.random.default_rng(n).integers(4, 260, n).tolist() for n in (12, 7))
 DRAWN = {"temperature": [0.9], "repetition_penalty": [1.5], "frequency_penalty": [0.5]}

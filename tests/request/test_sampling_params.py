@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import EXTRA_PARAMETERS
+from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.errors import ArgumentError
-from qsample.sampling_params import DEFAULT_NEW_TOKENS, SamplingParams, layered
+from qsample.request.sampling_params import DEFAULT_NEW_TOKENS, SamplingParams, layered
 
 
 def test_defaults_sample_from_the_models_own_distribution() -> None:
@@ -212,7 +212,7 @@ def test_no_room_for_a_token() -> None:
 
 def test_it_needs_the_standard_library_only() -> None:
     program = (
-        "import sys; before = set(sys.modules); import qsample.sampling_params, qsample.package, json\n"
+        "import sys; before = set(sys.modules); import qsample.request.sampling_params, qsample.package.package, json\n"
         "loaded = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "print(json.dumps(sorted(loaded - set(sys.stdlib_module_names))))"
     )
@@ -422,7 +422,7 @@ def test_transformers_own_objects_and_defaults() -> None:
 def test_every_field_of_transformers_is_known_or_harmless() -> None:
     """A new sampling field of transformers must not be ignored: this list is all that is, and why."""
     transformers = pytest.importorskip("transformers")
-    from qsample import sampling_params as module
+    from qsample.request import sampling_params as module
 
     harmless_without_beams = {"early_stopping", "length_penalty"}
     same_distribution = {"renormalize_logits", "use_mtp"}

@@ -13,9 +13,9 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
+from qsample.contract.interface import Features
 from qsample.errors import CompileError, PackageError, QsampleError
-from qsample.interface import Features
-from qsample.models import CheckpointModel, PackagedModel
+from qsample.models.model import CheckpointModel, PackagedModel
 from tests.helpers.fake_package import fake_package
 from tests.helpers.tiny_models import save_checkpoint
 

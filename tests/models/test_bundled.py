@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from qsample.package import read_package
+from qsample.package.package import read_package
 from tests.conftest import made_once
 from tests.helpers.command_line import qsample
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.ci

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from qsample import AutoModelForCausalLM
-from qsample.bundle import bundle, package_in
 from qsample.errors import PackageError
-from qsample.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME
+from qsample.ort.model_package import bundle, package_in
+from qsample.package.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME
 from qsample.runtime import load
 
 

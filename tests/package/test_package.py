@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from qsample import package as package_module
 from qsample.disk import publish as publish_module
 from qsample.disk.scratch import NEW
 from qsample.errors import QsampleError
-from qsample.manifest import MODEL_PACKAGE_NAME
-from qsample.package import (
+from qsample.package import package as package_module
+from qsample.package.manifest import MODEL_PACKAGE_NAME
+from qsample.package.package import (
     MANIFEST_NAME,
     Package,
     PackageError,
@@ -152,7 +152,7 @@ def test_a_failed_or_interrupted_write_leaves_nothing(error: BaseException, tmp_
 
 
 def test_interrupted_while_hashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qsample.package.sha256_of", lambda path: throw(KeyboardInterrupt()))
+    monkeypatch.setattr("qsample.package.package.sha256_of", lambda path: throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "package")
     assert os.listdir(tmp_path) == []

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.destination import scratch_in
+from qsample.disk.destination import scratch_in
 from qsample.disk.publish import publish
 from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.untrusted import problem_of_name, read_json
 from qsample.errors import PackageError, shown
-from qsample.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME, model_package
-from qsample.package import Package, read_package
+from qsample.package.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME, model_package
+from qsample.package.package import Package, read_package
 
 PORTABLE: Final = "portable"
 _LARGEST: Final = 1 << 20

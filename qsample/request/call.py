@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qsample.sampling_params import SamplingParams
+from qsample.request.sampling_params import SamplingParams
 from qsample.text.chat import ChatOptions
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 from qsample.progress import Progress
 
 if TYPE_CHECKING:
-    from qsample.models import PackagedModel
+    from qsample.models.model import PackagedModel
 
-TINY_LM: Final = Path(__file__).resolve().parent / "assets" / "tiny_lm"
+TINY_LM: Final = Path(__file__).resolve().parent.parent / "assets" / "tiny_lm"
 
 
 def bundled_model(
@@ -23,8 +23,8 @@ def bundled_model(
         progress: called with a stage's name and the fraction done, in [0, 1].
         for_serving: with all that a server's requests may ask for.
     """
-    from qsample.auto_model import AutoModelForCausalLM
-    from qsample.models import CheckpointModel
+    from qsample.models.auto_model import AutoModelForCausalLM
+    from qsample.models.model import CheckpointModel
 
     model = AutoModelForCausalLM.from_pretrained(
         TINY_LM, local_files_only=True, provider=provider, for_serving=for_serving

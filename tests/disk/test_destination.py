@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qsample.destination import scratch_folder
+from qsample.disk.destination import scratch_folder
 from qsample.errors import PackageError
 
 

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from qsample.contract import CONTRACT_VERSION, CONTRACT_VERSIONS
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import CONTRACT_VERSION, CONTRACT_VERSIONS
 from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name
 from qsample.errors import PackageError
-from qsample.interface import Interface
 from qsample.timing import StageCost
-from qsample.values import FULL
 
 MANIFEST_NAME: Final = "qsample.json"
 MODEL_PACKAGE_NAME: Final = "manifest.json"
@@ -78,7 +77,7 @@ class Compilation:
     self_test: Mapping[str, int]
     provider_options: Mapping[str, str] = field(default_factory=dict)
     quantization: Mapping[str, Any] | None = None
-    verify: str = FULL  # of packages that are older than the choice
+    verify: str = "full"  # of packages that are older than the choice
     least_onnxruntime: str | None = None
 
 

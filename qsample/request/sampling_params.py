@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, NamedTuple, NoReturn
 
-from qsample.contract import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
+from qsample.contract.tensors import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
 from qsample.errors import ArgumentError, Refusal, shown, unknown, without_refused
-from qsample.values import is_integer, is_number, plain
+from qsample.request.checks import is_integer, is_number, plain
 
 DEFAULT_NEW_TOKENS: Final = 256  # if neither the model nor the caller says how much to generate
 HF_DEFAULT_TOP_K: Final = 50  # transformers samples with it if top_k is not set

@@ -13,18 +13,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from qsample.bundle import package_in
 from qsample.checkpoints.hub import ADAPTER, HubOptions, check_exists
 from qsample.checkpoints.source import CheckpointSource, DecoderSource
-from qsample.contract import HUGGING_FACE
+from qsample.contract.interface import DEFAULT_LORA_RANK, Features
+from qsample.contract.tensors import HUGGING_FACE
 from qsample.errors import QsampleError
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
 from qsample.huggingface.keywords import check_from_pretrained
-from qsample.interface import DEFAULT_LORA_RANK, Features
-from qsample.models import CheckpointModel, ForeignModel, PackagedModel, bake_installed
-from qsample.package import MANIFEST_NAME, check_features, read_package
+from qsample.models.model import CheckpointModel, ForeignModel, PackagedModel, bake_installed
+from qsample.ort.model_package import package_in
+from qsample.package.package import MANIFEST_NAME, check_features, read_package
 from qsample.progress import Progress
-from qsample.values import DEFAULT
+from qsample.request.checks import DEFAULT
 
 if TYPE_CHECKING:
     from qsample.exporters.foreign.describe import Description

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from qsample.contract import (
+from qsample.contract.tensors import (
     ADAPTER,
     ADAPTER_RANKS,
     ADJUSTED_LOGITS,

@@ -1,0 +1,1 @@
+"""Models with the same verbs, whatever they come from: checkpoints, decoder files, packages."""

@@ -1,0 +1,1 @@
+"""A package on disk: its metadata, reading it verified, writing it whole."""
