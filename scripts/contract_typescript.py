@@ -58,7 +58,7 @@ def _numbers() -> dict[str, Any]:
     """The fields of SamplingParams that are numbers, by the caller's name."""
     numbers = {}
     for entry in fields(SamplingParams):
-        limits = entry.metadata["limits"]
+        limits = entry.metadata.get("limits")
         if limits is not None and entry.name not in _NOT_NUMBERS:
             numbers[camel(entry.name)] = {
                 "name": entry.name,

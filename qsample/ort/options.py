@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import onnxruntime as ort
 
-from qsample.errors import shown
-from qsample.request.checks import check_count
+from qsample.request.checks import check_fields, checked, flag, integer, refuse
 
 FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph in bytes
 # Kernels make no copies of the weights in a layout of their own: those of a session that runs seldom, or never.
@@ -28,6 +28,14 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 _SHARES_OF_HYBRIDS: Final = 4  # on processors with cores of two kinds, ONNX Runtime cuts work into so many a thread
 
 
+def _texts(name: str, given: Any) -> dict[str, str]:
+    if not isinstance(given, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, str | int | float) for key, value in given.items()
+    ):
+        refuse(name, given, "a mapping of names to texts or numbers")
+    return {key: str(value) for key, value in given.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
     """How ONNX Runtime runs.
@@ -39,17 +47,13 @@ class SessionOptions:
         batch_invariant: rows get the same last bits in any batch; see `ort.rounding`. False takes what is fastest.
     """
 
-    intra_op_num_threads: int | None = None
-    provider_options: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, str] = field(default_factory=dict)
-    batch_invariant: bool = True
+    intra_op_num_threads: int | None = integer(None, 1, math.inf, "an integer >= 1, or None")
+    provider_options: Mapping[str, str] = checked(factory=dict, check=_texts)
+    config: Mapping[str, str] = checked(factory=dict, check=lambda _, given: _texts("session_config", given))
+    batch_invariant: bool = flag(True)
 
     def __post_init__(self) -> None:
-        check_count("intra_op_num_threads", self.intra_op_num_threads)
-        object.__setattr__(self, "provider_options", _texts("provider_options", self.provider_options))
-        object.__setattr__(self, "config", _texts("session_config", self.config))
-        if not isinstance(self.batch_invariant, bool):
-            raise ValueError(f"batch_invariant is {shown(self.batch_invariant)}; give True or False")
+        check_fields(self)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -57,14 +61,6 @@ class SessionOptions:
         threads, own = self.intra_op_num_threads, dict(self.provider_options)
         named = {"intra_op_num_threads": threads, "provider_options": own, "session_config": dict(self.config)}
         return {**named, "batch_invariant": self.batch_invariant}
-
-
-def _texts(name: str, given: Any) -> dict[str, str]:
-    if not isinstance(given, Mapping) or not all(
-        isinstance(key, str) and isinstance(value, str | int | float) for key, value in given.items()
-    ):
-        raise ValueError(f"{name} is {shown(given)}; give a mapping of names to texts or numbers")
-    return {key: str(value) for key, value in given.items()}
 
 
 def session_options(

@@ -1,13 +1,16 @@
-"""Single values that a caller gave, checked: each is returned as qsample keeps it, or a ValueError names it, the given
-value and the accepted ones. Needs the standard library only.
+"""Values that a caller gave, checked: each is returned as qsample keeps it, or a ValueError names it, the given value
+and what is accepted. `number`, `integer`, `choice`, `flag` and `checked` are fields of dataclasses for `check_fields`.
+Needs the standard library only.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, field, fields
 from numbers import Integral, Real
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, NamedTuple, NoReturn, TypeGuard
 
 from qsample.errors import ArgumentError, shown
 
@@ -55,3 +58,102 @@ def checked_timeout(timeout: Any) -> float | None:
 def plain(value: Any) -> Any:
     """A value that compares with others: an array, which compares number by number, as a list."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
+
+
+class Limits(NamedTuple):
+    """The numbers that a field accepts; hosts in other languages get them from here. accepted: the same in words."""
+
+    least: float
+    most: float
+    accepted: str
+    kind: type
+
+
+def number(default: Any, least: float, most: float, accepted: str, *, optional: bool = False, **metadata: Any) -> Any:
+    """A field for a number from `least` to `most`.
+
+    Args:
+        default: kept as it is, whatever the limits.
+        accepted: the limits in words, the object of "give".
+        optional: accept None, too, which a default of None does by itself.
+        metadata: of the field, for its doors: the help of a flag, for example.
+    """
+    return _ranged(default, Limits(least, most, accepted, float), is_number, optional, metadata)
+
+
+def integer(default: Any, least: int, most: float, accepted: str, *, optional: bool = False, **metadata: Any) -> Any:
+    """A field for an integer from `least` to `most`; see `number`."""
+    return _ranged(default, Limits(least, most, accepted, int), is_integer, optional, metadata)
+
+
+def _ranged(default: Any, limits: Limits, is_valid: Callable[..., bool], optional: bool, metadata: Any) -> Any:
+    def check(name: str, value: Any) -> Any:
+        if optional and value is None:
+            return None
+        return limits.kind(value) if is_valid(value, *limits[:2]) else refuse(name, value, limits.accepted)
+
+    return checked(default, check, limits=limits, **metadata)
+
+
+def choice(default: Any, choices: Collection[Any], *, optional: bool = False, **metadata: Any) -> Any:
+    """A field for one of `choices`; see `number`."""
+    listed = ", ".join(map(str, choices)) + (", or None" if optional or default is None else "")
+
+    def check(name: str, value: Any) -> Any:
+        # Of equal values of other types, such as True and 1, none is a choice; compared first, as a list has no hash.
+        if (optional and value is None) or any(type(value) is type(item) and value == item for item in choices):
+            return value
+        raise ArgumentError(f"{name} is {shown(value)}; choose one of {listed}", name)
+
+    return checked(default, check, choices=choices, **metadata)
+
+
+def flag(default: bool | None, **metadata: Any) -> Any:
+    """A field for True or False, and None if that is the default."""
+
+    def check(name: str, value: Any) -> Any:
+        return value if isinstance(value, bool) else refuse(name, value, "True or False")
+
+    return checked(default, check, **metadata)
+
+
+def checked(
+    default: Any = MISSING,
+    check: Callable[[str, Any], Any] | None = None,
+    *,
+    factory: Any = MISSING,
+    hashed: bool | None = None,
+    **metadata: Any,
+) -> Any:
+    """A field that keeps the default, or the result of `check(name, value)` for another value.
+
+    Args:
+        check: raises ValueError; see `refuse`. None = every value is accepted.
+        factory: makes the default, in place of `default`.
+        hashed: whether the value counts for equality's hash; None = as equality does.
+        metadata: of the field.
+    """
+    metadata["check"] = check
+    return field(default=default, default_factory=factory, hash=hashed, metadata=metadata)
+
+
+def refuse(name: str, value: Any, accepted: str) -> NoReturn:
+    """Raise ArgumentError. name: of the field; details may follow, after a space. accepted: the object of "give"."""
+    raise ArgumentError(f"{name} is {shown(value)}; give {accepted}", name.partition(" ")[0])
+
+
+def check_fields(options: Any, error: type[Exception] | None = None) -> None:
+    """Check the fields of a dataclass, from its `__post_init__`, and keep the results of their checks.
+
+    error: raised with the message in place of ArgumentError; None = ArgumentError.
+    """
+    for entry in fields(options):
+        value, check = getattr(options, entry.name), entry.metadata.get("check")
+        if check is None or value is entry.default:
+            continue
+        try:
+            object.__setattr__(options, entry.name, check(entry.name, value))
+        except ArgumentError as refused:
+            if error is None:
+                raise
+            raise error(str(refused)) from None

@@ -7,13 +7,13 @@ Names and meanings are Hugging Face's. The effect of each value on the logits is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, NamedTuple, NoReturn
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 from qsample.contract.tensors import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
 from qsample.errors import ArgumentError, Refusal, shown, unknown, without_refused
-from qsample.request.checks import is_integer, is_number, plain
+from qsample.request.checks import check_fields, checked, integer, is_integer, is_number, number, plain, refuse
 
 DEFAULT_NEW_TOKENS: Final = 256  # if neither the model nor the caller says how much to generate
 HF_DEFAULT_TOP_K: Final = 50  # transformers samples with it if top_k is not set
@@ -63,47 +63,12 @@ _ONLY_IF_SAMPLING: Final = ("top_h",)  # transformers ignores these in a greedy 
 _TOTALS: Final = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 
 
-class Limits(NamedTuple):
-    """The numbers that a field takes; hosts in other languages get them from here. accepted: the same in words."""
-
-    least: float
-    most: float
-    accepted: str
-    kind: type
-
-
-def _number(
-    default: Any, least: float, most: float, accepted: str, is_valid: Any = is_number, kind: type = float
-) -> Any:
-    """A field for a number from `least` to `most`. accepted: the limits in words."""
-
-    def check(name: str, value: Any) -> Any:
-        return kind(value) if is_valid(value, least, most) else _refuse(name, value, accepted)
-
-    return _checked(default, check, limits=Limits(least, most, accepted, kind))
-
-
-def _integer(default: Any, least: int, most: int, accepted: str) -> Any:
-    return _number(default, least, most, accepted, is_integer, int)
-
-
-def _checked(
-    default: Any, check: Callable[[str, Any], Any], *, hashed: bool = True, limits: Limits | None = None
-) -> Any:
-    """A field that keeps the default, or the result of `check(name, value)` for another value."""
-    return field(default=default, hash=hashed, metadata={"check": check, "limits": limits})
-
-
-def _refuse(name: str, value: Any, accepted: str) -> NoReturn:
-    raise ArgumentError(f"{name} is {shown(value)}; give {accepted}", name.partition(" ")[0])
-
-
 def _mirostat(name: str, value: Any) -> int:
-    return int(value) if is_integer(value) and value in (0, 2) else _refuse(name, value, "0 (off) or 2 (Mirostat 2.0)")
+    return int(value) if is_integer(value) and value in (0, 2) else refuse(name, value, "0 (off) or 2 (Mirostat 2.0)")
 
 
 def _token_id(name: str, value: Any, accepted: str) -> int:
-    return int(value) if is_integer(value, 0, INT32_MAX) else _refuse(name, value, accepted)
+    return int(value) if is_integer(value, 0, INT32_MAX) else refuse(name, value, accepted)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -120,39 +85,39 @@ def _ids_or_texts(name: str, value: Any) -> tuple[int | str, ...] | None:
 
 def _texts(name: str, value: Any) -> tuple[str, ...] | None:
     items = _items(name, value, accepted := f"a list of texts of 1 to {LONGEST_TEXT} characters, or None")
-    return tuple(dict.fromkeys(items)) or None if all(map(_is_text, items)) else _refuse(name, value, accepted)
+    return tuple(dict.fromkeys(items)) or None if all(map(_is_text, items)) else refuse(name, value, accepted)
 
 
 def _id_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...] | None:
     accepted = f"a list of lists of 1 to {LONGEST_MATCH} token ids, or None"
     sequences = [_items(name, item, accepted) for item in _items(name, value, accepted)]
     if not all(1 <= len(sequence) <= LONGEST_MATCH for sequence in sequences):
-        _refuse(name, value, accepted)
+        refuse(name, value, accepted)
     checked = (tuple(_token_id(name, item, accepted) for item in sequence) for sequence in sequences)
     return tuple(dict.fromkeys(checked)) or None
 
 
 def _bias(name: str, value: Any) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
-        _refuse(name, value, "a mapping of token ids to numbers, or None")
+        refuse(name, value, "a mapping of token ids to numbers, or None")
     checked = {}
     for token, amount in value.items():
         token = _token_id(f"{name} (token id)", token, "an integer >= 0")
         if not is_number(amount, -FLOAT32_MAX, FLOAT32_MAX) and amount != -math.inf:
-            _refuse(f"{name} of token {token}", amount, "a finite number, or -inf to forbid the token")
+            refuse(f"{name} of token {token}", amount, "a finite number, or -inf to forbid the token")
         checked[token] = float(amount)
     return checked or None
 
 
 def _name(name: str, value: Any) -> str | None:
     if value is not None and not (isinstance(value, str) and value):
-        _refuse(name, value, "the name of a loaded adapter, or None")
+        refuse(name, value, "the name of a loaded adapter, or None")
     return value
 
 
 def _items(name: str, value: Any, accepted: str) -> list[Any]:
     """The items of a list, a tuple or an array."""
-    return [plain(item) for item in value] if _is_list(value) else _refuse(name, value, accepted)
+    return [plain(item) for item in value] if _is_list(value) else refuse(name, value, accepted)
 
 
 def _is_list(value: Any) -> bool:
@@ -214,50 +179,47 @@ class SamplingParams:
     >>> SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=64, seed=1)
     """
 
-    temperature: float = _number(1.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = greedy)")
-    top_k: int = _integer(0, 0, INT32_MAX, "an integer >= 0 (0 = off)")
-    top_p: float = _number(1.0, SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)")
-    min_p: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
-    repetition_penalty: float = _number(1.0, 1 / _STRONGEST, _STRONGEST, "a number from 1e-6 to 1e6 (1 = off)")
-    presence_penalty: float = _number(0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)")
-    frequency_penalty: float = _number(0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)")
-    min_length: int = _integer(0, 0, INT32_MAX, "an integer >= 0")
-    min_new_tokens: int | None = _integer(None, 0, INT32_MAX, "an integer >= 0, or None")
-    max_length: int | None = _integer(None, 1, INT32_MAX, "an integer >= 1, or None")
-    max_new_tokens: int | None = _integer(None, 1, INT32_MAX, "an integer >= 1, or None")
-    eos_token_id: tuple[int, ...] | None = _checked(None, _token_ids)
-    seed: int | None = _integer(None, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh seed")
-    logit_bias: Mapping[int, float] | None = _checked(None, _bias, hashed=False)
-    adapter: str | None = _checked(None, _name)
-    prompt_lookup_num_tokens: int = _integer(
+    temperature: float = number(1.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = greedy)")
+    top_k: int = integer(0, 0, INT32_MAX, "an integer >= 0 (0 = off)")
+    top_p: float = number(1.0, SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)")
+    min_p: float = number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    repetition_penalty: float = number(1.0, 1 / _STRONGEST, _STRONGEST, "a number from 1e-6 to 1e6 (1 = off)")
+    presence_penalty: float = number(0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)")
+    frequency_penalty: float = number(0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)")
+    min_length: int = integer(0, 0, INT32_MAX, "an integer >= 0")
+    min_new_tokens: int | None = integer(None, 0, INT32_MAX, "an integer >= 0, or None")
+    max_length: int | None = integer(None, 1, INT32_MAX, "an integer >= 1, or None")
+    max_new_tokens: int | None = integer(None, 1, INT32_MAX, "an integer >= 1, or None")
+    eos_token_id: tuple[int, ...] | None = checked(None, _token_ids)
+    seed: int | None = integer(None, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh seed")
+    logit_bias: Mapping[int, float] | None = checked(None, _bias, hashed=False)
+    adapter: str | None = checked(None, _name)
+    prompt_lookup_num_tokens: int = integer(
         0, 0, MOST_SPECULATIVE_TOKENS, f"an integer from 0 to {MOST_SPECULATIVE_TOKENS} (0 = off)"
     )
-    typical_p: float = _number(1.0, _TINY, 1, "a number > 0 and <= 1 (1 = off)")
-    top_a: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
-    epsilon_cutoff: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
-    eta_cutoff: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
-    top_n_sigma: float = _number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
-    xtc_probability: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
-    xtc_threshold: float = _number(0.1, 0, 1, "a number from 0 to 1 (above 0.5 = off)")
-    dry_multiplier: float = _number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
-    dry_base: float = _number(1.75, 1, FLOAT32_MAX, "a finite number >= 1")
-    dry_allowed_length: int = _integer(2, 1, INT32_MAX, "an integer >= 1")
-    dry_penalty_last_n: int = _integer(-1, -1, INT32_MAX, "an integer >= -1 (-1 = all tokens, 0 = off)")
-    dry_sequence_breakers: tuple[int | str, ...] | None = _checked(None, _ids_or_texts)
-    no_repeat_ngram_size: int = _integer(0, 0, LONGEST_MATCH + 1, "an integer from 0 to 65 (0 = off)")
-    bad_words_ids: tuple[tuple[int, ...], ...] | None = _checked(None, _id_sequences)
-    bad_words: tuple[str, ...] | None = _checked(None, _texts)
-    dynatemp_range: float = _number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
-    dynatemp_exponent: float = _number(1.0, 0, FLOAT32_MAX, "a finite number >= 0")
-    mirostat: int = _checked(0, _mirostat)
-    mirostat_tau: float = _number(5.0, _TINY, FLOAT32_MAX, "a finite number > 0")
-    mirostat_eta: float = _number(0.1, 0, FLOAT32_MAX, "a finite number >= 0")
+    typical_p: float = number(1.0, _TINY, 1, "a number > 0 and <= 1 (1 = off)")
+    top_a: float = number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    epsilon_cutoff: float = number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    eta_cutoff: float = number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    top_n_sigma: float = number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
+    xtc_probability: float = number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    xtc_threshold: float = number(0.1, 0, 1, "a number from 0 to 1 (above 0.5 = off)")
+    dry_multiplier: float = number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
+    dry_base: float = number(1.75, 1, FLOAT32_MAX, "a finite number >= 1")
+    dry_allowed_length: int = integer(2, 1, INT32_MAX, "an integer >= 1")
+    dry_penalty_last_n: int = integer(-1, -1, INT32_MAX, "an integer >= -1 (-1 = all tokens, 0 = off)")
+    dry_sequence_breakers: tuple[int | str, ...] | None = checked(None, _ids_or_texts)
+    no_repeat_ngram_size: int = integer(0, 0, LONGEST_MATCH + 1, "an integer from 0 to 65 (0 = off)")
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = checked(None, _id_sequences)
+    bad_words: tuple[str, ...] | None = checked(None, _texts)
+    dynatemp_range: float = number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
+    dynatemp_exponent: float = number(1.0, 0, FLOAT32_MAX, "a finite number >= 0")
+    mirostat: int = checked(0, _mirostat)
+    mirostat_tau: float = number(5.0, _TINY, FLOAT32_MAX, "a finite number > 0")
+    mirostat_eta: float = number(0.1, 0, FLOAT32_MAX, "a finite number >= 0")
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if value is not entry.default:
-                object.__setattr__(self, entry.name, entry.metadata["check"](entry.name, value))
+        check_fields(self)
         least, most = self.min_new_tokens, self.max_new_tokens
         if least is not None and most is not None and least > most:
             raise ArgumentError(f"min_new_tokens is {least}, more than max_new_tokens ({most})", "min_new_tokens")

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from qsample.request.checks import check_count, checked_timeout, is_integer, is_number
+from qsample.errors import ArgumentError, CompileError
+from qsample.request.checks import (
+    check_count,
+    check_fields,
+    checked,
+    checked_timeout,
+    choice,
+    flag,
+    integer,
+    is_integer,
+    is_number,
+    number,
+    refuse,
+)
 
 
 @pytest.mark.parametrize("value", [0, 5, 10**400, np.int32(7)])
@@ -51,3 +65,60 @@ def test_timeouts() -> None:
     for value in (True, "1", float("nan")):
         with pytest.raises(ValueError, match=r"timeout is .*; give seconds, or None to wait as long as it takes"):
             checked_timeout(value)
+
+
+def _text(name: str, value: Any) -> str:
+    return str(value) if isinstance(value, str | int) else refuse(name, value, "a text")
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    rows: int | None = integer(None, 1, 5, "1 to 5, or None")
+    share: float | None = number(0.5, 0, 1, "a number from 0 to 1, or None", optional=True)
+    bits: int = choice(4, (4, 8))
+    kind: str | None = choice(None, ["a", "b"])
+    fast: bool = flag(True)
+    names: Any = checked(factory=dict)
+    text: str = checked("", _text, help="for a door")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass
+class _Bits:
+    bits: int = choice(4, (4, 8))
+
+    def __post_init__(self) -> None:
+        check_fields(self, CompileError)
+
+
+def test_fields_keep_the_default_or_what_their_check_returns() -> None:
+    assert _Options() == _Options(None, 0.5, 4, None, True, {}, "")
+    options = _Options(np.int64(3), None, 8, "b", False, {"x": 1}, 7)  # type: ignore[arg-type]
+    assert options == _Options(3, None, 8, "b", False, {"x": 1}, "7")
+    assert type(options.rows) is int
+    assert _Options.__dataclass_fields__["text"].metadata["help"] == "for a door"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rows": 6}, r"rows is 6; give 1 to 5, or None"),
+        ({"share": True}, r"share is True; give a number from 0 to 1, or None"),
+        ({"bits": 4.0}, r"bits is 4\.0; choose one of 4, 8$"),
+        ({"bits": None}, r"bits is None; choose one of 4, 8$"),
+        ({"kind": ["a"]}, r"kind is \['a'\]; choose one of a, b, or None"),
+        ({"fast": 1}, r"fast is 1; give True or False"),
+        ({"text": None}, r"text is None; give a text"),
+    ],
+)
+def test_a_refused_field_is_named_with_what_is_accepted(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{message}") as raised:
+        _Options(**wrong)
+    assert [raised.value.argument] == [*wrong]
+
+
+def test_a_door_has_its_own_error() -> None:
+    with pytest.raises(CompileError, match="bits is True; choose one of 4, 8"):
+        _Bits(True)
