@@ -1,16 +1,24 @@
-"""Progress of long work: the callback that receives it, parts of a whole, and stages with their shares."""
+"""Long work: the callback that receives its progress, the cost of each stage, and Python's garbage meanwhile."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 Progress = Callable[[str, float], None]  # the name of a stage, and the fraction of the whole that is done, in [0, 1]
+Figure = int | None  # bytes; None = unknown
+_INTERVAL: Final = 0.05  # seconds between two looks at the memory
+_NEVER: Final = 1 << 30  # middle collections, before a full collection
 
 
 class Stage(StrEnum):
@@ -126,3 +134,171 @@ class Stages:
     def finish(self) -> None:
         """Report the end of the whole."""
         self._report(Stage.DONE, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """The cost of a stage. None = unknown: Linux alone reports bytes and memory.
+
+    Attributes:
+        stage: its name.
+        seconds: of the clock.
+        cpu_seconds: of all threads of the process.
+        bytes_read, bytes_written: from and to storage; files that the system still holds in memory cost no read.
+        peak_resident_bytes: the most memory of the process, pages of mapped files included, as samples found it.
+        peak_anonymous_bytes: without them.
+    """
+
+    stage: str
+    seconds: float
+    cpu_seconds: float
+    bytes_read: Figure
+    bytes_written: Figure
+    peak_resident_bytes: Figure
+    peak_anonymous_bytes: Figure
+
+
+def total(costs: Iterable[StageCost], name: str = "total") -> StageCost:
+    """The cost of several stages together, under `name`."""
+    listed = list(costs)
+    return StageCost(
+        name,
+        round(sum(cost.seconds for cost in listed), 3),
+        round(sum(cost.cpu_seconds for cost in listed), 3),
+        _known(sum, (cost.bytes_read for cost in listed)),
+        _known(sum, (cost.bytes_written for cost in listed)),
+        _known(max, (cost.peak_resident_bytes for cost in listed)),
+        _known(max, (cost.peak_anonymous_bytes for cost in listed)),
+    )
+
+
+@contextmanager
+def metered(progress: Progress | None) -> Iterator[Meter]:
+    """Measure the stages of the body, from `Stage.STARTING` on.
+
+    Args:
+        progress: gets every report. If it measures already, it is returned: parts of a whole make a single list.
+
+    >>> with metered(progress) as meter:
+    ...     meter(Stage.TRACING, 0.1)
+    >>> [cost.stage for cost in meter.costs]
+    ['starting', 'tracing the decode graph']
+    """
+    if isinstance(progress, Meter):
+        yield progress
+        return
+    record, ended = _Record(), threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(_INTERVAL):
+            record.look()
+
+    sampler = threading.Thread(target=sample, name="qsample-memory", daemon=True)
+    sampler.start()
+    try:
+        yield Meter(progress or unreported, record)
+    finally:
+        ended.set()
+        sampler.join()
+        record.end()
+
+
+class Meter:
+    """A progress callback: its reports begin the stages that are measured. `metered` makes it."""
+
+    def __init__(self, progress: Progress, record: _Record) -> None:
+        self._report = progress
+        self._record = record
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        if stage != Stage.DONE:  # work after it, such as cleaning up, belongs to the last stage
+            self._record.begin(stage)
+        self._report(stage, fraction)
+
+    def part(self, start: float, end: float) -> Meter:
+        """As `progress.part`, measured with the whole."""
+        return Meter(part(self._report, start, end), self._record)
+
+    @property
+    def costs(self) -> tuple[StageCost, ...]:
+        """The stages that have ended, in order of their beginnings; all of them after the body of `metered`."""
+        return tuple(self._record.costs.values())
+
+
+class _Record:
+    """Measures a stage at a time."""
+
+    def __init__(self) -> None:
+        self.costs: dict[str, StageCost] = {}
+        self._start(Stage.STARTING)
+
+    def look(self) -> None:
+        """Sample the memory; any thread may."""
+        self._memory.append(_figures("/proc/self/status", "VmRSS", "RssAnon"))
+
+    def begin(self, stage: str) -> None:
+        """End the stage so far, unless it is `stage`."""
+        if stage != self._stage:
+            self.end()
+            self._start(stage)
+
+    def _start(self, stage: str) -> None:
+        self._stage, self._storage = stage, _figures("/proc/self/io", "read_bytes", "write_bytes")
+        self._memory: list[list[Figure]] = []
+        self.look()
+        self._cpu, self._clock = time.process_time(), time.perf_counter()
+
+    def end(self) -> None:
+        seconds, cpu = time.perf_counter() - self._clock, time.process_time() - self._cpu
+        self.look()
+        storage = zip(self._storage, _figures("/proc/self/io", "read_bytes", "write_bytes"), strict=True)
+        read, written = (_known(lambda pair: pair[1] - pair[0], pair) for pair in storage)
+        resident, anonymous = (_known(max, samples) for samples in zip(*self._memory, strict=True))
+        cost = StageCost(str(self._stage), round(seconds, 3), round(cpu, 3), read, written, resident, anonymous)
+        earlier = self.costs.get(self._stage)  # a stage may come again
+        self.costs[self._stage] = cost if earlier is None else total([earlier, cost], self._stage)
+
+
+def _known(combine: Callable[[list[int]], int], figures: Iterable[Figure]) -> Figure:
+    """`combine` of the figures; None if any is unknown."""
+    listed = list(figures)
+    known = [figure for figure in listed if figure is not None]
+    return combine(known) if known and len(known) == len(listed) else None
+
+
+def _figures(file: str, *names: str) -> list[Figure]:
+    """Bytes that Linux tells of this process under these names, None elsewhere."""
+    try:
+        lines = [line.partition(":") for line in Path(file).read_text("utf-8", "replace").splitlines()]
+    except OSError:
+        return [None] * len(names)
+    told = {name: value.split() for name, _, value in lines}
+    return [int(told[name][0]) * (1024 if told[name][-1] == "kB" else 1) if name in told else None for name in names]
+
+
+_collecting = threading.Lock()
+_users = 0
+_before = gc.get_threshold()
+
+
+@contextmanager
+def young_collections() -> Iterator[None]:
+    """Collect young objects only while the body runs.
+
+    A collection of all objects looks at each object of torch, transformers and a traced graph, for half a second and
+    longer, and an export would start a dozen of them to find next to nothing. The setting is the process's: the last of
+    several threads restores it.
+    """
+    global _users, _before
+    with _collecting:
+        if _users == 0:
+            _before = gc.get_threshold()
+            gc.set_threshold(*_before[:2], _NEVER)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _collecting:
+            _users -= 1
+            if _users == 0:
+                gc.set_threshold(*_before)

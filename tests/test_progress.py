@@ -1,13 +1,41 @@
-"""Progress: parts of a whole, and stages with their shares."""
+"""Long work: parts of a whole, stages with their shares and costs, and the garbage collector meanwhile.
+
+Costs are compared with clocks, memory and storage that the tests measure themselves.
+"""
 
 from __future__ import annotations
 
+import gc
 import io
+import json
+import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from qsample.progress import Progress, Stages, part, shown, unreported
+from qsample.package.manifest import Manifest
+from qsample.package.package import read_package
+from qsample.progress import (
+    Progress,
+    Stage,
+    StageCost,
+    Stages,
+    metered,
+    part,
+    shown,
+    total,
+    unreported,
+    young_collections,
+)
+
+linux = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux alone counts bytes and kinds of memory")
+HELD = 1 << 26
 
 
 def work(progress: Progress | None) -> None:
@@ -64,3 +92,138 @@ def test_a_bar_for_callers_without_a_callback_on_a_terminal(monkeypatch: pytest.
     with shown(print) as report:
         assert report is print
     assert file.getvalue() == ""
+
+
+def bytes_written() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("write_bytes")).split()[1])
+
+
+def test_seconds_are_those_of_the_stage() -> None:
+    began = time.perf_counter()
+    with metered(None) as meter:
+        time.sleep(0.1)
+        cpu_began = time.process_time()
+        meter("computing", 0.1)
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+        meter("computing", 0.5)
+        meter("waiting", 0.6)
+        computing_at_most = time.process_time() - cpu_began
+        assert [cost.stage for cost in meter.costs] == ["starting", "computing"]
+        meter(Stage.DONE, 1.0)
+        time.sleep(0.1)
+    whole = time.perf_counter() - began
+    starting, computing, waiting = meter.costs
+    assert [cost.stage for cost in meter.costs] == ["starting", "computing", "waiting"]
+    assert starting.cpu_seconds < 0.1 <= starting.seconds
+    assert 0.2 <= computing.cpu_seconds <= computing_at_most + 0.001
+    assert waiting.cpu_seconds < 0.1 <= waiting.seconds
+    assert 0.4 <= total(meter.costs).seconds <= whole + 0.001
+
+
+@linux
+def test_memory_is_sampled_within_a_stage_and_bytes_are_the_systems(tmp_path: Path) -> None:
+    before = bytes_written()
+    with metered(None) as meter:
+        meter("holding", 0.1)
+        held = np.ones(HELD // 8)
+        time.sleep(0.3)
+        del held
+        meter("writing", 0.5)
+        with (tmp_path / "file").open("wb") as file:
+            file.write(os.urandom(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    written = bytes_written() - before
+    starting, holding, writing = meter.costs
+    for name in ("peak_resident_bytes", "peak_anonymous_bytes"):
+        peaks = [getattr(cost, name) for cost in (starting, holding, writing)]
+        assert peaks[1] - max(peaks[0], peaks[2]) == pytest.approx(HELD, rel=0.1)
+        assert getattr(total(meter.costs), name) == peaks[1]
+    assert sum(cost.bytes_written or 0 for cost in meter.costs) == written
+
+
+def test_a_system_that_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    with metered(None) as meter:
+        pass
+    (cost,) = meter.costs
+    assert cost == StageCost("starting", cost.seconds, cost.cpu_seconds, None, None, None, None)
+    assert total([cost, replace(cost, bytes_read=5)]).bytes_read is None
+
+
+def test_parts_make_one_list() -> None:
+    seen: list[tuple[str, float]] = []
+    with metered(lambda stage, fraction: seen.append((stage, fraction))) as meter:
+        for part in (meter.part(0.0, 0.5), meter.part(0.5, 1.0)):
+            with metered(part) as inner:
+                inner("writing", 0.0)
+                time.sleep(0.05)
+                inner("publishing", 0.5)
+                inner(Stage.DONE, 1.0)
+    assert seen == [("writing", 0.0), ("publishing", 0.25), ("writing", 0.5), ("publishing", 0.75), ("done", 1.0)]
+    assert [cost.stage for cost in meter.costs] == ["starting", "writing", "publishing"]
+    assert meter.costs[1].seconds >= 0.1, "a stage that comes again"
+
+
+def test_the_manifest_has_the_stages_before_the_publishing(llama_package: Path) -> None:
+    manifest = read_package(llama_package).manifest
+    assert [cost.stage for cost in manifest.timing] == [
+        Stage.STARTING,
+        Stage.OPENING,
+        Stage.CHECKING,
+        Stage.TRACING,
+        Stage.WRITING_WEIGHTS,
+        Stage.COMPARING_WITH_MODEL,
+    ]
+    assert all(cost.seconds >= 0 for cost in manifest.timing)
+    older = json.loads(manifest.to_json())
+    del older["timing"]
+    assert Manifest.from_json(json.dumps(older)) == replace(manifest, timing=())
+
+
+@pytest.fixture
+def small_heap() -> Iterator[None]:
+    """Python's own setting, and a heap without the libraries' objects: a few new ones bring about full collections."""
+    before = gc.get_threshold()  # of the suite
+    gc.freeze()
+    gc.collect()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+def collections_of(generation: int) -> int:
+    """Make many objects that stay, and return how many collections of the generation ran meanwhile."""
+    before = gc.get_stats()[generation]["collections"]
+    kept = [[number] for number in range(200_000)]
+    return int(gc.get_stats()[generation]["collections"] - before) * bool(kept)
+
+
+def test_only_young_objects_are_collected(small_heap: None) -> None:
+    assert collections_of(2) > 0
+    with young_collections():
+        assert collections_of(2) == 0
+        assert collections_of(0) > 0
+    assert collections_of(2) > 0
+
+
+def test_the_last_of_several_threads_restores_the_setting() -> None:
+    before, inside, leave = gc.get_threshold(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with young_collections():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    with young_collections():
+        thread.start()
+        inside.wait()
+    held = gc.get_threshold()
+    leave.set()
+    thread.join()
+    assert held[2] > before[2]
+    assert gc.get_threshold() == before

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from qsample.checkpoints.hub import ADAPTER, CONFIG, HubOptions, downloaded_commit, newest_commit
-from qsample.garbage import young_collections
+from qsample.progress import young_collections
 
 if TYPE_CHECKING:
     from qsample.checkpoints.checkpoint import Checkpoint

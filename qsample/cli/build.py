@@ -29,9 +29,8 @@ from qsample.cli.common import (
 from qsample.cli.inspect import figures_in_words, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.package.package import Package
-from qsample.progress import Stage
+from qsample.progress import Meter, Stage, StageCost, metered, total
 from qsample.request.checks import DEFAULT
-from qsample.timing import Meter, StageCost, metered, total
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"

@@ -32,8 +32,7 @@ from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
 from qsample.exporters.portable import build_initial_state
 from qsample.package import package
-from qsample.progress import Progress, Stage, Stages
-from qsample.timing import metered
+from qsample.progress import Progress, Stage, Stages, metered
 
 
 def compile_package(

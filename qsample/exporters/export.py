@@ -34,10 +34,9 @@ from qsample.exporters.trace import trace
 from qsample.huggingface.configs import GENERATION_CONFIG_FILE
 from qsample.huggingface.dtypes import dtype_name
 from qsample.package import package
-from qsample.progress import Progress, Stage
+from qsample.progress import Progress, Stage, metered
 from qsample.request.checks import DEFAULT, is_integer
 from qsample.text.chat import TOKENIZER_CONFIG_FILE
-from qsample.timing import metered
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms, state_shapes
 from qsample.transforms.deferred import chunks, computing, deferred

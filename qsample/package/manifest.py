@@ -15,7 +15,7 @@ from qsample.contract.interface import Interface
 from qsample.contract.tensors import CONTRACT_VERSION, CONTRACT_VERSIONS
 from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name
 from qsample.errors import PackageError
-from qsample.timing import StageCost
+from qsample.progress import StageCost
 
 MANIFEST_NAME: Final = "qsample.json"
 MODEL_PACKAGE_NAME: Final = "manifest.json"

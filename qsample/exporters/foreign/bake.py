@@ -42,9 +42,8 @@ from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.package import package
-from qsample.progress import Progress, Stage
+from qsample.progress import Meter, Progress, Stage, metered
 from qsample.request.checks import DEFAULT
-from qsample.timing import Meter, metered
 
 # A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.
