@@ -11,13 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from qsample.checkpoints.hub import ADAPTER, CONFIG, HubOptions, downloaded_commit, newest_commit
-from qsample.progress import young_collections
-
-if TYPE_CHECKING:
-    from qsample.checkpoints.checkpoint import Checkpoint
 
 _READ_WHOLE: Final = 1 << 24  # bytes; of larger files, the weights, size, time of change and a sample are looked at
 _SAMPLES: Final = 16  # from a large file
@@ -37,11 +33,10 @@ class CheckpointSource:
     adapter: str | None
     hub: HubOptions
 
-    def open(self) -> Checkpoint:
-        """The checkpoint, none of whose parts is read yet."""
-        with young_collections():
-            from qsample.checkpoints.checkpoint import Checkpoint
-        return Checkpoint(self.model_id, self.dtype, tokenizer=self.tokenizer, adapter=self.adapter, hub=self.hub)
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Nothing may be written over these."""
+        return tuple(filter(None, (self.model_id, self.adapter, self.tokenizer)))
 
     def pinned(self) -> CheckpointSource:
         """The same at a commit of the hub; a folder by its full name."""
@@ -64,7 +59,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSource:
-    """A decoder file of another exporter; the arguments are those of `bake`."""
+    """A decoder file of another exporter; the fields are arguments of `qsample.bake`. hub: how a hub id is read."""
 
     model_id: str
     file: str | None = None
@@ -72,6 +67,11 @@ class DecoderSource:
     rope: str | None = None
     reference: str | None = None
     hub: HubOptions = field(default_factory=HubOptions)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Nothing may be written over these."""
+        return (self.model_id,)
 
     def pinned(self) -> DecoderSource:
         """The same at a commit of the hub; a folder or file by its full name."""

@@ -78,7 +78,7 @@ def export(
 ) -> None:
     """Export a Hugging Face model to a portable package: an ONNX graph with the sampler in it."""
     from qsample.models.auto_model import AutoModelForCausalLM, is_decoder
-    from qsample.models.model import CheckpointModel
+    from qsample.models.model import SourceModel
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
@@ -98,7 +98,7 @@ def export(
             revision=revision,
             adapter=adapter,
         )
-        assert isinstance(source, CheckpointModel)
+        assert isinstance(source, SourceModel)
         exported = source.export(out, overwrite=overwrite, verify=verify, progress=meter)
     _written(exported.package, out, meter.costs, timing, as_json)
 

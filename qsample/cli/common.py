@@ -23,7 +23,7 @@ from qsample.progress import Stage
 from qsample.request.sampling_params import FILTER_FIELDS, OFF, SamplingParams
 
 if TYPE_CHECKING:
-    from qsample.models.model import CheckpointModel, ForeignModel, PackagedModel
+    from qsample.models.model import PackagedModel, SourceModel
     from qsample.package.package import Package
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
@@ -318,7 +318,7 @@ def is_package(model: str | Path) -> bool:
     return os.path.isfile(os.path.join(model, MANIFEST_NAME))  # False for names that are too long for a path, too
 
 
-def open_model(model: str, provider: str | None = None) -> CheckpointModel | ForeignModel | PackagedModel:
+def open_model(model: str, provider: str | None = None) -> SourceModel | PackagedModel:
     """A package with its own features, a checkpoint or a decoder file."""
     from qsample.models.auto_model import AutoModelForCausalLM
     from qsample.models.model import PackagedModel
@@ -380,10 +380,10 @@ def open_exported(
             stages.add(stage)
             shown(stage, fraction)
 
-        from qsample.models.model import ExportableModel
+        from qsample.models.model import SourceModel
 
         opened = open_model(name, provider)
-        assert isinstance(opened, ExportableModel)
+        assert isinstance(opened, SourceModel)
         if for_serving:
             opened.features = opened.features.for_serving()
         if most := max(max_loras, len(loras or {})):

@@ -21,7 +21,7 @@ _LAYERS: Final = (
 
 # The log of transformers for classes outside of it, which a pipeline uses all the same.
 _FALSE_ALARM: Final = re.compile(
-    "The model '(PackagedModel|CheckpointModel|ForeignModel|CausalLM)' is not supported for text-generation"
+    "The model '(PackagedModel|SourceModel|CausalLM)' is not supported for text-generation"
 )
 
 

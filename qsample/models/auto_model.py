@@ -20,7 +20,7 @@ from qsample.contract.tensors import HUGGING_FACE
 from qsample.errors import QsampleError
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
 from qsample.huggingface.keywords import check_from_pretrained
-from qsample.models.model import CheckpointModel, ForeignModel, PackagedModel, bake_installed
+from qsample.models.model import PackagedModel, SourceModel, bake_installed
 from qsample.ort.model_package import package_in
 from qsample.package.package import MANIFEST_NAME, check_features, read_package
 from qsample.progress import Progress
@@ -70,7 +70,7 @@ class AutoModelForCausalLM:
         adapter: str | Path | None = None,
         file: str | None = None,
         **others: Any,
-    ) -> CheckpointModel | ForeignModel | PackagedModel:
+    ) -> SourceModel | PackagedModel:
         """Open a hub id, a checkpoint folder, an exported package, or a decoder file of another exporter.
 
         Checkpoints and decoder files load nothing until they are used.
@@ -79,19 +79,11 @@ class AutoModelForCausalLM:
             pretrained_model_name_or_path: the hub id, folder or file.
             include_sampler: bake the sampler into the decode graph; False returns logits and samples on the host, with
                 the same results.
-            return_pdfs: also return the distribution that each token was sampled from, `probs` [B, V] float32.
-            logit_bias, allowed_tokens, logprobs, top_logprobs: further features, off by default and then absent from
-                the graph; see `interface.Features`.
-            for_serving: all four, with 20 top_logprobs: everything that a request to `qsample serve` may ask for.
-            filters: further sampling parameters of the graph: names of `contract.EXTRA_PARAMETERS`, for example
-                ["typical_p", "xtc", "dry"].
-            filter_order: "huggingface" (the default), the temperature before all filters, or "llama.cpp", the
-                temperature last.
-            max_loras: the most LoRA adapters that a batch may use (`load_adapter`), each row its own; 0 = none, and the
-                graph has no inputs for them.
-            max_lora_rank: the largest rank of such an adapter.
-            seed_input: the graph takes the seed of each row and makes the random numbers itself, in place of a buffer
-                `noise`; the tokens are the same.
+            return_pdfs, seed_input: `probs` and `seed` of `interface.Features`.
+            logit_bias, allowed_tokens, logprobs, top_logprobs, filters, filter_order, max_loras, max_lora_rank: as in
+                `interface.Features`; off by default, and then absent from the graph.
+            for_serving: logit_bias, allowed_tokens, logprobs and 20 top_logprobs: everything that a request to `qsample
+                serve` may ask for.
             dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for the checkpoint's own
                 if it is float32 or float16; torch's and NumPy's objects are accepted, too.
             torch_dtype: the older name of dtype.
@@ -101,13 +93,12 @@ class AutoModelForCausalLM:
                 compiled for, otherwise "cpu".
             revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers, see `HubOptions`.
             adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
-            file: which decoder of a folder or repository of decoder files, for example "onnx/model_q4.onnx"; see
-                `qsample.bake`.
+            file: which decoder of a folder or repository of decoder files; see `qsample.bake`.
             others: keywords of transformers, accepted if they are off; docs/transformers.md has the replacements.
 
         Returns:
-            A `PackagedModel` for a folder with a qsample.json; a `ForeignModel` if `file` is given, for an .onnx file,
-            and for a folder that has .onnx files and no checkpoint; otherwise a `CheckpointModel`.
+            A `PackagedModel` for a folder with a qsample.json; otherwise a `SourceModel`: of a decoder file if `file`
+            is given, for an .onnx file, and for a folder that has .onnx files and no checkpoint; else of a checkpoint.
 
         Raises:
             QsampleError: for a path that has none of these, and for features that a package was exported without.
@@ -152,8 +143,8 @@ class AutoModelForCausalLM:
                 given = "adapter" if adapter is not None else "dtype"
                 raise QsampleError(f"{path} is a decoder file, whose weights are as they are; leave {given} out")
             warnings.warn(f"{path} holds a decoder file; it is used as `qsample bake` writes it", stacklevel=2)
-            model = ForeignModel(DecoderSource(str(path), file, tokenizer, hub=hub), features, provider)
-            return model.place(device_map)
+            decoder = DecoderSource(str(path), file, tokenizer, hub=hub)
+            return SourceModel(decoder, features, provider).place(device_map)
         checkpoint = _checkpoint(
             str(pretrained_model_name_or_path),
             dtype=chosen or "float32",
@@ -161,7 +152,7 @@ class AutoModelForCausalLM:
             adapter=None if adapter is None else str(adapter),
             hub=hub,
         )
-        return CheckpointModel(checkpoint, features, provider).place(device_map)
+        return SourceModel(checkpoint, features, provider).place(device_map)
 
 
 def bake(
@@ -195,10 +186,7 @@ def bake(
         reference: a hub id or folder of the checkpoint, to compare with transformers as well, which needs the extra
             `export`. The manifest gets the figures; a float file that differs is refused.
         revision, cache_dir, token, local_files_only: of the hub, as in transformers.
-        overwrite: replace a package at `out`.
-        verify: how much of the graph is compared with the file: "default", or "full", which takes several times
-            as long.
-        progress: called with a stage's name and the fraction done, in [0, 1].
+        overwrite, verify, progress: as in the model's `export`.
 
     Returns:
         The portable package. Nothing remains after an error.
@@ -212,7 +200,7 @@ def bake(
     """
     hub = HubOptions(revision=revision, cache_dir=cache_dir, token=token, local_files_only=local_files_only)
     source = DecoderSource(str(path), file, tokenizer, rope, reference, hub)
-    model = ForeignModel(source, features or Features())
+    model = SourceModel(source, features or Features())
     return model.export(out, overwrite=overwrite, verify=verify, progress=progress)
 
 

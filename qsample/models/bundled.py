@@ -24,10 +24,10 @@ def bundled_model(
         for_serving: with all that a server's requests may ask for.
     """
     from qsample.models.auto_model import AutoModelForCausalLM
-    from qsample.models.model import CheckpointModel
+    from qsample.models.model import SourceModel
 
     model = AutoModelForCausalLM.from_pretrained(
         TINY_LM, local_files_only=True, provider=provider, for_serving=for_serving
     )
-    assert isinstance(model, CheckpointModel)
+    assert isinstance(model, SourceModel)
     return model.cached(progress=progress)

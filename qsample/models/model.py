@@ -1,4 +1,4 @@
-"""Models with the same verbs, export, compile, generate: packages, checkpoints, decoder files of other exporters."""
+"""Models with the same verbs, export, compile, generate: packages, and the sources that packages are made of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.compiler.options import CompileOptions
@@ -26,8 +26,6 @@ from qsample.progress import Progress, Stage, metered, shown, unreported, young_
 from qsample.request.checks import DEFAULT, check_verify
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from qsample.checkpoints.checkpoint import Checkpoint
     from qsample.runtime import CausalLM, GenerateOutput
 
@@ -51,11 +49,6 @@ class Model(ModelMethods):
         from qsample.ort.providers import device_of, execution_providers
 
         return Device(device_of(execution_providers(self._provider or "cpu")))
-
-    @property
-    @abstractmethod
-    def dtype(self) -> str:
-        """The dtype of the weights and the cache, "float32" for example."""
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -209,19 +202,29 @@ class PackagedModel(Model):
         return nullcontext(self.package)
 
 
-class ExportableModel(Model):
-    """A model that becomes a package. `generate` takes it from the user's cache, where it is made first, once."""
+class SourceModel(Model):
+    """A checkpoint, or a decoder file of another exporter, that becomes a package.
+
+    `generate` takes the package from the user's cache, where it is made first, once.
+    """
 
     _export_share = 0.5
 
-    _source: CheckpointSource | DecoderSource
-
-    def __init__(self, source: Any, features: Features, provider: str | None = None) -> None:
-        """source: the model, as a CheckpointModel or ForeignModel has it."""
+    def __init__(
+        self, source: CheckpointSource | DecoderSource, features: Features, provider: str | None = None
+    ) -> None:
         super().__init__(provider)
-        self._source = source
+        self.source = source
         self.features = features
-        self._package: PackagedModel | None = None
+
+    @property
+    def config(self) -> Any:
+        """The checkpoint's configuration, as transformers reads it; of a decoder file, the package's ModelConfig."""
+        return self._described.config
+
+    @property
+    def dtype(self) -> str:
+        return self._described.dtype
 
     @young_collections()
     def export(
@@ -235,11 +238,9 @@ class ExportableModel(Model):
         """Export to a portable package.
 
         Args:
-            path: the folder of the package; None = a temporary folder that lives as long as the result.
-            overwrite: replace a package at `path`.
+            path, overwrite, progress: as in `compile`.
             verify: how much of the graph is compared with the model: "default", or "full", which takes several times as
                 long; docs/architecture.md has what each proves.
-            progress: called with a stage's name and the fraction done, in [0, 1]; None = a bar, on a terminal.
 
         Returns:
             The package. Nothing remains after an error.
@@ -265,11 +266,11 @@ class ExportableModel(Model):
         """The package of this model in the user's cache, compiled for the model's provider; made first if need be.
 
         A package that is there is found without the model's libraries, and is the same for all processes of the user.
-        It follows the model's files: if they change, another is made. docs/command-line.md describes the cache.
+        If the model's files change, another is made. docs/command-line.md describes the cache.
 
         Args:
             weights, ctx_len: as in `CompileOptions`; None = as the model has them.
-            progress: called with a stage's name and the fraction done, in [0, 1]; None = a bar, on a terminal.
+            progress: as in `compile`.
 
         Raises:
             QsampleError: if the cache cannot be written; and as `export` and `compile` do.
@@ -277,13 +278,13 @@ class ExportableModel(Model):
         options = CompileOptions(weights=weights, ctx_len=ctx_len)  # checked first
         provider = self._provider or options.provider
         parts = {
-            "model": self._source.identity(),
+            "model": self.source.identity(),
             "features": asdict(self.features),
             "provider": provider,
             "weights": weights,
             "ctx_len": ctx_len,
         }
-        recipe = Recipe("-".join(filter(None, (Path(self._source.model_id).name, str(provider), weights))), parts)
+        recipe = Recipe("-".join(filter(None, (Path(self.source.model_id).name, str(provider), weights))), parts)
         with shown(progress) as report:
             make = partial(self._make, provider=provider, options=options, progress=report)
             package, holding = open_cached(recipe, make, report)
@@ -294,74 +295,66 @@ class ExportableModel(Model):
         from qsample.compiler.targets import find_target, target_names
         from qsample.ort.providers import execution_providers
 
+        # The model as it is on the disk or at a commit of the hub, without settings that were changed since.
+        unchanged = SourceModel(self.source.pinned(), self.features, self._provider)
         if provider not in target_names():
             execution_providers(provider)  # is there such a provider?
-            self._unchanged().export(path, progress=progress)
+            unchanged.export(path, progress=progress)
             return
-        own = find_target(provider).default_options
-        if "dtype" in own and self._asked_dtype is not None:
-            own = {**own, "dtype": self._asked_dtype}
-        self._unchanged().compile(path, options=options.override(provider=provider, **own), progress=progress)
+        preferred = find_target(provider).default_options
+        if "dtype" in preferred and self._checkpoint is not None and self.dtype == "float16":  # the caller chose it
+            preferred = {**preferred, "dtype": "float16"}
+        unchanged.compile(path, options=options.override(provider=provider, **preferred), progress=progress)
 
     @property
     def runtime(self) -> CausalLM:
         """The loaded sessions of the package in the cache, which is made by the first call."""
-        package = self._packaged
         if self._generation_config is not None:
-            package.generation_config = self._generation_config
-        return package.runtime
-
-    @property
-    def _packaged(self) -> PackagedModel:
-        if self._package is None:
-            self._package = self.cached()
-        return self._package
-
-    @property
-    def _asked_dtype(self) -> str | None:
-        """The dtype that the caller chose for a device; None = what the device prefers."""
-        return None
-
-    def _unchanged(self) -> Self:
-        """The model as it is on the disk or at a commit of the hub, without settings that were changed since."""
-        return type(self)(self._source.pinned(), self.features, self._provider)
-
-    @abstractmethod
-    def _write(self, path: Path, overwrite: bool, verify: str, progress: Progress | None) -> Package:
-        """Write the package to `path`."""
-
-
-class CheckpointModel(ExportableModel):
-    """A Hugging Face checkpoint, opened once for all that is asked of it, and not before that."""
-
-    _source: CheckpointSource
+            self._packaged.generation_config = self._generation_config
+        return self._packaged.runtime
 
     @cached_property
-    def _checkpoint(self) -> Checkpoint:
-        return self._source.open()
+    def _packaged(self) -> PackagedModel:
+        return self.cached()
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint | None:
+        """Opened once for all that is asked of it, and not before that; None for a decoder file."""
+        source = self.source
+        if isinstance(source, DecoderSource):
+            return None
+        with young_collections():
+            from qsample.checkpoints.checkpoint import Checkpoint
+        return Checkpoint(
+            source.model_id, source.dtype, tokenizer=source.tokenizer, adapter=source.adapter, hub=source.hub
+        )
 
     @property
-    def config(self) -> PretrainedConfig:
-        """The checkpoint's configuration, as transformers reads it."""
-        return self._checkpoint.config
-
-    @property
-    def dtype(self) -> str:
-        return self._checkpoint.dtype
-
-    @property
-    def _asked_dtype(self) -> str | None:
-        return "float16" if self.dtype == "float16" else None
+    def _described(self) -> Checkpoint | PackagedModel:
+        return self._checkpoint or self._packaged
 
     @property
     def _sources(self) -> tuple[str | Path, ...]:
-        source = self._source
-        return tuple(filter(None, (source.model_id, source.adapter, source.tokenizer)))
+        return self.source.folders
 
     def _own_generation_config(self) -> GenerationConfig:
-        return as_generation_config(self._checkpoint.generation_config)
+        return as_generation_config(self._described.generation_config)
 
     def _write(self, path: Path, overwrite: bool, verify: str, progress: Progress | None) -> Package:
+        """Write the package to `path`."""
+        if isinstance(self.source, DecoderSource):
+            with bake_installed():
+                from qsample.exporters.foreign.bake import bake
+            compare = None if self.source.reference is None else partial(self._compare, self.source, verify)
+            return bake(
+                self.source,
+                path,
+                self.features,
+                overwrite=overwrite,
+                compare=compare,
+                verify=verify,
+                progress=progress,
+            )
         from qsample.exporters.export import export_model
 
         with scratch_folder(path) as scratch:
@@ -375,6 +368,10 @@ class CheckpointModel(ExportableModel):
         float16 is set before the export, because transformers itself decides which parts of a model stay in float32;
         bfloat16, which no CPU could check, by the compiler.
         """
+        if self._checkpoint is None:
+            exported = self.export(verify=options.verify, progress=progress)
+            yield exported.package  # whose folder lives as long as `exported`
+            return
         from qsample.exporters.export import EXPORT_DTYPES, export_beside_checkpoint
 
         with scratch_folder(destination) as scratch:
@@ -389,11 +386,12 @@ class CheckpointModel(ExportableModel):
 
     def _load(self, dtype: str | None, scratch: Path, progress: Progress | None = None) -> dict[str, Any]:
         """The arguments of an export. dtype, scratch: as `Checkpoint.load` takes them."""
+        (progress or unreported)(Stage.OPENING, 0.0)
         from qsample.checkpoints.checkpoint import transformers_generation_config
         from qsample.disk.source_files import SourceFiles
 
-        (progress or unreported)(Stage.OPENING, 0.0)
         checkpoint = self._checkpoint
+        assert checkpoint is not None
         _ = checkpoint.config, checkpoint.adapter_files  # do they exist?
         changed = self._generation_config
         settings = None if changed is None else transformers_generation_config(changed)
@@ -410,6 +408,18 @@ class CheckpointModel(ExportableModel):
             "sources": sources,
         }
 
+    @staticmethod
+    def _compare(
+        source: DecoderSource, verify: str, folder: Path, interface: Interface, tolerance: float | None
+    ) -> Mapping[str, Any]:
+        """See `exporters.foreign.bake.Comparison`."""
+        from qsample.checkpoints.checkpoint import Checkpoint
+        from qsample.exporters.huggingface_reference import compare_with_checkpoint
+
+        assert source.reference is not None
+        checkpoint = Checkpoint(source.reference, hub=source.hub.for_another_repository())
+        return compare_with_checkpoint(checkpoint, folder, interface, tolerance, verify)
+
 
 @contextmanager
 def bake_installed() -> Iterator[None]:
@@ -420,57 +430,3 @@ def bake_installed() -> Iterator[None]:
         if error.name not in ("onnx", "onnx_ir"):
             raise
         raise QsampleError(f"decoder files need {error.name}; install it: pip install 'qsample[bake]'") from error
-
-
-class ForeignModel(ExportableModel):
-    """A decoder file of another exporter, to be baked."""
-
-    _source: DecoderSource
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's config.json."""
-        return self._packaged.config
-
-    @property
-    def dtype(self) -> str:
-        return self._packaged.dtype
-
-    @property
-    def _sources(self) -> tuple[str | Path, ...]:
-        return (self._source.model_id,)
-
-    def _own_generation_config(self) -> GenerationConfig:
-        return self._packaged.generation_config
-
-    @contextmanager
-    def _portable(self, options: CompileOptions, destination: Path, progress: Progress | None) -> Iterator[Package]:
-        exported = self.export(verify=options.verify, progress=progress)
-        yield exported.package  # whose folder lives as long as `exported`
-
-    def _write(self, path: Path, overwrite: bool, verify: str, progress: Progress | None) -> Package:
-        with bake_installed():
-            from qsample.exporters.foreign.bake import bake as bake_file
-        source = self._source
-        return bake_file(
-            source.model_id,
-            path,
-            self.features,
-            file=source.file,
-            tokenizer=source.tokenizer,
-            rope=source.rope,
-            hub=source.hub,
-            overwrite=overwrite,
-            compare=None if source.reference is None else partial(self._compare, verify),
-            verify=verify,
-            progress=progress,
-        )
-
-    def _compare(self, verify: str, folder: Path, interface: Interface, tolerance: float | None) -> Mapping[str, Any]:
-        """See `exporters.foreign.bake.Comparison`."""
-        from qsample.checkpoints.checkpoint import Checkpoint
-        from qsample.exporters.huggingface_reference import compare_with_checkpoint
-
-        assert self._source.reference is not None
-        checkpoint = Checkpoint(self._source.reference, hub=self._source.hub.for_another_repository())
-        return compare_with_checkpoint(checkpoint, folder, interface, tolerance, verify)

@@ -86,7 +86,7 @@ def test_the_level_of_the_gates(command: str, run: Any, monkeypatch: pytest.Monk
         seen.append(verify)
         raise ValueError("seen")
 
-    monkeypatch.setattr("qsample.models.model.ExportableModel.export", spy)
+    monkeypatch.setattr("qsample.models.model.SourceModel.export", spy)
     for given in ((), ("--verify", "full")):
         run(command, tmp_path, tmp_path / "p", *given)
     assert seen == ["default", "full"]

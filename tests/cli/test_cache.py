@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qsample.models.model import CheckpointModel
+from qsample.models.model import SourceModel
 from qsample.package.package import Package
 from tests.helpers.fake_package import fake_package
 
@@ -21,12 +21,12 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Callable[..., Pa
     monkeypatch.setenv("QSAMPLE_CACHE", str(tmp_path / "cache"))
     calls: list[dict[str, Any]] = []
 
-    def make(self: CheckpointModel, path: Path, *, provider: str, options: Any, progress: Any) -> None:
+    def make(self: SourceModel, path: Path, *, provider: str, options: Any, progress: Any) -> None:
         calls.append({"provider": provider, "weights": options.weights, "ctx_len": options.ctx_len})
         progress("publishing", 0.9)
         shutil.copytree(fake().path, path)
 
-    monkeypatch.setattr(CheckpointModel, "_make", make)
+    monkeypatch.setattr(SourceModel, "_make", make)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return calls

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qsample.cli.common import is_package, open_exported, open_model
-from qsample.models.model import CheckpointModel, PackagedModel
+from qsample.models.model import PackagedModel, SourceModel
 from tests.helpers.fake_package import fake_package
 
 
@@ -24,4 +24,4 @@ def test_a_checkpoint_is_not_loaded_when_it_is_opened(tmp_path: Path, monkeypatc
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     (tmp_path / "config.json").write_text("{}")
     assert not is_package(str(tmp_path))
-    assert isinstance(open_model(str(tmp_path)), CheckpointModel)
+    assert isinstance(open_model(str(tmp_path)), SourceModel)

@@ -24,7 +24,7 @@ from qsample.disk import space
 from qsample.errors import PackageError, ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import export, parity
 from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
-from qsample.models.model import CheckpointModel, PackagedModel
+from qsample.models.model import PackagedModel, SourceModel
 from qsample.package.package import read_package
 from qsample.text.tokenizer import Tokenizer as RuntimeTokenizer
 from qsample.transforms.cache import DecodeContext
@@ -258,10 +258,10 @@ def test_dtype_without_a_kernel(checkpoint: Callable[[str], Path], tmp_path: Pat
 SIZES = {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 1000, "num_hidden_layers": 1}
 
 
-def large_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> CheckpointModel:
+def large_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> SourceModel:
     random_model("llama", **SIZES | changes).to(dtype).save_pretrained(folder, max_shard_size="1MB")  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_pretrained(folder, tokenizer=None, include_sampler=False)
-    assert isinstance(model, CheckpointModel)
+    assert isinstance(model, SourceModel)
     return model
 
 

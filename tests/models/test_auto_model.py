@@ -15,7 +15,7 @@ import qsample
 from qsample import AutoModelForCausalLM
 from qsample.contract.interface import Features
 from qsample.errors import CompileError, PackageError, QsampleError
-from qsample.models.model import CheckpointModel, PackagedModel
+from qsample.models.model import PackagedModel, SourceModel
 from tests.helpers.fake_package import fake_package
 from tests.helpers.tiny_models import save_checkpoint
 
@@ -59,7 +59,7 @@ def test_host_sampling_gives_the_tokens_of_the_sampler(exported: Callable[..., P
 )
 def test_keywords_name_the_features(keywords: dict[str, Any], features: Features) -> None:
     model = AutoModelForCausalLM.from_pretrained("some/model", **keywords)
-    assert isinstance(model, CheckpointModel)
+    assert isinstance(model, SourceModel)
     assert model.features == features
 
 
@@ -201,7 +201,7 @@ def test_a_checkpoint_takes_its_changed_settings_along(tmp_path: Path) -> None:
     assert (model.config.model_type, model.generation_config.eos_token_id) == ("llama", 2)
     assert model.eval().to("cpu", dtype="float32") is model
     assert (model.device, model.dtype) == ("cpu", "float32")
-    assert model._package is None  # nothing of that needs an export
+    assert "_packaged" not in vars(model)  # nothing of that needs an export
     model.generation_config.max_new_tokens = 3
     package = model.export(tmp_path / "package")
     assert package.generation_config.max_new_tokens == 3

@@ -31,7 +31,7 @@ class Target(ABC):
         execution_providers: ONNX Runtime's names, first the provider that compiles for the device.
         provider_options: of the first provider, in the session that runs the package. The manifest names them; a
             session takes them if `ort.trusted_options` lists them for that provider, or if this target is installed.
-        default_options: fields of CompileOptions for a model that is given directly (`models.ExportableModel.cached`).
+        default_options: fields of CompileOptions for a model that is given directly (`models.SourceModel.cached`).
         calibrates: whether the graph can be run on the CPU before it is quantized, to fit weights to a text.
         adapts: whether the phases keep the inputs of LoRA adapters.
         speculates: whether a step may check guessed tokens (`num_speculative_tokens`).

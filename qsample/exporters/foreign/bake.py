@@ -16,7 +16,7 @@ from typing import Any, Final
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.checkpoints.hub import HubOptions
+from qsample.checkpoints.source import DecoderSource
 from qsample.contract.interface import Features, Interface
 from qsample.disk.destination import scratch_folder
 from qsample.errors import ParityError, QsampleError, printable
@@ -57,61 +57,43 @@ _TOLERANCES: Final = {"float32": 1e-4, "8-bit activations": 2e-2, "float16": 3e-
 
 
 def bake(
-    path: str | Path,
+    source: DecoderSource,
     out: str | Path,
     features: Features,
     *,
-    file: str | None = None,
-    tokenizer: str | None = "auto",
-    rope: str | None = None,
-    hub: HubOptions | None = None,
     overwrite: bool = False,
     compare: Comparison | None = None,
     verify: str = DEFAULT,
     progress: Progress | None = None,
 ) -> package.Package:
-    """Bake the sampler into the decoder at `path`, and return the portable package at `out`.
+    """Bake the sampler into a decoder, and return the portable package at `out`; see `qsample.bake`.
 
-    Args:
-        path: an .onnx file, a folder with such a file, or a hub id.
-        out: the folder of the package.
-        features: of the graph.
-        file: which decoder of several.
-        tokenizer: "auto" for the tokenizer next to the decoder, another folder, or None for a package of token ids
-            only.
-        rope: which rotary table to keep, if the file has two: "short" (the default) or "long".
-        hub: how the hub is read; None = `HubOptions()`.
-        overwrite: replace a package at `out`.
-        compare: a further comparison of the baked graph, next to that with the file itself.
-        verify: how much is compared with the file: "default" or "full".
-        progress: called with a stage's name and the fraction done, in [0, 1].
-
-    Raises:
-        UnsupportedModelError: in a single line, for a file that cannot be baked.
-        ParityError: if the baked graph does not compute the same as the file.
-        PackageError: if `out` cannot be written.
+    compare: a further comparison of the baked graph, next to that with the file itself.
     """
     with metered(progress) as report:
         report(Stage.FINDING, 0.0)
-        location = locate(path, file, hub=hub)
+        location = locate(source.model_id, source.file, hub=source.hub)
         package.check_not_source(out, location.file.parent)
+
+        def bake_at(location: Location) -> package.Package:
+            return _bake(source, location, out, features, overwrite, compare, verify, report)
+
         if not location.is_linked:
-            return _bake(location, out, features, tokenizer, rope, overwrite, compare, verify, report)
+            return bake_at(location)
         with scratch_folder(Path(out)) as scratch:
             plain_files = without_links(location, scratch.new)
             try:
-                return _bake(plain_files, out, features, tokenizer, rope, overwrite, compare, verify, report)
+                return bake_at(plain_files)
             except QsampleError as error:
                 named = str(error).replace(str(plain_files.file.parent), str(location.file.parent))
                 raise type(error)(named) from error
 
 
 def _bake(
+    source: DecoderSource,
     location: Location,
     out: str | Path,
     features: Features,
-    tokenizer: str | None,
-    rope: str | None,
     overwrite: bool,
     compare: Comparison | None,
     verify: str,
@@ -123,13 +105,13 @@ def _bake(
         model = load(location.file)
         foreign = recognise(location.file, model, head_dim=settings.head_dim, vocab_size=settings.vocab_size)
         del model
-    source = _source(location, settings, foreign)
+    origin = _source(location, settings, foreign)
     size = sum(file.stat().st_size for file in (location.file, *location.data))
     with package.write_package(out, overwrite=overwrite, required_bytes=size) as writer:
         token_ids = settings.token_ids(foreign.vocab_size)
-        write_files(location, settings, token_ids, foreign.vocab_size, tokenizer, writer.directory)
+        write_files(location, settings, token_ids, foreign.vocab_size, source.tokenizer, writer.directory)
         with graph_errors(location.file):
-            baked = rewrite(foreign, features, settings, rope, report)
+            baked = rewrite(foreign, features, settings, source.rope, report)
         del foreign
         report(Stage.WRITING_WEIGHTS, 0.5)
         packed = _packed_weights(baked.model)
@@ -139,7 +121,7 @@ def _bake(
         figures = _gate(writer.directory, baked, _TOLERANCES[arithmetic], verify)
         manifest = portable_manifest(
             baked.interface,
-            source,
+            origin,
             token_ids,
             figures,
             max_position_embeddings=baked.limit,
@@ -149,7 +131,7 @@ def _bake(
             warnings.warn(
                 f"{location.name}: the baked graph was compared with this file alone, which does not show that the "
                 "file computes its model; reference (--reference) names a checkpoint to compare with transformers, too",
-                stacklevel=4,
+                stacklevel=5,
             )
         else:
             report(Stage.COMPARING_WITH_CHECKPOINT, 0.8)
@@ -276,7 +258,7 @@ def _warn_of_windows(foreign: ForeignGraph, settings: Settings, windows: list[in
         warnings.warn(
             f"{foreign.path}: its configuration states an attention window of {stated} tokens, and the graph has "
             f"{has}; the baked graph computes the same as the file, which is not that model beyond the window",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -348,7 +348,7 @@ def write_files(
         warnings.warn(
             f"{location.name} has no {TOKENIZER_FILE}: the package takes token ids only; give tokenizer= a folder that "
             "has one",
-            stacklevel=4,
+            stacklevel=5,
         )
         return
     for name in _TOKENIZER_FILES:

@@ -16,11 +16,12 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
+from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.cli import run
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.original import Original
-from qsample.models.model import ForeignModel, PackagedModel
+from qsample.models.model import PackagedModel, SourceModel
 from tests.conftest import made_once
 from tests.helpers.foreign import read, recorded_tokens
 from tests.helpers.reference import philox_uniforms, reference_step
@@ -133,7 +134,8 @@ def test_from_pretrained_opens_a_folder_of_decoders(decoder: Decoder) -> None:
     folder, _ = decoder("genai_cpu_fp32")
     with pytest.warns(UserWarning, match="holds a decoder file; it is used as `qsample bake` writes it"):
         model = AutoModelForCausalLM.from_pretrained(folder)
-    assert isinstance(model, ForeignModel)
+    assert isinstance(model, SourceModel)
+    assert isinstance(model.source, DecoderSource)
     genai = recorded_tokens(folder)
     assert [
         list(row) for row in model.generate(genai["prompts"], do_sample=False, max_new_tokens=24).token_ids
@@ -149,7 +151,9 @@ def test_what_a_decoder_file_does_not_take(given: dict[str, str], decoder: Decod
 def test_a_checkpoint_beside_it_is_preferred(tmp_path: Path) -> None:
     for name in ("model.onnx", "model.safetensors", "config.json"):
         (tmp_path / name).write_text("{}")
-    assert not isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), ForeignModel)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(model, SourceModel)
+    assert isinstance(model.source, CheckpointSource)
 
 
 def test_the_window_that_a_graph_lacks_is_said(decoder: Decoder, tmp_path: Path) -> None:
