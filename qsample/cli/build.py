@@ -30,7 +30,6 @@ from qsample.cli.inspect import figures_in_words, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.package.package import Package
 from qsample.progress import Meter, Stage, StageCost, metered, total
-from qsample.request.checks import DEFAULT
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -50,10 +49,6 @@ BAKE_EXAMPLES: Final = (
     "qsample bake ./genai-folder out --logprobs"
 )
 
-Verify = Annotated[
-    str,
-    typer.Option(metavar="default|full", help="Gates before anything is published; full takes several times as long."),
-]
 Timing = Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")]
 
 _WIDTH_OF_A_FILE: Final = 120
@@ -71,7 +66,6 @@ def export(
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
-    verify: Verify = DEFAULT,
     overwrite: Overwrite = False,
     timing: Timing = False,
     as_json: Json = False,
@@ -99,7 +93,7 @@ def export(
             adapter=adapter,
         )
         assert isinstance(source, SourceModel)
-        exported = source.export(out, overwrite=overwrite, verify=verify, progress=meter)
+        exported = source.export(out, overwrite=overwrite, progress=meter)
     _written(exported.package, out, meter.costs, timing, as_json)
 
 
@@ -141,7 +135,6 @@ def compile(
     max_divergence: Annotated[
         float, typer.Option(min=0, help="Refuse quantized weights that diverge further, in nats a token.")
     ] = 1.0,
-    verify: Verify = DEFAULT,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="float16|bfloat16", help="Of weights and cache, on a GPU. (default: as exported)"),
@@ -169,7 +162,6 @@ def compile(
         kv_cache_dtype=kv_cache_dtype,
         num_speculative_tokens=num_speculative_tokens,
         max_divergence=max_divergence,
-        verify=verify,
         debug_dump=debug_dump,
     )
     with _metered_progress() as meter:
@@ -197,7 +189,6 @@ def bake(
         str | None, typer.Option(metavar="ID|FOLDER", help="Compare with this checkpoint in transformers, too.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    verify: Verify = DEFAULT,
     overwrite: Overwrite = False,
     timing: Timing = False,
     as_json: Json = False,
@@ -224,7 +215,6 @@ def bake(
             reference=reference,
             revision=revision,
             overwrite=overwrite,
-            verify=verify,
             progress=meter,
         )
     _written(baked.package, out, meter.costs, timing, as_json)

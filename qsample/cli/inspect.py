@@ -161,7 +161,7 @@ def _facts(package: Package) -> Table:
         rows += [
             ("compiled for", f"{compilation.provider} ({', '.join(compilation.execution_providers)})"),
             ("rows, context", f"{compilation.batch_size or 'any number of'} rows, {compilation.ctx_len} tokens"),
-            ("self-test", figures_in_words({**compilation.self_test, "verify": compilation.verify})),
+            ("self-test", figures_in_words(compilation.self_test)),
         ]
         if quantization := compilation.quantization:
             rows += [

@@ -149,7 +149,6 @@ def _measure_divergence(
         target.execution_providers,
         progress,
         rows=target.fixed_axes(plan).get(BATCH),
-        verify=plan.options.verify,
     )
 
 
@@ -228,7 +227,6 @@ def _manifest(
             self_test=self_test or {},
             provider_options=provider_options,
             quantization=quantization,
-            verify=plan.options.verify,
             least_onnxruntime=STEPS_ONNXRUNTIME if plan.options.num_speculative_tokens else None,
         ),
     )

@@ -1,8 +1,8 @@
 """Two decode graphs of one model enter, the second with quantized weights; the distance of their distributions leaves.
 
-The text is sampled at temperature 1 from random first tokens: a text for any model, without a corpus. By default the
-quantized graph writes it, in cheap steps, and the first graph reads all of it in a single call, which passes over its
-weights once. With verify="full" the first graph writes it, token by token, and the quantized graph reads it.
+The text is sampled at temperature 1 from random first tokens: a text for any model, without a corpus. The quantized
+graph writes it, in cheap steps, and the first graph reads all of it in a single call, which passes over its weights
+once.
 
 One after the other: together their weights may not fit into the memory, and each step would read those of the first
 from the disk.
@@ -24,7 +24,6 @@ from qsample.graph.join import cut_at_logits, return_all_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.ort.providers import CPU
-from qsample.request.checks import DEFAULT, FULL
 
 ROWS: Final = 8
 STEPS: Final = 32
@@ -66,25 +65,18 @@ def measure_divergence(
     progress: Callable[[float], None] | None = None,
     *,
     rows: int | None = None,
-    verify: str = DEFAULT,
 ) -> Divergence:
     """Compare the logits of two folders with `decoder.onnx` and `initial_state.onnx` each; they differ in their
     quantization alone.
 
     capacity: tokens of state a row, at least 2. providers: those of the quantized graph. progress: called with the
     fraction done, in [0, 1]. rows: of a call, if the quantized graph has it fixed: 1, 2, 4 or 8; None = it is free.
-    verify: as in `CompileOptions`.
     """
     rng = np.random.default_rng(0)
     rows, steps = rows or ROWS, min(STEPS, capacity - 1)
     first = [rng.integers(0, interface.vocab_size, (rows, 1)) for _ in range(ROWS // rows)]
-    full = verify == FULL
-    advance = _Steps(progress, 2 * len(first) * steps if full else round(len(first) * steps / _WRITING))
+    advance = _Steps(progress, round(len(first) * steps / _WRITING))
     # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
-    if full:
-        written = _write(logits_runner(reference, interface, capacity, weights_mapped=True), first, steps, rng, advance)
-        reader = logits_runner(quantized, interface, capacity, providers)
-        return _score(written, _read(reader, written.ids, rows, advance), written.logits)
     written = _write(logits_runner(quantized, interface, capacity, providers), first, steps, rng, advance)
     return _score(written, written.logits, _read_at_once(reference, interface, capacity, written.ids))
 

@@ -12,7 +12,7 @@ from qsample.compiler.quantize.methods import METHODS
 from qsample.contract.tensors import KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
 from qsample.errors import CompileError
 from qsample.graph.operators import BLOCK_SIZES
-from qsample.request.checks import DEFAULT, VERIFY_LEVELS, is_integer, is_number
+from qsample.request.checks import is_integer, is_number
 
 WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}
 MIXED: Final = "int4_mixed"
@@ -50,8 +50,6 @@ class CompileOptions:
         max_divergence: in nats a token, at least 0: compile refuses quantized weights that are further off; see
             `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a token is on average
             e times less likely.
-        verify: how much is compared before the package is published: "default", or "full", which takes several times as
-            long; docs/architecture.md has what each proves.
         debug_dump: a new or empty folder that gets the graph after each phase of the pipeline, without large weights,
             and the number of its nodes; see `compiler.debug_dump`. None = no dump.
 
@@ -72,7 +70,6 @@ class CompileOptions:
     kv_cache_dtype: str | None = None
     num_speculative_tokens: int = 0
     max_divergence: float = 1.0
-    verify: str = DEFAULT
     debug_dump: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +89,6 @@ class CompileOptions:
         _check_choice("block_size", self.block_size, BLOCK_SIZES)
         _check_choice("quantization_method", self.quantization_method, METHODS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES, optional=True)
-        _check_choice("verify", self.verify, VERIFY_LEVELS)
         if not is_integer(self.num_speculative_tokens, 0, MOST_SPECULATIVE_TOKENS):
             raise CompileError(
                 f"num_speculative_tokens is {self.num_speculative_tokens!r}; give the most tokens that a step may "

@@ -3,9 +3,9 @@
 By default the compiled graph chooses tokens after prompts of different lengths, and the portable sampler has to choose
 the same. It takes the logits of the portable graph, which reads all of the text in a single call; in float32, they have
 to be the compiled graph's as well. A quantized graph is
-another model: there it takes the graph's own logits, and the divergence says how far these are off. With verify="full"
-the portable graph generates, step by step, and the compiled graph chooses after its tokens. That is also how a package
-is tested that only runs in the sessions of its target, which return no logits.
+another model: there it takes the graph's own logits, and the divergence says how far these are off. A package that only
+runs in the sessions of its target, which return no logits, is tested the other way round: the portable graph generates,
+step by step, and the compiled graph chooses after its tokens.
 
 One after the other: together their weights may not fit into the memory.
 """
@@ -31,7 +31,6 @@ from qsample.graph.weights import load_graph
 from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
 from qsample.package.package import Package
-from qsample.request.checks import FULL
 from qsample.runtime.decode.inputs import uniforms
 
 STEPS: Final = 8
@@ -78,7 +77,7 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
 
     Raises CompileError if they agree too rarely, or if logits of float32 differ.
     """
-    if target.self_contained and plan.options.verify != FULL:
+    if target.self_contained:
         portable = _Portable.of(plan)
         if portable is not None:
             return _check_own_tokens(plan, published, target, portable)

@@ -35,7 +35,7 @@ from qsample.huggingface.configs import GENERATION_CONFIG_FILE
 from qsample.huggingface.dtypes import dtype_name
 from qsample.package import package
 from qsample.progress import Progress, Stage, metered
-from qsample.request.checks import DEFAULT, is_integer
+from qsample.request.checks import is_integer
 from qsample.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms, state_shapes
@@ -61,7 +61,6 @@ def export_model(
     revision: str | None = None,
     sources: SourceFiles | None = None,
     overwrite: bool = False,
-    verify: str = DEFAULT,
     progress: Progress | None = None,
 ) -> package.Package:
     """Export `model` to a portable package at `path` and return it.
@@ -72,7 +71,6 @@ def export_model(
         features: of the graph.
         model_id, revision: the origin of the model, for the manifest.
         sources: the files that its placeholders refer to.
-        verify: how much is compared with the model: "default" or "full".
         progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
 
     Raises:
@@ -90,7 +88,7 @@ def export_model(
         sources,
         package.write_package(path, overwrite=overwrite, required_bytes=size) as writer,
     ):
-        manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, verify, report)
+        manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, report)
         report(Stage.PUBLISHING, 0.95)
         sources.check()
         writer.finish(replace(manifest, timing=report.costs))
@@ -107,7 +105,6 @@ def export_beside_checkpoint(
     model_id: str,
     revision: str | None = None,
     sources: SourceFiles | None = None,
-    verify: str = DEFAULT,
     progress: Progress | None = None,
 ) -> package.Unpublished:
     """As `export_model`, for `compile` alone: its weights stay in the checkpoint's files, which the graph refers to.
@@ -118,7 +115,7 @@ def export_beside_checkpoint(
     sources = sources or SourceFiles()
     with _memory_named(), metered(progress) as report, sources, full_disk_named(folder.parent):
         folder.mkdir()
-        manifest = _export(model, tokenizer, folder, features, model_id, revision, verify, report, publish=False)
+        manifest = _export(model, tokenizer, folder, features, model_id, revision, report, publish=False)
     files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
     report(Stage.DONE, 1.0)
     return package.Unpublished(folder.absolute(), replace(manifest, files=files), sources=sources)
@@ -146,7 +143,6 @@ def _export(
     features: Features,
     model_id: str,
     revision: str | None,
-    verify: str,
     report: Progress,
     *,
     publish: bool = True,
@@ -156,7 +152,7 @@ def _export(
     report(Stage.CHECKING, 0.0)  # the shares are those of 0.6 B to 4 B parameters, docs/benchmarks/export.md
     _check_settings(model)
     with computing():
-        expected = reference(model, verify)
+        expected = reference(model)
         apply_transforms(model, context)
     vocab_size = int(expected.logits[0].shape[-1])
     key_values, recurrent = state_shapes(model, context)
@@ -183,7 +179,7 @@ def _export(
         plain = len(interface.key_values) if context.buffered else len(context.masked)
         files = folder / "decoder.onnx", folder / "initial_state.onnx"
         try:
-            figures = parity.check(*files, interface, expected, plain_attention_layers=plain, verify=verify)
+            figures = parity.check(*files, interface, expected, plain_attention_layers=plain)
         except (QsampleError, OSError, MemoryError):
             raise
         except Exception as error:  # onnxruntime's own kinds

@@ -17,8 +17,7 @@ from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.exporters import parity
-from qsample.exporters.parity import DECODE_STEPS, Narrowed, Reference, reference_lengths
-from qsample.request.checks import DEFAULT, FULL
+from qsample.exporters.parity import CONTINUED, Narrowed, Reference, reference_lengths
 
 NARROW: Final = 6  # the length at which a window is compared that is too long for a prompt
 _WINDOWS: Final = (
@@ -31,10 +30,10 @@ _WINDOWS: Final = (
 )
 
 
-def reference(model: PreTrainedModel, verify: str = DEFAULT) -> Reference:
+def reference(model: PreTrainedModel) -> Reference:
     """Run `model` eagerly, without a cache, on random prompts of different lengths (seeded).
 
-    verify: as for `parity.check`; the default runs the short prompts as a batch, which reads the weights once.
+    Prompts of similar lengths are a batch, so that the weights are read once.
     """
     config = model.config.get_text_config(decoder=True)
     generator = np.random.default_rng(0)
@@ -43,9 +42,9 @@ def reference(model: PreTrainedModel, verify: str = DEFAULT) -> Reference:
     windows = _windows(config)
     lengths, short = reference_lengths(longest_context(config), windows)
     long = [size for size in windows if size not in short]
-    rows = [generator.choice(allowed, n + DECODE_STEPS).tolist() for n in lengths]
+    rows = [generator.choice(allowed, n + CONTINUED).tolist() for n in lengths]
     model.set_attn_implementation("eager")
-    batches = [[row] for row in rows] if verify == FULL else _batches(rows)
+    batches = _batches(rows)
     logits = [
         of_row[n - 1 :]
         for of_row, n in zip((row for batch in batches for row in _logits(model, batch)), lengths, strict=True)
@@ -149,7 +148,7 @@ def _what_is_compared(config: Any, short: list[int], long: list[int], narrowed: 
 
 
 def compare_with_checkpoint(
-    checkpoint: Checkpoint, folder: Path, interface: Interface, tolerance: float | None, verify: str = DEFAULT
+    checkpoint: Checkpoint, folder: Path, interface: Interface, tolerance: float | None
 ) -> Mapping[str, Any]:
     """Compare a baked graph with its checkpoint in transformers, as an export is compared.
 
@@ -158,7 +157,6 @@ def compare_with_checkpoint(
         folder: of decoder.onnx and initial_state.onnx.
         interface: of the graph.
         tolerance: largest difference per unit of the largest logit; None = any, for quantized weights.
-        verify: as for `parity.check`.
 
     Returns:
         The figures for the manifest.
@@ -170,9 +168,8 @@ def compare_with_checkpoint(
         folder / "decoder.onnx",
         folder / "initial_state.onnx",
         interface,
-        reference(checkpoint.load(), verify),
+        reference(checkpoint.load()),
         tolerance=math.inf if tolerance is None else tolerance,
-        verify=verify,
         original=f"the checkpoint {checkpoint.model_id}",
     )
     return {

@@ -1,12 +1,10 @@
 """A decode graph and the logits of its original model enter; the measured difference leaves, or a ParityError.
 
 The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged batch of prompts, of a
-padded later chunk and of decode steps, and (with a sampler) greedy tokens with the argmax. Attention windows that are
-longer than all prompts are made smaller, in the model and in the graph alike. It knows arrays and graphs only: the
-caller makes the reference.
-
-By default it takes three calls, because each reads all weights, and compares the states that they leave with those of
-the same tokens in one piece. With verify="full" it compares eight steps and four chunks.
+padded later chunk and of a decode step, and (with a sampler) greedy tokens with the argmax. These are three calls,
+because each reads all weights; the states that they leave are compared with those of the same tokens in one piece.
+Attention windows that are longer than all prompts are made smaller, in the model and in the graph alike. It knows
+arrays and graphs only: the caller makes the reference.
 """
 
 from __future__ import annotations
@@ -28,16 +26,15 @@ from qsample.graph.gqa import narrow_windows
 from qsample.graph.join import return_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
-from qsample.request.checks import DEFAULT, FULL
 
-DECODE_STEPS: Final = 8
 # Largest difference per unit of the largest logit. Rounding alone stays a factor of several below (float32: 1e-5).
 TOLERANCES: Final = {"float32": 1e-4, "float16": 3e-2}
 _PROMPT_LENGTHS: Final = (9, 4, 14)
 _BEYOND: Final = 3  # tokens that a prompt is longer than a window, which is seen to work there only
 _LONGEST_WINDOW: Final = 640  # from here on the prompt would cost too much, in attention that is quadratic here
-_CHUNK: Final = 3  # tokens of the padded later chunk of the default, and its padding
+_CHUNK: Final = 3  # tokens of the padded later chunk, and its padding
 _PADDING: Final = 2
+CONTINUED: Final = _CHUNK + 1  # tokens after each prompt: the chunk and a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +58,8 @@ class Reference:
 
     Attributes:
         prompts: token ids, a row each.
-        continuations: [rows, DECODE_STEPS].
-        logits: a row each, [DECODE_STEPS + 1, V].
+        continuations: [rows, CONTINUED].
+        logits: a row each, [CONTINUED + 1, V].
         narrowed: the same for windows that are too long for a prompt; None = no such window, or the model does not
             let them be made smaller.
         windows: in words, how the model's attention windows are compared.
@@ -78,18 +75,16 @@ class Reference:
 @dataclass(frozen=True, slots=True)
 class Parity:
     """The figures of a passed gate. Errors are absolute differences of logits; `scale` is the largest |logit|.
-    windows: as in `Reference`. verify: the level that was passed."""
+    windows: as in `Reference`."""
 
     max_error: float
     scale: float
     tolerance: float
     rows: int
-    decode_steps: int
     longest_prompt: int
     attention_layers: int
     plain_attention_layers: int
     windows: str
-    verify: str = DEFAULT
 
 
 class Compared(NamedTuple):
@@ -122,10 +117,10 @@ def reference_lengths(context: int | None, windows: Iterable[int]) -> tuple[list
 
     Raises UnsupportedModelError for a context that has no room for a prompt and the tokens after it.
     """
-    longest = (context or 2**20) - DECODE_STEPS - 1
+    longest = (context or 2**20) - CONTINUED - 1
     if longest < 1:
         raise UnsupportedModelError(
-            f"the model knows {context} positions (max_position_embeddings); it needs {DECODE_STEPS + 2} to be "
+            f"the model knows {context} positions (max_position_embeddings); it needs {CONTINUED + 2} to be "
             "compared with its graph. Correct its config.json"
         )
     passed = [size for size in windows if size < _LONGEST_WINDOW and size + _BEYOND <= longest]
@@ -142,7 +137,6 @@ def check(
     plain_attention_layers: int = 0,
     tolerance: float | None = None,
     original: str = "the eager model",
-    verify: str = DEFAULT,
 ) -> Parity:
     """Compare the decode graph at `decoder` with `expected`. Its logits are read even if it does not return them.
 
@@ -153,7 +147,6 @@ def check(
         plain_attention_layers: how many layers attend through plain operators.
         tolerance: largest difference per unit of the largest logit; None = the default of the graph's dtype.
         original: the name of the original in messages.
-        verify: how much is compared: "default" or "full".
 
     Raises:
         ParityError: with the figures, if a logit or a state differs by more than the tolerance, if a greedy token is
@@ -170,23 +163,14 @@ def check(
     longest = max(map(len, expected.prompts))
 
     def run(model: ir.Model) -> GraphRunner:
-        capacity = longest + DECODE_STEPS + 2
+        capacity = longest + CONTINUED + _PADDING
         return GraphRunner(model, initial_state, interface, capacity, folder=decoder.parent, weights_mapped=True)
 
-    runner, full = run(model), verify == FULL
-    states: dict[str, Compared] = {}
-    if full:
-        parts = {
-            "by step (prefill first)": _prompts_then_steps(runner, expected),
-            "prompt in chunks": _in_chunks(runner, expected),
-        }
-    else:
-        parts, states = _in_few_calls(runner, interface, expected)
-    del runner  # before the next opens its session
+    parts, states = _in_few_calls(run(model), interface, expected)
     if expected.narrowed is not None:
         narrow_windows(model, expected.narrowed.windows)
         sizes = " and ".join(f"{window} made {narrow}" for window, narrow in expected.narrowed.windows.items())
-        parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected.narrowed, full)
+        parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected.narrowed)
     error, scale, most = compare(parts, interface.dtype, tolerance=tolerance, original=original)
     _compare_states(states, TOLERANCES[interface.dtype] if tolerance is None else tolerance)
     return Parity(
@@ -194,12 +178,10 @@ def check(
         scale,
         most,
         rows=len(expected.prompts),
-        decode_steps=DECODE_STEPS if full else 1,
         longest_prompt=longest,
         attention_layers=attentions,
         plain_attention_layers=plain_attention_layers,
         windows=expected.windows,
-        verify=verify,
     )
 
 
@@ -239,15 +221,15 @@ def compare(
 def _in_few_calls(
     runner: GraphRunner, interface: Interface, expected: Reference
 ) -> tuple[dict[str, list[Compared]], dict[str, Compared]]:
-    """The calls of the default, by name: the prompts as a ragged batch, a padded later chunk of the longest, and a step
+    """The calls by name: the prompts as a ragged batch, a padded later chunk of the longest, and a step
     of every row. And each state of the longest after them, beside that of a further row of the batch, which read the
     same tokens in one piece: a wrong state that no logit has shown yet, such as a step's that is not kept, shows there.
     """
     longest, continued = expected.prompts[-1], expected.continuations[-1]
-    prompts = [*expected.prompts, longest + continued[: _CHUNK + 1]]
+    prompts = [*expected.prompts, longest + continued]
     state = runner.start(len(prompts))
     logits = _logits(runner, *_ragged(prompts), state)
-    prefill = Compared(logits, np.stack([*(row[0] for row in expected.logits), expected.logits[-1][_CHUNK + 1]]))
+    prefill = Compared(logits, np.stack([*(row[0] for row in expected.logits), expected.logits[-1][CONTINUED]]))
     in_one_piece = {name: values[-1:].copy() for name, values in state.items()}
 
     row = {name: values[-2:-1].copy() for name, values in state.items()}
@@ -290,40 +272,12 @@ def _ragged(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Array, Arr
     return ids, lengths
 
 
-def _prompts_then_steps(runner: GraphRunner, expected: Reference) -> list[Compared]:
-    """[rows, V] after the prompts, fed as a ragged batch, and after each token."""
-    state = runner.start(len(expected.prompts))
-    logits = [_logits(runner, *_ragged(expected.prompts), state)]
-    for column in np.array(expected.continuations).T:
-        logits.append(_logits(runner, *_ragged(column[:, None].tolist()), state))
-    return list(map(Compared, logits, np.stack(expected.logits, axis=1)))
-
-
-def _in_chunks(runner: GraphRunner, expected: Reference) -> list[Compared]:
-    """[V] after each chunk that the reference has logits for: the longest prompt in two, and its continuation as three.
-
-    Every later chunk but the last is padded, as wide as the row's tokens allow: padding takes positions, too, and a
-    model knows a limited number.
-    """
-    prompt, tokens = expected.prompts[-1], expected.prompts[-1] + expected.continuations[-1]
-    ends = [len(prompt) // 2, len(prompt), len(prompt) + 3, len(prompt) + 4, len(tokens)]
-    state, start, compared = runner.start(1), 0, []
-    for end, padding in zip(ends, (0, 3, 2, 3, 0), strict=True):
-        if end == start:  # half of a prompt of a single token
-            continue
-        logits = _logits(runner, *_ragged([tokens[start:end]], padding), state)
-        if end >= len(prompt):
-            compared.append(Compared(logits[0], expected.logits[-1][end - len(prompt)]))
-        start = end
-    return compared
-
-
-def _beyond_windows(runner: GraphRunner, expected: Narrowed, full: bool) -> list[Compared]:
-    """[V] after the prompt, after another token, and, if `full`, after the rest in a single chunk."""
+def _beyond_windows(runner: GraphRunner, expected: Narrowed) -> list[Compared]:
+    """[V] after the prompt, and after another token."""
     state = runner.start(1)
-    pieces = [expected.prompt, expected.continuation[:1], *([expected.continuation[1:]] if full else [])]
+    pieces = [expected.prompt, expected.continuation[:1]]
     logits = [_logits(runner, *_ragged([piece]), state)[0] for piece in pieces]
-    return list(map(Compared, logits, expected.logits[[0, 1, DECODE_STEPS]]))
+    return list(map(Compared, logits, expected.logits[:2]))
 
 
 def _logits(runner: GraphRunner, ids: Array, lengths: Array, state: dict[str, Array]) -> Array:

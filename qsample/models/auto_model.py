@@ -24,7 +24,6 @@ from qsample.models.model import PackagedModel, SourceModel, bake_installed
 from qsample.ort.model_package import package_in
 from qsample.package.package import MANIFEST_NAME, check_features, read_package
 from qsample.progress import Progress
-from qsample.request.checks import DEFAULT
 
 if TYPE_CHECKING:
     from qsample.exporters.foreign.describe import Description
@@ -169,7 +168,6 @@ def bake(
     token: str | None = None,
     local_files_only: bool = False,
     overwrite: bool = False,
-    verify: str = DEFAULT,
     progress: Progress | None = None,
 ) -> PackagedModel:
     """Bake the sampler into a decoder of another exporter; neither torch nor transformers is needed.
@@ -186,7 +184,7 @@ def bake(
         reference: a hub id or folder of the checkpoint, to compare with transformers as well, which needs the extra
             `export`. The manifest gets the figures; a float file that differs is refused.
         revision, cache_dir, token, local_files_only: of the hub, as in transformers.
-        overwrite, verify, progress: as in the model's `export`.
+        overwrite, progress: as in the model's `export`.
 
     Returns:
         The portable package. Nothing remains after an error.
@@ -201,7 +199,7 @@ def bake(
     hub = HubOptions(revision=revision, cache_dir=cache_dir, token=token, local_files_only=local_files_only)
     source = DecoderSource(str(path), file, tokenizer, rope, reference, hub)
     model = SourceModel(source, features or Features())
-    return model.export(out, overwrite=overwrite, verify=verify, progress=progress)
+    return model.export(out, overwrite=overwrite, progress=progress)
 
 
 def describe_decoders(path: Path) -> list[Description]:

@@ -23,7 +23,6 @@ from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.models.cache import Recipe, open_cached
 from qsample.package.package import Package, check_not_source, copy_package
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
-from qsample.request.checks import DEFAULT, check_verify
 
 if TYPE_CHECKING:
     from qsample.checkpoints.checkpoint import Checkpoint
@@ -94,7 +93,7 @@ class Model(ModelMethods):
             overwrite: replace a package at `path`.
             progress: called with a stage's name and the fraction done, in [0, 1]; None = a bar, on a terminal.
             changes: fields of `CompileOptions`, on top of `options`: provider, batch_size, ctx_len, dtype, weights,
-                block_size, quantization_method, calibration_text, kv_cache_dtype, max_divergence, verify.
+                block_size, quantization_method, calibration_text, kv_cache_dtype, max_divergence.
 
         Returns:
             The device package. Nothing remains after an error.
@@ -232,15 +231,12 @@ class SourceModel(Model):
         path: str | Path | None = None,
         *,
         overwrite: bool = False,
-        verify: str = DEFAULT,
         progress: Progress | None = None,
     ) -> PackagedModel:
         """Export to a portable package.
 
         Args:
             path, overwrite, progress: as in `compile`.
-            verify: how much of the graph is compared with the model: "default", or "full", which takes several times as
-                long; docs/architecture.md has what each proves.
 
         Returns:
             The package. Nothing remains after an error.
@@ -250,11 +246,10 @@ class SourceModel(Model):
             ParityError: if the graph does not compute what the model computes.
             PackageError: if `path` cannot be written.
         """
-        check_verify(verify)
         if path is not None:
             check_not_source(path, *self._sources)
         with shown(progress) as report, metered(report) as meter, Destination(path) as destination:
-            package = self._write(destination.path, overwrite, verify, meter)
+            package = self._write(destination.path, overwrite, meter)
             return PackagedModel(package, self._provider, destination.keep())
 
     save_pretrained = export
@@ -340,26 +335,25 @@ class SourceModel(Model):
     def _own_generation_config(self) -> GenerationConfig:
         return as_generation_config(self._described.generation_config)
 
-    def _write(self, path: Path, overwrite: bool, verify: str, progress: Progress | None) -> Package:
+    def _write(self, path: Path, overwrite: bool, progress: Progress | None) -> Package:
         """Write the package to `path`."""
         if isinstance(self.source, DecoderSource):
             with bake_installed():
                 from qsample.exporters.foreign.bake import bake
-            compare = None if self.source.reference is None else partial(self._compare, self.source, verify)
+            compare = None if self.source.reference is None else partial(self._compare, self.source)
             return bake(
                 self.source,
                 path,
                 self.features,
                 overwrite=overwrite,
                 compare=compare,
-                verify=verify,
                 progress=progress,
             )
         from qsample.exporters.export import export_model
 
         with scratch_folder(path) as scratch:
             model = self._load(None, scratch.new, progress)
-            return export_model(path=path, overwrite=overwrite, verify=verify, progress=progress, **model)
+            return export_model(path=path, overwrite=overwrite, progress=progress, **model)
 
     @contextmanager
     def _portable(self, options: CompileOptions, destination: Path, progress: Progress | None) -> Iterator[Package]:
@@ -369,7 +363,7 @@ class SourceModel(Model):
         bfloat16, which no CPU could check, by the compiler.
         """
         if self._checkpoint is None:
-            exported = self.export(verify=options.verify, progress=progress)
+            exported = self.export(progress=progress)
             yield exported.package  # whose folder lives as long as `exported`
             return
         from qsample.exporters.export import EXPORT_DTYPES, export_beside_checkpoint
@@ -378,7 +372,6 @@ class SourceModel(Model):
             package = export_beside_checkpoint(
                 **self._load(options.dtype if options.dtype in EXPORT_DTYPES else None, scratch.new, progress),
                 folder=scratch.path / "portable",
-                verify=options.verify,
                 progress=progress,
             )
             with package.sources:
@@ -410,7 +403,7 @@ class SourceModel(Model):
 
     @staticmethod
     def _compare(
-        source: DecoderSource, verify: str, folder: Path, interface: Interface, tolerance: float | None
+        source: DecoderSource, folder: Path, interface: Interface, tolerance: float | None
     ) -> Mapping[str, Any]:
         """See `exporters.foreign.bake.Comparison`."""
         from qsample.checkpoints.checkpoint import Checkpoint
@@ -418,7 +411,7 @@ class SourceModel(Model):
 
         assert source.reference is not None
         checkpoint = Checkpoint(source.reference, hub=source.hub.for_another_repository())
-        return compare_with_checkpoint(checkpoint, folder, interface, tolerance, verify)
+        return compare_with_checkpoint(checkpoint, folder, interface, tolerance)
 
 
 @contextmanager

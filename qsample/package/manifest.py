@@ -22,6 +22,7 @@ MODEL_PACKAGE_NAME: Final = "manifest.json"
 FORMAT_VERSION: Final = 1
 _MODEL_PACKAGE_VERSION: Final = "1.0"
 _LARGEST: Final = 2**63  # no size, count or id reaches it
+_FORMER: Final = frozenset({"verify"})  # keys that only older packages have
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take them for commands
 
 
@@ -65,7 +66,6 @@ class Compilation:
         provider_options: of the first execution provider.
         quantization: of weights and cache, with the bytes of the weights before and after, the number of matrices that
             came quantized, and the measured divergence; None = not quantized.
-        verify: how much was compared: "default" or "full".
         least_onnxruntime: the oldest version of ONNX Runtime that runs it; None = as docs/contract.md says.
     """
 
@@ -77,7 +77,6 @@ class Compilation:
     self_test: Mapping[str, int]
     provider_options: Mapping[str, str] = field(default_factory=dict)
     quantization: Mapping[str, Any] | None = None
-    verify: str = "full"  # of packages that are older than the choice
     least_onnxruntime: str | None = None
 
 
@@ -324,7 +323,7 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
     names = [entry.name for entry in fields(kind)]
     # What has a default may be younger than the package.
     needed = [entry.name for entry in fields(kind) if entry.default is MISSING and entry.default_factory is MISSING]
-    unknown, missing = sorted(data.keys() - set(names)), [name for name in needed if name not in data]
+    unknown, missing = sorted(data.keys() - {*names, *_FORMER}), [name for name in needed if name not in data]
     if unknown or missing:
         problems = [f"unknown {_shown(key)}" for key in unknown[:5]] + [f"missing {key}" for key in missing]
         raise PackageError(f"{where} in {MANIFEST_NAME} does not fit this qsample: {', '.join(problems)}")

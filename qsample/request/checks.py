@@ -10,14 +10,9 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, field, fields
 from numbers import Integral, Real
-from typing import Any, Final, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from qsample.errors import ArgumentError, shown
-
-# How much is compared before a package is published; docs/architecture.md has what each level proves.
-DEFAULT: Final = "default"
-FULL: Final = "full"
-VERIFY_LEVELS: Final = (DEFAULT, FULL)
 
 
 def is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
@@ -38,12 +33,6 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
     """Raise ValueError unless `value` is an integer of at least `least`, or None."""
     if value is not None and not is_integer(value, least):
         raise ArgumentError(f"{name} is {shown(value)}; give an integer >= {least}, or None", name)
-
-
-def check_verify(value: Any) -> None:
-    """Raise ValueError unless `value` is a level of VERIFY_LEVELS."""
-    if value not in VERIFY_LEVELS:
-        raise ArgumentError(f"verify is {shown(value)}; choose one of {', '.join(VERIFY_LEVELS)}", "verify")
 
 
 def checked_timeout(timeout: Any) -> float | None:

@@ -11,7 +11,6 @@ import pytest
 
 from qsample.contract.interface import Features
 from qsample.package.package import read_package
-from qsample.request.checks import check_verify
 
 
 @pytest.mark.ci
@@ -75,24 +74,6 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_filter_that_there_is_not(command: str, run: Any, tmp_path: Path) -> None:
     status, _, err = run(command, "some/model", tmp_path / "p", "--filter", "xtc,tpyical_p")
     assert (status, "--filter names 'tpyical_p'; did you mean 'typical_p'?" in err) == (2, True), err
-
-
-@pytest.mark.parametrize("command", ["export", "bake"])
-def test_the_level_of_the_gates(command: str, run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def spy(*paths: Any, verify: str, **options: Any) -> None:
-        check_verify(verify)
-        seen.append(verify)
-        raise ValueError("seen")
-
-    monkeypatch.setattr("qsample.models.model.SourceModel.export", spy)
-    for given in ((), ("--verify", "full")):
-        run(command, tmp_path, tmp_path / "p", *given)
-    assert seen == ["default", "full"]
-    assert (
-        "verify is 'fast'; choose one of default, full" in run(command, tmp_path, tmp_path / "p", "--verify", "fast")[2]
-    )
 
 
 def test_export_of_a_package_is_wrong_usage(run: Any, llama_package: Path, tmp_path: Path) -> None:

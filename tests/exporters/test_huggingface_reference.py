@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qsample.exporters.huggingface_reference import NARROW, longest_context, reference
-from qsample.exporters.parity import DECODE_STEPS
+from qsample.exporters.parity import CONTINUED
 from tests.helpers.tiny_models import VOCAB_SIZE, random_model
 
 _LOCAL: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
@@ -22,8 +22,8 @@ _LOCAL: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "num_la
         ("llama", {}, [4, 9, 14], "none"),
         ("mistral", {"sliding_window": 20}, [4, 9, 14, 23], "passed by a prompt"),
         ("mistral", {"sliding_window": 4096}, [4, 9, 14], "narrowed"),
-        ("llama", {"max_position_embeddings": 16}, [4, 7], "none"),
-        ("mistral", {"max_position_embeddings": 16, "sliding_window": 12}, [4, 7], "narrowed"),
+        ("llama", {"max_position_embeddings": 16}, [4, 9, 11], "none"),
+        ("mistral", {"max_position_embeddings": 16, "sliding_window": 12}, [4, 9, 11], "narrowed"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}, [4, 9, 14], "narrowed"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 9}, [4, 9, 14], "none"),
         ("gpt_neo", {"window_size": 20, **_LOCAL}, [4, 9, 14, 23], "passed by a prompt"),
@@ -34,8 +34,8 @@ def test_prompts_and_windows(model_type: str, overrides: dict[str, Any], lengths
     expected = reference(random_model(model_type, **overrides))
     assert (expected.windows, expected.narrowed is not None) == (windows, windows == "narrowed")
     assert [len(prompt) for prompt in expected.prompts] == lengths
-    assert {len(tokens) for tokens in expected.continuations} == {DECODE_STEPS}
-    assert {array.shape for array in expected.logits} == {(DECODE_STEPS + 1, VOCAB_SIZE)}
+    assert {len(tokens) for tokens in expected.continuations} == {CONTINUED}
+    assert {array.shape for array in expected.logits} == {(CONTINUED + 1, VOCAB_SIZE)}
 
 
 def test_logits_are_those_after_the_prompt_and_after_each_token() -> None:
@@ -43,7 +43,7 @@ def test_logits_are_those_after_the_prompt_and_after_each_token() -> None:
     expected = reference(model)
     for prompt, tokens, logits in zip(expected.prompts, expected.continuations, expected.logits, strict=True):
         assert 0 not in prompt + tokens  # the pad token
-        for step in (0, 3, DECODE_STEPS):
+        for step in (0, 3, CONTINUED):
             with torch.no_grad():
                 wanted = model(torch.tensor([prompt + tokens[:step]])).logits[0, -1].numpy()
             np.testing.assert_allclose(logits[step], wanted, atol=1e-5)

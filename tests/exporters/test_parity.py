@@ -18,7 +18,9 @@ from qsample.errors import ParityError
 from qsample.exporters import parity
 from qsample.exporters.huggingface_reference import reference
 from qsample.graph import gqa
+from qsample.graph.join import return_logits
 from qsample.graph.runner import GraphRunner
+from qsample.graph.weights import load_graph
 from qsample.package.package import Package, read_package
 from qsample.transforms import attention, decoder, recurrent, recurrent_operators
 from qsample.transforms.cache import DecodeContext
@@ -51,6 +53,22 @@ def test_a_published_graph_passes_and_stays_as_it_is(package: Package, expected:
     before = package.file("decoder.onnx").read_bytes()
     assert asdict(check(package, expected)) == package.manifest.parity
     assert package.file("decoder.onnx").read_bytes() == before
+
+
+def test_a_graph_that_passed_is_right_in_more_calls_than_the_gate_takes(package: Package) -> None:
+    """A long run of steps, and a prompt in chunks, some of them padded."""
+    ids = np.random.default_rng(3).integers(0, package.interface.vocab_size, (1, 24))
+    with torch.no_grad():
+        wanted = random_model("llama")(torch.tensor(ids)).logits[0].numpy()
+    model = return_logits(load_graph(package.file("decoder.onnx")))
+    runner = GraphRunner(model, package.file("initial_state.onnx"), package.interface, 28, folder=package.path)
+    for chunks in ([9, *[1] * 15], [4, 5, 3, 1, 11]):
+        state, done = runner.start(1), 0
+        for number, size in enumerate(chunks):
+            chunk = np.pad(ids[:, done : done + size], ((0, 0), (0, (number * 3) % 4 if size > 1 else 0)))
+            done += size
+            logits = runner.step(chunk, np.array([size]), state)["logits"][0]
+            np.testing.assert_allclose(logits, wanted[done - 1], atol=1e-5)
 
 
 @pytest.mark.parametrize(("row", "step"), [(0, 0), (1, 1), (2, 4)])

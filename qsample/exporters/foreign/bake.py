@@ -43,7 +43,6 @@ from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.package import package
 from qsample.progress import Meter, Progress, Stage, metered
-from qsample.request.checks import DEFAULT
 
 # A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.
@@ -63,7 +62,6 @@ def bake(
     *,
     overwrite: bool = False,
     compare: Comparison | None = None,
-    verify: str = DEFAULT,
     progress: Progress | None = None,
 ) -> package.Package:
     """Bake the sampler into a decoder, and return the portable package at `out`; see `qsample.bake`.
@@ -76,7 +74,7 @@ def bake(
         package.check_not_source(out, location.file.parent)
 
         def bake_at(location: Location) -> package.Package:
-            return _bake(source, location, out, features, overwrite, compare, verify, report)
+            return _bake(source, location, out, features, overwrite, compare, report)
 
         if not location.is_linked:
             return bake_at(location)
@@ -96,7 +94,6 @@ def _bake(
     features: Features,
     overwrite: bool,
     compare: Comparison | None,
-    verify: str,
     report: Meter,
 ) -> package.Package:
     settings = read_settings(location)
@@ -118,7 +115,7 @@ def _bake(
         arithmetic = arithmetic_of(baked.model)
         write_graphs(baked.model, baked.interface, token_ids.pad, writer.directory)
         report(Stage.COMPARING_WITH_DECODER, 0.7)
-        figures = _gate(writer.directory, baked, _TOLERANCES[arithmetic], verify)
+        figures = _gate(writer.directory, baked, _TOLERANCES[arithmetic])
         manifest = portable_manifest(
             baked.interface,
             origin,
@@ -143,11 +140,11 @@ def _bake(
     return package.read_package(out, verify=False)
 
 
-def _gate(folder: Path, baked: Baked, tolerance: float, verify: str) -> parity.Parity:
+def _gate(folder: Path, baked: Baked, tolerance: float) -> parity.Parity:
     files = folder / "decoder.onnx", folder / "initial_state.onnx"
     interface, expected = baked.interface, baked.expected
     try:
-        return parity.check(*files, interface, expected, tolerance=tolerance, original="the file", verify=verify)
+        return parity.check(*files, interface, expected, tolerance=tolerance, original="the file")
     except QsampleError:
         raise
     except Exception as error:  # onnxruntime's own kinds

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from qsample.contract.arrays import Array
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.foreign.interface import FILLED, IDS, KEEP, LOGITS, MASK, POSITIONS, WRITE, ForeignGraph
-from qsample.exporters.parity import DECODE_STEPS, Reference, reference_lengths
+from qsample.exporters.parity import CONTINUED, Reference, reference_lengths
 from qsample.graph.evaluate import with_outputs
 from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options
 from qsample.ort.providers import CPU
@@ -120,7 +120,7 @@ def reference(original: Original, vocab_size: int, limit: int | None, windows: I
     lengths, passed = reference_lengths(limit, sizes)
     prompts, continuations, logits = [], [], []
     for length in lengths:
-        row = generator.integers(0, vocab_size, length + DECODE_STEPS).tolist()
+        row = generator.integers(0, vocab_size, length + CONTINUED).tolist()
         after, past = original.step(row[:length], original.start(), 0)
         rows = [after]
         for done in range(length, len(row)):
