@@ -3,8 +3,8 @@
     python benchmarks/quality.py                                # docs/quantization.md's table
     python benchmarks/quality.py --model CHECKPOINT --text held_out.txt --calibration-text other.txt
 
-Without --text, the evaluation uses the chapters that `tools/train_tiny_lm.py` held out of the bundled model's training,
-and the calibration uses chapters of the training; both come from the program `bible` (Debian's bible-kjv).
+Without --text, the evaluation uses the chapters that `scripts/train_tiny_lm.py` held out of the bundled model's
+training, and the calibration uses chapters of the training; both come from the program `bible` (Debian's bible-kjv).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import qsample
 from qsample.evaluation import Evaluation
 from qsample.evaluation.plot import draw
 from qsample.models.bundled import TINY_LM
-from tools.train_tiny_lm import kjv_documents, split
+from scripts.train_tiny_lm import kjv_documents, split
 
 SEED = 1611  # of the bundled model's training, which selects the held-out chapters
 CALIBRATION_CHAPTERS = 24

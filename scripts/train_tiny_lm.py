@@ -4,11 +4,11 @@ Retrain the bundled model (Debian or Ubuntu; the text comes from the `bible` pro
 
     sudo apt-get install bible-kjv
     pip install torch transformers rich
-    python tools/train_tiny_lm.py --steps 3216 --out qsample/assets/tiny_lm
+    python scripts/train_tiny_lm.py --steps 3216 --out qsample/assets/tiny_lm
 
 Towards the end of these steps the loss on held-out text no longer falls, only the training loss does.
 
-Any other UTF-8 text works too: `python tools/train_tiny_lm.py --text book.txt --out my_lm`.
+Any other UTF-8 text works too: `python scripts/train_tiny_lm.py --text book.txt --out my_lm`.
 The folder --out appears, or replaces an earlier result, only at the very end.
 """
 
@@ -302,7 +302,7 @@ model: it downloads nothing and runs anywhere.
 |---|---|
 {rows}
 
-Trained with `python tools/train_tiny_lm.py {limit} --seed {recipe.seed}`. The held-out documents were not used
+Trained with `python scripts/train_tiny_lm.py {limit} --seed {recipe.seed}`. The held-out documents were not used
 for training. Tensors are stored as float16 and load as float32.
 
 ## Samples

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tools" / "train_tiny_lm.py"
+SCRIPT = ROOT / "scripts" / "train_tiny_lm.py"
 BUNDLED = ROOT / "qsample" / "assets" / "tiny_lm"
 FILES = {
     "README.md",
