@@ -16,7 +16,7 @@ from qsample.exporters import parity
 from qsample.exporters.foreign import bake
 from qsample.exporters.foreign.files import locate, read_settings
 from qsample.exporters.foreign.graph_file import load
-from qsample.exporters.foreign.interface import ForeignGraph, recognise
+from qsample.exporters.foreign.recognise import ForeignGraph, recognise
 from qsample.exporters.foreign.original import Original
 from qsample.exporters.portable import build_initial_state
 from qsample.graph.runner import GraphRunner

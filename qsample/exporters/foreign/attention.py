@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from qsample.contract.arrays import Array
 from qsample.exporters.foreign.graph_file import refusal
-from qsample.exporters.foreign.interface import ForeignGraph, Layer, is_onnx_attention
+from qsample.exporters.foreign.recognise import ForeignGraph, Layer, is_onnx_attention
 from qsample.exporters.foreign.original import Original, probes
 from qsample.exporters.foreign.rows import PREFIX, Nodes, Rows
 from qsample.graph.edit import constant, initializer, producer

@@ -24,8 +24,8 @@ from qsample.exporters import parity
 from qsample.exporters.foreign import attention
 from qsample.exporters.foreign.files import Location, Settings, locate, read_settings, without_links, write_files
 from qsample.exporters.foreign.graph_file import graph_errors, load
-from qsample.exporters.foreign.interface import POSITIONS, ForeignGraph, recognise
-from qsample.exporters.foreign.names import interface_of, record_shapes, use_contract_names
+from qsample.exporters.foreign.recognise import POSITIONS, ForeignGraph, recognise
+from qsample.exporters.foreign.to_contract import interface_of, record_shapes, use_contract_names
 from qsample.exporters.foreign.opset import rotary_tables, use_own_operators
 from qsample.exporters.foreign.original import Original, reference
 from qsample.exporters.foreign.recurrent import keep_states

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from qsample.exporters.foreign.graph_file import refusal
-from qsample.exporters.foreign.interface import ForeignGraph
+from qsample.exporters.foreign.recognise import ForeignGraph
 from qsample.exporters.foreign.rows import Nodes
 from qsample.graph.edit import initializer, producer
 from qsample.graph.operators import CONTRIB_DOMAIN, OPSET

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract.tensors import RUNNING
-from qsample.exporters.foreign.interface import IDS, ForeignGraph, Recurrence
+from qsample.exporters.foreign.recognise import IDS, ForeignGraph, Recurrence
 from qsample.exporters.foreign.rows import PREFIX, Nodes, Rows
 from qsample.graph.edit import initializer
 

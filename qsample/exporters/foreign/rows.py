@@ -19,7 +19,7 @@ from qsample.contract.arrays import Array
 from qsample.contract.tensors import INPUT_LENGTHS, LENGTHS, LOGITS, STATUS
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.graph_file import refusal
-from qsample.exporters.foreign.interface import IDS, MASK, POSITIONS, ForeignGraph
+from qsample.exporters.foreign.recognise import IDS, MASK, POSITIONS, ForeignGraph
 from qsample.exporters.foreign.original import Original, probes
 from qsample.graph.edit import constant, initializer
 from qsample.graph.evaluate import inputs_of

@@ -12,7 +12,7 @@ import pytest
 
 from qsample.errors import ParityError, UnsupportedModelError
 from qsample.exporters.foreign import attention, bake, recurrent
-from qsample.exporters.foreign.interface import ForeignGraph
+from qsample.exporters.foreign.recognise import ForeignGraph
 from qsample.exporters.foreign.rows import Nodes, Rows
 from qsample.graph.gqa import Slot, attentions
 from tests.helpers.foreign import gate, rewritten

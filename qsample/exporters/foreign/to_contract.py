@@ -20,7 +20,7 @@ from qsample.contract.arrays import Array
 from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.contract.tensors import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE, retained_name
 from qsample.exporters.foreign.graph_file import refusal
-from qsample.exporters.foreign.interface import IDS, ForeignGraph
+from qsample.exporters.foreign.recognise import IDS, ForeignGraph
 from qsample.exporters.foreign.opset import set_opset
 from qsample.exporters.foreign.rows import Rows
 from qsample.graph.edit import constant, initializer, reads
