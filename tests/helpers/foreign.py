@@ -14,10 +14,10 @@ import onnx_ir as ir
 from qsample.contract.interface import Features, Interface
 from qsample.exporters import parity
 from qsample.exporters.foreign import bake
+from qsample.exporters.foreign.conventions import ForeignGraph
 from qsample.exporters.foreign.files import locate, read_settings
-from qsample.exporters.foreign.graph_file import load
-from qsample.exporters.foreign.recognise import ForeignGraph, recognise
 from qsample.exporters.foreign.original import Original
+from qsample.exporters.foreign.recognise import load, recognise
 from qsample.exporters.portable import build_initial_state
 from qsample.graph.runner import GraphRunner
 

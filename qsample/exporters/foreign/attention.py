@@ -15,8 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract.arrays import Array
-from qsample.exporters.foreign.graph_file import refusal
-from qsample.exporters.foreign.recognise import ForeignGraph, Layer, is_onnx_attention
+from qsample.exporters.foreign.conventions import REFUSED_SLOTS, ForeignGraph, Layer, is_onnx_attention, refusal
 from qsample.exporters.foreign.original import Original, probes
 from qsample.exporters.foreign.rows import PREFIX, Nodes, Rows
 from qsample.graph.edit import constant, initializer, producer
@@ -24,12 +23,6 @@ from qsample.graph.gqa import OP_TYPE, Slot, get_input, set_inputs
 from qsample.graph.operators import CONTRIB_DOMAIN
 
 _QUERY_SEQLENS: Final = 16
-_REFUSED: Final = {
-    Slot.K_SCALE: "its cache is quantized; take the file with a float cache, and `qsample compile --kv-cache-dtype "
-    "int8`",
-    Slot.V_SCALE: "its cache is quantized; take the file with a float cache, and `qsample compile --kv-cache-dtype "
-    "int8`",
-}
 _FORBIDDEN_NUMBER: Final = -1e4  # a bias below it hides a key
 _PRODUCTS: Final = ("MatMul", "FusedMatMul")
 _KEYS, _VALUES, _SCORES = 1, 2, 3  # inputs of ONNX's Attention, and its output
@@ -48,7 +41,7 @@ def check_attentions(foreign: ForeignGraph) -> None:
     for layer in foreign.layers:
         node = layer.attention
         assert node is not None
-        for slot, why in _REFUSED.items():
+        for slot, why in REFUSED_SLOTS.items():
             if get_input(node, slot) is not None:
                 raise refusal(foreign.path, why)
         if not node.attributes.get_int("causal", 1):

@@ -22,21 +22,26 @@ from qsample.disk.destination import scratch_folder
 from qsample.errors import ParityError, QsampleError, printable
 from qsample.exporters import parity
 from qsample.exporters.foreign import attention
+from qsample.exporters.foreign.conventions import POSITIONS, ForeignGraph
 from qsample.exporters.foreign.files import Location, Settings, locate, read_settings, without_links, write_files
-from qsample.exporters.foreign.graph_file import graph_errors, load
-from qsample.exporters.foreign.recognise import POSITIONS, ForeignGraph, recognise
-from qsample.exporters.foreign.to_contract import interface_of, record_shapes, use_contract_names
-from qsample.exporters.foreign.opset import rotary_tables, use_own_operators
 from qsample.exporters.foreign.original import Original, reference
-from qsample.exporters.foreign.recurrent import keep_states
+from qsample.exporters.foreign.recognise import graph_errors, load, recognise
 from qsample.exporters.foreign.rows import (
     Nodes,
     add_rows,
     check_free_of_sizes,
     choose_table,
     counted_positions,
+    keep_states,
     select_last,
     use_row_positions,
+)
+from qsample.exporters.foreign.to_contract import (
+    interface_of,
+    record_shapes,
+    rotary_tables,
+    use_contract_names,
+    use_own_operators,
 )
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.graph import gqa

@@ -12,9 +12,9 @@ import onnx_ir as ir
 
 from qsample.errors import QsampleError
 from qsample.exporters.foreign import attention
+from qsample.exporters.foreign.conventions import ForeignGraph, is_onnx_attention
 from qsample.exporters.foreign.files import decoders, locate, read_settings
-from qsample.exporters.foreign.graph_file import load
-from qsample.exporters.foreign.recognise import ForeignGraph, is_onnx_attention, recognise
+from qsample.exporters.foreign.recognise import load, recognise
 from qsample.graph.operators import is_matmul_nbits
 
 _TOLD: Final = (  # operators that decide whether and how a file is baked

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from qsample.contract.arrays import Array
 from qsample.errors import UnsupportedModelError
-from qsample.exporters.foreign.recognise import FILLED, IDS, KEEP, LOGITS, MASK, POSITIONS, WRITE, ForeignGraph
+from qsample.exporters.foreign.conventions import FILLED, IDS, KEEP, LOGITS, MASK, POSITIONS, WRITE, ForeignGraph
 from qsample.exporters.parity import CONTINUED, Reference, reference_lengths
 from qsample.graph.evaluate import with_outputs
 from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options

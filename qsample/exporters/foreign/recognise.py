@@ -1,159 +1,115 @@
-"""A decoder file enters; the meaning of its inputs and outputs leaves, or a line that says why it cannot be baked."""
+"""A decoder file enters; its graph leaves with the meaning of its inputs and outputs, or a line that refuses it."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
 
-from qsample.exporters.foreign.graph_file import refusal
+from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.foreign.conventions import (
+    BY_HEAD,
+    CALLS,
+    DYNAMIC,
+    FLAT,
+    FLOATS,
+    IDS,
+    LOGITS,
+    NEWEST_OPSET,
+    OLDEST_OPSET,
+    PAST_OF_ATTENTION,
+    RECURRENT,
+    REFUSED_INPUTS,
+    REFUSED_OPERATORS,
+    STATE,
+    STATES,
+    WRITE,
+    ForeignGraph,
+    Layer,
+    Recurrence,
+    is_onnx_attention,
+    layer_number,
+    refusal,
+)
 from qsample.graph import gqa
 from qsample.graph.edit import reads
 from qsample.graph.gqa import Slot
-from qsample.graph.operators import is_contrib
+from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
 
-IDS: Final = "input_ids"
-MASK: Final = "attention_mask"
-POSITIONS: Final = "position_ids"
-LOGITS: Final = "logits"
-# How many logits a graph shall compute: 0 = all.
-KEEP: Final = ("num_logits_to_keep", "logits_to_keep")
-# Of a cache of fixed size: where the new tokens are written, and how many tokens there are then; [B] each.
-WRITE: Final = "write_indices"
-FILLED: Final = "nonpad_kv_seqlen"
-_CALLS: Final = (IDS, MASK, POSITIONS, *KEEP, WRITE, FILLED)
-_OLDEST: Final = 14
-_NEWEST: Final = 24
-
-_FLAT, _BY_HEAD = 3, 4  # ranks of keys and values: [B, tokens, heads * size], [B, heads, tokens, size]
-_PAST_OF_ATTENTION: Final = (4, 5)  # inputs of ONNX's Attention; its outputs 1 and 2 are the new ones
-# Operators that keep a state: its name in the contract, and the index of the input.
-_STATES: Final = {"CausalConvWithState": "conv_state", "LinearAttention": "recurrent_state"}
-_STATE: Final = 3
-_FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-_REFUSED_INPUTS: Final = {
-    r"use_cache_branch": "it is a merged decoder, two graphs under one If; take decoder_with_past_model.onnx, or a "
-    "file of a newer export, with GroupQueryAttention or without use_cache_branch",
-    r"inputs_embeds": "it has no token embedding: it takes inputs_embeds; take a file whose input is input_ids",
-    r"block_table|slot_mapping|.*_blocks?": "its cache is paged (PagedAttention); export it without "
-    "use_paged_attention",
-    r"beam_idx|beam_width|cache_indirection": "its cache has the state of a beam search; export it without",
-    r"encoder_.*|pixel_values.*|audio_.*|input_features": "it is not a language model of tokens alone",
-    r"cache_position": "it takes cache_position, positions of its own; export it for ONNX Runtime (optimum, "
-    "onnxruntime-genai)",
-}
-_RECURRENT: Final = r".*(conv|recurrent|ssm).*"  # names of states
-_DYNAMIC: Final = (
-    "it quantizes activations with a single scale per tensor ({}), so that a row would depend on the rest of its batch"
+# Operators of ONNX Runtime for which a file may have functions.
+_OPERATORS: Final = (
+    *("CausalConvWithState", "LinearAttention"),
+    *("SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "MatMulNBits"),
 )
-_PER_TOKEN: Final = (
-    "it has a {} that may go through tokens; export it with ONNX Runtime's LinearAttention and CausalConvWithState "
-    "(mobius without --ep onnx-standard), or the checkpoint with `qsample export`"
-)
-_REFUSED_OPERATORS: Final = {
-    "MatMulInteger": _DYNAMIC,
-    "DynamicQuantizeMatMul": _DYNAMIC,
-    "MatMulIntegerToFloat": _DYNAMIC,
-    "DynamicQuantizeLinear": _DYNAMIC,
-    "PagedAttention": "its cache is paged ({}); export it without use_paged_attention",
-    "Loop": _PER_TOKEN,
-    "Scan": _PER_TOKEN,
-} | dict.fromkeys(
-    ("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", "SparseAttention", "DecoderAttention", "Attention"),
-    "it attends through {}; only GroupQueryAttention, ONNX's own Attention and plain operators (MatMul, Softmax, "
-    "MatMul) can be baked",
-)
+_MOST_NODES: Final = 50_000  # a graph of 100 layers has half of that
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The cache of an attention layer: graph inputs and outputs.
+def load(path: Path) -> ir.Model:
+    """The model in `path`, without functions, its constants as initializers; weights next to it stay mapped.
 
-    Attributes:
-        number: the layer's in the names.
-        past_key, past_value, present_key, present_value: [B, heads, tokens, head_dim], or [B, tokens, heads *
-            head_dim].
-        ring: tokens that the file keeps; None = all.
-        size: the tokens of a cache of fixed size; None = it grows.
-        attention: the GroupQueryAttention; None = another operator, or several.
-        new: keys and values of the new tokens, [B, heads, S, head_dim], if the file shows them.
-        new_is_flat: `new` are [B, S, heads * head_dim].
+    A function may say what an operator of ONNX Runtime computes, for other runtimes: that stays an operator.
     """
-
-    number: int
-    past_key: ir.Value
-    past_value: ir.Value
-    present_key: ir.Value
-    present_value: ir.Value
-    heads: int
-    head_dim: int
-    ring: int | None = None
-    size: int | None = None
-    attention: ir.Node | None = None
-    new: tuple[ir.Value, ir.Value] | None = None
-    new_is_flat: bool = False
-
-    def shape(self, tokens: int) -> tuple[int, ...]:
-        """Of the file's keys or values, a row of `tokens` tokens; of a cache of fixed size: all its tokens."""
-        tokens = tokens if self.size is None else self.size
-        is_flat = self.past_key.shape is not None and len(self.past_key.shape) == _FLAT
-        return (1, tokens, self.heads * self.head_dim) if is_flat else (1, self.heads, tokens, self.head_dim)
-
-    @property
-    def pasts(self) -> tuple[ir.Value, ir.Value]:
-        return self.past_key, self.past_value
-
-    @property
-    def presents(self) -> tuple[ir.Value, ir.Value]:
-        return self.present_key, self.present_value
+    log = logging.getLogger("onnx_ir.serde")
+    before, log.disabled = log.disabled, True  # it prints names as they are; what is wrong is refused below
+    try:
+        model = ir.load(path)
+    except Exception as error:  # protobuf has its own kinds
+        raise UnsupportedModelError(f"{path} is not an ONNX file ({type(error).__name__}: {error!s:.200})") from error
+    finally:
+        log.disabled = before
+    for domain, name, overload in list(model.functions):
+        if domain == CONTRIB_DOMAIN and name in _OPERATORS:
+            del model.functions[domain, name, overload]
+    if model.functions:
+        _inline(path, model)
+    common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common_passes.RemoveUnusedNodesPass()(model)
+    return model
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """A LinearAttention or CausalConvWithState, and its state: a graph input and output, [B, ...].
-
-    number, kind, shape: as in `interface.RecurrentShape`.
-    """
-
-    number: int
-    kind: str
-    shape: tuple[int, ...]
-    dtype: ir.DataType
-    node: ir.Node
-    past: ir.Value
-    present: ir.Value
+@contextmanager
+def graph_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the graph's libraries, or of a rewrite that meets an operator unlike its definition, into a
+    refusal of the file."""
+    try:
+        yield
+    except (QsampleError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise refusal(
+            path, f"its graph is not as its operators are defined ({type(error).__name__}: {error!s:.200})"
+        ) from (error)
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignGraph:
-    """A decoder file, read. dtype: of the cache. changed: whether the inputs of `model` differ from
-    those of the file. recurrences: in the order of their layers."""
-
-    path: Path
-    model: ir.Model
-    layers: tuple[Layer, ...]
-    logits: ir.Value
-    vocab_size: int
-    dtype: ir.DataType
-    changed: bool = False
-    recurrences: tuple[Recurrence, ...] = ()
-
-    @property
-    def size(self) -> int | None:
-        """The tokens of its caches; None = they grow."""
-        return min((layer.size for layer in self.layers if layer.size is not None), default=None)
-
-    @property
-    def graph(self) -> ir.Graph:
-        return self.model.graph
-
-    def input(self, name: str) -> ir.Value | None:
-        return next((value for value in self.graph.inputs if value.name == name), None)
+def _inline(path: Path, model: ir.Model) -> None:
+    """Put the bodies of functions in place of their calls."""
+    calls = {
+        name: Counter(node.op_identifier() for node in function.all_nodes())
+        for name, function in model.functions.items()
+    }
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+    try:
+        for name in TopologicalSorter(
+            {name: called.keys() & calls.keys() for name, called in calls.items()}
+        ).static_order():
+            sizes[name] = sum(count * sizes.get(called, 1) for called, count in calls[name].items())
+    except CycleError:
+        raise refusal(path, "its functions call one another in a circle") from None
+    total = sum(sizes.get(node.op_identifier(), 1) for node in model.graph.all_nodes())
+    if total > _MOST_NODES:
+        raise refusal(path, f"its functions stand for {total} nodes, and bake reads at most {_MOST_NODES}")
+    try:
+        common_passes.InlinePass()(model)
+    except ValueError as error:
+        raise refusal(path, f"its functions cannot be inlined ({' '.join(str(error).split())!s:.200})") from error
 
 
 def recognise(
@@ -167,14 +123,14 @@ def recognise(
     _check_operators(path, model)
     graph = model.graph
     opset = graph.opset_imports.get("", 0)
-    if not _OLDEST <= opset <= _NEWEST:
-        raise refusal(path, f"its opset is {opset}; export it with {_OLDEST} to {_NEWEST}")
+    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+        raise refusal(path, f"its opset is {opset}; export it with {OLDEST_OPSET} to {NEWEST_OPSET}")
     named = {str(value.name): value for value in graph.outputs}
     if LOGITS not in named:
         raise refusal(
             path, f"it has no output {LOGITS}, only {', '.join(list(named)[:3])}; take the decoder with its head"
         )
-    caches = [value for value in graph.inputs if value.name not in _CALLS]
+    caches = [value for value in graph.inputs if value.name not in CALLS]
     if not caches:
         raise refusal(
             path,
@@ -184,14 +140,14 @@ def recognise(
     states = {recurrence.past for recurrence in recurrences}
     caches = [value for value in caches if value not in states]
     for value in caches:
-        if re.fullmatch(_RECURRENT, str(value.name)):
+        if re.fullmatch(RECURRENT, str(value.name)):
             raise refusal(
                 path,
                 f"it has recurrent states, and {value.name} is not that of a LinearAttention or CausalConvWithState "
                 "alone, so that padding would change it; export the checkpoint with `qsample export`",
             )
         rank = 0 if value.shape is None else len(value.shape)
-        if rank != _BY_HEAD and (rank != _FLAT or all(node.op_type != "TensorScatter" for node, _ in value.uses())):
+        if rank != BY_HEAD and (rank != FLAT or all(node.op_type != "TensorScatter" for node, _ in value.uses())):
             raise refusal(
                 path, f"its input {value.name} is neither a known input nor keys or values [B, heads, tokens, size]"
             )
@@ -207,7 +163,7 @@ def recognise(
     if unused:
         raise refusal(path, f"its input {min(unused)} is a state that no attention reads")
     dtypes = {value.dtype for value in caches}
-    if len(dtypes) > 1 or not dtypes <= {*_FLOATS}:
+    if len(dtypes) > 1 or not dtypes <= {*FLOATS}:
         found = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise refusal(path, f"its cache is {found}; this machine's CPU checks float32 and float16 caches")
     size = _vocab_size(graph, named[LOGITS], vocab_size)
@@ -252,7 +208,7 @@ def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
 def _check_inputs(path: Path, model: ir.Model) -> None:
     names = [str(value.name) for value in model.graph.inputs]
     for name in names:
-        for pattern, why in _REFUSED_INPUTS.items():
+        for pattern, why in REFUSED_INPUTS.items():
             if re.fullmatch(pattern, name):
                 raise refusal(path, why)
     if IDS not in names:
@@ -261,12 +217,12 @@ def _check_inputs(path: Path, model: ir.Model) -> None:
 
 def _check_operators(path: Path, model: ir.Model) -> None:
     counts = Counter(node.op_type for node in model.graph.all_nodes() if not is_onnx_attention(node))
-    for operator, why in _REFUSED_OPERATORS.items():
+    for operator, why in REFUSED_OPERATORS.items():
         if operator in counts:
-            raise refusal(path, why.format(operator) + (_other_files(path) if why is _DYNAMIC else ""))
+            raise refusal(path, why.format(operator) + (_other_files(path) if why is DYNAMIC else ""))
     for node in model.graph:
         inner = [attribute for attribute in node.attributes.values() if attribute.type == ir.AttributeType.GRAPH]
-        if inner and any(value.is_graph_input() and value.name not in _CALLS for value in reads(node)):
+        if inner and any(value.is_graph_input() and value.name not in CALLS for value in reads(node)):
             raise refusal(path, f"it has a cache under an {node.op_type}: a merged decoder; take a newer export")
 
 
@@ -319,24 +275,19 @@ def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
     return None if columns is None else columns // parts or None
 
 
-def is_onnx_attention(node: ir.Node) -> bool:
-    """Whether `node` is ONNX's Attention, not ONNX Runtime's operator of that name."""
-    return node.op_type == "Attention" and not node.domain
-
-
 def _recurrences(path: Path, graph: ir.Graph) -> tuple[Recurrence, ...]:
     """The operators whose states are inputs and outputs of the graph, by their layers."""
     outputs, found = set(graph.outputs), []
-    for index, node in enumerate(node for node in graph if is_contrib(node, *_STATES)):
-        past = node.inputs[_STATE] if len(node.inputs) > _STATE else None
+    for index, node in enumerate(node for node in graph if is_contrib(node, *STATES)):
+        past = node.inputs[STATE] if len(node.inputs) > STATE else None
         present = node.outputs[1] if len(node.outputs) > 1 else None
         alone = past is not None and past.is_graph_input() and [user for user, _ in past.uses()] == [node]
         if past is None or present is None or not alone or present not in outputs:
             raise refusal(path, f"{node.name} does not keep a state of its own; export it with its states")
         shape = tuple(size for size in list(past.shape or ())[1:] if isinstance(size, int))
-        if past.dtype not in _FLOATS or not shape or past.shape is None or len(shape) != len(past.shape) - 1:
+        if past.dtype not in FLOATS or not shape or past.shape is None or len(shape) != len(past.shape) - 1:
             raise refusal(path, f"its state {past.name} has no fixed shape, or is not float32 or float16")
-        kind, number = _STATES[node.op_type], layer_number(past, index)
+        kind, number = STATES[node.op_type], layer_number(past, index)
         found.append(Recurrence(number, kind, shape, past.dtype, node, past, present))
     return tuple(sorted(found, key=lambda each: each.number))
 
@@ -369,7 +320,7 @@ def _plain_layers(path: Path, pasts: Iterable[ir.Value], outputs: set[ir.Value])
         value = values[number]
         assert key.past.shape is not None
         width = key.past.shape[-1]
-        if len(key.past.shape) == _BY_HEAD:
+        if len(key.past.shape) == BY_HEAD:
             heads, size = key.past.shape[1], width
         else:
             heads = _heads(key.present) or 0
@@ -395,11 +346,11 @@ class _Cache(NamedTuple):
 def _cache(past: ir.Value) -> _Cache | None:
     """The cache that `past` is of; None if it is kept in no known way."""
     assert past.shape is not None
-    is_flat = len(past.shape) == _FLAT
+    is_flat = len(past.shape) == FLAT
     for node, place in past.uses():
         if node.op_type == "Concat" and place == 0 and len(node.inputs) == 2:
             return _Cache(past, node.outputs[0], node.inputs[1], is_flat)
-        if is_onnx_attention(node) and place in _PAST_OF_ATTENTION and len(node.outputs) > place - 3:
+        if is_onnx_attention(node) and place in PAST_OF_ATTENTION and len(node.outputs) > place - 3:
             heads = node.attributes.get_int("q_num_heads", 0)
             return _Cache(past, node.outputs[place - 3], node.inputs[place - 3], heads > 0)
         if node.op_type == "TensorScatter" and place == 0:
@@ -418,12 +369,6 @@ def _heads(keys: ir.Value) -> int | None:
     """The number of heads of `keys` [B, tokens, heads * size], by the attention that reads them."""
     found = {node.attributes.get_int("kv_num_heads", 0) for node, _ in keys.uses() if is_onnx_attention(node)}
     return found.pop() or None if len(found) == 1 else None
-
-
-def layer_number(value: ir.Value, index: int) -> int:
-    """The number in a cache's name; `index` if it has none."""
-    found = re.search(r"\d+", str(value.name))
-    return int(found.group()) if found else index
 
 
 def _vocab_size(graph: ir.Graph, logits: ir.Value, stated: int | None) -> int | None:

@@ -11,8 +11,8 @@ import onnx_ir as ir
 import pytest
 
 from qsample.errors import ParityError, UnsupportedModelError
-from qsample.exporters.foreign import attention, bake, recurrent
-from qsample.exporters.foreign.recognise import ForeignGraph
+from qsample.exporters.foreign import attention, bake, rows
+from qsample.exporters.foreign.conventions import ForeignGraph
 from qsample.exporters.foreign.rows import Nodes, Rows
 from qsample.graph.gqa import Slot, attentions
 from tests.helpers.foreign import gate, rewritten
@@ -190,11 +190,11 @@ def test_attentions(
 
 
 def padding_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "_leave_out", lambda *_: None)
+    monkeypatch.setattr(rows, "_leave_out", lambda *_: None)
 
 
 def convolution_ends_at_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "_end_at_last", lambda foreign, each, *_: each.present)
+    monkeypatch.setattr(rows, "_end_at_last", lambda foreign, each, *_: each.present)
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import pytest
 
 from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.errors import UnsupportedModelError
-from qsample.exporters.foreign.recognise import ForeignGraph, Layer, Recurrence
-from qsample.exporters.foreign.to_contract import interface_of, record_shapes, use_contract_names
+from qsample.exporters.foreign.conventions import ForeignGraph, Layer, Recurrence
 from qsample.exporters.foreign.rows import Rows
+from qsample.exporters.foreign.to_contract import interface_of, record_shapes, use_contract_names
 from qsample.graph.edit import constant
 from qsample.graph.operators import OPSET
 

@@ -10,8 +10,9 @@ import onnx_ir as ir
 import pytest
 
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.foreign import graph_file
-from qsample.exporters.foreign.graph_file import graph_errors, load, refusal
+from qsample.exporters.foreign import recognise as recognition
+from qsample.exporters.foreign.conventions import refusal
+from qsample.exporters.foreign.recognise import graph_errors, load
 
 IMPORTS = 'opset_import: ["": 20, "mine": 1, "com.microsoft": 1]'
 HEAD = f"<ir_version: 10, {IMPORTS}> g (float[n] x) => (float[n] y)"
@@ -68,9 +69,9 @@ def test_no_more_nodes_than_a_model_has(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         load(path)
     path = written(tmp_path, f"{HEAD} {{ m = mine.F1(x)  y = Abs(m) }} {' '.join(functions)}")
-    monkeypatch.setattr(graph_file, "_MOST_NODES", 5)
+    monkeypatch.setattr(recognition, "_MOST_NODES", 5)
     assert len(list(load(path).graph)) == 5
-    monkeypatch.setattr(graph_file, "_MOST_NODES", 4)
+    monkeypatch.setattr(recognition, "_MOST_NODES", 4)
     with pytest.raises(UnsupportedModelError, match="for 5 nodes"):
         load(path)
 

@@ -1,0 +1,175 @@
+"""The conventions of exporters: how a decoder's inputs, caches and layers are called, and what is refused.
+
+A new exporter's names go here; `recognise` finds them in a file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import onnx_ir as ir
+
+from qsample.errors import UnsupportedModelError
+from qsample.graph.gqa import Slot
+
+IDS: Final = "input_ids"
+MASK: Final = "attention_mask"
+POSITIONS: Final = "position_ids"
+LOGITS: Final = "logits"
+# How many logits a graph shall compute: 0 = all.
+KEEP: Final = ("num_logits_to_keep", "logits_to_keep")
+# Of a cache of fixed size: where the new tokens are written, and how many tokens there are then; [B] each.
+WRITE: Final = "write_indices"
+FILLED: Final = "nonpad_kv_seqlen"
+CALLS: Final = (IDS, MASK, POSITIONS, *KEEP, WRITE, FILLED)
+OLDEST_OPSET: Final = 14
+NEWEST_OPSET: Final = 24
+
+FLAT, BY_HEAD = 3, 4  # ranks of keys and values: [B, tokens, heads * size], [B, heads, tokens, size]
+PAST_OF_ATTENTION: Final = (4, 5)  # inputs of ONNX's Attention; its outputs 1 and 2 are the new ones
+# Operators that keep a state: its name in the contract, and the index of the input.
+STATES: Final = {"CausalConvWithState": "conv_state", "LinearAttention": "recurrent_state"}
+STATE: Final = 3
+FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+REFUSED_INPUTS: Final = {
+    r"use_cache_branch": "it is a merged decoder, two graphs under one If; take decoder_with_past_model.onnx, or a "
+    "file of a newer export, with GroupQueryAttention or without use_cache_branch",
+    r"inputs_embeds": "it has no token embedding: it takes inputs_embeds; take a file whose input is input_ids",
+    r"block_table|slot_mapping|.*_blocks?": "its cache is paged (PagedAttention); export it without "
+    "use_paged_attention",
+    r"beam_idx|beam_width|cache_indirection": "its cache has the state of a beam search; export it without",
+    r"encoder_.*|pixel_values.*|audio_.*|input_features": "it is not a language model of tokens alone",
+    r"cache_position": "it takes cache_position, positions of its own; export it for ONNX Runtime (optimum, "
+    "onnxruntime-genai)",
+}
+RECURRENT: Final = r".*(conv|recurrent|ssm).*"  # names of states
+DYNAMIC: Final = (
+    "it quantizes activations with a single scale per tensor ({}), so that a row would depend on the rest of its batch"
+)
+_PER_TOKEN: Final = (
+    "it has a {} that may go through tokens; export it with ONNX Runtime's LinearAttention and CausalConvWithState "
+    "(mobius without --ep onnx-standard), or the checkpoint with `qsample export`"
+)
+REFUSED_OPERATORS: Final = {
+    "MatMulInteger": DYNAMIC,
+    "DynamicQuantizeMatMul": DYNAMIC,
+    "MatMulIntegerToFloat": DYNAMIC,
+    "DynamicQuantizeLinear": DYNAMIC,
+    "PagedAttention": "its cache is paged ({}); export it without use_paged_attention",
+    "Loop": _PER_TOKEN,
+    "Scan": _PER_TOKEN,
+} | dict.fromkeys(
+    ("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", "SparseAttention", "DecoderAttention", "Attention"),
+    "it attends through {}; only GroupQueryAttention, ONNX's own Attention and plain operators (MatMul, Softmax, "
+    "MatMul) can be baked",
+)
+# Inputs of GroupQueryAttention.
+REFUSED_SLOTS: Final = dict.fromkeys(
+    (Slot.K_SCALE, Slot.V_SCALE),
+    "its cache is quantized; take the file with a float cache, and `qsample compile --kv-cache-dtype int8`",
+)
+
+
+def refusal(path: Path, why: str) -> UnsupportedModelError:
+    """An error of a single line: the file, and why it cannot be baked."""
+    return UnsupportedModelError(f"{path} cannot be baked: {' '.join(why.split())}")
+
+
+def is_onnx_attention(node: ir.Node) -> bool:
+    """Whether `node` is ONNX's Attention, not ONNX Runtime's operator of that name."""
+    return node.op_type == "Attention" and not node.domain
+
+
+def layer_number(value: ir.Value, index: int) -> int:
+    """The number in a cache's name; `index` if it has none."""
+    found = re.search(r"\d+", str(value.name))
+    return int(found.group()) if found else index
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The cache of an attention layer: graph inputs and outputs.
+
+    Attributes:
+        number: the layer's in the names.
+        past_key, past_value, present_key, present_value: [B, heads, tokens, head_dim], or [B, tokens, heads *
+            head_dim].
+        ring: tokens that the file keeps; None = all.
+        size: the tokens of a cache of fixed size; None = it grows.
+        attention: the GroupQueryAttention; None = another operator, or several.
+        new: keys and values of the new tokens, [B, heads, S, head_dim], if the file shows them.
+        new_is_flat: `new` are [B, S, heads * head_dim].
+    """
+
+    number: int
+    past_key: ir.Value
+    past_value: ir.Value
+    present_key: ir.Value
+    present_value: ir.Value
+    heads: int
+    head_dim: int
+    ring: int | None = None
+    size: int | None = None
+    attention: ir.Node | None = None
+    new: tuple[ir.Value, ir.Value] | None = None
+    new_is_flat: bool = False
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        """Of the file's keys or values, a row of `tokens` tokens; of a cache of fixed size: all its tokens."""
+        tokens = tokens if self.size is None else self.size
+        is_flat = self.past_key.shape is not None and len(self.past_key.shape) == FLAT
+        return (1, tokens, self.heads * self.head_dim) if is_flat else (1, self.heads, tokens, self.head_dim)
+
+    @property
+    def pasts(self) -> tuple[ir.Value, ir.Value]:
+        return self.past_key, self.past_value
+
+    @property
+    def presents(self) -> tuple[ir.Value, ir.Value]:
+        return self.present_key, self.present_value
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """A LinearAttention or CausalConvWithState, and its state: a graph input and output, [B, ...].
+
+    number, kind, shape: as in `interface.RecurrentShape`.
+    """
+
+    number: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: ir.DataType
+    node: ir.Node
+    past: ir.Value
+    present: ir.Value
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignGraph:
+    """A decoder file, read. dtype: of the cache. changed: whether the inputs of `model` differ from
+    those of the file. recurrences: in the order of their layers."""
+
+    path: Path
+    model: ir.Model
+    layers: tuple[Layer, ...]
+    logits: ir.Value
+    vocab_size: int
+    dtype: ir.DataType
+    changed: bool = False
+    recurrences: tuple[Recurrence, ...] = ()
+
+    @property
+    def size(self) -> int | None:
+        """The tokens of its caches; None = they grow."""
+        return min((layer.size for layer in self.layers if layer.size is not None), default=None)
+
+    @property
+    def graph(self) -> ir.Graph:
+        return self.model.graph
+
+    def input(self, name: str) -> ir.Value | None:
+        return next((value for value in self.graph.inputs if value.name == name), None)
