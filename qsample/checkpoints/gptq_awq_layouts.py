@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 
 from qsample.contract.arrays import Array
+from qsample.contract.tensors import BLOCK_SIZES
 from qsample.errors import QsampleError
-from qsample.graph.operators import BLOCK_SIZES, pack_bits
+from qsample.graph.operators import pack_bits
 from qsample.huggingface.dtypes import dtype_name
 from qsample.transforms.quantized_linear import QuantizedWeight
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from qsample.cli.common import BatchInvariant, Json, Lora, Provider, Threads, Weights, open_exported, read_loras
+from qsample.cli.common import LOAD_FLAGS, SAMPLING_FLAGS, Json, load_given, open_given, with_flags
 from qsample.cli.terminal import console, format_size, progress, table
+from qsample.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from qsample.runtime import CausalLM
@@ -24,56 +25,44 @@ EXAMPLES: Final = (
 )
 
 
+_SAMPLING: Final = {  # with their defaults
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "prompt_lookup_num_tokens": 0,
+}
+
+
+@with_flags({**{name: SAMPLING_FLAGS[name]._replace(default=value) for name, value in _SAMPLING.items()}, **LOAD_FLAGS})
 def bench(
+    ctx: typer.Context,
     package: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be repeated. (default: 1)")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps to time.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Generations to time, after a warm-up.")] = 3,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    prompt_lookup_num_tokens: Annotated[
-        int, typer.Option(min=0, help="Guess up to this many tokens a step from the text so far; 0 is off.")
-    ] = 0,
-    lora: Lora = None,
-    weights: Weights = None,
-    provider: Provider = None,
-    threads: Threads = None,
-    batch_invariant: BatchInvariant = True,
     as_json: Json = False,
 ) -> None:
     """Time a package: first token, prefill, decode steps, memory."""
-    from qsample.request.sampling_params import SamplingParams
-    from qsample.runtime import load
     from qsample.runtime.bench import measure
 
     try:
-        params = SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            prompt_lookup_num_tokens=prompt_lookup_num_tokens,
-        )
+        params = SamplingParams(**{name: ctx.params[name] for name in _SAMPLING})
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    loras = read_loras(lora)
-    opened = open_exported(package, provider, weights=weights, loras=loras)  # stays in the cache as long as this
+    opened = open_given(package, ctx.params)  # stays in the cache as long as this
     start = time.perf_counter()
-    model = load(
-        opened.package.path, provider, intra_op_num_threads=threads, batch_invariant=batch_invariant, verify=False
-    )
+    model = load_given(opened, ctx.params)
     load_seconds = time.perf_counter() - start
-    adapters = [model.load_adapter(name, folder) for name, folder in loras.items()]
     measurements = []
     with progress() as report:
         for index, rows in enumerate(batches := batch or [1]):
             report(f"{rows} rows", index / len(batches))
-            measurements.append(measure(model, rows, prompt_tokens, new_tokens, params, repetitions, adapters))
+            measurements.append(
+                measure(model, rows, prompt_tokens, new_tokens, params, repetitions, [*model.adapters.values()])
+            )
     if as_json:
         typer.echo(json.dumps(_describe(model, measurements, load_seconds), indent=2))
     else:

@@ -20,6 +20,8 @@ from qsample.cli.common import (
     Json,
     Overwrite,
     feature_options,
+    flags_of,
+    given_of,
     is_package,
     open_model,
     quieten,
@@ -28,6 +30,8 @@ from qsample.cli.common import (
 )
 from qsample.cli.inspect import figures_in_words, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
+from qsample.compiler.options import CompileOptions
+from qsample.contract.interface import Features
 from qsample.package.package import Package
 from qsample.progress import Meter, Stage, StageCost, metered, total
 
@@ -52,7 +56,6 @@ BAKE_EXAMPLES: Final = (
 Timing = Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")]
 
 _WIDTH_OF_A_FILE: Final = 120
-_FEATURES: Final = {"include_sampler": "sampler", "return_pdfs": "probs", "seed_input": "seed"}  # names in `Features`
 
 
 @with_flags(FEATURE_FLAGS)
@@ -97,77 +100,23 @@ def export(
     _written(exported.package, out, meter.costs, timing, as_json)
 
 
+@with_flags(flags_of(CompileOptions))
 def compile(
+    ctx: typer.Context,
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
-    provider: Annotated[str, typer.Option(help="cpu, cuda, webgpu, web, openvino, or a target of your own.")] = "cpu",
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Most rows of a call. (default: any)")] = None,
-    ctx_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens that a row holds. (default: the model's, at most 4096)")
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="int4|int4_mixed|int8|float16",
-            help="Quantize the weights; float16 halves the file alone. (default: as exported)",
-        ),
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Quantized weights that share a scale: 16 to 256.")] = 32,
-    quantization_method: Annotated[
-        str,
-        typer.Option(
-            metavar="rtn|k_quant|hqq|gptq",
-            help="Round to the nearest level; search levels (k_quant, hqq); fit to a text.",
-        ),
-    ] = "rtn",
-    calibration_text: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Text in UTF-8 for gptq; may be repeated.")
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option(metavar="int8", help="Quantize keys and values. (default: as exported)")
-    ] = None,
-    num_speculative_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Guesses that a step may check, for requests that ask for it: 7, with --kv-cache-dtype int8."
-        ),
-    ] = 0,
-    max_divergence: Annotated[
-        float, typer.Option(min=0, help="Refuse quantized weights that diverge further, in nats a token.")
-    ] = 1.0,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="float16|bfloat16", help="Of weights and cache, on a GPU. (default: as exported)"),
-    ] = None,
-    debug_dump: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="New folder for the graph after each phase, with its node counts."),
-    ] = None,
     overwrite: Overwrite = False,
     timing: Timing = False,
     as_json: Json = False,
 ) -> None:
     """Compile a package for a device: fused, its shapes bounded, tested there."""
-    from qsample.compiler.options import CompileOptions
-
-    options = CompileOptions(
-        provider=provider,
-        batch_size=batch_size,
-        ctx_len=ctx_len,
-        dtype=dtype,
-        weights=weights,
-        block_size=block_size,
-        quantization_method=quantization_method,
-        calibration_text=[read_text(path, "--calibration-text") for path in calibration_text or ()] or None,
-        kv_cache_dtype=kv_cache_dtype,
-        num_speculative_tokens=num_speculative_tokens,
-        max_divergence=max_divergence,
-        debug_dump=debug_dump,
-    )
+    given = given_of(CompileOptions, ctx.params)
+    texts = [read_text(Path(path), "--calibration-text") for path in given["calibration_text"] or ()]
+    options = CompileOptions(**{**given, "calibration_text": texts or None})
     with _metered_progress() as meter:
         compiled = open_model(package).compile(out, options=options, overwrite=overwrite, progress=meter)
-    if debug_dump is not None:
-        _show_phases(debug_dump)
+    if options.debug_dump is not None:
+        _show_phases(Path(options.debug_dump))
     _written(compiled.package, out, meter.costs, timing, as_json)
 
 
@@ -194,22 +143,19 @@ def bake(
     as_json: Json = False,
 ) -> None:
     """Give the sampler to a decoder file of another exporter (onnxruntime-genai, onnx-community, optimum)."""
-    from qsample.contract.interface import Features
     from qsample.models.auto_model import bake as bake_file
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
     _check_revision(model, revision)
     quieten(model)
-    options = feature_options(ctx.params)
-    for_serving = options.pop("for_serving")
-    features = Features(**{_FEATURES.get(name, name): value for name, value in options.items()})
+    features = Features(**given_of(Features, feature_options(ctx.params)))
     with _metered_progress() as meter:
         baked = bake_file(
             model,
             out,
             file=file,
-            features=features.for_serving() if for_serving else features,
+            features=features.for_serving() if ctx.params["for_serving"] else features,
             tokenizer=None if tokenizer == "none" else tokenizer,
             rope=rope,
             reference=reference,

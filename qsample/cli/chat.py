@@ -15,21 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from qsample.cli.common import (
+    CHAT_FLAGS,
+    LOAD_FLAGS,
     SAMPLING_FLAGS,
-    BatchInvariant,
     CtxLen,
-    Lora,
-    Provider,
-    System,
-    Template,
-    TemplateArguments,
-    Thinking,
-    Threads,
-    Weights,
     chat_options,
     check_jinja,
     chosen_adapter,
-    open_exported,
+    load_given,
+    open_given,
     read_loras,
     sampling_options,
     with_flags,
@@ -65,42 +59,23 @@ _QUOTES: Final = '"""'
 _PROMPT, _MORE = ">>> ", "... "
 
 
-@with_flags(SAMPLING_FLAGS)
+@with_flags({**CHAT_FLAGS, **LOAD_FLAGS, **SAMPLING_FLAGS})
 def chat(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
-    system: System = None,
-    chat_template: Template = None,
-    chat_template_kwargs: TemplateArguments = None,
-    thinking: Thinking = None,
     ctx_len: CtxLen = None,
-    lora: Lora = None,
-    weights: Weights = None,
-    provider: Provider = None,
-    threads: Threads = None,
-    batch_invariant: BatchInvariant = True,
 ) -> None:
     """Talk to a model. Answers stream to stdout, remarks go to stderr. From a pipe, each line is a turn."""
-    from qsample.runtime import Engine, load
+    from qsample.runtime import Engine
 
-    loras = read_loras(lora)
-    options = chosen_adapter(sampling_options(ctx.params), loras)
-    template = chat_options(ctx.params)
+    given, system = ctx.params, ctx.params["system"]
+    options = chosen_adapter(sampling_options(given), read_loras(given["lora"]))
+    template = chat_options(given)
     check_jinja()
-    # Stays in the cache as long as this.
-    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, loras=loras)
+    opened = open_given(model, given)  # stays in the cache as long as this
     with progress() as report:
         report(Stage.LOADING, 0.0)
-        loaded = load(
-            opened.package.path,
-            provider,
-            ctx_len=ctx_len,
-            intra_op_num_threads=threads,
-            batch_invariant=batch_invariant,
-            verify=False,
-        )
-        for name, folder in loras.items():
-            loaded.load_adapter(name, folder)
+        loaded = load_given(opened, given)
         remarks = _check_template(loaded, system, template)
     for remark in remarks:
         note(remark)

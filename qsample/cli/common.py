@@ -8,15 +8,16 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from types import GenericAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 
 import typer
 
 from qsample.cli.terminal import format_size, note, progress
-from qsample.contract.interface import DEFAULT_LORA_RANK
-from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS, HUGGING_FACE
+from qsample.contract.interface import DEFAULT_LORA_RANK, Features
+from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.errors import unknown
 from qsample.huggingface.lora import CONFIG, read_config
 from qsample.progress import Stage
@@ -25,6 +26,7 @@ from qsample.request.sampling_params import FILTER_FIELDS, OFF, SamplingParams
 if TYPE_CHECKING:
     from qsample.models.model import PackagedModel, SourceModel
     from qsample.package.package import Package
+    from qsample.runtime import CausalLM
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON document for a script to read.")]
@@ -51,19 +53,10 @@ Weights = Annotated[
         help="Weights of a checkpoint given directly. (default: its own, float32)",
     ),
 ]
-System = Annotated[str | None, typer.Option(help="System prompt, in front of every conversation.")]
 Template = Annotated[
     str | None,
     typer.Option("--chat-template", metavar="FILE", help="Jinja file, or the name of a template in the package."),
 ]
-TemplateArguments = Annotated[
-    str | None,
-    typer.Option("--chat-template-kwargs", metavar="JSON", help="Other variables of the template, as a JSON object."),
-]
-Thinking = Annotated[
-    bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking, for templates that read it.")
-]
-
 Lora = Annotated[
     list[str] | None,
     typer.Option("--lora", metavar="NAME=DIR", help="Load this LoRA adapter, a folder of PEFT's; may be repeated."),
@@ -77,23 +70,54 @@ class Flag(NamedTuple):
     default: Any = None
 
 
-FEATURE_FLAGS: Final[Mapping[str, Flag]] = {
-    "include_sampler": Flag(
-        Annotated[bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")], True
-    ),
-    "return_pdfs": Flag(
-        Annotated[bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")], False
-    ),
-    "logprobs": Flag(
-        Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")], False
-    ),
-    "top_logprobs": Flag(
-        Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")], 0
-    ),
-    "logit_bias": Flag(Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")], False),
-    "allowed_tokens": Flag(
-        Annotated[bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")], False
-    ),
+def flags_of(
+    options: type, more: Mapping[str, Mapping[str, Any]] | None = None, *, unset: bool = False
+) -> dict[str, Flag]:
+    """The flags of a dataclass, a flag for each field whose metadata has `help`.
+
+    Args:
+        options: the dataclass. Further metadata of a field: `argument`, its name in Python's functions if that differs;
+            `flag`, its name here if that differs; `metavar`; `limits` or `least`, the numbers that it takes;
+            `repeated`, the type of each value if the flag may be repeated; `panel` of the help.
+        more: metadata of fields that have none, by name.
+        unset: a flag that is not given is None in place of the field's default, and the dataclass checks the numbers.
+    """
+    types, flags = get_type_hints(options), {}
+    for entry in fields(options):
+        shown = {**(more or {}).get(entry.name, {}), **entry.metadata}
+        if "help" not in shown:
+            continue
+        name, kind = shown.get("argument", entry.name), _kind_of(types[entry.name])
+        names = [shown["flag"]] if "flag" in shown else []
+        if kind is bool and not names:
+            names = [f"--{name.replace('_', '-')}"]
+        least = shown.get("least", None if unset or "limits" not in shown else shown["limits"].least)
+        settings: dict[str, Any] = {"min": least} if kind in (int, float) else {}
+        if "repeated" in shown:
+            kind, settings = GenericAlias(list, (shown["repeated"],)), {}
+        default = None if unset or "repeated" in shown else entry.default
+        settings |= {"metavar": shown.get("metavar"), "rich_help_panel": shown.get("panel")}
+        text = typer.Option(*names, help=shown["help"], **settings)
+        flags[name] = Flag(Annotated[kind if default is not None else kind | None, text], default)
+    return flags
+
+
+def _kind_of(annotation: Any) -> Any:
+    """The type of a flag for a field: a number or a bool if it may be one, otherwise a text."""
+    return next((kind for kind in get_args(annotation) or [annotation] if kind in (bool, int, float)), str)
+
+
+def given_of(options: type, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass with the values of its flags. params: of the command, by name."""
+    values = {}
+    for entry in fields(options):
+        if "help" in entry.metadata:
+            value = params[entry.metadata.get("argument", entry.name)]
+            values[entry.name] = tuple(value or ()) if isinstance(entry.default, tuple) else value
+    return values
+
+
+FEATURE_FLAGS: Final[Mapping[str, Flag]] = flags_of(Features) | {
     "for_serving": Flag(
         Annotated[
             bool,
@@ -102,75 +126,57 @@ FEATURE_FLAGS: Final[Mapping[str, Flag]] = {
             ),
         ],
         False,
-    ),
-    "filters": Flag(
+    )
+}
+_PANEL: Final = "Sampling"
+_MEANINGS: Final = {spec.name: spec.meaning for specs in EXTRA_PARAMETERS.values() for spec in specs}
+_SAMPLING: Final = {
+    name: {
+        "help": f"{(meaning := _MEANINGS.get(name, ''))[:1].upper()}{meaning[1:]}.",
+        "panel": "More sampling, for packages exported with --filter",
+    }
+    for name in FILTER_FIELDS
+    if name != "bad_words_ids"
+}
+SAMPLING_FLAGS: Final[Mapping[str, Flag]] = {
+    **flags_of(SamplingParams, {name: {"panel": _PANEL} for name in OFF} | _SAMPLING, unset=True),
+    "stop_strings": Flag(
         Annotated[
             list[str] | None,
             typer.Option(
-                "--filter", metavar="NAME", help=f"Also have {', '.join(EXTRA_PARAMETERS)}; may be repeated, or a,b,c."
+                "--stop-string",
+                help="Text that ends a row, cut off with the text after it; may be repeated.",
+                rich_help_panel=_PANEL,
             ),
         ]
     ),
-    "filter_order": Flag(
-        Annotated[str, typer.Option(metavar="|".join(FILTER_ORDERS), help="Temperature before all filters, or last.")],
-        HUGGING_FACE,
-    ),
-    "max_loras": Flag(
-        Annotated[int, typer.Option(min=0, metavar="N", help="Take LoRA adapters at run time, N in a batch.")], 0
-    ),
-    "max_lora_rank": Flag(
-        Annotated[int, typer.Option(min=1, metavar="R", help="Largest rank of such an adapter.")], DEFAULT_LORA_RANK
-    ),
-    "seed_input": Flag(
-        Annotated[bool, typer.Option("--seed-input", help="Take each row's seed in place of a noise buffer.")], False
+    "greedy": Flag(
+        Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.", rich_help_panel=_PANEL)],
+        False,
     ),
 }
-
-
-def _sampling(kind: Any, text: str, *names: str, panel: str = "Sampling", **settings: Any) -> Flag:
-    return Flag(Annotated[kind, typer.Option(*names, help=text, rich_help_panel=panel, **settings)])
-
-
-def _filter_flag(name: str) -> Flag:
-    """The option of a field of FILTER_FIELDS: a number, explained as in the contract unless _FILTER_FLAGS differs."""
-    text = _MEANINGS.get(name, "")
-    kind, text, *names = _FILTER_FLAGS.get(name) or (type(OFF[name]) | None, f"{text[:1].upper()}{text[1:]}.")
-    return _sampling(kind, text, *names, panel="More sampling, for packages exported with --filter")
-
-
-_TEXTS: Final = list[str] | None
-_MEANINGS: Final = {spec.name: spec.meaning for specs in EXTRA_PARAMETERS.values() for spec in specs}
-_FILTER_FLAGS: Final[Mapping[str, tuple[Any, ...]]] = {
-    "dry_sequence_breakers": (
-        _TEXTS,
-        "Text of a single token that ends a repetition; may be repeated.",
-        "--dry-sequence-breaker",
+CHAT_FLAGS: Final[Mapping[str, Flag]] = {
+    "system": Flag(Annotated[str | None, typer.Option(help="System prompt, in front of every conversation.")]),
+    "chat_template": Flag(Template),
+    "chat_template_kwargs": Flag(
+        Annotated[
+            str | None,
+            typer.Option(metavar="JSON", help="Other variables of the template, as a JSON object."),
+        ]
     ),
-    "bad_words": (_TEXTS, "Text that must not come; may be repeated. (bad_words_ids)", "--bad-word"),
-    "mirostat": (int | None, "2 is Mirostat 2.0; 0 is off."),
-    "mirostat_tau": (float | None, "Its target surprise, in bits."),
-}
-SAMPLING_FLAGS: Final[Mapping[str, Flag]] = {
-    "max_new_tokens": _sampling(int | None, "Stop after this many.", min=1),
-    "temperature": _sampling(float | None, "0 is greedy."),
-    "top_k": _sampling(int | None, "Keep the k likeliest tokens; 0 is off."),
-    "top_p": _sampling(float | None, "Keep the nucleus of this mass; 1 is off."),
-    "min_p": _sampling(float | None, "Keep tokens with this share of the likeliest's probability; 0 is off."),
-    "repetition_penalty": _sampling(float | None, "On prompt and sampled tokens; 1 is off."),
-    "presence_penalty": _sampling(float | None, "On sampled tokens; 0 is off."),
-    "frequency_penalty": _sampling(float | None, "On sampled tokens, per occurrence; 0 is off."),
-    "min_new_tokens": _sampling(int | None, "No stop token before this many.", min=0),
-    "stop_id": _sampling(list[int] | None, "Token id that ends a row, replacing the model's own; may be repeated."),
-    "stop_string": _sampling(_TEXTS, "Text that ends a row, cut off with the text after it; may be repeated."),
-    "seed": _sampling(int | None, "Same seed, same tokens. (default: fresh, and shown)"),
-    "prompt_lookup_num_tokens": _sampling(
-        int | None, "Guess up to this many tokens a step from the text so far; changes the speed alone; 0 is off."
+    "thinking": Flag(
+        Annotated[
+            bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking, for templates that read it.")
+        ]
     ),
-    "adapter": _sampling(str | None, "A LoRA adapter by its name in --lora. (default: the only one)", metavar="NAME"),
-    "greedy": _sampling(bool, "Always take the likeliest token.", "--greedy")._replace(default=False),
-    **{name: _filter_flag(name) for name in FILTER_FIELDS if name != "bad_words_ids"},
 }
-_OTHER_NAMES: Final = {"stop_id": "eos_token_id", "stop_string": "stop_strings"}  # of `generate`
+LOAD_FLAGS: Final[Mapping[str, Flag]] = {
+    "lora": Flag(Lora),
+    "weights": Flag(Weights),
+    "provider": Flag(Provider),
+    "threads": Flag(Threads),
+    "batch_invariant": Flag(BatchInvariant, True),
+}
 
 
 def with_flags(flags: Mapping[str, Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -204,8 +210,7 @@ def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     from qsample.text.stop_strings import check_stop_strings
 
-    named = {_OTHER_NAMES.get(name, name): given[name] for name in SAMPLING_FLAGS if name != "greedy"}
-    options = {name: value for name, value in named.items() if value not in (None, (), [])}
+    options = {name: given[name] for name in SAMPLING_FLAGS if name != "greedy" and given[name] not in (None, (), [])}
     if given["greedy"]:
         options["do_sample"] = False
     stops = options.pop("stop_strings", None)
@@ -329,6 +334,34 @@ def open_model(model: str, provider: str | None = None) -> SourceModel | Package
         return PackagedModel(read_package(folder), provider)
     quieten(model)
     return AutoModelForCausalLM.from_pretrained(model, provider=provider)
+
+
+def load_given(opened: PackagedModel, given: Mapping[str, Any]) -> CausalLM:
+    """Load a package, with its adapters, as a command line says. given: as for `sampling_options`."""
+    from qsample.runtime import load
+
+    model = load(
+        opened.package.path,
+        given["provider"],
+        ctx_len=given.get("ctx_len"),
+        intra_op_num_threads=given["threads"],
+        batch_invariant=given["batch_invariant"],
+        verify=False,
+    )
+    for name, folder in read_loras(given["lora"]).items():
+        model.load_adapter(name, folder)
+    return model
+
+
+def open_given(model: str | None, given: Mapping[str, Any]) -> PackagedModel:
+    """`open_exported` with the options of a command line. given: as for `sampling_options`."""
+    return open_exported(
+        model,
+        given["provider"],
+        weights=given["weights"],
+        ctx_len=given.get("ctx_len"),
+        loras=read_loras(given["lora"]),
+    )
 
 
 def open_exported(

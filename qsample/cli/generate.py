@@ -8,28 +8,23 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from qsample.cli.common import (
+    CHAT_FLAGS,
+    LOAD_FLAGS,
     SAMPLING_FLAGS,
-    BatchInvariant,
     Json,
-    Lora,
-    Provider,
-    System,
-    Template,
-    TemplateArguments,
-    Thinking,
-    Threads,
-    Weights,
     chat_options,
     check_jinja,
     chosen_adapter,
     context_full,
-    open_exported,
+    load_given,
+    open_given,
     read_loras,
     sampling_options,
     with_flags,
@@ -54,7 +49,7 @@ EXAMPLES: Final = (
 )
 
 
-@with_flags(SAMPLING_FLAGS)
+@with_flags({**CHAT_FLAGS, **LOAD_FLAGS, **SAMPLING_FLAGS})
 def generate(
     ctx: typer.Context,
     model: Annotated[
@@ -86,10 +81,6 @@ def generate(
         typer.Option(min=1, help="Rows at once, for --prompt-file. (default: the number it was compiled for, else 8)"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
-    system: System = None,
-    chat_template: Template = None,
-    chat_template_kwargs: TemplateArguments = None,
-    thinking: Thinking = None,
     ctx_len: Annotated[
         int | None,
         typer.Option(
@@ -98,11 +89,6 @@ def generate(
             "package needs, otherwise the model's, at most 4096)",
         ),
     ] = None,
-    lora: Lora = None,
-    weights: Weights = None,
-    provider: Provider = None,
-    threads: Threads = None,
-    batch_invariant: BatchInvariant = True,
     flush_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between two reads of the tokens. (default: 1 on the CPU, else 4)")
     ] = None,
@@ -113,10 +99,8 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text. A single prompt streams; several form a batch. The model has the defaults."""
-    from qsample.runtime import load
-
-    loras = read_loras(lora)
-    options, chat_settings = chosen_adapter(sampling_options(ctx.params), loras), chat_options(ctx.params)
+    given, system, loras = ctx.params, ctx.params["system"], read_loras(ctx.params["lora"])
+    options, chat_settings = chosen_adapter(sampling_options(given), loras), chat_options(given)
     if prompt_file is not None and prompt:
         raise typer.BadParameter("--prompt and --prompt-file were given; give either")
     for name, value in (("--output", output), ("--slots", slots)):
@@ -134,37 +118,38 @@ def generate(
         check_jinja()
     running = {"flush_every": flush_every, "double_buffering": double_buffering}
     prompts = prompt or ([] if prompt_file else [_read_stdin()])
-    # Stays in the cache as long as this.
-    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, loras=loras)
-
-    def loaded() -> CausalLM:
-        model = load(
-            opened.package.path,
-            provider,
-            ctx_len=ctx_len,
-            intra_op_num_threads=threads,
-            batch_invariant=batch_invariant,
-            verify=False,
-        )
-        for name, folder in loras.items():
-            model.load_adapter(name, folder)
-        return model
-
+    opened = open_given(model, given)  # stays in the cache as long as this
     if prompt_file is None:
         inputs: list[Any] = list(prompts)
         if chat:
             head = [] if system is None else [{"role": "system", "content": system}]
             inputs = [[*head, {"role": "user", "content": text}] for text in prompts]
-        _generate_prompts(loaded(), prompts, inputs, chat=chat, as_json=as_json, **options, **chat_settings, **running)
+        _generate_prompts(
+            load_given(opened, given),
+            prompts,
+            inputs,
+            chat=chat,
+            as_json=as_json,
+            **options,
+            **chat_settings,
+            **running,
+        )
         return
     settings: dict[str, Any] = {
         "package": hashlib.sha256((opened.package.path / MANIFEST_NAME).read_bytes()).hexdigest(),
-        "provider": provider,
+        "provider": given["provider"],
         "ctx_len": ctx_len,
     }
     if loras:
         settings["loras"] = {name: _hash_of(folder) for name, folder in loras.items()}
-    generate_file(loaded, with_fingerprints(rows, settings), output, slots=slots, retry_errors=retry_errors, **running)
+    generate_file(
+        partial(load_given, opened, given),
+        with_fingerprints(rows, settings),
+        output,
+        slots=slots,
+        retry_errors=retry_errors,
+        **running,
+    )
 
 
 def _hash_of(adapter: str) -> str:

@@ -10,19 +10,17 @@ from typing import Annotated, Any, Final
 import typer
 
 from qsample.cli.common import (
+    CHAT_FLAGS,
     Json,
     Lora,
     Provider,
-    System,
-    Template,
-    TemplateArguments,
-    Thinking,
     Threads,
     chat_options,
     check_jinja,
     open_exported,
     read_loras,
     read_text,
+    with_flags,
 )
 from qsample.cli.terminal import format_size, note, progress
 
@@ -34,17 +32,14 @@ EXAMPLES: Final = (
 )
 
 
+@with_flags(CHAT_FLAGS)
 def prefix(
     ctx: typer.Context,
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="Package that is to use the file.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file, in safetensors' format.")],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")] = None,
     prompt_text: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with that text.")] = None,
-    system: System = None,
     system_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the system prompt.")] = None,
-    chat_template: Template = None,
-    chat_template_kwargs: TemplateArguments = None,
-    thinking: Thinking = None,
     lora: Lora = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a file.")] = False,
     provider: Provider = None,
@@ -54,6 +49,7 @@ def prefix(
     """Read the beginning of prompts, and save its keys and values: prompts that begin with it continue from there."""
     from qsample.runtime import load
 
+    system: str | None = ctx.params["system"]
     given = {"--prompt": prompt, "--prompt-text": prompt_text, "--system": system, "--system-file": system_file}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:

@@ -23,8 +23,8 @@ from qsample.compiler.guess_test import check_guesses_change_nothing
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.pipeline import Placement
 from qsample.compiler.plan import CompilePlan, make_plan
+from qsample.compiler.quantize import METHODS
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
-from qsample.compiler.quantize.methods import METHODS
 from qsample.compiler.self_test import run_self_test
 from qsample.compiler.targets import Target, find_target
 from qsample.contract.tensors import BATCH, STEPS_ONNXRUNTIME

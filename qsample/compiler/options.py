@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+import math
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any, Final
 
-from qsample.compiler.quantize.methods import METHODS
-from qsample.contract.tensors import KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
+from qsample.compiler.quantize import METHODS
+from qsample.contract.tensors import BLOCK_SIZES, KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
 from qsample.errors import CompileError
-from qsample.graph.operators import BLOCK_SIZES
-from qsample.request.checks import is_integer, is_number
+from qsample.request.checks import check_fields, checked, choice, integer, number, refuse
+from qsample.request.sampling_params import INT32_MAX
 
 WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}
 MIXED: Final = "int4_mixed"
 DEFAULT_CTX_LEN: Final = 4096
-_INT32_MAX: Final = 2**31 - 1
+
+
+def _target(name: str, value: Any) -> str:
+    return value if isinstance(value, str) else refuse(name, value, "the name of a compile target, such as 'cpu'")
+
+
+def _folder(name: str, value: Any) -> str | PathLike[str]:
+    accepted = "the path of a new or empty folder, or None"
+    return value if isinstance(value, str | PathLike) else refuse(name, value, accepted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,46 +67,75 @@ class CompileOptions:
     >>> CompileOptions(provider="cuda", dtype="bfloat16", ctx_len=2048)
     """
 
-    provider: str = "cpu"
-    batch_size: int | None = None
-    ctx_len: int | None = None
-    dtype: str | None = None
-    weights: str | None = None
-    block_size: int = 32
-    quantization_method: str = "rtn"
-    calibration_text: Any = field(default=None, repr=False)
-    kv_cache_dtype: str | None = None
-    num_speculative_tokens: int = 0
-    max_divergence: float = 1.0
-    debug_dump: str | PathLike[str] | None = None
+    provider: str = checked("cpu", _target, help="cpu, cuda, webgpu, web, openvino, or a target of your own.")
+    batch_size: int | None = integer(
+        None,
+        1,
+        INT32_MAX,
+        f"1 to {INT32_MAX}, or None for any number of rows",
+        help="Most rows of a call. (default: any)",
+    )
+    ctx_len: int | None = integer(
+        None,
+        2,
+        INT32_MAX,
+        f"2 to the model's max_position_embeddings, or None for that, at most {DEFAULT_CTX_LEN}",
+        help=f"Tokens that a row holds. (default: the model's, at most {DEFAULT_CTX_LEN})",
+    )
+    dtype: str | None = choice(
+        None,
+        MODEL_DTYPES,
+        help="Of weights and cache, on a GPU. (default: as exported)",
+        metavar="float16|bfloat16",
+    )
+    weights: str | None = choice(
+        None,
+        (*WEIGHT_BITS, *MODEL_DTYPES),
+        help="Quantize the weights; float16 halves the file alone. (default: as exported)",
+        metavar="int4|int4_mixed|int8|float16",
+    )
+    block_size: int = choice(32, BLOCK_SIZES, help="Quantized weights that share a scale: 16 to 256.")
+    quantization_method: str = choice(
+        "rtn",
+        METHODS,
+        help="Round to the nearest level; search levels (k_quant, hqq); fit to a text.",
+        metavar="|".join(METHODS),
+    )
+    calibration_text: Any = field(
+        default=None,
+        repr=False,
+        metadata={"help": "Text in UTF-8 for gptq; may be repeated.", "metavar": "FILE", "repeated": str},
+    )
+    kv_cache_dtype: str | None = choice(
+        None,
+        KV_CACHE_DTYPES,
+        help="Quantize keys and values. (default: as exported)",
+        metavar="int8",
+    )
+    num_speculative_tokens: int = integer(
+        0,
+        0,
+        MOST_SPECULATIVE_TOKENS,
+        f"the most tokens that a step may guess for a row, 1 to {MOST_SPECULATIVE_TOKENS}, or 0 for none",
+        help="Guesses that a step may check, for requests that ask for it: 7, with --kv-cache-dtype int8.",
+    )
+    max_divergence: float = number(
+        1.0,
+        0,
+        math.inf,
+        "a number of nats a token, at least 0",
+        help="Refuse quantized weights that diverge further, in nats a token.",
+    )
+    debug_dump: str | PathLike[str] | None = checked(
+        None,
+        _folder,
+        help="New folder for the graph after each phase, with its node counts.",
+        metavar="DIR",
+    )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.provider, str):
-            raise CompileError(f"provider is {self.provider!r}; give the name of a compile target, such as 'cpu'")
-        if not _is_count(self.batch_size, 1):
-            raise CompileError(
-                f"batch_size is {self.batch_size!r}; it must be 1 to {_INT32_MAX}, or None for any number of rows"
-            )
-        if not _is_count(self.ctx_len, 2):
-            raise CompileError(
-                f"ctx_len is {self.ctx_len!r}; it must be 2 to the model's max_position_embeddings, or None for that, "
-                f"at most {DEFAULT_CTX_LEN}"
-            )
-        _check_choice("dtype", self.dtype, MODEL_DTYPES, optional=True)
-        _check_choice("weights", self.weights, (*WEIGHT_BITS, *MODEL_DTYPES), optional=True)
-        _check_choice("block_size", self.block_size, BLOCK_SIZES)
-        _check_choice("quantization_method", self.quantization_method, METHODS)
-        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES, optional=True)
-        if not is_integer(self.num_speculative_tokens, 0, MOST_SPECULATIVE_TOKENS):
-            raise CompileError(
-                f"num_speculative_tokens is {self.num_speculative_tokens!r}; give the most tokens that a step may "
-                f"guess for a row, 1 to {MOST_SPECULATIVE_TOKENS}, or 0 for none"
-            )
+        check_fields(self, CompileError)
         self._check_quantization()
-        if not is_number(self.max_divergence, 0):
-            raise CompileError(f"max_divergence is {self.max_divergence!r}; give a number of nats a token, at least 0")
-        if self.debug_dump is not None and not isinstance(self.debug_dump, str | PathLike):
-            raise CompileError(f"debug_dump is {self.debug_dump!r}; give the path of a new or empty folder, or None")
 
     @property
     def calibrated(self) -> bool:
@@ -134,15 +171,3 @@ class CompileOptions:
                 hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(names)}"
                 raise TypeError(f"compile has no option {name!r}; {hint}")
         return replace(self, **changes)
-
-
-def _is_count(value: object, least: int) -> bool:
-    """Whether `value` is None or an integer from `least` on that int32 holds."""
-    return value is None or is_integer(value, least, _INT32_MAX)
-
-
-def _check_choice(name: str, value: object, choices: Collection[object], *, optional: bool = False) -> None:
-    """optional: None is accepted as well."""
-    if isinstance(value, bool) or (value not in choices and not (optional and value is None)):
-        listed = ", ".join(map(str, choices)) + (", or None" if optional else "")
-        raise CompileError(f"{name} is {value!r}; choose one of {listed}")

@@ -25,12 +25,11 @@ from qsample.compiler.quantize.gptq import Calibration, calibrated_levels
 from qsample.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import CAPACITY, ROW_AXES
+from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, ROW_AXES
 from qsample.disk.space import check_free
 from qsample.graph.adapters import join_adapters, split_adapters
 from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.join import split_at_logits
-from qsample.graph.operators import BLOCK_SIZES
 from qsample.graph.save import save_graph
 from qsample.graph.weights import load_graph, widen_weights
 from qsample.progress import Progress, Stage, Stages

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from qsample.contract.tensors import (
     ADAPTER,
@@ -65,6 +65,11 @@ DEFAULT_LORA_RANK: Final = 16
 MOST_TOP_LOGPROBS: Final = 20  # alternatives of a token that OpenAI's requests may ask for
 
 
+def _feature(default: Any, help: str, **shown: Any) -> Any:
+    """A field that the command line shows. shown: its name there and elsewhere, its type and its range."""
+    return field(default=default, metadata={"help": help, **shown})
+
+
 @dataclass(frozen=True, slots=True)
 class Features:
     """The options of an export; an absent feature adds no input, output or operator.
@@ -85,18 +90,28 @@ class Features:
         max_lora_rank: the largest rank of an adapter; 0 without max_loras.
     """
 
-    sampler: bool = True
-    logit_bias: bool = False
-    allowed_tokens: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
-    probs: bool = False
-    filters: tuple[str, ...] = ()
-    filter_order: str = HUGGING_FACE
-    seed: bool = False
+    sampler: bool = _feature(
+        True, "Bake the sampler in, or return logits.", argument="include_sampler", flag="--sampler/--no-sampler"
+    )
+    logit_bias: bool = _feature(False, "Take a bias on chosen tokens.")
+    allowed_tokens: bool = _feature(False, "Take a token mask (guided decoding).")
+    logprobs: bool = _feature(False, "Also return each token's log-probability.")
+    top_logprobs: int = _feature(0, "Also return the M likeliest tokens.", metavar="M", least=0)
+    probs: bool = _feature(False, "Also return the sampled distribution, `probs`.", argument="return_pdfs")
+    filters: tuple[str, ...] = _feature(
+        (),
+        f"Also have {', '.join(EXTRA_PARAMETERS)}; may be repeated, or a,b,c.",
+        flag="--filter",
+        metavar="NAME",
+        repeated=str,
+    )
+    filter_order: str = _feature(
+        HUGGING_FACE, "Temperature before all filters, or last.", metavar="|".join(FILTER_ORDERS)
+    )
+    seed: bool = _feature(False, "Take each row's seed in place of a noise buffer.", argument="seed_input")
     num_speculative_tokens: int = 0
-    max_loras: int = 0
-    max_lora_rank: int = DEFAULT_LORA_RANK
+    max_loras: int = _feature(0, "Take LoRA adapters at run time, N in a batch.", metavar="N", least=0)
+    max_lora_rank: int = _feature(DEFAULT_LORA_RANK, "Largest rank of such an adapter.", metavar="R", least=1)
 
     def __post_init__(self) -> None:
         given, known = self.filters, tuple(EXTRA_PARAMETERS)

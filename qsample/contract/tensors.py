@@ -69,6 +69,7 @@ FILTER_ORDERS: Final = (HUGGING_FACE, LLAMA_CPP)
 PAD_STOP_ID: Final = -1  # pads stop_ids and logit_bias_ids
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 KV_CACHE_DTYPES: Final = (*MODEL_DTYPES, "int8")
+BLOCK_SIZES: Final = (16, 32, 64, 128, 256)  # quantized weights that share a scale
 
 Axis = str | int
 

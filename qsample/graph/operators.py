@@ -28,7 +28,6 @@ def is_contrib(node: ir.Node, *operators: str) -> bool:
 
 Bytes = npt.NDArray[np.uint8]
 MATMUL_NBITS: Final = "MatMulNBits"
-BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
 # The attribute accuracy_level: activations are rounded to int8 a block, as the fast CPU kernels take them.
 INT8_ACTIVATIONS: Final = 4
 FLOAT32_ACTIVATIONS: Final = 1

@@ -179,23 +179,65 @@ class SamplingParams:
     >>> SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=64, seed=1)
     """
 
-    temperature: float = number(1.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = greedy)")
-    top_k: int = integer(0, 0, INT32_MAX, "an integer >= 0 (0 = off)")
-    top_p: float = number(1.0, SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)")
-    min_p: float = number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
-    repetition_penalty: float = number(1.0, 1 / _STRONGEST, _STRONGEST, "a number from 1e-6 to 1e6 (1 = off)")
-    presence_penalty: float = number(0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)")
-    frequency_penalty: float = number(0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)")
+    temperature: float = number(1.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = greedy)", help="0 is greedy.")
+    top_k: int = integer(0, 0, INT32_MAX, "an integer >= 0 (0 = off)", help="Keep the k likeliest tokens; 0 is off.")
+    top_p: float = number(
+        1.0, SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)", help="Keep the nucleus of this mass; 1 is off."
+    )
+    min_p: float = number(
+        0.0,
+        0,
+        1,
+        "a number from 0 to 1 (0 = off)",
+        help="Keep tokens with this share of the likeliest's probability; 0 is off.",
+    )
+    repetition_penalty: float = number(
+        1.0,
+        1 / _STRONGEST,
+        _STRONGEST,
+        "a number from 1e-6 to 1e6 (1 = off)",
+        help="On prompt and sampled tokens; 1 is off.",
+    )
+    presence_penalty: float = number(
+        0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)", help="On sampled tokens; 0 is off."
+    )
+    frequency_penalty: float = number(
+        0.0,
+        -_STRONGEST,
+        _STRONGEST,
+        "a number from -1e6 to 1e6 (0 = off)",
+        help="On sampled tokens, per occurrence; 0 is off.",
+    )
     min_length: int = integer(0, 0, INT32_MAX, "an integer >= 0")
-    min_new_tokens: int | None = integer(None, 0, INT32_MAX, "an integer >= 0, or None")
+    min_new_tokens: int | None = integer(
+        None, 0, INT32_MAX, "an integer >= 0, or None", help="No stop token before this many."
+    )
     max_length: int | None = integer(None, 1, INT32_MAX, "an integer >= 1, or None")
-    max_new_tokens: int | None = integer(None, 1, INT32_MAX, "an integer >= 1, or None")
-    eos_token_id: tuple[int, ...] | None = checked(None, _token_ids)
-    seed: int | None = integer(None, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh seed")
+    max_new_tokens: int | None = integer(None, 1, INT32_MAX, "an integer >= 1, or None", help="Stop after this many.")
+    eos_token_id: tuple[int, ...] | None = checked(
+        None,
+        _token_ids,
+        help="Token id that ends a row, replacing the model's own; may be repeated.",
+        flag="--stop-id",
+        repeated=int,
+    )
+    seed: int | None = integer(
+        None,
+        0,
+        SEEDS - 1,
+        "an integer from 0 to 2**63 - 1, or None for a fresh seed",
+        help="Same seed, same tokens. (default: fresh, and shown)",
+    )
     logit_bias: Mapping[int, float] | None = checked(None, _bias, hashed=False)
-    adapter: str | None = checked(None, _name)
+    adapter: str | None = checked(
+        None, _name, help="A LoRA adapter by its name in --lora. (default: the only one)", metavar="NAME"
+    )
     prompt_lookup_num_tokens: int = integer(
-        0, 0, MOST_SPECULATIVE_TOKENS, f"an integer from 0 to {MOST_SPECULATIVE_TOKENS} (0 = off)"
+        0,
+        0,
+        MOST_SPECULATIVE_TOKENS,
+        f"an integer from 0 to {MOST_SPECULATIVE_TOKENS} (0 = off)",
+        help="Guess up to this many tokens a step from the text so far; changes the speed alone; 0 is off.",
     )
     typical_p: float = number(1.0, _TINY, 1, "a number > 0 and <= 1 (1 = off)")
     top_a: float = number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
@@ -208,14 +250,26 @@ class SamplingParams:
     dry_base: float = number(1.75, 1, FLOAT32_MAX, "a finite number >= 1")
     dry_allowed_length: int = integer(2, 1, INT32_MAX, "an integer >= 1")
     dry_penalty_last_n: int = integer(-1, -1, INT32_MAX, "an integer >= -1 (-1 = all tokens, 0 = off)")
-    dry_sequence_breakers: tuple[int | str, ...] | None = checked(None, _ids_or_texts)
+    dry_sequence_breakers: tuple[int | str, ...] | None = checked(
+        None,
+        _ids_or_texts,
+        help="Text of a single token that ends a repetition; may be repeated.",
+        flag="--dry-sequence-breaker",
+        repeated=str,
+    )
     no_repeat_ngram_size: int = integer(0, 0, LONGEST_MATCH + 1, "an integer from 0 to 65 (0 = off)")
     bad_words_ids: tuple[tuple[int, ...], ...] | None = checked(None, _id_sequences)
-    bad_words: tuple[str, ...] | None = checked(None, _texts)
+    bad_words: tuple[str, ...] | None = checked(
+        None,
+        _texts,
+        help="Text that must not come; may be repeated. (bad_words_ids)",
+        flag="--bad-word",
+        repeated=str,
+    )
     dynatemp_range: float = number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
     dynatemp_exponent: float = number(1.0, 0, FLOAT32_MAX, "a finite number >= 0")
-    mirostat: int = checked(0, _mirostat)
-    mirostat_tau: float = number(5.0, _TINY, FLOAT32_MAX, "a finite number > 0")
+    mirostat: int = checked(0, _mirostat, help="2 is Mirostat 2.0; 0 is off.")
+    mirostat_tau: float = number(5.0, _TINY, FLOAT32_MAX, "a finite number > 0", help="Its target surprise, in bits.")
     mirostat_eta: float = number(0.1, 0, FLOAT32_MAX, "a finite number >= 0")
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ def model(package: Path, tmp_path: Path) -> CausalLM:
 def test_adapters_are_checked_before_a_checkpoint_is_exported(
     arguments: list[str], told: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qsample.cli.generate.open_exported", lambda *given, **options: pytest.fail("it was exported"))
+    monkeypatch.setattr("qsample.cli.common.open_exported", lambda *given, **options: pytest.fail("it was exported"))
     (tmp_path / "adapter_config.json").write_text("{}")
     status, _, err = run("generate", "checkpoint", "-p", "x", *(text.format(tmp_path) for text in arguments))
     assert status == 2

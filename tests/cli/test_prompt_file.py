@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from qsample.cli import generate
 from qsample.package.package import Package
 from qsample.runtime import load
 from qsample.runtime.decode.loop import DecodeLoop
@@ -246,7 +245,7 @@ def test_a_full_disk_leaves_whole_lines(run: Any, package: Package, tmp_path: Pa
 def test_a_file_is_read_before_a_checkpoint_is_exported(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate, "open_exported", lambda *given: pytest.fail("it was exported"))
+    monkeypatch.setattr("qsample.cli.common.open_exported", lambda *given, **options: pytest.fail("it was exported"))
     source = written(tmp_path / "p.jsonl", ROWS)
     for arguments, told in (
         (["--prompt-file", tmp_path / "missing"], "cannot read --prompt-file"),

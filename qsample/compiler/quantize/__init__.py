@@ -1,1 +1,27 @@
-"""Weights and caches in fewer bits."""
+"""Weights and caches in fewer bits; the names of the methods, which options are checked against, without NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+
+class Method(NamedTuple):
+    """A quantization method; `methods` has its function.
+
+    symmetric: its levels are symmetric around the middle level. calibrated: levels are fitted to a text (`gptq.py`),
+    except for matrices in loops, the head and lookup tables. by_rows: outputs of a matrix are quantized independently,
+    so that a part of them gets the same levels alone.
+    """
+
+    symmetric: bool = False
+    calibrated: bool = False
+    by_rows: bool = False
+
+
+METHODS: Final[Mapping[str, Method]] = {
+    "rtn": Method(symmetric=True, by_rows=True),
+    "k_quant": Method(by_rows=True),
+    "hqq": Method(),
+    "gptq": Method(calibrated=True),
+}

@@ -23,10 +23,11 @@ from qsample.compiler.quantize.blocks import (
     report_quantization,
 )
 from qsample.compiler.quantize.methods import WeightQuantization
+from qsample.contract.tensors import BLOCK_SIZES
 from qsample.graph import moe
 from qsample.graph.edit import drop_unread, lazy_initializer, replace_node, reshape_target, suffixed
 from qsample.graph.moe import QuantizedSlot, Slot
-from qsample.graph.operators import BLOCK_SIZES, CONTRIB_DOMAIN, INT8_ACTIVATIONS, is_contrib
+from qsample.graph.operators import CONTRIB_DOMAIN, INT8_ACTIVATIONS, is_contrib
 
 _FC1_SLOTS: Final = (QuantizedSlot.FC1, QuantizedSlot.FC1_SCALES, QuantizedSlot.FC1_ZERO_POINTS)
 _FC2_SLOTS: Final = (QuantizedSlot.FC2, QuantizedSlot.FC2_SCALES, QuantizedSlot.FC2_ZERO_POINTS)

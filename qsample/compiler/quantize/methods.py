@@ -1,8 +1,9 @@
 """The registry of quantization methods: each turns a matrix into levels, scales and zero points.
 
-The numbers are those of ONNX Runtime's own quantizers. A new method is a function here and its line in `METHODS`.
+The numbers are those of ONNX Runtime's own quantizers. A new method is a function here, its line in `_FUNCTIONS` and
+in `quantize.METHODS`.
 
-Loads NumPy only: the options of compile are checked even if onnx is not installed.
+Loads NumPy only.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
+from qsample.compiler.quantize import METHODS
 from qsample.compiler.quantize.rounding import round_to_nearest
 from qsample.contract.arrays import Array
-from qsample.graph.operators import BLOCK_SIZES, pack_bits
+from qsample.contract.tensors import BLOCK_SIZES
+from qsample.graph.operators import pack_bits
 
 _AT_ONCE: Final = 2**22  # weights that are looked at together
 _FIRST: Final = 4  # weights of a block that are looked at before all of it
@@ -70,7 +73,7 @@ def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
         Blocks [N, K / block size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block
         size], uint8, which mean nothing if the levels are symmetric.
     """
-    quantize = METHODS[quantization.method].quantize
+    quantize = _FUNCTIONS[quantization.method]
     if weight.dtype in (np.float32, np.float16):
         return quantize(weight, quantization)
     blocks, scales, zero_points = quantize(weight.astype(np.float32), quantization)
@@ -194,24 +197,9 @@ def _on_grids(
     )
 
 
-class Method(NamedTuple):
-    """A quantization method.
-
-    quantize: the function that `quantize_matrix` calls, with float32 or float16. symmetric: its levels are symmetric
-    around the middle level. calibrated: levels are fitted to a text (`gptq.py`); `quantize` is for the matrices that
-    are not: those in loops, the head and lookup tables. by_rows: outputs of a matrix are quantized independently, so
-    that a part of them gets the same levels on its own.
-    """
-
-    quantize: Callable[[Array, WeightQuantization], Levels]
-    symmetric: bool = False
-    calibrated: bool = False
-    by_rows: bool = False
-
-
-METHODS: Final[Mapping[str, Method]] = {
-    "rtn": Method(_round_to_nearest, symmetric=True, by_rows=True),
-    "k_quant": Method(_k_quant, by_rows=True),
-    "hqq": Method(_hqq),
-    "gptq": Method(_hqq, calibrated=True),
+_FUNCTIONS: Final[Mapping[str, Callable[[Array, WeightQuantization], Levels]]] = {
+    "rtn": _round_to_nearest,
+    "k_quant": _k_quant,
+    "hqq": _hqq,
+    "gptq": _hqq,
 }

@@ -28,13 +28,12 @@ from qsample.compiler.quantize.blocks import (
 )
 from qsample.compiler.quantize.gptq import Wanted
 from qsample.compiler.quantize.methods import Levels, WeightQuantization
-from qsample.contract.tensors import INPUT_IDS, LENGTHS, LOGITS
+from qsample.contract.tensors import BLOCK_SIZES, INPUT_IDS, LENGTHS, LOGITS
 from qsample.errors import CompileError
 from qsample.graph import moe
 from qsample.graph.edit import ancestors, drop_unread, replace_node, reshape_target, suffixed, with_loop_bodies
 from qsample.graph.evaluate import inputs_of
 from qsample.graph.operators import (
-    BLOCK_SIZES,
     CONTRIB_DOMAIN,
     FLOAT32_ACTIVATIONS,
     INT8_ACTIVATIONS,

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qsample.compiler.quantize.methods import METHODS, WeightQuantization, quantize_matrix
+from qsample.compiler.quantize import METHODS
+from qsample.compiler.quantize.methods import WeightQuantization, quantize_matrix
 from tests.helpers.quantized_checkpoints import stored_levels
 
 INPUTS, OUTPUTS = 256, 96
