@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,7 @@ class _Options:
     bits: int = choice(4, (4, 8))
     kind: str | None = choice(None, ["a", "b"])
     fast: bool = flag(True)
-    names: Any = checked(factory=dict)
+    names: Mapping[str, Any] = checked(factory=dict)
     text: str = checked("", _text, help="for a door")
 
     def __post_init__(self) -> None:
