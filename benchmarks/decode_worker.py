@@ -78,7 +78,7 @@ class Qsample:
     def _loop(self, prompts: Ids, request: Request, sessions: Any) -> Any:
         from qsample.request.sampling_params import SamplingParams
         from qsample.runtime.bench import LockStep
-        from qsample.runtime.parameters import parameter_row
+        from qsample.runtime.prepare import parameter_row
 
         rows, length = prompts.shape
         capacity = self.model.capacity(length + request.new_tokens + 1)

@@ -64,7 +64,7 @@ def piece_table(model: Any, tokens: int, pieces: list[int], rounds: int) -> Tabl
     """Measure reading a prompt in pieces."""
     from qsample.request.sampling_params import SamplingParams
     from qsample.runtime.bench import LockStep
-    from qsample.runtime.parameters import parameter_row
+    from qsample.runtime.prepare import parameter_row
 
     capacity, make = model.capacity(tokens + 2), Prompts(model.interface.vocab_size)
     params = SamplingParams(temperature=0.0, eos_token_id=())

@@ -29,7 +29,7 @@ from qsample.ort.providers import execution_providers, open_session
 from qsample.package.package import read_package
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import parameter_row
+from qsample.runtime.prepare import parameter_row
 from qsample.sampler import build_sampler
 
 PROMPT = 16

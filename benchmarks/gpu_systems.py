@@ -25,7 +25,7 @@ import qsample
 from qsample.package.package import read_package
 from qsample.runtime import SamplingParams, load
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import parameter_row
+from qsample.runtime.prepare import parameter_row
 
 PLAIN = "plain temperature"  # the default of OpenAI's API: no filter, so the draw is from the whole vocabulary
 MIXES = {**PLAIN_MIXES, PLAIN: {"temperature": 1.0}, "everything": EVERYTHING}

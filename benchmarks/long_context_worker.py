@@ -45,7 +45,7 @@ class QsampleRows:
         from qsample.request.sampling_params import SamplingParams
         from qsample.runtime.decode.prefixes import Pieces
         from qsample.runtime.decode.slots import Slots
-        from qsample.runtime.parameters import parameter_row
+        from qsample.runtime.prepare import parameter_row
 
         self.version = f"onnxruntime {onnxruntime.__version__}"
         model = Qsample(options.model, options.threads).model

@@ -64,8 +64,8 @@ def continuous(folder: Path, load: Load, threads: int, slots: int) -> Measured:
 
 def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
     """The same graph, slots and loop, but a batch begins only after the previous batch has ended."""
-    from qsample.request.call import Call
     from qsample.runtime import SamplingParams
+    from qsample.runtime.call import Call
     from qsample.runtime.decode.loop import DecodeLoop
     from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
     from qsample.runtime.decode.slots import Slots

@@ -60,8 +60,8 @@ class Qsample:
         return np.pad(script, (0, count - len(script))).astype(np.float32)
 
     def write(self, texts: list[dict[str, list[int]]], guesses: int, evict: Any) -> dict[str, Any]:
-        from qsample.request.call import Call
         from qsample.runtime import SamplingParams
+        from qsample.runtime.call import Call
         from qsample.runtime.decode.loop import DecodeLoop
         from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
         from qsample.runtime.decode.slots import Slots

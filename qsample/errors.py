@@ -16,12 +16,11 @@ what is accepted and what to do.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 _CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -144,52 +143,3 @@ def unknown(what: str, name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(sorted(known))}"
     return f"{what} {name!r}; {hint}"
-
-
-class Refusal(NamedTuple):
-    """Why an argument of another library is refused.
-
-    Args:
-        instead: what to do, as the end of a sentence.
-        neutral: values that ask for nothing, in addition to None.
-    """
-
-    instead: str
-    neutral: tuple[Any, ...] = ()
-
-    def applies_to(self, value: Any) -> bool:
-        """Whether `value` asks for something. True and 1 are different values, 1 and 1.0 are the same."""
-        value = _as_builtin(value)
-        if not isinstance(value, _BUILTIN):
-            return value is not None
-        return not any(isinstance(value, bool) is isinstance(other, bool) and value == other for other in self.neutral)
-
-
-def refusals(names: str, instead: str, *neutral: Any) -> dict[str, Refusal]:
-    """The same refusal for several `names`, separated by spaces."""
-    return dict.fromkeys(names.split(), Refusal(instead, neutral))
-
-
-def without_refused(table: Mapping[str, Refusal], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` without the names of `table`. Raises ValueError that lists those whose value asks for something."""
-    asked = [name for name in given if name in table and table[name].applies_to(given[name])]
-    if asked:
-        listed = "; ".join(
-            f"{name} is {_brief(given[name])}, which is not supported: {table[name].instead}" for name in asked
-        )
-        raise ValueError(listed)
-    return {name: value for name, value in given.items() if name not in table}
-
-
-_BUILTIN: Final = (bool, int, float, str, list, tuple, dict)
-
-
-def _as_builtin(value: Any) -> Any:
-    """An array or a tensor of one element or none as Python's number or list, which compares with other values."""
-    small = math.prod(getattr(value, "shape", ())) <= 1
-    return value.tolist() if small and callable(getattr(value, "tolist", None)) else value
-
-
-def _brief(value: Any) -> str:
-    value = _as_builtin(value)
-    return shown(value, 60) if isinstance(value, _BUILTIN) else f"of type {type(value).__name__}"

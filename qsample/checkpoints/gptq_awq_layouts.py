@@ -20,7 +20,7 @@ from qsample.contract.arrays import Array
 from qsample.contract.tensors import BLOCK_SIZES
 from qsample.errors import QsampleError
 from qsample.graph.operators import pack_bits
-from qsample.huggingface.dtypes import dtype_name
+from qsample.huggingface.facade import dtype_name
 from qsample.transforms.quantized_linear import QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]

@@ -15,7 +15,7 @@ from transformers.utils.hub import cached_file
 
 from qsample.checkpoints.hub import HubOptions
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.huggingface.dtypes import dtype_name
+from qsample.huggingface.facade import dtype_name
 from qsample.huggingface.lora import ADVICE, CONFIG, PART, WEIGHTS, LoraConfig, read_config
 from qsample.transforms.deferred import SMALLEST, defer, deferred, numbers
 

@@ -256,7 +256,7 @@ class Conversation:
 
     def set_parameter(self, name: str, text: str) -> None:
         """Set an option of the next answers. Raises TurnError for an unknown name or a wrong value."""
-        from qsample.text.stop_strings import check_stop_strings
+        from qsample.text.generated_text import check_stop_strings
 
         value: Any
         try:

@@ -208,7 +208,7 @@ def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises typer.BadParameter for a wrong value, before a model is loaded.
     """
-    from qsample.text.stop_strings import check_stop_strings
+    from qsample.text.generated_text import check_stop_strings
 
     options = {name: given[name] for name in SAMPLING_FLAGS if name != "greedy" and given[name] not in (None, (), [])}
     if given["greedy"]:

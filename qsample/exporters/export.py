@@ -31,8 +31,7 @@ from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.lowering import align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.exporters.trace import trace
-from qsample.huggingface.configs import GENERATION_CONFIG_FILE
-from qsample.huggingface.dtypes import dtype_name
+from qsample.huggingface.facade import GENERATION_CONFIG_FILE, dtype_name
 from qsample.package import package
 from qsample.progress import Progress, Stage, metered
 from qsample.request.checks import is_integer

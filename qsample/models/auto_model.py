@@ -18,12 +18,12 @@ from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.contract.interface import DEFAULT_LORA_RANK, Features
 from qsample.contract.tensors import HUGGING_FACE
 from qsample.errors import QsampleError
-from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
-from qsample.huggingface.keywords import check_from_pretrained
+from qsample.huggingface.facade import check_export_dtype, choose_dtype
 from qsample.models.model import PackagedModel, SourceModel, bake_installed
 from qsample.ort.model_package import package_in
 from qsample.package.package import MANIFEST_NAME, check_features, read_package
 from qsample.progress import Progress
+from qsample.request.refusals import check_from_pretrained
 
 if TYPE_CHECKING:
     from qsample.exporters.foreign.describe import Description

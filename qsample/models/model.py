@@ -17,9 +17,16 @@ from qsample.contract.interface import Features, Interface
 from qsample.disk.destination import Destination, scratch_folder
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import QsampleError
-from qsample.huggingface.configs import GENERATION_CONFIG_FILE, GenerationConfig, ModelConfig, as_generation_config
-from qsample.huggingface.dtypes import dtype_name, is_dtype
-from qsample.huggingface.model_methods import Device, ModelMethods
+from qsample.huggingface.facade import (
+    GENERATION_CONFIG_FILE,
+    Device,
+    GenerationConfig,
+    ModelConfig,
+    ModelMethods,
+    as_generation_config,
+    dtype_name,
+    is_dtype,
+)
 from qsample.models.cache import Recipe, open_cached
 from qsample.package.package import Package, check_not_source, copy_package
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections

@@ -1,6 +1,6 @@
 """Values that a caller gave, checked: each is returned as qsample keeps it, or a ValueError names it, the given value
-and what is accepted. `number`, `integer`, `choice`, `flag` and `checked` are fields of dataclasses for `check_fields`.
-Needs the standard library only.
+and what is accepted. `number`, `integer`, `choice`, `flag`, `instance` and `checked` are fields of dataclasses, for
+`check_fields`. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -99,9 +99,14 @@ def choice(default: Any, choices: Collection[Any], *, optional: bool = False, **
 
 def flag(default: bool | None, **metadata: Any) -> Any:
     """A field for True or False, and None if that is the default."""
+    return instance(bool, "True or False", default, **metadata)
+
+
+def instance(kind: Any, accepted: str, default: Any = MISSING, **metadata: Any) -> Any:
+    """A field for a value of a type, or of several: `str | None`; see `number`, and `checked` for `factory`."""
 
     def check(name: str, value: Any) -> Any:
-        return value if isinstance(value, bool) else refuse(name, value, "True or False")
+        return value if isinstance(value, kind) else refuse(name, value, accepted)
 
     return checked(default, check, **metadata)
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from qsample.contract.tensors import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
-from qsample.errors import ArgumentError, Refusal, shown, unknown, without_refused
+from qsample.errors import ArgumentError, shown, unknown
 from qsample.request.checks import check_fields, checked, integer, is_integer, is_number, number, plain, refuse
+from qsample.request.refusals import UNSUPPORTED, without_refused
 
 DEFAULT_NEW_TOKENS: Final = 256  # if neither the model nor the caller says how much to generate
 HF_DEFAULT_TOP_K: Final = 50  # transformers samples with it if top_k is not set
@@ -25,39 +26,6 @@ _TINY: Final = SMALLEST_TOP_P
 _STRONGEST: Final = 1e6  # of a penalty: far beyond all logits, and far from numbers that they overflow with
 LONGEST_TEXT: Final = 256  # characters: longer texts are neither tokens nor words to forbid
 
-# Fields of a generation_config that change the tokens and that qsample does not implement.
-UNSUPPORTED: Final[Mapping[str, Refusal]] = {
-    name: Refusal(
-        f"{instead + ', or ' if instead else ''}give {name}=None to go without it (the tokens then differ from "
-        "transformers')",
-        tuple(neutral),
-    )
-    for name, instead, *neutral in (
-        ("num_beams", "temperature=0 takes the likeliest token each time", 1),
-        ("num_beam_groups", "", 1),
-        ("diversity_penalty", "", 0),
-        ("num_return_sequences", "it is an argument of generate and of Engine.add_requests", 1),
-        ("penalty_alpha", "", 0),
-        ("dola_layers", ""),
-        ("encoder_repetition_penalty", "", 1),
-        ("encoder_no_repeat_ngram_size", "", 0),
-        ("force_words_ids", "allowed_tokens says which tokens may come next", []),
-        ("constraints", "allowed_tokens says which tokens may come next", []),
-        ("sequence_bias", "logit_bias={token: bias} does it for single tokens", [], {}),
-        ("suppress_tokens", "logit_bias={token: -inf} forbids tokens", []),
-        ("begin_suppress_tokens", "", []),
-        ("forced_bos_token_id", ""),
-        ("forced_eos_token_id", ""),
-        ("exponential_decay_length_penalty", ""),
-        ("remove_invalid_values", "", False),
-        ("guidance_scale", "", 1),
-        ("watermarking_config", ""),
-        ("token_healing", "", False),
-        ("stop_strings", "it is an argument of generate and of Engine.add_request", [], ()),
-        ("max_time", "it is an argument of generate and of Engine.add_request"),
-        ("top_h", ""),
-    )
-}
 _ONLY_IF_SAMPLING: Final = ("top_h",)  # transformers ignores these in a greedy search
 # A number of new tokens beats a total length, unless a caller gives the total length and only the model has the number.
 _TOTALS: Final = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}

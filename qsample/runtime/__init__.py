@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qsample.errors import EngineClosedError, QueueFullError, RequestFailedError
-    from qsample.request.call import Call
     from qsample.request.sampling_params import SamplingParams
+    from qsample.runtime.call import Call
+    from qsample.runtime.callbacks import AllowedTokensFn, Step
     from qsample.runtime.causal_lm import CausalLM, load
     from qsample.runtime.engine import Engine
-    from qsample.runtime.guided_decoding import AllowedTokensFn, Step
     from qsample.runtime.output import GenerateOutput
     from qsample.runtime.request import Delta, EngineStats, Request, RequestOutput
     from qsample.text.generated_text import TextStreamer
@@ -28,11 +28,11 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "qsample.request.call": ("Call",),
+    "qsample.runtime.call": ("Call",),
     "qsample.errors": ("EngineClosedError", "QueueFullError", "RequestFailedError"),
     "qsample.runtime.causal_lm": ("CausalLM", "load"),
     "qsample.runtime.engine": ("Engine",),
-    "qsample.runtime.guided_decoding": ("AllowedTokensFn", "Step"),
+    "qsample.runtime.callbacks": ("AllowedTokensFn", "Step"),
     "qsample.runtime.output": ("GenerateOutput",),
     "qsample.runtime.request": ("Delta", "EngineStats", "Request", "RequestOutput"),
     "qsample.request.sampling_params": ("SamplingParams",),

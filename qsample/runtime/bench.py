@@ -19,7 +19,7 @@ from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import for_package, parameter_row
+from qsample.runtime.prepare import for_package, parameter_row
 from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
 
 _WARM_UP_STEPS: Final = 3

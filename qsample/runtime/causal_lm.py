@@ -15,29 +15,31 @@ from typing import Any, Final, Literal, overload
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.errors import PackageError, shown
-from qsample.huggingface.arguments import read_call
-from qsample.huggingface.configs import GENERATION_CONFIG_FILE, GenerationConfig, ModelConfig, as_generation_config
-from qsample.huggingface.model_methods import Device, ModelMethods
+from qsample.huggingface.facade import (
+    GENERATION_CONFIG_FILE,
+    Device,
+    GenerationConfig,
+    ModelConfig,
+    ModelMethods,
+    as_generation_config,
+)
 from qsample.ort.model_package import package_in
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
 from qsample.package.package import Package, faster_way, read_package, use_package
 from qsample.progress import Progress, Stage, Stages
-from qsample.request.call import Call
 from qsample.request.checks import check_count
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime.adapters import Adapter, read_adapter
-from qsample.runtime.batch import hand_on, run
-from qsample.runtime.callbacks import BatchEnd, LogitsProcessors
+from qsample.runtime.call import Call, is_chat, parse_prompts, read_call
+from qsample.runtime.callbacks import BatchEnd, Guide, LogitsProcessors
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.prefix_file import signature_of, write_prefix
 from qsample.runtime.decode.prefixes import Pieces, shared_prefix
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.output import GenerateOutput, make_output
+from qsample.runtime.output import GenerateOutput, hand_on, make_output, run
 from qsample.runtime.prepare import find_adapter, make_sequences
-from qsample.runtime.prompts import is_chat, parse_prompts
 from qsample.runtime.sequence import Sequence
 from qsample.text.generated_text import Streamer, check_streamer
 from qsample.text.tokenizer import Tokenizer

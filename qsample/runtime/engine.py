@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.errors import EngineClosedError, Failure, QsampleError, QueueFullError, RequestFailedError, shown
-from qsample.request.call import Call
 from qsample.request.checks import check_count, checked_timeout
 from qsample.request.sampling_params import SEEDS, SamplingParams
-from qsample.runtime.callbacks import INSTEAD
+from qsample.runtime.call import Call
+from qsample.runtime.callbacks import INSTEAD, Guide
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.stored_prefixes import DEFAULT_BYTES, StoredPrefixes
-from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import (
     CANCELLED,
     TIME,

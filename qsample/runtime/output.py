@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections import abc
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +16,11 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, LOGPROBS
-from qsample.huggingface.keywords import GENERATE
-from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
+from qsample.request.refusals import GENERATE
+from qsample.runtime.callbacks import BatchEnd, Guide
+from qsample.runtime.decode.loop import DecodeLoop
+from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence, sequences_array
+from qsample.text.generated_text import Streamer
 
 _FILL = {"logprobs": np.nan, "top_logprobs": np.nan, "top_logprob_ids": -1, "probs": 0}
 
@@ -190,13 +194,35 @@ def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[s
     return gathered
 
 
-def sequences_array(sequences: abc.Sequence[Sequence], pad: int) -> Array:
-    """[B, P + N] int64: the prompts against column P from the left, the new tokens from the right."""
-    prompts = [sequence.given for sequence in sequences]
-    width = max(map(len, prompts))
-    longest = max(len(sequence.token_ids) for sequence in sequences)
-    block = np.full((len(sequences), width + longest), pad, dtype=np.int64)
-    for row, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
-        block[row, width - len(prompt) : width] = prompt
-        block[row, width : width + len(sequence.token_ids)] = sequence.token_ids
-    return block
+def run(
+    loop: DecodeLoop, sequences: list[Sequence], streamer: Streamer | None, guide: Guide | None, end: BatchEnd | None
+) -> Timing:
+    """Run every sequence to its end. streamer: gets the only sequence. guide: writes masks between steps. end: ends
+    sequences before the graph does."""
+    if streamer is not None:
+        streamer.put(sequences[0].given[None])
+    started, prefilled = time.perf_counter(), None
+    with loop:
+        for sequence in sequences:
+            loop.add(sequence)
+        while loop.busy:
+            loop.step()
+            if prefilled is None and all(sequence.started for sequence in sequences):
+                prefilled = time.perf_counter()
+            if guide is not None and loop.busy and not loop.prefilling:
+                guide.update(loop.set_parameter)
+            if end is not None:
+                end.update(loop.leave, partial(hand_on, streamer, 1))
+    ended = time.perf_counter()
+    if streamer is not None:
+        streamer.end()
+    prefilled = prefilled or ended
+    drafts = sum((sequence.drafts for sequence in sequences), NO_DRAFTS)
+    return Timing(prefilled - started, ended - prefilled, loop.steps, drafts)
+
+
+def hand_on(streamer: Streamer | None, most: int | None, sequence: Sequence) -> None:
+    """Take the tokens of a sequence that were read, `most` at most, and give them to the streamer."""
+    for token in sequence.take(most)[0]:
+        if streamer is not None:
+            streamer.put(np.array([token], dtype=np.int64))

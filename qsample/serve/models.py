@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from qsample.disk.untrusted import leads_out
 from qsample.errors import QsampleError, shown
-from qsample.request.call import Call
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
-from qsample.runtime.parameters import check_features
+from qsample.runtime.call import Call
+from qsample.runtime.prepare import check_features
 from qsample.serve.guides import Grammars
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import ReasoningReader, find_reasoning_format, find_tool_format

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from qsample.errors import Refusal
+from qsample.request.refusals import Refusal
 
 Refusals = Mapping[str, Refusal]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final, TypeGuard
@@ -18,6 +18,7 @@ import numpy as np
 
 from qsample.errors import PackageError, shown
 from qsample.package.package import Package
+from qsample.request.checks import check_fields, checked, flag, instance, refuse
 from qsample.text.tool_schemas import tool_schema
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -28,15 +29,26 @@ _WITH_TOOLS: Final = "tool_use"
 _MARK: Final = "[qsample: the message goes on here] "  # its last space shows whether the template trims
 # Names of the thoughts of a model before its answer; templates read the first, older hosts write the others.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-_WITH_TEXT: Final = (
-    "system",
-    "developer",
-    "user",
-    "assistant",
-)  # other roles may have any JSON: a tool's result
+_WITH_TEXT: Final = ("system", "developer", "user", "assistant")  # other roles may have any JSON: a tool's result
 _DEEPEST: Final = 100
 _FORM: Final = 'give a list of {"role": "user", "content": "..."}'
 _SAFE_JINJA: Final = (3, 1, 6)  # older sandboxes can be escaped
+
+
+def _list(name: str, values: Any) -> Sequence[Any]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        refuse(name, values, "a list")
+    return values
+
+
+def _tools(name: str, values: Any) -> list[Mapping[str, Any]]:
+    return [tool_schema(tool) for tool in _list(name, values)]
+
+
+def _documents(name: str, values: Any) -> Sequence[Mapping[str, Any]]:
+    if wrong := [value for value in _list(name, values) if not isinstance(value, Mapping)]:
+        raise ValueError(f"{name} has {shown(wrong[0])}; give mappings, as JSON has them")
+    return values  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,33 +69,17 @@ class ChatOptions:
     Raises ValueError for a value of another kind.
     """
 
-    tools: Sequence[Any] | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
-    chat_template: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | str = False
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Any] | None = checked(None, _tools)
+    documents: Sequence[Mapping[str, Any]] | None = checked(None, _documents)
+    chat_template: str | None = instance(str, "a text", None)
+    add_generation_prompt: bool | None = flag(None)
+    continue_final_message: bool | str = instance(bool | str, "True, False or the name of a field", False)
+    chat_template_kwargs: Mapping[str, Any] = instance(
+        Mapping, 'a mapping, such as {"enable_thinking": False}', factory=dict
+    )
 
     def __post_init__(self) -> None:
-        for name, kind, accepted in (
-            ("chat_template", str | None, "a text"),
-            ("add_generation_prompt", bool | None, "True or False"),
-            ("continue_final_message", bool | str, "True, False or the name of a field"),
-            ("chat_template_kwargs", Mapping, 'a mapping, such as {"enable_thinking": False}'),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise ValueError(f"{name} is {shown(value)}; give {accepted}")
-        for name in ("tools", "documents"):
-            values = getattr(self, name)
-            if values is None:
-                continue
-            if isinstance(values, str) or not isinstance(values, Sequence):
-                raise ValueError(f"{name} is {shown(values)}; give a list")
-            if name == "tools":
-                object.__setattr__(self, name, [tool_schema(tool) for tool in values])
-            elif wrong := [value for value in values if not isinstance(value, Mapping)]:
-                raise ValueError(f"{name} has {shown(wrong[0])}; give mappings, as JSON has them")
+        check_fields(self)
         own = {"messages", *(item.name for item in fields(self))} & {*self.chat_template_kwargs}
         if own:
             raise ValueError(
@@ -94,19 +90,14 @@ class ChatOptions:
                 "add_generation_prompt starts another message, continue_final_message does not; give either"
             )
 
-    @classmethod
-    def split(cls, options: Mapping[str, Any]) -> tuple[ChatOptions | None, dict[str, Any]]:
-        """The chat options among `options`, None if all are at their defaults; and the others."""
-        names = {item.name for item in fields(cls)}
-        chat = cls(**{name: value for name, value in options.items() if name in names and value is not None})
-        rest = {name: value for name, value in options.items() if name not in names}
-        return chat if chat.given else None, rest
-
     @property
     def given(self) -> list[str]:
         """The names of the options that are not at their defaults."""
         default = type(self)()
         return [item.name for item in fields(self) if getattr(self, item.name) != getattr(default, item.name)]
+
+
+CHAT_OPTIONS: Final = frozenset(item.name for item in fields(ChatOptions))
 
 
 class ChatTemplates:

@@ -10,8 +10,9 @@ import numpy as np
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from qsample.errors import PackageError, refusals, shown, without_refused
+from qsample.errors import PackageError, shown
 from qsample.package.package import Package
+from qsample.request.refusals import APPLY_CHAT_TEMPLATE, without_refused
 from qsample.text.chat import ChatOptions, ChatTemplates
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -20,12 +21,6 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 LONG_TEXT: Final = 20_000
 _COMPOSED: Final = 4  # characters that composing may make a single one of
 _KEEPING: Final = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
-# Of transformers' apply_chat_template.
-_REFUSED: Final = {
-    **refusals("sanitize_control_tokens truncation return_assistant_tokens_mask", "leave it out", False),
-    **refusals("padding", "leave it out; generate takes prompts of different lengths", False, "do_not_pad"),
-    **refusals("max_length tokenizer_kwargs", "leave it out"),
-}
 
 
 class Tokenizer:
@@ -177,7 +172,7 @@ class Tokenizer:
 
         Raises ValueError if an argument, a message or the template is wrong.
         """
-        kwargs = without_refused(_REFUSED, kwargs)
+        kwargs = without_refused(APPLY_CHAT_TEMPLATE, kwargs)
         if return_tensors not in (None, "np"):
             raise ValueError(f'return_tensors is {shown(return_tensors)}; give "np", or None for lists')
         options = ChatOptions(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from qsample.contract.interface import Interface, KeyValueShape, RecurrentShape
 from qsample.contract.tensors import RUNNING, TensorSpec, retained_name
 from qsample.errors import UnsupportedModelError
-from qsample.huggingface.dtypes import dtype_name
+from qsample.huggingface.facade import dtype_name
 from qsample.transforms.attention import eager_masks_over_buffers, use_own_attention, use_retained_attention
 from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.experts import replace_own_experts, route_experts

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from qsample.runtime import CausalLM, Request, SamplingParams
-from qsample.runtime.parameters import parameter_row
+from qsample.runtime.prepare import parameter_row
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import EOS, MAX_POSITIONS

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qsample.huggingface.configs import (
+from qsample.huggingface.facade import (
     GenerationConfig,
     ModelConfig,
     as_generation_config,

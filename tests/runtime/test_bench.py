@@ -12,7 +12,7 @@ from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime import bench as bench_module
 from qsample.runtime.bench import LockStep, measure
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import parameter_row
+from qsample.runtime.prepare import parameter_row
 from tests.helpers.fake_package import MAX_POSITIONS
 
 

@@ -19,8 +19,8 @@ import pytest
 
 from qsample.errors import Failure
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, RequestFailedError
+from qsample.runtime.callbacks import Guide
 from qsample.runtime.decode.loop import DecodeLoop
-from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import _AsyncDeltas, _Feed, _Reader
 from qsample.runtime.sequence import Sequence
 from qsample.text.generated_text import GeneratedText

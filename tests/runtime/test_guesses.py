@@ -19,8 +19,7 @@ from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.prediction import Prediction
-from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
+from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Prediction, Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_graphs import GUESSING_CAPACITY as CAPACITY
 from tests.helpers.fake_package import POISON

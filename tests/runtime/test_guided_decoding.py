@@ -17,7 +17,7 @@ from qsample.runtime import (
     SamplingParams,
     Step,
 )
-from qsample.runtime.guided_decoding import Guide
+from qsample.runtime.callbacks import Guide
 from qsample.runtime.sequence import Sequence
 from tests.helpers.fake_package import VOCAB
 from tests.helpers.requests import ENDLESS, FREE, expected, outcome

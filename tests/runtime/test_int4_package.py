@@ -15,8 +15,8 @@ import pytest
 from qsample.contract.tensors import CAPACITY
 from qsample.models.auto_model import AutoModelForCausalLM
 from qsample.ort.rounding import ANY_ROWS
-from qsample.request.call import Call
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
+from qsample.runtime.call import Call
 from qsample.runtime.decode import prefixes
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig

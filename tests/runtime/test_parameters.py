@@ -14,7 +14,7 @@ from qsample.contract.tensors import EXTRA_PARAMETERS, NOISE_STREAMS
 from qsample.runtime import CausalLM, Engine, SamplingParams
 from qsample.runtime.decode.inputs import uniforms
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import for_package, parameter_row
+from qsample.runtime.prepare import for_package, parameter_row
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import fake_interface
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters

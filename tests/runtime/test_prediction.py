@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.runtime.prediction import Prediction
+from qsample.runtime.sequence import Prediction
 
 EXPECTED = [10, 11, 12, 13, 14, 15, 11, 12, 16, 17]
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from qsample.request.call import Call
 from qsample.runtime import CausalLM, Delta, Engine, Request, SamplingParams, Step
+from qsample.runtime.call import Call
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.serve.app import _EventStream
 from qsample.serve.choices import ChatChoice, CompletionChoice

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from qsample.text import stop_strings
-from qsample.text.stop_strings import StopStrings, check_stop_strings
+from qsample.text import generated_text
+from qsample.text.generated_text import StopStrings, check_stop_strings
 
 
 def through(stops: StopStrings, parts: list[str]) -> tuple[str, str | None]:
@@ -93,7 +93,7 @@ def test_the_work_for_a_character_does_not_grow(strings: list[str]) -> None:
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         nonlocal looked_at
-        if frame.f_code.co_filename != stop_strings.__file__:
+        if frame.f_code.co_filename != generated_text.__file__:
             return None
         if event == "return":
             looked_at += sum(len(value) for value in frame.f_locals.values() if isinstance(value, str))
@@ -116,7 +116,7 @@ def test_rows_with_the_same_stop_strings_share_what_finds_them() -> None:
     assert first._automaton is not other._automaton
     assert (first.put("xEN"), second.put("yD"), first.put("D"), second.match) == ("x", "yD", "", None)
     assert first.match == "END"
-    assert ("END",) in stop_strings._AUTOMATA
+    assert ("END",) in generated_text._AUTOMATA
     del first, second
     gc.collect()
-    assert ("END",) not in stop_strings._AUTOMATA
+    assert ("END",) not in generated_text._AUTOMATA

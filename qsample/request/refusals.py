@@ -1,16 +1,62 @@
-"""Keywords of transformers that mean nothing here.
-
-`GENERATE` has those of `generate`, among them fields of a GenerationConfig and the further results of a tokenizer;
-`sampling_params.UNSUPPORTED` has those that would change the tokens. `FROM_PRETRAINED` and `IGNORED` have those of
-`from_pretrained`.
-"""
+"""Keywords and attributes of transformers that ask for something which qsample does not do, with what to do instead."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from qsample.errors import Refusal, refusals, unknown, without_refused
+from qsample.errors import shown, unknown
+
+
+class Refusal(NamedTuple):
+    """Why an argument of another library is refused.
+
+    Args:
+        instead: what to do, as the end of a sentence.
+        neutral: values that ask for nothing, in addition to None.
+    """
+
+    instead: str
+    neutral: tuple[Any, ...] = ()
+
+    def applies_to(self, value: Any) -> bool:
+        """Whether `value` asks for something. True and 1 are different values, 1 and 1.0 are the same."""
+        value = _as_builtin(value)
+        if not isinstance(value, _BUILTIN):
+            return value is not None
+        return not any(isinstance(value, bool) is isinstance(other, bool) and value == other for other in self.neutral)
+
+
+def refusals(names: str, instead: str, *neutral: Any) -> dict[str, Refusal]:
+    """The same refusal for several `names`, separated by spaces."""
+    return dict.fromkeys(names.split(), Refusal(instead, neutral))
+
+
+def without_refused(table: Mapping[str, Refusal], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` without the names of `table`. Raises ValueError that lists those whose value asks for something."""
+    asked = [name for name in given if name in table and table[name].applies_to(given[name])]
+    if asked:
+        listed = "; ".join(
+            f"{name} is {_brief(given[name])}, which is not supported: {table[name].instead}" for name in asked
+        )
+        raise ValueError(listed)
+    return {name: value for name, value in given.items() if name not in table}
+
+
+_BUILTIN: Final = (bool, int, float, str, list, tuple, dict)
+
+
+def _as_builtin(value: Any) -> Any:
+    """An array or a tensor of one element or none as Python's number or list, which compares with other values."""
+    small = math.prod(getattr(value, "shape", ())) <= 1
+    return value.tolist() if small and callable(getattr(value, "tolist", None)) else value
+
+
+def _brief(value: Any) -> str:
+    value = _as_builtin(value)
+    return shown(value, 60) if isinstance(value, _BUILTIN) else f"of type {type(value).__name__}"
+
 
 _NO_BEAMS: Final = "it belongs to beam search, which qsample does not do; leave it out"
 _NO_DRAFTS: Final = (
@@ -27,6 +73,7 @@ _NOT_RETURNED: Final = "the graph does not return it; leave it out"
 _CACHE: Final = "the cache is part of the graph; leave it out, or bound it with ctx_len when the package is compiled"
 _COMPILED: Final = "nothing is compiled at run time; leave it out, and see model.compile()"
 
+# Arguments of `generate`, fields of a GenerationConfig, and further results of a tokenizer.
 GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("early_stopping", _NO_BEAMS, False),
     **refusals("length_penalty", _NO_BEAMS, 1),
@@ -78,6 +125,47 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k", _NO_FORWARD),
     **refusals("device", "load(path, provider) or from_pretrained(..., provider=...) chooses it; leave it out"),
 }  # fmt: skip
+# Fields of a generation_config that change the tokens and that qsample does not implement.
+UNSUPPORTED: Final[Mapping[str, Refusal]] = {
+    name: Refusal(
+        f"{instead + ', or ' if instead else ''}give {name}=None to go without it (the tokens then differ from "
+        "transformers')",
+        tuple(neutral),
+    )
+    for name, instead, *neutral in (
+        ("num_beams", "temperature=0 takes the likeliest token each time", 1),
+        ("num_beam_groups", "", 1),
+        ("diversity_penalty", "", 0),
+        ("num_return_sequences", "it is an argument of generate and of Engine.add_requests", 1),
+        ("penalty_alpha", "", 0),
+        ("dola_layers", ""),
+        ("encoder_repetition_penalty", "", 1),
+        ("encoder_no_repeat_ngram_size", "", 0),
+        ("force_words_ids", "allowed_tokens says which tokens may come next", []),
+        ("constraints", "allowed_tokens says which tokens may come next", []),
+        ("sequence_bias", "logit_bias={token: bias} does it for single tokens", [], {}),
+        ("suppress_tokens", "logit_bias={token: -inf} forbids tokens", []),
+        ("begin_suppress_tokens", "", []),
+        ("forced_bos_token_id", ""),
+        ("forced_eos_token_id", ""),
+        ("exponential_decay_length_penalty", ""),
+        ("remove_invalid_values", "", False),
+        ("guidance_scale", "", 1),
+        ("watermarking_config", ""),
+        ("token_healing", "", False),
+        ("stop_strings", "it is an argument of generate and of Engine.add_request", [], ()),
+        ("max_time", "it is an argument of generate and of Engine.add_request"),
+        ("top_h", ""),
+    )
+}
+
+# Of transformers' apply_chat_template.
+APPLY_CHAT_TEMPLATE: Final = {
+    **refusals("sanitize_control_tokens truncation return_assistant_tokens_mask", "leave it out", False),
+    **refusals("padding", "leave it out; generate takes prompts of different lengths", False, "do_not_pad"),
+    **refusals("max_length tokenizer_kwargs", "leave it out"),
+}
+
 # Notes of a GenerationConfig about itself.
 BOOKKEEPING: Final = ("transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash")
 
@@ -87,6 +175,7 @@ _ONE_DEVICE: Final = "a package runs on a single device; leave it out"
 _DOWNLOAD: Final = "download the repository first (huggingface_hub.snapshot_download) and give its folder"
 _TRANSFORMERS: Final = "qsample loads the model itself; give the folder or hub id of a checkpoint that has it already"
 
+# Arguments of `from_pretrained`.
 FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
     **refusals("max_memory", _WEIGHTS),
     **refusals("disable_mmap", _WEIGHTS, False),
@@ -130,3 +219,29 @@ def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> Non
     rest = without_refused(FROM_PRETRAINED, given).keys() - IGNORED
     if rest:
         raise TypeError(unknown("from_pretrained has no argument", next(iter(rest)), own))
+
+
+_ADAPTERS: Final = "adapters are merged before the export: open the checkpoint with from_pretrained(..., adapter=)"
+_LAYERS: Final = (
+    "it is an ONNX graph, without layers of torch. Train or change the checkpoint in transformers and export it again; "
+    "from_pretrained(..., adapter=) merges a LoRA adapter into a checkpoint"
+)
+
+
+# Attributes of transformers' models.
+ABSENT: Final[Mapping[str, Refusal]] = {
+    **refusals("load_adapter add_adapter set_adapter enable_adapters disable_adapters delete_adapter", _ADAPTERS),
+    **refusals("active_adapters get_adapter_state_dict merge_and_unload", _ADAPTERS),
+    **refusals("parameters", f"it has model.device and model.dtype; {_LAYERS}"),
+    **refusals("named_parameters buffers named_buffers state_dict load_state_dict", _LAYERS),
+    **refusals("modules named_modules children named_children get_submodule apply model lm_head", _LAYERS),
+    **refusals("get_input_embeddings get_output_embeddings resize_token_embeddings tie_weights", _LAYERS),
+    **refusals("gradient_checkpointing_enable enable_input_require_grads zero_grad", _LAYERS),
+    **refusals("forward", "its graph is compiled already, and generate runs it; leave torch.compile out"),
+    **refusals("get_memory_footprint num_parameters", "`qsample inspect` shows the sizes of its package"),
+    **refusals(
+        "compute_transition_scores", "export with logprobs=True: the output's logprobs are the scores of its tokens"
+    ),
+    **refusals("generate_batch", "qsample.runtime.Engine does continuous batching; see docs/serving.md"),
+    **refusals("push_to_hub", "upload its folder with huggingface_hub.upload_folder"),
+}

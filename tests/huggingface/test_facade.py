@@ -10,8 +10,7 @@ import pytest
 
 from qsample.contract.interface import Features
 from qsample.errors import UnsupportedModelError
-from qsample.huggingface.dtypes import check_export_dtype, choose_dtype, dtype_name, is_dtype
-from qsample.huggingface.model_methods import Device, ModelMethods
+from qsample.huggingface.facade import Device, ModelMethods, check_export_dtype, choose_dtype, dtype_name, is_dtype
 
 
 class Model(ModelMethods):

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.request.call import Call
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.runtime.prompts import parse_prompts
+from qsample.runtime.call import Call, parse_prompts
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import BOS, byte_tokenizer
 

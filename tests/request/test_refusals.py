@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.errors import unknown, without_refused
-from qsample.huggingface.arguments import KEYWORDS, SAMPLING
-from qsample.huggingface.keywords import FROM_PRETRAINED, GENERATE, IGNORED, check_from_pretrained
+from qsample.errors import unknown
+from qsample.request.refusals import FROM_PRETRAINED, GENERATE, IGNORED, check_from_pretrained, without_refused
+from qsample.runtime.call import KEYWORDS, SAMPLING
 
 
 @pytest.mark.parametrize(("table", "name"), [(table, name) for table in (GENERATE, FROM_PRETRAINED) for name in table])

@@ -1,0 +1,319 @@
+"""`ModelMethods`: the methods that a script calls on a model of transformers before it generates."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+
+from qsample.contract.interface import Features
+from qsample.errors import UnsupportedModelError, shown, unknown
+from qsample.request.refusals import ABSENT, BOOKKEEPING, GENERATE, UNSUPPORTED
+from qsample.request.sampling_params import OFF, settings_of
+
+_SHORT: Final = {"float": "float32", "half": "float16", "double": "float64"}  # other names of torch
+EXPORTED: Final = ("float32", "float16", "auto")
+_NAMES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+def is_dtype(value: Any) -> bool:
+    """Whether `value` is a dtype of torch or NumPy, or the name of such a dtype."""
+    return _name(value) in _NAMES
+
+
+def dtype_name(value: Any) -> str:
+    """The short name: "float32" for torch.float32, "torch.float32", np.float32 and np.dtype("float32"), and so on.
+
+    Raises ValueError for other objects.
+    """
+    name = _name(value)
+    if name is None:
+        raise ValueError(f'dtype is {shown(value, 60)}; give "float32", "float16", "auto", or a dtype of torch')
+    return name
+
+
+def choose_dtype(dtype: Any, torch_dtype: Any) -> str | None:
+    """The name in the two keywords of `from_pretrained`, dtype first, as in transformers; None = neither was given.
+
+    Raises ValueError for other objects than dtypes and strings.
+    """
+    given = dtype if dtype is not None else torch_dtype
+    return None if given is None else dtype_name(given)
+
+
+def check_export_dtype(name: str) -> str:
+    """`name`, if a checkpoint can be exported in it. Raises UnsupportedModelError otherwise."""
+    if name not in EXPORTED:
+        way = (
+            ' give "float32", which holds bfloat16 weights exactly, and compile for CUDA with dtype="bfloat16"'
+            if name == "bfloat16"
+            else " choose among these"
+        )
+        raise UnsupportedModelError(
+            f"dtype is {name}, and a checkpoint is exported as {', '.join(EXPORTED)}, which the CPU can check;{way}"
+        )
+    return name
+
+
+def _name(value: Any) -> str | None:
+    """The name of a dtype, or a string, which may have any meaning; None for other objects."""
+    if isinstance(value, type) and value.__module__ == "numpy":
+        value = value.__name__
+    elif type(value).__module__.split(".")[0] in ("torch", "numpy") and type(value).__name__.startswith(
+        ("dtype", "Float")
+    ):
+        value = str(value)
+    if not isinstance(value, str):
+        return None
+    text = value.removeprefix("torch.")
+    return _SHORT.get(text, text)
+
+
+GENERATION_CONFIG_FILE: Final = "generation_config.json"
+_OWN: Final = ("do_sample", "pad_token_id", "bos_token_id", "return_dict_in_generate", "prefill_chunk_size")
+_FIELDS: Final = frozenset({*OFF, *UNSUPPORTED, *GENERATE, *BOOKKEEPING, *_OWN})
+# Fields that transformers' configurations always have.
+_ALWAYS: Final = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "is_encoder_decoder": False}
+
+
+class GenerationConfig(dict[str, Any]):
+    """The fields of a generation_config.json, as keys and as attributes.
+
+    A field that is not set is None, as in transformers. A new value counts from the next `generate` on.
+
+    >>> model.generation_config.pad_token_id = 0
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name in _FIELDS and not name.startswith("_"):
+            return None
+        raise AttributeError(unknown("a generation_config has no field", name, _FIELDS))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _FIELDS and name not in self:
+            raise AttributeError(unknown("a generation_config has no field", name, _FIELDS))
+        # None in a model's file leaves the stop tokens to the tokenizer; () means that there are none.
+        self[name] = () if name == "eos_token_id" and value is None else value
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    to_diff_dict = to_dict  # a file has what differs from transformers' defaults
+
+
+def read_generation_config(given: Any) -> dict[str, Any]:
+    """The fields that are set in `given`: a mapping, an object with to_dict() such as transformers.GenerationConfig,
+    or the path of a generation_config.json or of its folder. Raises ValueError for anything else."""
+    if isinstance(given, str | Path):
+        path = Path(given)
+        file = path / GENERATION_CONFIG_FILE if path.is_dir() else path
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"generation_config is {str(path)!r}, and {file} cannot be read: {error}") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"generation_config is {str(path)!r}, and {file} is not a JSON object")
+    return {name: value for name, value in settings_of(given).items() if value is not None}
+
+
+def as_generation_config(given: Any) -> GenerationConfig:
+    """`given` itself if it is a GenerationConfig; otherwise the result of `read_generation_config` as such."""
+    return given if isinstance(given, GenerationConfig) else GenerationConfig(read_generation_config(given))
+
+
+class ModelConfig(Mapping[str, Any]):
+    """A checkpoint's config.json, as keys and as attributes; nested objects are ModelConfigs, too.
+
+    It describes the model that was exported and changes nothing: settings of `generate` are in `generation_config`.
+
+    >>> model.config.hidden_size
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_values", dict(values))
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        return ModelConfig(value) if isinstance(value, dict) else value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_values":  # asked for while it is copied or unpickled
+            raise AttributeError(name)
+        if name in self._values:
+            return self[name]
+        if name in _ALWAYS:
+            return _ALWAYS[name]
+        raise AttributeError(unknown("the package's config.json has no field", name, self._values))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "use_cache":  # for training; generate always keeps its cache
+            return
+        raise AttributeError(
+            f"config.{name} cannot be set: config describes the model that was exported; set generation_config.{name} "
+            "if it is a setting of generate"
+        )
+
+    def __reduce__(self) -> Any:
+        return ModelConfig, (self._values,)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"ModelConfig({self._values!r})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    def get_text_config(self, decoder: bool | None = None) -> ModelConfig:
+        """The part that describes the text model; the whole if there is no such part."""
+        text = self._values.get("text_config")
+        return ModelConfig(text) if isinstance(text, dict) else self
+
+
+# The log of transformers for classes outside of it, which a pipeline uses all the same.
+_FALSE_ALARM: Final = re.compile(
+    "The model '(PackagedModel|SourceModel|CausalLM)' is not supported for text-generation"
+)
+
+
+def _keeps(record: logging.LogRecord) -> bool:
+    return not _FALSE_ALARM.match(record.getMessage())
+
+
+# Ways to spread a model over the devices that are there, in place of a device.
+_SPREAD: Final = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+class Device(str):
+    """The device of a model, "cpu" or "cuda", with torch's attributes."""
+
+    __slots__ = ()
+
+    @property
+    def type(self) -> str:
+        return str(self)
+
+    @property
+    def index(self) -> int | None:  # type: ignore[override]
+        return None
+
+
+class ModelMethods(ABC):
+    """Methods of transformers' models. They return the model if they would change nothing; otherwise they say how to
+    make another graph."""
+
+    features: Features  # of the graph
+    main_input_name: ClassVar = "input_ids"
+    input_modalities: ClassVar = "text"
+    output_modalities: ClassVar = ("text",)
+
+    @property
+    @abstractmethod
+    def device(self) -> Device:
+        """The device that the graph runs on. Token ids may be on any device and come back on the host."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """The dtype of the weights and the cache, "float32" for example."""
+
+    def can_generate(self) -> bool:
+        """True. transformers' pipelines ask it, and would then log an error about a class that they do not know."""
+        logging.getLogger("transformers.pipelines.base").addFilter(_keeps)
+        return True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises TypeError: a graph keeps its cache, and returns tokens or the last logits."""
+        if self.features.sampler:
+            returns, instead = "tokens", "export with logprobs=True, top_logprobs=M or return_pdfs=True"
+        else:
+            returns, instead = "the last logits of each row", "give generate a function as logits_processor"
+        raise TypeError(
+            f"the model cannot be called, as its graph keeps the cache and returns {returns}; use generate. To see "
+            f"probabilities, {instead}; for logits of a whole text, call the checkpoint's model in transformers"
+        )
+
+    if not TYPE_CHECKING:  # which would take any name for present
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ABSENT:
+                raise AttributeError(f"a model of qsample has no {name}: {ABSENT[name].instead}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def eval(self) -> Self:
+        """The model itself, which is never in training."""
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """The model itself if mode is False. Raises ValueError for True, as a graph cannot be trained."""
+        if mode:
+            raise ValueError("a package cannot be trained; train the checkpoint with transformers, and export it again")
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As `train`."""
+        return self.train(requires_grad)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The model itself, if it has that device and dtype. Raises ValueError otherwise."""
+        for wanted in (*args, *kwargs.values()):
+            if wanted is None or isinstance(wanted, bool):
+                continue
+            if is_dtype(wanted):
+                if dtype_name(wanted) != self.dtype:
+                    raise ValueError(
+                        f"the model is {self.dtype} and cannot become {dtype_name(wanted)}; give dtype= to "
+                        "from_pretrained or to compile"
+                    )
+            else:
+                self._check_device(wanted)
+        return self
+
+    def place(self, device_map: Any) -> Self:
+        """The model itself, if `device_map`, as `from_pretrained` of transformers takes it, asks for no other device
+        than the model's; None, "auto" and the like ask for none. Raises ValueError otherwise."""
+        if device_map is not None and not (isinstance(device_map, str) and device_map in _SPREAD):
+            for wanted in device_map.values() if isinstance(device_map, Mapping) else [device_map]:
+                self._check_device(wanted)
+        return self
+
+    def _check_device(self, wanted: Any) -> None:
+        """wanted: "cuda:0", torch.device("cuda"), or a GPU's number. Raises ValueError if it is another."""
+        name = getattr(wanted, "type", wanted)
+        name = "cuda" if isinstance(name, int) else name.split(":")[0] if isinstance(name, str) else shown(wanted)
+        if name == self.device:
+            return
+        here = f"the model runs on {str(self.device)!r} and cannot move to {str(wanted)!r}"
+        if name == "cuda":
+            raise ValueError(
+                f'{here}; model.compile(provider="cuda") makes a model for it. Or leave the device out; a pipeline of '
+                'transformers takes device="cpu"'
+            )
+        if name == "cpu":
+            raise ValueError(f'{here}; compile the checkpoint or the portable package with provider="cpu"')
+        raise ValueError(f"{here}; docs/devices.md has the devices, which compile and from_pretrained call provider=")
+
+    def cpu(self) -> Self:
+        return self.to("cpu")
+
+    def cuda(self, device: Any = None) -> Self:
+        return self.to("cuda" if device is None else device)
+
+    def float(self) -> Self:
+        return self.to(dtype="torch.float32")
+
+    def half(self) -> Self:
+        return self.to(dtype="torch.float16")
+
+    def bfloat16(self) -> Self:
+        return self.to(dtype="torch.bfloat16")
