@@ -9,34 +9,39 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 import qsample
-from qsample.request.sampling_params import SamplingParams
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
 from qsample.serve.choices import ChatChoice, CompletionChoice
 from qsample.serve.grammar import Form, grammar_of
 from qsample.serve.guides import GrammarGuide
-from qsample.serve.http import ApiError, ApiKeys, BodyLimit, Exchanges, JsonRoute, add_error_handlers, json_response
+from qsample.serve.http import (
+    ApiError,
+    ApiKeys,
+    BodyLimit,
+    EventStream,
+    Exchanges,
+    JsonRoute,
+    add_error_handlers,
+    json_response,
+)
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel, ServedModels
-from qsample.serve.parsers import DemandedCalls, ToolReader
-from qsample.serve.requests import CompletionRequest, LoadLoraRequest, UnloadLoraRequest
-from qsample.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
+from qsample.serve.requests import CompletionRequest, GenerationRequest, LoadLoraRequest, UnloadLoraRequest
+from qsample.serve.responses import ResponseAnswers, ResponsesRequest
 from qsample.serve.settings import ServeSettings
 from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import LONG_TEXT
 
 ACCESS_LOG: Final = "qsample.access"  # the logger of a line for each request
-_Choice = TypeVar("_Choice", bound=ChatChoice)
 # OpenAI's endpoints for other models, and for what is stored.
 _ABSENT: Final = (
     *(
@@ -185,7 +190,7 @@ class _Server:
             return await self.list_models()
         return json_response(_described(self._served().find(name)))
 
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+    async def complete(self, body: CompletionRequest) -> Response:
         """Continue a text, or several."""
         model = self._served().find(body.model)
         if body.logprobs is not None:
@@ -194,7 +199,7 @@ class _Server:
             model.check_scoring(
                 body.prompt_logprobs or 0, "echo" if body.prompt_logprobs is None else "prompt_logprobs"
             )
-        make_guide = self._guide(model, body.form)
+        make_guide = _guide(model, body.form)
         params = model.sampling_params(body)
         prompts = body.prompts
         model.check_count(len(prompts) * body.requests)  # before a million of them are encoded
@@ -203,68 +208,33 @@ class _Server:
         rows = await self._encode(model, prompts, body.add_special_tokens)
         for row in rows:
             model.check_room(row, 0 if body.limit == 0 else 1)
-        echoes = [
-            prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in prompts if body.echo
-        ]
-
-        def choice(index: int) -> CompletionChoice:
-            return CompletionChoice(
-                index,
-                model,
-                logprobs=body.logprobs,
-                echo=echoes[index // body.choices] if body.echo else None,
-                prompt_ids=rows[index // body.choices] if body.return_token_ids else None,
-                prompt_logprobs=body.prompt_logprobs,
-            )
-
-        answers = Answers(model, body, self._metrics, prefix="cmpl", kind="text_completion", make_choice=choice)
+        choices: list[CompletionChoice] = []
+        for prompt, row in zip(prompts, rows, strict=True):
+            echo = None
+            if body.echo:
+                echo = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+            for _ in range(body.choices):
+                choices.append(CompletionChoice(len(choices), model, body, row, echo))
+        answers = Answers(model, body, self._metrics, choices)
         await answers.start(rows, params, make_guide, self._settings.request_timeout)
-        return await self._answer(answers, body.stream, request)
+        return await _response(answers, body)
 
-    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+    async def chat(self, body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
+        return await self._converse(body)
 
-        def answers(
-            model: ServedModel, prompt: list[int], params: SamplingParams, choice: Callable[[int], ChatChoice]
-        ) -> Answers:
-            more = {"prompt_token_ids": prompt} if body.return_token_ids else None  # as in vLLM's answers
-            kind = "chat.completion"
-            return Answers(model, body, self._metrics, prefix="chatcmpl", kind=kind, make_choice=choice, more=more)
-
-        return await self._converse(body, request, ChatChoice, answers)
-
-    async def respond(self, body: ResponsesRequest, request: Request) -> Response:
+    async def respond(self, body: ResponsesRequest) -> Response:
         """Answer a conversation, in items. Nothing is stored."""
+        return await self._converse(body.chat, body)
 
-        def answers(
-            model: ServedModel, prompt: list[int], params: SamplingParams, choice: Callable[[int], ResponseChoice]
-        ) -> Answers:
-            return ResponseAnswers(model, body, self._metrics, params, choice)
-
-        return await self._converse(body.chat, request, ResponseChoice, answers)
-
-    async def _converse(
-        self,
-        body: ChatCompletionRequest,
-        request: Request,
-        form_of_choice: type[_Choice],
-        make_answers: Callable[[ServedModel, list[int], SamplingParams, Callable[[int], _Choice]], Answers],
-    ) -> Response:
-        """Answer a conversation.
-
-        Args:
-            body: the conversation.
-            request: of HTTP.
-            form_of_choice: of each answer on the wire.
-            make_answers: makes the answers of a model to a prompt, with parameters, from a function that makes a choice
-                of its index.
-        """
-        model, form = self._served().find(body.model), body.form
+    async def _converse(self, body: ChatCompletionRequest, items: ResponsesRequest | None = None) -> Response:
+        """Answer a conversation; with `items`, the same as a request for items, in items."""
+        model = self._served().find(body.model)
         if body.logprobs:
             model.check_logprobs(body.top_logprobs or 0, "top_logprobs")
         if body.prompt_logprobs is not None:
             model.check_scoring(body.prompt_logprobs, "prompt_logprobs")
-        make_guide = self._guide(model, form)
+        make_guide = _guide(model, body.form)
         params = model.sampling_params(body)
         model.check_count(body.requests)
         prompt = await self._encode_chat(model, body, body.offers_tools, check=model.check_length)
@@ -272,29 +242,13 @@ class _Server:
         expected = None
         if body.prediction is not None and model.interface.features.num_speculative_tokens:
             expected = (await self._encode(model, [body.prediction.text], False))[0][: model.max_model_len]
-        # A constrained answer contains no thoughts, and a message that is continued is past them.
-        thinks = form is None and not body.continue_final_message
-
-        def tools() -> ToolReader | DemandedCalls | None:
-            if body.demands_calls:
-                return DemandedCalls(body.demanded_function)
-            parallel = body.parallel_tool_calls is not False
-            return ToolReader(model.tool_format, body.tool_parameters, parallel) if body.offers_tools else None
-
-        def choice(index: int) -> _Choice:
-            return form_of_choice(
-                index,
-                model,
-                top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                tools=tools(),
-                return_token_ids=body.return_token_ids,
-                reasoning=model.reasoning_reader(prompt) if thinks else None,
-                show_reasoning=body.include_reasoning,
-            )
-
-        answers = make_answers(model, prompt, params, choice)
+        if items is not None:
+            answers: Answers = ResponseAnswers(model, items, self._metrics, params, prompt)
+        else:
+            choices = [ChatChoice(index, model, body, prompt) for index in range(body.choices)]
+            answers = Answers(model, body, self._metrics, choices)
         await answers.start([prompt], params, make_guide, self._settings.request_timeout, expected)
-        return await self._answer(answers, body.stream, request)
+        return await _response(answers, body)
 
     async def load_adapter(self, body: LoadLoraRequest) -> Response:
         """Serve a LoRA adapter under a name, if the server allows it."""
@@ -388,39 +342,18 @@ class _Server:
         check(text)
         return (await self._encode(model, [text], False))[0]  # the template spells the special tokens out
 
-    def _guide(self, model: ServedModel, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
-        """A function that makes the guide of an answer; None = any text. Raises ApiError if the model cannot follow the
-        form."""
-        if form is None:
-            return None
-        model.grammars.check_possible()
-        return partial(model.grammars.guide, grammar_of(form))
 
-    async def _answer(self, answers: Answers, stream: bool | None, request: Request) -> Response:
-        return _EventStream(answers) if stream else json_response(await answers.whole(request.receive))
+def _guide(model: ServedModel, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
+    """A function that makes the guide of an answer; None = any text. Raises ApiError if the model cannot follow the
+    form."""
+    if form is None:
+        return None
+    model.grammars.check_possible()
+    return partial(model.grammars.guide, grammar_of(form))
 
 
-class _EventStream(Response):
-    """Server-sent events. Starlette's StreamingResponse notices that a client has gone only when it sends, and a
-    request may wait long for its first token."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, answers: Answers) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._answers = answers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for event in self._answers.events(receive):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError:  # the client has gone
-            pass
-        finally:
-            self._answers.give_up()
+async def _response(answers: Answers, body: GenerationRequest) -> Response:
+    return EventStream(answers.events(), answers.cancel) if body.stream else json_response(await answers.whole())
 
 
 def _described(model: ServedModel) -> dict[str, Any]:

@@ -1,49 +1,80 @@
-"""An answer in its form on the wire: choices of completions and of chats, and their log-probabilities."""
+"""An answer on the wire: a choice of a completion or of a chat.
+
+A choice has the events that new tokens make certain. A whole answer is the sum of its events.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from functools import reduce
+from typing import Any, ClassVar, Final
 
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import LOGPROBS, TOP_LOGPROB_OUTPUTS
 from qsample.runtime import Delta, RequestOutput
+from qsample.serve.chats import ChatCompletionRequest
 from qsample.serve.models import ServedModel, TokenTexts
-from qsample.serve.parsers import DemandedCalls, ReasoningReader, ToolReader
+from qsample.serve.parsers import DemandedCalls, ToolReader
+from qsample.serve.requests import CompletionRequest, GenerationRequest
 from qsample.serve.scoring import PromptScores
+
+Event = dict[str, Any]
 
 _LEAST_LOGPROB: Final = -9999.0  # OpenAI's number for an impossible token; JSON has no infinity
 _TOP_IDS, _TOP_VALUES = (spec.name for spec in TOP_LOGPROB_OUTPUTS)
 
 
 class Choice(ABC):
-    """An answer in its form on the wire."""
+    """An answer as events.
 
-    def __init__(self, index: int, model: ServedModel, top_logprobs: int | None) -> None:
+    kind, chunk: OpenAI's names of a whole answer and of an event. prefix: of a request's id. scores: of the prompt, if
+    the request asks for them; set before `start`.
+    """
+
+    kind: ClassVar[str]
+    chunk: ClassVar[str]
+    prefix: ClassVar[str]
+
+    def __init__(
+        self, index: int, model: ServedModel, body: GenerationRequest, prompt: Sequence[int], top_logprobs: int | None
+    ) -> None:
         """top_logprobs: alternatives of each token; None = no log-probabilities."""
         self._index = index
         self._model = model
         self._top = top_logprobs
-        self.scores: PromptScores | None = None  # of its prompt, before its opening
+        self._prompt_top = body.prompt_logprobs
+        self._prompt_ids = prompt if body.return_token_ids else None
+        self.scores: PromptScores | None = None
 
     @abstractmethod
-    def opening(self) -> dict[str, Any] | None:
-        """The event before the first text; None = no event."""
+    def start(self) -> list[Event]:
+        """The events before the first text."""
 
     @abstractmethod
-    def piece(self, delta: Delta) -> dict[str, Any] | None:
-        """The event that a delta makes certain; None = no event yet."""
+    def _content(self, delta: Delta | RequestOutput) -> Event:
+        """The text that new tokens make certain, and their log-probabilities and ids if the request asks for them."""
 
     @abstractmethod
-    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def end(self, output: RequestOutput) -> list[Event]:
         """The last events; the last of them has the finish reason."""
 
-    @abstractmethod
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """The whole answer at once."""
+    def piece(self, delta: Delta) -> list[Event]:
+        """The events that a delta makes certain."""
+        event = self._content(delta)
+        if not delta.token_ids:
+            event["logprobs"] = None
+        return [event] if any(event.get(name) for name in ("delta", "text", "logprobs", "token_ids")) else []
 
-    def _end(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, output: RequestOutput) -> Event:
+        """The whole answer."""
+        return reduce(added, [*self.start(), self._content(output), *self.end(output)])
+
+    def outer(self) -> Event:
+        """Fields next to the choices, of the whole answer or of the first event."""
+        return {}
+
+    def _end(self, output: RequestOutput) -> Event:
         """OpenAI's finish reason, "length" after a timeout, too; and vLLM's stop reason: the stop string or token that
         ended the answer, None for the model's own end of text; and "timeout"."""
         stopped = output.finish_reason == "stop"
@@ -58,236 +89,194 @@ class Choice(ABC):
 class ChatChoice(Choice):
     """A choice of `/v1/chat/completions`."""
 
-    def __init__(
-        self,
-        index: int,
-        model: ServedModel,
-        *,
-        top_logprobs: int | None,
-        tools: ToolReader | DemandedCalls | None,
-        return_token_ids: bool,
-        reasoning: ReasoningReader | None = None,
-        show_reasoning: bool = True,
-    ) -> None:
-        """Prepare it.
+    kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-        Args:
-            index: among the choices.
-            model: answers.
-            top_logprobs: alternatives of each token; None = no log-probabilities.
-            tools: reads calls; None = the answer is text.
-            return_token_ids: return the tokens next to the text.
-            reasoning: splits the thoughts off the answer; None = they stay in it.
-            show_reasoning: return the thoughts.
-        """
-        super().__init__(index, model, top_logprobs)
-        self._tools = tools
-        self._reasoning = reasoning
-        self._show_reasoning = show_reasoning
-        self._return_token_ids = return_token_ids
+    def __init__(self, index: int, model: ServedModel, body: ChatCompletionRequest, prompt: Sequence[int]) -> None:
+        super().__init__(index, model, body, prompt, (body.top_logprobs or 0) if body.logprobs else None)
+        self._shows_thoughts = body.include_reasoning
+        # A constrained answer contains no thoughts, and a message that is continued is past them.
+        thinks = body.form is None and not body.continue_final_message
+        self._reasoning = model.reasoning_reader(prompt) if thinks else None
+        self._tools: ToolReader | DemandedCalls | None = None
+        if body.demands_calls:
+            self._tools = DemandedCalls(body.demanded_function)
+        elif body.offers_tools:
+            self._tools = ToolReader(model.tool_format, body.tool_parameters, body.parallel_tool_calls is not False)
+        self._thoughts = ""  # so far, shown or not
 
-    def opening(self) -> dict[str, Any]:
-        return self._chunk({"role": "assistant", "content": ""})
+    def start(self) -> list[Event]:
+        return [self._chunk({"role": "assistant", "content": ""})]
 
-    def piece(self, delta: Delta) -> dict[str, Any] | None:
-        thoughts, text = self._put(delta.text or "")
-        change = self._thoughts(thoughts) | ({"content": text} if text else {})
-        chunk = self._chunk(change)
-        if self._top is not None and delta.token_ids:
-            chunk["logprobs"] = self._logprobs(delta.token_ids, delta.outputs)
-        if self._return_token_ids:
+    def _content(self, delta: Delta | RequestOutput) -> Event:
+        chunk = self._chunk(self._change(*self._put(delta.text or "")))
+        if self._top is not None:
+            chunk["logprobs"] = self._logprobs(delta)
+        if self._prompt_ids is not None:
             chunk["token_ids"] = delta.token_ids
-        return chunk if change or chunk["logprobs"] or chunk.get("token_ids") else None
+        return chunk
 
-    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def end(self, output: RequestOutput) -> list[Event]:
         thoughts, rest, calls = self._rest()
-        change = self._thoughts(thoughts) | ({"content": rest} if rest else {})
+        change = self._change(thoughts, rest)
         chunks = [self._chunk(change)] if change else []
         chunks += [self._chunk({"tool_calls": [{"index": index, **call}]}) for index, call in enumerate(calls)]
-        return [*chunks, self._chunk({}) | self._chat_end(output, bool(calls))]
+        end = self._end(output)
+        # As in OpenAI's answers: the call of a demanded function ends with "stop", and a cut answer with "length".
+        named = isinstance(self._tools, DemandedCalls) and self._tools.name is not None
+        if calls and end["finish_reason"] == "stop" and not named:
+            end["finish_reason"] = "tool_calls"
+        return [*chunks, self._chunk({}) | end]
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        thoughts, before = self._put(output.text or "")
-        last_thoughts, rest, calls = self._rest()
-        thoughts, text = thoughts + last_thoughts, before + rest
+    def whole(self, output: RequestOutput) -> Event:
+        choice = super().whole(output)
+        message = choice.pop("delta") | {"refusal": None}
+        for call in message.get("tool_calls", []):
+            del call["index"]
         # As in OpenAI's and vLLM's answers: null next to calls or thoughts, not "".
-        content = text or (None if calls or thoughts else "")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= self._thoughts(thoughts)
-        if calls:
-            message["tool_calls"] = calls
-        choice: dict[str, Any] = {"index": self._index, "message": message, "logprobs": None}
-        if self._top is not None:
-            choice["logprobs"] = self._logprobs(output.token_ids, output.outputs)
-        if self._return_token_ids:
-            choice["token_ids"] = output.token_ids
-        return choice | self._chat_end(output, bool(calls))
+        if self._thoughts or "tool_calls" in message:
+            message["content"] = message["content"] or None
+        return {"index": self._index, "message": message} | choice
+
+    def outer(self) -> Event:  # as in vLLM's answers
+        fields: Event = {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids}
+        if self._prompt_top is not None and self.scores is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self._model.token_texts, self.scores, self._prompt_top)
+        return fields
 
     def _put(self, text: str) -> tuple[str, str]:
         """The thoughts and the text for the user that a part of the answer makes certain."""
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.put(text)
+        self._thoughts += thoughts
         return thoughts, text if self._tools is None else self._tools.put(text)
 
     def _rest(self) -> tuple[str, str, list[dict[str, Any]]]:
         """The rest of both at the end, and the calls."""
         thoughts, text = self._reasoning.end() if self._reasoning is not None else ("", "")
+        self._thoughts += thoughts
         if self._tools is None:
             return thoughts, text, []
         before = self._tools.put(text)
         rest, calls = self._tools.end()
         return thoughts, before + rest, calls
 
-    def _thoughts(self, text: str) -> dict[str, Any]:
-        """Thoughts in vLLM's field, and in its former field, which many clients read."""
-        return {"reasoning": text, "reasoning_content": text} if text and self._show_reasoning else {}
+    def _change(self, thoughts: str, text: str) -> Event:
+        """Thoughts in vLLM's field, and in its former field, which many clients read; and the text."""
+        shown = thoughts if self._shows_thoughts else ""
+        return ({"reasoning": shown, "reasoning_content": shown} if shown else {}) | ({"content": text} if text else {})
 
-    def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, delta: Event) -> Event:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _chat_end(self, output: RequestOutput, called: bool) -> dict[str, Any]:
-        end = self._end(output)
-        # As in OpenAI's answers: the call of a demanded function ends with "stop", and a cut answer with "length".
-        named = isinstance(self._tools, DemandedCalls) and self._tools.name is not None
-        return end | {"finish_reason": "tool_calls"} if called and end["finish_reason"] == "stop" and not named else end
+    def _logprobs(self, delta: Delta | RequestOutput) -> Event:
+        """An entry for each token."""
 
-    def _logprobs(self, tokens: Sequence[int], outputs: Any) -> dict[str, Any]:
-        return {"content": _chat_logprobs(self._model.token_texts, tokens, outputs, self._top or 0), "refusal": None}
+        def entry(token: int, value: float) -> Event:
+            text, data = self._model.token_texts.of(int(token))
+            return {"token": text, "logprob": _finite(value), "bytes": list(data)}
+
+        content = []
+        for index, token in enumerate(delta.token_ids):
+            others = [entry(*pair) for pair in _likeliest(delta.outputs, index, self._top)]
+            content.append(entry(token, delta.outputs[LOGPROBS.name][index, 0]) | {"top_logprobs": others})
+        return {"content": content, "refusal": None}
 
 
 class CompletionChoice(Choice):
     """A choice of `/v1/completions`."""
 
-    def __init__(
-        self,
-        index: int,
-        model: ServedModel,
-        *,
-        logprobs: int | None,
-        echo: str | None,
-        prompt_ids: Sequence[int] | None,
-        prompt_logprobs: int | None,
-    ) -> None:
-        """Prepare it.
+    kind = chunk = "text_completion"
+    prefix = "cmpl"
 
-        Args:
-            index: among the choices.
-            model: answers.
-            logprobs: alternatives of each token; None = no log-probabilities.
-            echo: the prompt's text before the answer, None = without it.
-            prompt_ids: returned next to the answer's token ids; None = no token ids.
-            prompt_logprobs: alternatives of each token of the prompt, in vLLM's form; None = no log-probabilities.
-        """
-        super().__init__(index, model, logprobs)
+    def __init__(
+        self, index: int, model: ServedModel, body: CompletionRequest, prompt: Sequence[int], echo: str | None
+    ) -> None:
+        """echo: the prompt's text before the answer, None = without it."""
+        super().__init__(index, model, body, prompt, body.logprobs)
         self._echo = echo
-        self._prompt_ids = prompt_ids
-        self._prompt_top = prompt_logprobs
         self._offset = len(echo or "")
 
-    def opening(self) -> dict[str, Any] | None:
-        ids = {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids, "token_ids": []}
-        logprobs = self._of_prompt()
-        return self._choice(self._echo or "") | {"logprobs": logprobs} | ids if self._echo or ids or logprobs else None
-
-    def piece(self, delta: Delta) -> dict[str, Any] | None:
-        choice = self._choice(delta.text or "")
-        if self._top is not None and delta.token_ids:
-            choice["logprobs"] = self._logprobs(delta.token_ids, delta.outputs)
-            self._offset += sum(map(self._model.token_texts.width, delta.token_ids))
+    def start(self) -> list[Event]:
+        choice = self._choice(self._echo or "") | {"logprobs": self._of_prompt()}
         if self._prompt_ids is not None:
-            choice["token_ids"] = delta.token_ids
-        return choice if choice["text"] or choice["logprobs"] or choice.get("token_ids") else None
+            choice |= {"prompt_token_ids": self._prompt_ids, "token_ids": []}
+        return [choice] if self._echo or choice["logprobs"] or "token_ids" in choice else []
 
-    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def _content(self, delta: Delta | RequestOutput) -> Event:
+        choice, tokens = self._choice(delta.text or ""), delta.token_ids
+        if self._top is not None:
+            choice["logprobs"] = self._logprobs(tokens, delta.outputs, self._offset)
+            self._offset += sum(map(self._model.token_texts.width, tokens))
+        if self._prompt_ids is not None:
+            choice["token_ids"] = tokens
+        return choice
+
+    def end(self, output: RequestOutput) -> list[Event]:
         return [self._choice("") | self._end(output)]
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        choice = self._choice((self._echo or "") + (output.text or ""))
-        if self._top is not None:
-            logprobs, own = self._of_prompt(), self._logprobs(output.token_ids, output.outputs)
-            choice["logprobs"] = own if logprobs is None else _joined(logprobs, own)
+    def whole(self, output: RequestOutput) -> Event:
+        choice = super().whole(output)
         if self._prompt_top is not None and self.scores is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._model.token_texts, self.scores, self._prompt_top)
-        if self._prompt_ids is not None:
-            choice |= {"prompt_token_ids": self._prompt_ids, "token_ids": output.token_ids}
-        return choice | self._end(output)
+        return choice
 
-    def _choice(self, text: str) -> dict[str, Any]:
+    def _choice(self, text: str) -> Event:
         return {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, tokens: Sequence[int], outputs: Any) -> dict[str, Any]:
-        return _completion_logprobs(self._model.token_texts, tokens, outputs, self._top or 0, self._offset)
-
-    def _of_prompt(self) -> dict[str, Any] | None:
+    def _of_prompt(self) -> Event | None:
         """The log-probabilities of the prompt in front of the answer's; the first token has none."""
         if self._top is None or self._echo is None or self.scores is None or not self.scores.token_ids:
             return None
         texts, (first, *others) = self._model.token_texts, self.scores.token_ids
-        none = [None] if self._top else None
         start = {
             "tokens": [texts.of(first)[0]],
             "token_logprobs": [None],
-            "top_logprobs": none,
+            "top_logprobs": [None] if self._top else None,
             "text_offset": [0],
         }
-        return _joined(start, _completion_logprobs(texts, others, self.scores.outputs, self._top, texts.width(first)))
+        joined: Event = added(start, self._logprobs(others, self.scores.outputs, texts.width(first)))
+        return joined
 
-
-def _chat_logprobs(
-    texts: TokenTexts, tokens: Sequence[int], outputs: Mapping[str, Array], top: int
-) -> list[dict[str, Any]]:
-    """An entry for each token, as in chat completions."""
-
-    def entry(token: int, value: float) -> dict[str, Any]:
-        text, data = texts.of(int(token))
-        return {"token": text, "logprob": _finite(value), "bytes": list(data)}
-
-    entries = []
-    for index, token in enumerate(tokens):
-        others = (
-            [
-                entry(*pair)
-                for pair in zip(outputs[_TOP_IDS][index, :top], outputs[_TOP_VALUES][index, :top], strict=True)
+    def _logprobs(self, tokens: Sequence[int], outputs: Mapping[str, Array], offset: int) -> Event:
+        """An object for all tokens. The alternatives include the sampled token, even if it is not among the likeliest.
+        offset: of the first token's text in the answer."""
+        texts = self._model.token_texts
+        strings = [texts.of(token)[0] for token in tokens]
+        values = [_finite(outputs[LOGPROBS.name][index, 0]) for index in range(len(tokens))]
+        offsets = [offset]
+        for token in tokens:
+            offsets.append(offsets[-1] + texts.width(token))
+        alternatives: list[dict[str, float]] | None = None
+        if self._top:
+            alternatives = [
+                {texts.of(int(token))[0]: _finite(value) for token, value in _likeliest(outputs, index, self._top)}
+                | {strings[index]: values[index]}
+                for index in range(len(tokens))
             ]
-            if top
-            else []
-        )
-        entries.append(entry(token, outputs[LOGPROBS.name][index, 0]) | {"top_logprobs": others})
-    return entries
+        return {
+            "tokens": strings,
+            "token_logprobs": values,
+            "top_logprobs": alternatives,
+            "text_offset": offsets[:-1],
+        }
 
 
-def _completion_logprobs(
-    texts: TokenTexts, tokens: Sequence[int], outputs: Mapping[str, Array], top: int, offset: int
-) -> dict[str, Any]:
-    """An object for all tokens, as in completions. The alternatives include the sampled token, even if it is not among
-    the `top` likeliest. offset: of the first token's text in the answer."""
-    strings = [texts.of(token)[0] for token in tokens]
-    values = [_finite(outputs[LOGPROBS.name][index, 0]) for index in range(len(tokens))]
-    offsets = [offset]
-    for token in tokens:
-        offsets.append(offsets[-1] + texts.width(token))
-    alternatives: list[dict[str, float]] | None = None
-    if top:
-        alternatives = [
-            {
-                texts.of(int(token))[0]: _finite(value)
-                for token, value in zip(outputs[_TOP_IDS][index, :top], outputs[_TOP_VALUES][index, :top], strict=True)
-            }
-            | {strings[index]: values[index]}
-            for index in range(len(tokens))
-        ]
-    return {
-        "tokens": strings,
-        "token_logprobs": values,
-        "top_logprobs": alternatives,
-        "text_offset": offsets[:-1],
-    }
+def added(first: Any, second: Any) -> Any:
+    """Two events as one: texts and lists follow each other, objects are joined field by field, null adds nothing, and
+    another value takes the place of the first."""
+    if isinstance(first, dict) and second is not None:
+        return first | {name: added(first.get(name), value) for name, value in second.items()}
+    if first is None or second is None:
+        return first if second is None else second
+    return first + second if isinstance(first, str | list) else second
 
 
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Two results of `_completion_logprobs` as one."""
-    return {name: None if entry is None else entry + second[name] for name, entry in first.items()}
+def _likeliest(outputs: Mapping[str, Array], index: int, top: int | None) -> list[tuple[int, float]]:
+    """The likeliest tokens in the place of a token, with their log-probabilities."""
+    if not top:
+        return []
+    return [*zip(outputs[_TOP_IDS][index, :top], outputs[_TOP_VALUES][index, :top], strict=True)]
 
 
 def prompt_logprobs(texts: TokenTexts, scores: PromptScores, top: int) -> list[dict[str, Any] | None]:

@@ -14,9 +14,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -34,6 +35,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+T = TypeVar("T")
 
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -226,7 +228,10 @@ class JsonRoute(APIRoute):
         async def handle(given: Request) -> Response:
             request = _JsonRequest(given.scope, given.receive, model)
             await request.body()
-            return await _while_connected(request.receive, handler(request))
+            response = await while_connected(request.receive, handler(request))
+            if response is None:
+                raise ApiError(499, "the client closed the connection", code="client_disconnected")
+            return response
 
         return handle
 
@@ -245,9 +250,9 @@ class _JsonRequest(Request):
         return await asyncio.get_running_loop().run_in_executor(_PARSER, _parsed, body, self._model)
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Response]) -> Response:
-    """The result of `work`, which is cancelled if the client leaves: a long text that waits to be encoded, or a grammar
-    that is compiled, for instance. Raises ApiError if it leaves."""
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if the client leaves before, which cancels it: a long text that waits to be encoded, a
+    grammar that is compiled, or an answer."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -256,12 +261,37 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Response]
     working, leaving = asyncio.create_task(work), asyncio.create_task(left())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ApiError(499, "the client closed the connection", code="client_disconnected")
-        return await working
+        return await working if working.done() else None
     finally:
         working.cancel()
         leaving.cancel()
+
+
+class EventStream(Response):
+    """Server-sent events. Starlette's StreamingResponse notices that a client has gone only when it sends, and a
+    request may wait long for its first token."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], object]) -> None:
+        """end: called at the end, however it comes."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send(send))
+        finally:
+            self._end()
+
+    async def _send(self, send: Send) -> None:
+        with suppress(OSError):  # the client has gone
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 _PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="qsample-json")  # its thread begins with the first body

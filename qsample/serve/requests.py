@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
@@ -281,7 +282,7 @@ class GenerationRequest(FilterFields):
         first = secrets.randbelow(SEEDS) if self.seed is None else self.seed
         return [(first + index) % SEEDS for index in range(self.choices)]
 
-    @property
+    @cached_property
     def form(self) -> Form | None:
         """The form that every answer has to follow; None = any text.
 
@@ -395,7 +396,7 @@ class CompletionRequest(GenerationRequest):
         return (self.echo and self.logprobs is not None) or self.prompt_logprobs is not None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str | list[int]]:
         """The prompts as a list."""
         prompt: Any = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -22,10 +22,10 @@ from pydantic import (
 )
 
 from qsample.request.sampling_params import SamplingParams
-from qsample.runtime import RequestOutput
+from qsample.runtime import Delta, RequestOutput
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, Function, NamedFunction, NamedTool, Tool
-from qsample.serve.choices import ChatChoice
+from qsample.serve.choices import ChatChoice, Event
 from qsample.serve.http import ApiError, json_bytes
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel
@@ -37,9 +37,6 @@ from qsample.serve.requests import (
     JsonSchema,
     ResponseFormat,
 )
-from qsample.serve.scoring import PromptScores
-
-Event = dict[str, Any]
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -277,50 +274,82 @@ class ResponsesRequest(GenerationRequest):
 class ResponseChoice(ChatChoice):
     """The items of an answer: its thoughts, its message, its calls; and the events that tell of them."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.items: list[dict[str, Any]] = []
+    kind = chunk = "response"
+    prefix = "resp"
+
+    def __init__(
+        self, model: ServedModel, body: ResponsesRequest, prompt: Sequence[int], response: Mapping[str, Any]
+    ) -> None:
+        """response: the fields of the whole answer that its request decides."""
+        super().__init__(0, model, body.chat, prompt)
+        self._response = response
+        self._items: list[dict[str, Any]] = []
         self._pieces: list[str] = []  # of the open item, which is the last
         self._entries: list[dict[str, Any]] = []  # log-probabilities of the message
         self._new: list[dict[str, Any]] = []  # those that no event has had
         self._writing: str | None = None  # the type of the open item
-        self.thoughts = ""
 
-    def put(self, text: str, token_ids: Sequence[int], outputs: Any) -> Iterator[Event]:
-        """The events that new tokens make certain. Each has to be written before the next is asked for."""
-        thoughts, text = self._put(text)
-        if self._top is not None and token_ids:
-            self._new += self._logprobs(token_ids, outputs)["content"]
-        yield from self._write("reasoning", thoughts)
-        yield from self._write("message", text)
+    def start(self) -> list[Event]:
+        return [self._whole_event(kind, status="in_progress") for kind in ("created", "in_progress")]
 
-    def finish(self, output: RequestOutput) -> Iterator[Event]:
-        """The events at the end."""
+    def piece(self, delta: Delta | RequestOutput) -> list[Event]:
+        thoughts, text = self._put(delta.text or "")
+        if self._top is not None and delta.token_ids:
+            self._new += self._logprobs(delta)["content"]
+        return [*self._write("reasoning", thoughts), *self._write("message", text)]
+
+    def end(self, output: RequestOutput) -> list[Event]:
         thoughts, text, calls = self._rest()
-        yield from self._write("reasoning", thoughts)
-        yield from self._write("message", text)
-        complete = "completed" if output.finish_reason == "stop" else "incomplete"
+        events = [*self._write("reasoning", thoughts), *self._write("message", text)]
+        complete = output.finish_reason == "stop"
+        status = "completed" if complete else "incomplete"
         if not calls and self._writing != "message":
-            yield from self._close("completed")
-            yield from self._open("message")
-        yield from self._close("completed" if calls else complete)
+            events += [*self._close("completed"), *self._open("message")]
+        events += self._close("completed" if calls else status)
         for index, call in enumerate(calls):
-            yield from self._call(call, complete if index == len(calls) - 1 else "completed")
+            events += self._call(call, status if index == len(calls) - 1 else "completed")
+        tokens = self._model.tokenizer.encode(self._thoughts, add_special_tokens=False)
+        usage = {
+            "input_tokens": output.usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": output.usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": output.usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": len(tokens)},
+            "total_tokens": output.usage.prompt_tokens + output.usage.completion_tokens,
+        }
+        ended = self._whole_event(
+            status,
+            status=status,
+            completed_at=int(time.time()) if complete else None,
+            incomplete_details=None if complete else {"reason": "max_output_tokens"},
+            output=self._items,
+            usage=usage,
+        )
+        return [*events, ended]
 
-    def _write(self, kind: str, text: str) -> Iterator[Event]:
-        if not text:
-            return
-        if kind == "reasoning":
-            self.thoughts += text
-            if not self._show_reasoning:
-                return
-        if kind != self._writing:
-            yield from self._close("completed")
-            yield from self._open(kind)
+    def whole(self, output: RequestOutput) -> Event:
+        self.piece(output)
+        response: Event = self.end(output)[-1]["response"]
+        return response
+
+    def failed(self, error: ApiError) -> list[Event]:
+        """The events of an error."""
+        failure = {"code": "server_error", "message": str(error)}
+        told = {"code": error.code, "message": str(error), "param": error.param}
+        return [{"type": "error", **told}, self._whole_event("failed", status="failed", error=failure)]
+
+    def _whole_event(self, kind: str, **fields: Any) -> Event:
+        """An event with the response as it is now."""
+        return {"type": f"response.{kind}", "response": {**self._response, **fields}}
+
+    def _write(self, kind: str, text: str) -> list[Event]:
+        if not text or (kind == "reasoning" and not self._shows_thoughts):
+            return []
+        events = [] if kind == self._writing else [*self._close("completed"), *self._open(kind)]
         self._pieces.append(text)
-        yield {"type": f"response.{_PARTS[kind]}.delta", **self._place(), "delta": text, **self._taken(kind)}
+        delta = {"type": f"response.{_PARTS[kind]}.delta", **self._place(), "delta": text, **self._taken(kind)}
+        return [*events, delta]
 
-    def _taken(self, kind: str) -> dict[str, Any]:
+    def _taken(self, kind: str) -> Event:
         """The log-probabilities of the tokens since the last event of the message; those of the thoughts, too."""
         if kind != "message":
             return {}
@@ -328,152 +357,115 @@ class ResponseChoice(ChatChoice):
         self._entries += new
         return {"logprobs": new}
 
-    def _open(self, kind: str) -> Iterator[Event]:
-        more: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
-        prefix = "rs" if kind == "reasoning" else "msg"
-        item = {"id": _id(prefix), "type": kind, "status": "in_progress", **more, "content": []}
-        self.items.append(item)
+    def _open(self, kind: str) -> list[Event]:
+        more: Event = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        item = {
+            "id": _id("rs" if kind == "reasoning" else "msg"),
+            "type": kind,
+            "status": "in_progress",
+            **more,
+            "content": [],
+        }
         self._writing, self._pieces = kind, []
-        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": item}
-        yield {"type": "response.content_part.added", **self._place(), "part": self._part("", [])}
+        added = self._added(item)
+        return [added, {"type": "response.content_part.added", **self._place(), "part": self._part("", [])}]
 
-    def _close(self, status: str) -> Iterator[Event]:
+    def _close(self, status: str) -> list[Event]:
         if self._writing is None:
-            return
+            return []
         kind, text = self._writing, "".join(self._pieces)
         taken = self._taken(kind)
-        item, part = self.items[-1], self._part(text, self._entries)
-        item["content"], item["status"] = [part], status
-        whole = {"logprobs": self._entries} if taken else {}
-        yield {"type": f"response.{_PARTS[kind]}.done", **self._place(), "text": text, **whole}
-        yield {"type": "response.content_part.done", **self._place(), "part": part}
-        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+        part = self._part(text, [*self._entries])
+        whole = {"logprobs": part["logprobs"]} if taken else {}
+        done = [
+            {"type": f"response.{_PARTS[kind]}.done", **self._place(), "text": text, **whole},
+            {"type": "response.content_part.done", **self._place(), "part": part},
+            self._done(content=[part], status=status),
+        ]
         self._writing = None
+        return done
 
-    def _call(self, call: Mapping[str, Any], status: str) -> Iterator[Event]:
+    def _call(self, call: Mapping[str, Any], status: str) -> list[Event]:
         function = call["function"]
+        name, arguments = function["name"], function["arguments"]
         item = {
             "id": _id("fc"),
             "type": "function_call",
             "status": "in_progress",
             "call_id": call["id"],
-            "name": function["name"],
+            "name": name,
             "arguments": "",
         }
-        self.items.append(item)
-        place = {"output_index": len(self.items) - 1}
-        own = {"item_id": item["id"], **place}
-        arguments = function["arguments"]
-        yield {"type": "response.output_item.added", **place, "item": item}
-        yield {"type": "response.function_call_arguments.delta", **own, "delta": arguments}
-        yield {
-            "type": "response.function_call_arguments.done",
-            **own,
-            "name": function["name"],
-            "arguments": arguments,
-        }
-        item["arguments"], item["status"] = arguments, status
-        yield {"type": "response.output_item.done", **place, "item": item}
+        added = self._added(item)
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        kind = "response.function_call_arguments"
+        return [
+            added,
+            {"type": f"{kind}.delta", **place, "delta": arguments},
+            {"type": f"{kind}.done", **place, "name": name, "arguments": arguments},
+            self._done(arguments=arguments, status=status),
+        ]
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+    def _added(self, item: Event) -> Event:
+        self._items.append(item)
+        return {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": item}
 
-    def _part(self, text: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def _done(self, **fields: Any) -> Event:
+        """The last item, with its last fields; events before keep the item as it was."""
+        self._items[-1] = item = {**self._items[-1], **fields}
+        return {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+
+    def _place(self) -> Event:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+
+    def _part(self, text: str, entries: list[dict[str, Any]]) -> Event:
         if self._writing == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
-
-
-_PARTS: Final = {"reasoning": "reasoning_text", "message": "output_text"}  # item → its part
 
 
 class ResponseAnswers(Answers):
     """The answer to a request of `/v1/responses`."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        body: ResponsesRequest,
-        metrics: Metrics,
-        params: SamplingParams,
-        make_choice: Callable[[int], ResponseChoice],
+        self, model: ServedModel, body: ResponsesRequest, metrics: Metrics, params: SamplingParams, prompt: list[int]
     ) -> None:
-        """Prepare it. Arguments: as for `Answers`; params: of the answer."""
-        super().__init__(model, body.chat, metrics, prefix="resp", kind="response", make_choice=make_choice)
-        self._make_response_choice = make_choice
-        self._described = body.described(params)
-        self._id = f"resp_{body.request_id or uuid.uuid4().hex}"
+        """Prepare it. Arguments: as for `Answers`; params, prompt: of the answer."""
+        response = {
+            "id": f"resp_{body.request_id or uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "model": model.name,
+            "status": None,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            **body.described(params),
+        }
+        self._choice = ResponseChoice(model, body, prompt, response)
+        super().__init__(model, body.chat, metrics, [self._choice])
         self._sequence = 0
 
-    def _document(self, outputs: Sequence[RequestOutput], scores: Sequence[PromptScores]) -> dict[str, Any]:
-        choice, (output,) = self._make_response_choice(0), outputs
-        for _ in (*choice.put(output.text or "", output.token_ids, output.outputs), *choice.finish(output)):
-            pass
-        return self._ended(choice, output)
+    def _document(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return self._choice.whole(outputs[0])
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        choice, (request,) = self._make_response_choice(0), self._requests
-        for kind in ("created", "in_progress"):
-            yield self._event({"type": f"response.{kind}", "response": self._response("in_progress", [])})
-        async for delta in request:
-            for event in choice.put(delta.text or "", delta.token_ids, delta.outputs):
-                yield self._event(event)
-        output = self._checked(request.result(0))
-        for event in choice.finish(output):
-            yield self._event(event)
-        document = self._ended(choice, output)
-        yield self._event({"type": f"response.{document['status']}", "response": document})
-
-    def _failed(self, error: ApiError) -> bytes:
-        told = {"code": error.code, "message": str(error), "param": error.param}
-        failure = {"code": "server_error", "message": str(error)}
-        document = self._response("failed", [], error=failure)
-        return self._event({"type": "error", **told}) + self._event({"type": "response.failed", "response": document})
-
-    def _last(self) -> bytes:
-        return b""  # the last event says that it is the last
-
-    def _event(self, event: Event) -> bytes:
+    def _event(self, event: Event | None, usage: dict[str, Any] | None = None) -> bytes:
+        if event is None:
+            return b""  # the last event has the usage
         numbered = {**event, "sequence_number": self._sequence}
         self._sequence += 1
         return f"event: {event['type']}\ndata: ".encode() + json_bytes(numbered) + b"\n\n"
 
-    def _ended(self, choice: ResponseChoice, output: RequestOutput) -> dict[str, Any]:
-        complete = output.finish_reason == "stop"
-        tokenizer = self._model.tokenizer
-        usage = {
-            "input_tokens": output.usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": output.usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": output.usage.completion_tokens,
-            "output_tokens_details": {
-                "reasoning_tokens": len(tokenizer.encode(choice.thoughts, add_special_tokens=False))
-            },
-            "total_tokens": output.usage.prompt_tokens + output.usage.completion_tokens,
-        }
-        return self._response(
-            "completed" if complete else "incomplete",
-            choice.items,
-            completed_at=int(time.time()) if complete else None,
-            incomplete_details=None if complete else {"reason": "max_output_tokens"},
-            usage=usage,
-        )
+    def _failed(self, error: ApiError) -> bytes:
+        return b"".join(map(self._event, self._choice.failed(error)))
 
-    def _response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """The response as it is now."""
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._head["created"],
-            "completed_at": None,
-            "model": self._head["model"],
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "output": output,
-            "usage": None,
-            **self._described,
-            **more,
-        }
+    def _last(self) -> bytes:
+        return b""  # the event before says that it is the last
+
+
+_PARTS: Final = {"reasoning": "reasoning_text", "message": "output_text"}  # item → its part
 
 
 def _id(prefix: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from qsample.contract.interface import Features
 from qsample.runtime import Delta, RequestOutput
 from qsample.runtime.request import RequestTiming, Usage
+from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS, ReasoningReader
 
 END = 1  # the model's end of text, which has no place in a text
 
@@ -75,8 +76,11 @@ class Scripted:
         self.cancelled += 1
 
 
-def served(*requests: Scripted | Exception, features: Features | None = None) -> Any:
-    """As `ServedModel`: its `add` gives the requests in turn, and `places` has what it was asked for."""
+def served(*requests: Scripted | Exception, features: Features | None = None, reasoning: str | None = None) -> Any:
+    """As `ServedModel`: its `add` gives the requests in turn, and `places` has what it was asked for.
+
+    reasoning: the format of thoughts; None = none.
+    """
     waiting, places = list(requests), list[int]()
 
     def add(*arguments: Any, **options: Any) -> Scripted:
@@ -92,6 +96,10 @@ def served(*requests: Scripted | Exception, features: Features | None = None) ->
         interface=SimpleNamespace(features=features or Features()),
         ends={END},
         token_texts=Texts(),
+        tool_format=TOOL_FORMATS["hermes"],
+        reasoning_reader=lambda prompt: (
+            None if reasoning is None else ReasoningReader(REASONING_FORMATS[reasoning], "")
+        ),
         tokenizer=SimpleNamespace(encode=lambda text, *, add_special_tokens: [*text] + ["<s>"] * add_special_tokens),
         add=add,
         check_places=places.append,

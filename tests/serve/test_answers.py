@@ -17,54 +17,48 @@ from qsample.runtime.request import Usage
 from qsample.runtime.sequence import DraftStats
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest
-from qsample.serve.choices import ChatChoice, CompletionChoice
-from qsample.serve.http import ApiError
+from qsample.serve.choices import ChatChoice, Choice, CompletionChoice
+from qsample.serve.http import ApiError, EventStream, while_connected
 from qsample.serve.requests import CompletionRequest
 from qsample.serve.scoring import ForcedTokens
 from tests.helpers.answers import END, Scripted, delta, ended, optional_outputs, served
 
-STAYS = object()  # a client that does not leave
 PARAMS = SamplingParams(max_new_tokens=5)
-
-
-async def stay() -> Any:
-    await asyncio.sleep(60)
 
 
 class Play:
     """Answers over scripted requests, and what they told the metrics."""
 
-    def __init__(self, body: Any, *requests: Scripted | Exception, more: Any = None) -> None:
+    def __init__(self, body: Any, *requests: Scripted | Exception) -> None:
         self.requests, self.model, self.followed = requests, served(*requests), list[Any]()
-        metrics: Any = SimpleNamespace(
+        self.body = body
+        self.metrics: Any = SimpleNamespace(
             follow=lambda *given: self.followed.append(("answer", *given)),
             follow_scoring=lambda *given: self.followed.append(("scoring", *given)),
         )
-        is_chat = isinstance(body, ChatCompletionRequest)
 
-        def make(index: int) -> Any:
-            if is_chat:
-                return ChatChoice(index, self.model, top_logprobs=None, tools=None, return_token_ids=False)
-            top = {"logprobs": body.logprobs, "prompt_logprobs": body.prompt_logprobs}
-            return CompletionChoice(index, self.model, echo="x" if body.echo else None, prompt_ids=None, **top)
+    async def start(self, prompts: Sequence[list[int]], guide: Any = None, max_time: float | None = None) -> Answers:
+        choices: list[Choice] = []
+        for prompt in prompts:
+            for index in range(len(choices), len(choices) + self.body.choices):
+                if isinstance(self.body, ChatCompletionRequest):
+                    choices.append(ChatChoice(index, self.model, self.body, prompt))
+                else:
+                    echo = "x" if self.body.echo else None
+                    choices.append(CompletionChoice(index, self.model, self.body, prompt, echo))
+        answers = Answers(self.model, self.body, self.metrics, choices)
+        await answers.start(prompts, PARAMS, guide, max_time)
+        return answers
 
-        kind, prefix = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
-        self.answers = Answers(self.model, body, metrics, prefix=prefix, kind=kind, make_choice=make, more=more)
-
-    async def start(self, prompts: Sequence[list[int]], guide: Any = None, max_time: float | None = None) -> None:
-        await self.answers.start(prompts, PARAMS, guide, max_time)
-
-    def whole(self, *prompts: list[int], receive: Any = stay) -> dict[str, Any]:
+    def whole(self, *prompts: list[int]) -> dict[str, Any]:
         async def run() -> dict[str, Any]:
-            await self.start(prompts)
-            return await self.answers.whole(receive)
+            return await (await self.start(prompts)).whole()
 
         return asyncio.run(run())
 
-    def events(self, *prompts: list[int], receive: Any = stay) -> list[Any]:
+    def events(self, *prompts: list[int]) -> list[Any]:
         async def run() -> list[bytes]:
-            await self.start(prompts)
-            return [event async for event in self.answers.events(receive)]
+            return [event async for event in (await self.start(prompts)).events()]
 
         events = [event.decode() for event in asyncio.run(run())]
         assert all(event.startswith("data: ") and event.endswith("\n\n") for event in events)
@@ -91,13 +85,13 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, 
 
 
 def test_a_document() -> None:
-    play = Play(completion(n=2), *map(answer, ("a", "bc", "d", "efg")), more={"extra": 1})
+    play = Play(completion(n=2), *map(answer, ("a", "bc", "d", "efg")))
     before = int(time.time())
     document = play.whole([5] * 10, [6] * 10)
     assert before <= document.pop("created") <= time.time()
     choices = document.pop("choices")
     assert document == {
-        "id": "cmpl-r", "object": "text_completion", "model": "tiny", "extra": 1, "usage": usage(20, 2 + 3 + 2 + 4, 8),
+        "id": "cmpl-r", "object": "text_completion", "model": "tiny", "usage": usage(20, 2 + 3 + 2 + 4, 8),
     }  # fmt: skip
     assert [(choice["index"], choice["text"]) for choice in choices] == [*enumerate(("a", "bc", "d", "efg"))]
     assert {choice["finish_reason"] for choice in choices} == {"stop"}
@@ -188,61 +182,54 @@ def test_answers_that_fail(reason: str, status: int, code: str) -> None:
     assert [request.cancelled for request in streamed.requests] == [1, 1]  # type: ignore[union-attr]
 
 
-async def leave() -> Any:
-    return {"type": "http.disconnect"}
+class Long(Scripted):
+    """It goes on until it is cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__(output=ended(2, text="a", reason="cancelled"))
+
+    def __await__(self) -> Any:
+        while not self.cancelled:
+            yield from asyncio.sleep(0).__await__()
+        return self.output
+
+    async def __aiter__(self) -> Any:
+        yield delta(2, text="a")
+        await self
 
 
-def test_a_client_that_leaves() -> None:
-    class Long(Scripted):
-        def __await__(self) -> Any:
-            while not self.cancelled:
-                yield from asyncio.sleep(0).__await__()
-            return self.output
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves(stream: bool, several: bool) -> None:
+    sent: list[Any] = []
 
-        async def __aiter__(self) -> Any:
-            yield delta(2, text="a")
-            await self
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-    def long() -> Long:
-        return Long(output=ended(2, text="a", reason="cancelled"))
+    async def run() -> None:
+        begun = asyncio.Event()
 
-    requests = long(), long()
-    with pytest.raises(ApiError, match="the client closed the connection") as raised:
-        Play(completion(n=2), *requests).whole([5], receive=leave)
-    assert (raised.value.status, raised.value.code) == (499, "client_disconnected")
-    assert [bool(request.cancelled) for request in requests] == [True, True]
-    requests = long(), long()
-    arriving = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
+        async def receive() -> Any:
+            if not begun.is_set():
+                begun.set()
+                return {"type": "http.request"}
+            await asyncio.sleep(0.01)
+            return {"type": "http.disconnect"}
 
-    async def receive() -> Any:
-        return next(arriving)
+        answers = await Play(completion(n=1 + several), *requests).start([[5]])
+        if stream:
+            await EventStream(answers.events(), answers.cancel)({}, receive, send)
+        else:
+            assert await while_connected(receive, answers.whole()) is None
+        while asyncio.all_tasks() != {asyncio.current_task()}:  # nothing waits on
+            await asyncio.sleep(0)
 
-    events = Play(completion(n=2), *requests).events([5], receive=receive)
-    assert "[DONE]" not in events
-    assert all("error" not in event for event in events)
-    assert [bool(request.cancelled) for request in requests] == [True, True]
-
-    async def close() -> None:  # the reader of the events
-        requests[0].cancelled = requests[1].cancelled = 0
-        play = Play(completion(n=2), *requests)
-        await play.start([[5]])
-        waiting: list[str] = []
-
-        async def wait() -> Any:
-            try:
-                waiting.append("begun")
-                await asyncio.sleep(60)
-            finally:
-                waiting.append("ended")
-
-        events = play.answers.events(wait)
-        await anext(events)
-        await events.aclose()  # type: ignore[attr-defined]
-        await asyncio.sleep(0)
-        assert waiting == ["begun", "ended"]
-
-    asyncio.run(close())
-    assert [bool(request.cancelled) for request in requests] == [True, True]
+    requests = [Long() for _ in range(1 + several)]
+    asyncio.run(run())
+    assert all(request.cancelled for request in requests)
+    bodies = b"".join(message.get("body", b"") for message in sent)
+    assert bodies.count(b"data: ") == len(requests) * stream
+    assert b"error" not in bodies
 
 
 @pytest.mark.parametrize("always", [True, False])
@@ -250,19 +237,19 @@ def test_a_client_that_leaves() -> None:
 def test_events(counted: bool, always: bool) -> None:
     options = {"include_usage": counted, "continuous_usage_stats": always}
     body = completion(stream=True, n=2, stream_options=options)
-    play = Play(body, *map(answer, ("ab", "c", "d", "")), more={"extra": 1, "other": "x"})
+    play = Play(body, *map(answer, ("ab", "c", "d", "")))
     *events, done = play.events([5] * 10, [6] * 10)
     assert done == "[DONE]"
     last = events.pop() if counted else None
     head = {"id": "cmpl-r", "object": "text_completion", "model": "tiny"}
-    for place, event in enumerate(events):
+    for event in events:
         own = dict(event)
         assert len(own.pop("choices")) == 1
         own.pop("created")
         counts = own.pop("usage", "none")
         assert (counts is not None and counts != "none") == (counted and always)
         assert (counts == "none") == (not counted)
-        assert own == head | ({"extra": 1, "other": "x"} if place == 0 else {})
+        assert own == head
     choices = [event["choices"][0] for event in events]
     texts = ["".join(choice["text"] for choice in choices if choice["index"] == index) for index in range(4)]
     assert texts == ["ab", "c", "d", ""]
@@ -282,7 +269,11 @@ def test_events_of_a_chat() -> None:
     changes = [event["choices"][0]["delta"] for event in (first, second, third, fourth)]
     assert changes == [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}, {}]
     assert done == "[DONE]"
-    assert Play(chat(), answer("ab")).whole([5])["object"] == "chat.completion"
+    first, *others, _ = Play(chat(stream=True, return_token_ids=True), answer("ab")).events([5])
+    assert first["prompt_token_ids"] == [5]  # as in vLLM's streams: once
+    assert not any("prompt_token_ids" in event for event in others)
+    whole = Play(chat(return_token_ids=True), answer("ab")).whole([5])
+    assert (whole["object"], whole["prompt_token_ids"]) == ("chat.completion", [5])
 
 
 @pytest.mark.parametrize("several", [True, False])

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from qsample.runtime import CausalLM, Delta, Engine, Request, SamplingParams, Step
+from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
 from qsample.runtime.call import Call
 from qsample.runtime.decode.loop import DecodeLoop
-from qsample.serve.app import _EventStream
-from qsample.serve.choices import ChatChoice, CompletionChoice
+from qsample.serve.choices import ChatChoice
+from qsample.serve.http import EventStream
 from qsample.serve.parsers import REASONING_FORMATS, ReasoningFormat
 from qsample.text.tokenizer import Tokenizer
 
@@ -144,7 +144,7 @@ def test_a_page_of_another_origin_reads_every_answer(local_app: LocalApp, monkey
         monkeypatch.setattr(ChatChoice, "whole", failed)
         assert status(own, body) == 500  # nothing expected it
         # An answer that has begun is what it is: no second one behind it.
-        monkeypatch.setattr(_EventStream, "__call__", begun_and_failed)
+        monkeypatch.setattr(EventStream, "__call__", begun_and_failed)
         answer = client.post(CHAT, json=body | {"stream": True}, headers=own)
         assert (answer.status_code, answer.content) == (200, b"")
 
@@ -326,30 +326,6 @@ def test_offsets_of_tokens_in_the_text(client: TestClient, stream: bool) -> None
     pairs = [pair for part in filter(None, parts) for pair in zip(part["text_offset"], part["tokens"], strict=True)]
     assert len(pairs) == 24
     assert all(text[offset:].startswith(token) for offset, token in pairs)
-
-
-def test_impossible_tokens_have_the_least_number_of_openai(client: TestClient) -> None:
-    """JSON has no infinity."""
-    model = client.app.state.server.models.find("tiny")  # type: ignore[attr-defined]
-    outputs = {
-        "logprobs": np.array([[-np.inf], [-0.5]], np.float32),
-        "top_logprob_ids": np.array([[5, 6], [7, 8]]),
-        "top_logprobs": np.array([[-0.5, -np.inf], [-0.25, -1.0]], np.float32),
-    }
-    delta = Delta([4, 7], "xy", 0.0, outputs)
-    chat = ChatChoice(0, model, top_logprobs=2, tools=None, return_token_ids=False).piece(delta)
-    assert chat is not None
-    first, second = chat["logprobs"]["content"]
-    assert (first["logprob"], [top["logprob"] for top in first["top_logprobs"]]) == (-9999, [-0.5, -9999])
-    assert (second["logprob"], [top["logprob"] for top in second["top_logprobs"]]) == (-0.5, [-0.25, -1])
-    plain = CompletionChoice(0, model, logprobs=2, echo="", prompt_ids=None, prompt_logprobs=None).piece(delta)
-    assert plain is not None
-    texts = [model.token_texts.of(token)[0] for token in range(9)]
-    assert plain["logprobs"]["token_logprobs"] == [-9999, -0.5]
-    assert plain["logprobs"]["top_logprobs"] == [
-        {texts[5]: -0.5, texts[6]: -9999, texts[4]: -9999},
-        {texts[7]: -0.5, texts[8]: -1},
-    ]
 
 
 def test_every_answer_follows_a_form_of_its_own(client: TestClient) -> None:

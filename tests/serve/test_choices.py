@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
+import numpy as np
 import pytest
 
-from qsample.serve.choices import ChatChoice, Choice, CompletionChoice, prompt_logprobs
-from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS, DemandedCalls, ReasoningReader, ToolReader
+from qsample.runtime import Delta
+from qsample.serve.chats import ChatCompletionRequest
+from qsample.serve.choices import ChatChoice, Choice, CompletionChoice, added, prompt_logprobs
+from qsample.serve.requests import CompletionRequest
 from qsample.serve.scoring import PromptScores
 from tests.helpers.answers import END, Texts, delta, ended, optional_outputs, served
 
 ROLE = {"role": "assistant", "content": ""}
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def chat(**options: Any) -> ChatChoice:
-    return ChatChoice(3, served(), **{"top_logprobs": None, "tools": None, "return_token_ids": False} | options)
+def chat(*, thinks: bool = False, **fields: Any) -> ChatChoice:
+    body = ChatCompletionRequest.model_validate({"messages": [{}], **fields})
+    return ChatChoice(3, served(reasoning="qwen3" if thinks else None), body, [5, 6])
 
 
-def completion(**options: Any) -> CompletionChoice:
-    given = {"logprobs": None, "echo": None, "prompt_ids": None, "prompt_logprobs": None} | options
-    return CompletionChoice(3, served(), **given)
+def completion(echo: str | None = None, **fields: Any) -> CompletionChoice:
+    return CompletionChoice(3, served(), CompletionRequest.model_validate(fields), [5, 6], echo)
 
 
 def chunk(change: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -34,6 +39,14 @@ def told(text: str, **more: Any) -> dict[str, Any]:
 
 def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in call.items() if name != "id"} for call in calls]
+
+
+def test_a_sum_of_events() -> None:
+    first = {"a": "x", "b": [1], "c": {"d": "y", "e": None}, "f": None, "g": 3, "h": "z"}
+    second = {"a": "y", "b": [2], "c": {"d": "z", "e": [5]}, "f": {"x": 1}, "g": 4, "h": None, "i": 0.5}
+    both = {"a": "xy", "b": [1, 2], "c": {"d": "yz", "e": [5]}, "f": {"x": 1}, "g": 4, "h": "z", "i": 0.5}
+    assert added(first, second) == both
+    assert reduce(added, [None, first, None, second]) == both
 
 
 @pytest.mark.parametrize("make", [chat, completion])
@@ -50,20 +63,22 @@ def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 )
 def test_the_end_of_an_answer(make: Any, output: Any, finish: str, stop: str | int | None) -> None:
     choice: Choice = make()
-    for end in (choice.whole(output), choice.ending(output)[-1]):
+    for end in (choice.whole(output), choice.end(output)[-1]):
         assert (end["finish_reason"], end["stop_reason"]) == (finish, stop)
 
 
 def test_a_chat() -> None:
     choice = chat()
-    assert choice.opening() == chunk(ROLE)
-    assert choice.piece(delta(2, text="c")) == chunk({"content": "c"})
-    assert choice.piece(delta(2)) is None
+    assert choice.start() == [chunk(ROLE)]
+    assert choice.piece(delta(2, text="c")) == [chunk({"content": "c"})]
+    assert choice.piece(delta(2)) == []
     end = {"finish_reason": "stop", "stop_reason": None}
-    assert choice.ending(ended(2, 2, END)) == [chunk({}) | end]
+    assert choice.end(ended(2, 2, END)) == [chunk({}) | end]
     message: dict[str, Any] = {"role": "assistant", "content": "c", "refusal": None}
     assert choice.whole(ended(2, END, text="c")) == {"index": 3, "message": message, "logprobs": None, **end}
     assert choice.whole(ended(END))["message"]["content"] == ""
+    assert chat().outer() == {}
+    assert chat(return_token_ids=True).outer() == {"prompt_token_ids": [5, 6]}
 
 
 @pytest.mark.parametrize("top", [0, 2])
@@ -75,37 +90,38 @@ def test_tokens_of_a_chat(top: int) -> None:
     likeliest = [entry(7, -0.5), entry(8, -1.5)][:top]
     content = [entry(token, value) | {"top_logprobs": likeliest} for token, value in ((4, -1.0), (3, -2.0))]
     wanted = {"logprobs": {"content": content, "refusal": None}, "token_ids": [4, 3]}
-    choice = chat(top_logprobs=top, return_token_ids=True)
-    assert choice.piece(delta(4, 3)) == chunk({}) | wanted
-    assert choice.piece(delta()) is None
-    assert {name: choice.whole(ended(4, 3))[name] for name in wanted} == wanted
-    assert chat(return_token_ids=True).piece(delta(4)) == chunk({}, token_ids=[4])
-    assert chat(top_logprobs=0).piece(delta(4)) is not None
+    choice = chat(logprobs=True, top_logprobs=top, return_token_ids=True)
+    assert choice.piece(delta(4, 3)) == [chunk({}) | wanted]
+    assert choice.piece(delta()) == []
+    whole, empty = choice.whole(ended(4, 3)), choice.whole(ended())
+    assert {name: whole[name] for name in wanted} == wanted
+    assert (empty["logprobs"], empty["token_ids"]) == ({"content": [], "refusal": None}, [])
+    assert chat(return_token_ids=True).piece(delta(4)) == [chunk({}, token_ids=[4])]
+    assert chat(logprobs=True).piece(delta(4))
 
 
 @pytest.mark.parametrize(
-    ("tools", "text", "content", "count", "reason", "finish"),
+    ("fields", "text", "content", "count", "reason", "finish"),
     [
-        (ToolReader(TOOL_FORMATS["hermes"], {"f": {}}), f"Well {CALL}{CALL}", "Well ", 2, "stop", "tool_calls"),
-        (ToolReader(TOOL_FORMATS["hermes"], {"f": {}}), CALL, None, 1, "length", "length"),
-        (ToolReader(TOOL_FORMATS["hermes"], {}), CALL, CALL, 0, "stop", "stop"),
-        (DemandedCalls(None), '[{"name": "f", "parameters": {"x": 1}}]', None, 1, "stop", "tool_calls"),
-        (DemandedCalls("f"), '{"x": 1}', None, 1, "stop", "stop"),
+        ({}, f"Well {CALL}{CALL}", "Well ", 2, "stop", "tool_calls"),
+        ({"parallel_tool_calls": False}, f"{CALL}{CALL}", None, 1, "stop", "tool_calls"),
+        ({}, CALL, None, 1, "length", "length"),
+        ({"tool_choice": "none"}, CALL, CALL, 0, "stop", "stop"),
+        ({"tool_choice": "required"}, '[{"name": "f", "parameters": {"x": 1}}]', None, 1, "stop", "tool_calls"),
+        ({"tool_choice": TOOLS[0]}, '{"x": 1}', None, 1, "stop", "stop"),
     ],
 )
-def test_calls(tools: Any, text: str, content: str | None, count: int, reason: str, finish: str) -> None:
+def test_calls(fields: dict[str, Any], text: str, content: str | None, count: int, reason: str, finish: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     output = ended(2, END, text=text, reason=reason)
-    streamed = chat(
-        tools=type(tools)(*([tools.name] if isinstance(tools, DemandedCalls) else [tools.format, tools.tools]))
-    )
-    message = (answer := chat(tools=tools).whole(output))["message"]
+    message = (answer := chat(tools=TOOLS, **fields).whole(output))["message"]
     assert (message["content"], answer["finish_reason"]) == (content, finish)
     assert without_ids(message.get("tool_calls", [])) == [call] * count
     assert ("tool_calls" in message) == bool(count)
+    streamed = chat(tools=TOOLS, **fields)
     first = streamed.piece(delta(2, text=text))
-    *chunks, end = streamed.ending(output)
-    deltas = [part["delta"] for part in ([first] if first else []) + chunks]
+    *chunks, end = streamed.end(output)
+    deltas = [part["delta"] for part in first + chunks]
     assert "".join(part.get("content", "") for part in deltas) == (content or "")
     calls = [one for part in deltas for one in part.get("tool_calls", [])]
     assert without_ids(calls) == [{"index": index, **call} for index in range(count)]
@@ -114,10 +130,8 @@ def test_calls(tools: Any, text: str, content: str | None, count: int, reason: s
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_thoughts(shown: bool) -> None:
-    def thinking() -> ChatChoice:
-        reader = ReasoningReader(REASONING_FORMATS["qwen3"], "")
-        tools = ToolReader(TOOL_FORMATS["hermes"], {"f": {}})
-        return chat(reasoning=reader, tools=tools, show_reasoning=shown)
+    def thinking(**fields: Any) -> ChatChoice:
+        return chat(thinks=True, tools=TOOLS, include_reasoning=shown, **fields)
 
     def thought(text: str) -> dict[str, str]:
         return {"reasoning": text, "reasoning_content": text} if shown else {}
@@ -127,30 +141,48 @@ def test_thoughts(shown: bool) -> None:
     assert thinking().whole(ended(2, END, text="<think>hm <"))["message"]["content"] is None
     choice = thinking()
     pieces = [choice.piece(delta(2, text=text)) for text in ("<think>h", "m</think>Yes <", "tool")]
-    assert [piece and piece["delta"] for piece in pieces] == [
-        thought("h") or None, thought("m") | {"content": "Yes "}, None,
-    ]  # fmt: skip
-    assert [part["delta"] for part in choice.ending(ended(2, END))] == [{"content": "<tool"}, {}]
+    changes = [[part["delta"] for part in piece] for piece in pieces]
+    assert changes == [[thought("h")] * shown, [thought("m") | {"content": "Yes "}], []]
+    assert [part["delta"] for part in choice.end(ended(2, END))] == [{"content": "<tool"}, {}]
     cut = thinking()
     cut.piece(delta(2, text="<think>hm <"))
-    assert [part["delta"] for part in cut.ending(ended(2))] == [*filter(None, [thought(" <")]), {}]
+    assert [part["delta"] for part in cut.end(ended(2))] == [*filter(None, [thought(" <")]), {}]
+    # The text of a form and the rest of a message contain none.
+    for fields in ({"guided_regex": "a"}, {"continue_final_message": True}):
+        assert thinking(**fields).whole(ended(2, text="<think>"))["message"]["content"] == "<think>"
+
+
+def test_impossible_tokens_have_the_least_number_of_openai() -> None:
+    """JSON has no infinity."""
+    outputs = {
+        "logprobs": np.array([[-np.inf]], np.float32),
+        "top_logprob_ids": np.array([[2, 3]]),
+        "top_logprobs": np.array([[-0.5, -np.inf]], np.float32),
+    }
+    impossible = Delta([4], "é", 0.0, outputs)
+    (part,) = chat(logprobs=True, top_logprobs=2).piece(impossible)
+    (entry,) = part["logprobs"]["content"]
+    assert (entry["logprob"], [top["logprob"] for top in entry["top_logprobs"]]) == (-9999, [-0.5, -9999])
+    (part,) = completion(logprobs=2).piece(impossible)
+    assert part["logprobs"]["token_logprobs"] == [-9999]
+    assert part["logprobs"]["top_logprobs"] == [{"c": -0.5, "ddd": -9999, "é": -9999}]
 
 
 def test_a_completion() -> None:
     choice = completion()
     end = {"finish_reason": "stop", "stop_reason": None}
-    assert choice.opening() is None
-    assert choice.piece(delta(2, text="c")) == told("c")
-    assert choice.piece(delta(2)) is None
-    assert choice.ending(ended(2, END)) == [told("", **end)]
+    assert choice.start() == []
+    assert choice.piece(delta(2, text="c")) == [told("c")]
+    assert choice.piece(delta(2)) == []
+    assert choice.end(ended(2, END)) == [told("", **end)]
     assert choice.whole(ended(2, END, text="c")) == told("c", **end)
-    echoing = completion(echo="In ", prompt_ids=[5, 6])
+    echoing = completion("In ", return_token_ids=True)
     ids = {"prompt_token_ids": [5, 6], "token_ids": []}
-    assert echoing.opening() == told("In ", **ids)
-    assert completion(prompt_ids=[]).opening() == told("", prompt_token_ids=[], token_ids=[])
-    assert completion(echo="In ").opening() == told("In ")
-    assert echoing.piece(delta(2)) == told("", token_ids=[2])
-    assert echoing.piece(delta()) is None
+    assert echoing.start() == [told("In ", **ids)]
+    assert completion(return_token_ids=True).start() == [told("", **ids)]
+    assert completion("In ").start() == [told("In ")]
+    assert echoing.piece(delta(2)) == [told("", token_ids=[2])]
+    assert echoing.piece(delta()) == []
     assert echoing.whole(ended(2, END, text=None)) == told("In ", **ids | {"token_ids": [2, END]}, **end)
 
 
@@ -167,38 +199,43 @@ def test_tokens_of_a_completion(top: int) -> None:
 
     rows = [("ddd", -1.0, likeliest("ddd", -1.0), 3), ("c", -2.0, likeliest("c", -2.0), 6)]
     end = ("<1>", -3.0, likeliest("<1>", -3.0), 7)
-    choice = completion(logprobs=top, echo="In ")
-    assert choice.whole(ended(3, 2, END, text="dddc"))["logprobs"] == tokens(*rows, end, top=top)
-    assert choice.piece(delta(3, 2, text="dddc")) == told("dddc", logprobs=tokens(*rows, top=top))
+    whole = completion("In ", logprobs=top).whole(ended(3, 2, END, text="dddc"))
+    assert whole["logprobs"] == tokens(*rows, end, top=top)
+    choice = completion("In ", logprobs=top)
+    assert choice.piece(delta(3, 2, text="dddc")) == [told("dddc", logprobs=tokens(*rows, top=top))]
     later = ("<1>", -1.0, likeliest("<1>", -1.0), 7)
-    assert choice.piece(delta(END)) == told("", logprobs=tokens(later, top=top))
-    assert choice.piece(delta(4, text="é")) == told("é", logprobs=tokens(("é", -1.0, likeliest("é", -1.0), 7), top=top))
+    assert choice.piece(delta(END)) == [told("", logprobs=tokens(later, top=top))]
+    last = tokens(("é", -1.0, likeliest("é", -1.0), 7), top=top)
+    assert choice.piece(delta(4, text="é")) == [told("é", logprobs=last)]
     # Of a prompt "ddd", "c".
-    scored = completion(logprobs=top, echo="dddc")
-    assert scored.opening() == told("dddc")
+    scored = completion("dddc", logprobs=top)
+    assert scored.start() == [told("dddc")]
     scored.scores = PromptScores([], {})
-    assert scored.opening() == told("dddc")
+    assert scored.start() == [told("dddc")]
     scored.scores = PromptScores([3, 2], optional_outputs(2))
     prompt = [("ddd", None, None, 0), ("c", -1.0, likeliest("c", -1.0), 3)]
-    assert scored.opening() == told("dddc", logprobs=tokens(*prompt, top=top))
+    assert scored.start() == [told("dddc", logprobs=tokens(*prompt, top=top))]
     answer = [("é", -1.0, likeliest("é", -1.0), 4)]
     assert scored.whole(ended(4, text="é"))["logprobs"] == tokens(*prompt, *answer, top=top)
     plain = completion(logprobs=top)
     plain.scores = scored.scores
-    assert plain.opening() is None
+    assert plain.start() == []
+    assert completion(logprobs=top).whole(ended())["logprobs"]["tokens"] == []
 
 
 def test_tokens_of_a_prompt_in_vllms_form() -> None:
-    choice = completion(prompt_logprobs=1)
-    assert "prompt_logprobs" not in choice.whole(ended(2))
-    choice.scores = PromptScores([3, 2, 8], optional_outputs(2, 8))
     likeliest = {"logprob": -0.5, "rank": 1, "decoded_token": "<7>"}
     wanted = [
         None,
         {"7": likeliest, "2": {"logprob": -1.0, "rank": None, "decoded_token": "c"}},
         {"7": likeliest, "8": {"logprob": -1.5, "rank": 2, "decoded_token": "<8>"}},
     ]
-    assert choice.whole(ended(2))["prompt_logprobs"] == wanted
+    scores = PromptScores([3, 2, 8], optional_outputs(2, 8))
+    of_text, of_chat = completion(prompt_logprobs=1), chat(prompt_logprobs=1)
+    assert "prompt_logprobs" not in of_text.whole(ended(2))
+    assert of_chat.outer() == {}
+    of_text.scores = of_chat.scores = scores
+    assert of_text.whole(ended(2))["prompt_logprobs"] == of_chat.outer()["prompt_logprobs"] == wanted
     assert "prompt_logprobs" not in completion(logprobs=1).whole(ended(2))
     *_, impossible = prompt_logprobs(Texts(), PromptScores([3, 9], optional_outputs(9)), 0)  # type: ignore[arg-type]
     assert impossible == {"9": {"logprob": -9999.0, "rank": 3, "decoded_token": "<9>"}}

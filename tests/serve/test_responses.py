@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ from starlette.testclient import TestClient
 from qsample.runtime import SamplingParams
 from qsample.runtime.request import Usage
 from qsample.serve.grammar import Form
-from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS, DemandedCalls, ReasoningReader, ToolReader
 from qsample.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
 from tests.helpers.answers import Scripted, delta, ended, served
 from tests.helpers.servers import ServerProcess
@@ -165,30 +165,22 @@ def test_items_become_messages() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 200])
-def test_thoughts_text_and_calls_are_items_of_their_own(size: int) -> None:
+def test_thoughts_text_and_calls_are_items(size: int) -> None:
     text = '<think>why not</think>Hello <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
-    choice = ResponseChoice(
-        0,
-        None,
-        top_logprobs=None,
-        tools=ToolReader(TOOL_FORMATS["hermes"], {"f": {}}),
-        return_token_ids=False,
-        reasoning=ReasoningReader(REASONING_FORMATS["qwen3"], ""),
-    )
-    output: Any = type("Output", (), {"finish_reason": "stop"})
-    events: list[dict[str, Any]] = []
-    for start in range(0, len(text), size):
-        events += json.loads(json.dumps([*choice.put(text[start : start + size], [], {})]))
-    events += choice.finish(output)
-    thoughts, message, call = choice.items
-    assert [item["type"] for item in choice.items] == ["reasoning", "message", "function_call"]
+    body = ResponsesRequest.model_validate({"input": "x", "tools": [{"type": "function", "name": "f"}]})
+    choice = ResponseChoice(served(reasoning="qwen3"), body, [5], {})
+    pieces = [choice.piece(delta(2, text=text[start : start + size])) for start in range(0, len(text), size)]
+    *events, last = [*chain(*pieces), *choice.end(ended(2))]
+    items = last["response"]["output"]
+    thoughts, message, call = items
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
     assert [thoughts["content"][0]["text"], message["content"][0]["text"]] == ["why not", "Hello "]
     assert json.loads(call["arguments"]) == {"x": 1}
-    assert {item["status"] for item in choice.items} == {"completed"}
+    assert {item["status"] for item in items} == {"completed"}
     for place, kind in enumerate(("reasoning_text", "output_text")):
         deltas = [event for event in events if event["type"] == f"response.{kind}.delta"]
-        assert "".join(event["delta"] for event in deltas) == choice.items[place]["content"][0]["text"]
-        assert {(event["item_id"], event["output_index"]) for event in deltas} == {(choice.items[place]["id"], place)}
+        assert "".join(event["delta"] for event in deltas) == items[place]["content"][0]["text"]
+        assert {(event["item_id"], event["output_index"]) for event in deltas} == {(items[place]["id"], place)}
     done = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]
     assert done == ["reasoning", "message", "function_call"]
 
@@ -289,33 +281,17 @@ def played(reason: str, text: str, **fields: Any) -> tuple[dict[str, Any], list[
     """A whole response and the events of a stream, of an answer in two pieces."""
 
     async def run(stream: bool) -> Any:
-        model = served(
-            Scripted(
-                delta(2, text=text[:3]),
-                delta(3, text=text[3:]),
-                output=ended(2, 3, text=text, reason=reason, usage=Usage(10, 2, 4)),
-            )
-        )
-        body = ResponsesRequest.model_validate({"input": "x", "request_id": "r", **fields})
-
-        def make(index: int) -> ResponseChoice:
-            tools = DemandedCalls("get_weather") if body.tools else None
-            reasoning = ReasoningReader(REASONING_FORMATS["qwen3"], "")
-            top = body.top_logprobs
-            return ResponseChoice(
-                index, model, top_logprobs=top, tools=tools, return_token_ids=False, reasoning=reasoning,
-                show_reasoning=body.user is None,
-            )  # fmt: skip
-
-        async def stays() -> Any:
-            await asyncio.sleep(60)
-
+        output = ended(2, 3, text=text, reason=reason, usage=Usage(10, 2, 4))
+        script = Scripted(delta(2, text=text[:3]), delta(3, text=text[3:]), output=output)
+        body = ResponsesRequest.model_validate({"input": "x", "request_id": "r", "stream": stream, **fields})
+        body.chat.include_reasoning = body.user is None
         metrics: Any = SimpleNamespace(follow=lambda *given: None)
-        answers = ResponseAnswers(model, body, metrics, SamplingParams(), make)
+        model = served(script, reasoning=None if body.tools else "qwen3")
+        answers = ResponseAnswers(model, body, metrics, SamplingParams(), [5] * 10)
         await answers.start([[5] * 10], SamplingParams(), None, None)
         if not stream:
-            return await answers.whole(stays)
-        return [json.loads(event.split(b"data: ")[1]) async for event in answers.events(stays) if event]
+            return await answers.whole()
+        return [json.loads(event.split(b"data: ")[1]) async for event in answers.events() if event]
 
     return asyncio.run(run(False)), asyncio.run(run(True))
 
@@ -373,7 +349,7 @@ def test_an_empty_message_and_a_call_that_is_cut() -> None:
     assert [(item["type"], item["status"]) for item in document["output"]] == [
         ("reasoning", "completed"), ("message", "incomplete"),
     ]  # fmt: skip
-    options: Any = {"tools": [WEATHER], "tool_choice": "required"}
+    options: Any = {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"}}
     for reason, status in (("stop", "completed"), ("length", "incomplete")):
         document, events = played(reason, '{"city": "a"}', **options)
         call = {"type": "function_call", "status": status, "name": "get_weather", "arguments": '{"city": "a"}'}
@@ -464,7 +440,7 @@ def test_what_other_models_do_is_refused_by_name(client: openai.OpenAI) -> None:
 
 def test_a_failure_within_a_stream(local_app: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch) -> None:
     with local_app() as client:
-        monkeypatch.setattr(ResponseChoice, "put", lambda *given: 1 / 0)
+        monkeypatch.setattr(ResponseChoice, "piece", lambda *given: 1 / 0)
         answer = client.post(RESPONSES, json={"input": "x", "max_output_tokens": 3, "stream": True})
         events = [json.loads(part.split("data: ")[1]) for part in answer.text.strip().split("\n\n")]
         assert [event["type"] for event in events] == [
