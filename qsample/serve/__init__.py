@@ -1,6 +1,22 @@
-"""An OpenAI-compatible server over the engine: `qsample serve`. Needs the extra `serve`."""
+"""An OpenAI-compatible server over the engine: `qsample serve`. Needs the extra `serve`.
 
-from qsample.serve.app import make_app
-from qsample.serve.settings import ServeSettings
+Each name is imported when it is first used, so the command line reads the settings without the server's libraries.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qsample.serve.app import make_app
+    from qsample.serve.settings import ServeSettings
 
 __all__ = ["ServeSettings", "make_app"]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in __all__:
+        return getattr(import_module(f"qsample.serve.{'app' if name == 'make_app' else 'settings'}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qsample.cli.serve import _named
+from qsample.serve.settings import ServeSettings
 from tests.helpers.fake_package import fake_package
 
 
@@ -31,8 +33,8 @@ def test_a_timeout_in_which_nothing_can_be_answered(run: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--generation-config", "vllm"], '--generation-config is \'vllm\'; give "openai" or "auto"'),
-        (["--reasoning-parser", "r2"], "--reasoning-parser is 'r2'; choose from "),
+        (["--generation-config", "vllm"], "--generation-config is 'vllm'; choose one of openai, auto"),
+        (["--reasoning-parser", "r2"], "--reasoning-parser is 'r2'; choose one of "),
         (["--speculative-config", "{"], "--speculative-config is not valid JSON (Expecting property name"),
         (
             ["--speculative-config", '{"method": "eagle"}'],
@@ -50,3 +52,36 @@ def test_settings_are_checked_before_a_checkpoint_is_exported(
     status, _, err = run("serve", "checkpoint", *arguments)
     assert status in (1, 2)
     assert told in err
+
+
+def test_options_become_settings(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, given = fake_package(tmp_path / "tiny"), list[Any]()
+    monkeypatch.setattr(
+        "qsample.serve.run.run", lambda settings, *address, **options: given.append((settings, address))
+    )
+    (tmp_path / "loras").mkdir()
+    plain = ServeSettings(models={"tiny": str(package.path)})
+    cases: dict[str, tuple[list[Any], dict[str, Any]]] = {
+        "plain": ([], {}),
+        "numbers": (["--slots", 3, "--request-timeout", "0.5"], {"slots": 3, "request_timeout": 0.5}),
+        "repeated": (["--api-key", "a", "--api-key", "b", "--prefix", "f"], {"api_keys": ("a", "b"), "prefixes": ("f",)}),
+        "switches": (["--spinning", "--no-access-log"], {"spinning": True, "access_log": False}),
+        "texts": (
+            ["--tool-call-parser", "hermes", "--lora-dir", tmp_path / "loras"],
+            {"tool_call_parser": "hermes", "lora_dir": str(tmp_path / "loras")},
+        ),
+        "json": (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ),
+        "shared": (["--threads", 1, "--ctx-len", 64, "--chat-template", "x"],
+                   {"threads": 1, "ctx_len": 64, "chat_template": "x"}),
+    }  # fmt: skip
+    for arguments, fields in cases.values():
+        assert run("serve", package.path, "--port", "9", *arguments)[0] == 0
+        assert given.pop() == (replace(plain, **fields), ("127.0.0.1", 9))
+    monkeypatch.setenv("QSAMPLE_API_KEY", "one")
+    run("serve", package.path)
+    assert given.pop()[0].api_keys == ("one",)
+    status, _, told = run("serve", package.path, "--slots", "0")
+    assert (status, told.startswith("qsample: --slots is 0; give an integer >= 1")) == (2, True)
