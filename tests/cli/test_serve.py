@@ -64,7 +64,10 @@ def test_options_become_settings(run: Any, tmp_path: Path, monkeypatch: pytest.M
     cases: dict[str, tuple[list[Any], dict[str, Any]]] = {
         "plain": ([], {}),
         "numbers": (["--slots", 3, "--request-timeout", "0.5"], {"slots": 3, "request_timeout": 0.5}),
-        "repeated": (["--api-key", "a", "--api-key", "b", "--prefix", "f"], {"api_keys": ("a", "b"), "prefixes": ("f",)}),
+        "repeated": (
+            ["--api-key", "a", "--api-key", "b", "--prefix", "f"],
+            {"api_keys": ("a", "b"), "prefixes": ("f",)},
+        ),
         "switches": (["--spinning", "--no-access-log"], {"spinning": True, "access_log": False}),
         "texts": (
             ["--tool-call-parser", "hermes", "--lora-dir", tmp_path / "loras"],
