@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import fields, replace
-from typing import Annotated, Any, Final, get_args, get_type_hints
+from dataclasses import replace
+from typing import Annotated, Any, Final
 
 import typer
 
 from qsample.cli.common import (
     BatchInvariant,
     CtxLen,
-    Flag,
     Lora,
     Provider,
     Template,
     Threads,
     Weights,
+    flags_of,
+    given_of,
     is_package,
     open_exported,
     read_loras,
@@ -38,24 +39,7 @@ EXAMPLES: Final = (
 )
 
 
-def _setting_flags() -> dict[str, Flag]:
-    """The fields of `ServeSettings` that have a `help`, as options."""
-    flags, hints = {}, get_type_hints(ServeSettings)
-    for entry in fields(ServeSettings):
-        if (text := entry.metadata.get("help")) is None:
-            continue
-        kind = hints[entry.name]
-        if isinstance(entry.default, tuple):
-            kind = list[str] | None
-        elif not {kind, *get_args(kind)} & {int, float, bool}:
-            kind = str if entry.default is not None else str | None
-        name = entry.metadata.get("flag", "--" + entry.name.replace("_", "-"))
-        option = typer.Option(name, metavar=entry.metadata.get("metavar"), help=text)
-        flags[entry.name] = Flag(Annotated[kind, option], None if isinstance(entry.default, tuple) else entry.default)
-    return flags
-
-
-@with_flags(SETTING_FLAGS := _setting_flags())
+@with_flags(flags_of(ServeSettings))
 def serve(
     context: typer.Context,
     package: Annotated[
@@ -87,10 +71,10 @@ def serve(
     if log_level not in _LOG_LEVELS:
         raise typer.BadParameter(f"--log-level is {log_level}; choose from {', '.join(_LOG_LEVELS)}")
     named, loras = _named(package, model or [], served_model_name), read_loras(lora)
-    given = {name: context.params[name] for name in SETTING_FLAGS if context.params[name] not in (None, ())}
-    given.setdefault("api_keys", [key for key in [os.environ.get(KEY_VARIABLE)] if key])
+    given = given_of(ServeSettings, context.params)
+    given["api_keys"] = given["api_keys"] or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
     try:
-        given["speculative_config"] = _parsed(given.get("speculative_config"))
+        given["speculative_config"] = _parsed(given["speculative_config"])
         settings = ServeSettings(  # checked here, before a checkpoint is exported
             models=named,
             provider=provider,

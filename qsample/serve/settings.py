@@ -83,11 +83,15 @@ class ServeSettings:
         None, *_COUNT, help="Prompt tokens between two steps of other requests. (default: all of a prompt)"
     )
     api_keys: tuple[str, ...] = checked(
-        (), _texts, flag="--api-key",
+        (), _texts, repeated=str, flag="--api-key",
         help="Clients have to send it; may be repeated. (default: QSAMPLE_API_KEY, if it is set)",
     )  # fmt: skip
     cors_origins: tuple[str, ...] = checked(
-        (), _texts, flag="--cors-origin", help="Accept browser pages of this origin, * for all; may be repeated."
+        (),
+        _texts,
+        repeated=str,
+        flag="--cors-origin",
+        help="Accept browser pages of this origin, * for all; may be repeated.",
     )
     trust_request_chat_template: bool = flag(False, help="Clients may send chat templates, which are programs.")
     generation_config: Literal["openai", "auto"] = choice(
@@ -110,7 +114,7 @@ class ServeSettings:
         help='Guess tokens from the text so far: {"method": "ngram", "num_speculative_tokens": 7}. (default: off)',
     )
     prefixes: tuple[str, ...] = checked(
-        (), _texts, flag="--prefix", metavar="FILE",
+        (), _texts, repeated=str, flag="--prefix", metavar="FILE",
         help="Prompts may begin with this file of `qsample prefix`; may be repeated.",
     )  # fmt: skip
     prefix_cache_dir: str | None = checked(
