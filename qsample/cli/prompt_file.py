@@ -25,8 +25,7 @@ import typer
 from qsample.cli.common import context_full, read_text
 from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.terminal import counted, finite, note, progress
-from qsample.disk.scratch import ScratchFolder
-from qsample.errors import QsampleError
+from qsample.errors import QsampleError, shown
 from qsample.progress import Stage
 from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
 
@@ -35,26 +34,26 @@ if TYPE_CHECKING:
 
 _JSON_LINES: Final = (".jsonl", ".ndjson", ".json")
 _WAITING: Final = 64  # prompts that are read ahead of the slots
+_NO_OPTIONS: Final = ("id", "metadata", "prompt", "messages")  # fields of a line that are not parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A prompt of the file.
 
-    error: the mistake in its line; None = none. source: the file's and the command line's contribution to the
-    fingerprint.
+    error: the mistake in its line; None = none. source: what decides about its fingerprint, apart from the settings.
     """
 
     id: Any
-    inputs: Any
-    options: Mapping[str, Any]
+    inputs: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     source: Any = field(default=None, repr=False)
     fingerprint: str = ""
 
     @property
     def is_chat(self) -> bool:
-        return self.error is None and isinstance(self.inputs, list) and not _are_ids(self.inputs)
+        return isinstance(self.inputs, list) and not _are_ids(self.inputs)
 
 
 def read_rows(
@@ -72,31 +71,33 @@ def read_rows(
     """
     rows: list[Row] = []
     as_json, text = path.suffix.lower() in _JSON_LINES, read_text(path, "--prompt-file")
-    if as_json and _is_array(text):
+    if as_json and text.lstrip().startswith("[") and text.rstrip().endswith("]"):
         raise typer.BadParameter(
             f"--prompt-file {path} is a JSON array; give its objects a line each, as `jq -c '.[]'` writes them"
         )
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        content: dict[str, Any] = {"prompt": line.rstrip("\r")}
-        fault = None
+        content: dict[str, Any] = {} if as_json else {"prompt": line.rstrip("\r")}
         if as_json:
-            content, fault = _parse(line)
-        own = {name: value for name, value in content.items() if name not in ("id", "metadata", "prompt", "messages")}
+            try:
+                content = _parse(line)
+                _check(content)
+            except ValueError as error:
+                rows.append(Row(content.get("id", number), error=str(error), source=line))
+                continue
+        own = {name: value for name, value in content.items() if name not in _NO_OPTIONS}
         inputs: Any = content.get("prompt")
-        is_chat = "messages" in content
+        is_chat = as_chat or "messages" in content
         if is_chat:
-            inputs = content["messages"]
-        elif as_chat:
-            inputs, is_chat = [{"role": "user", "content": inputs}], True
-        if is_chat and system is not None and not (inputs and inputs[0].get("role") == "system"):
-            inputs = [{"role": "system", "content": system}, *inputs]
+            inputs = content.get("messages") or [{"role": "user", "content": inputs}]
+            if system is not None and inputs[0].get("role") != "system":
+                inputs = [{"role": "system", "content": system}, *inputs]
         merged = _merge({**options, **chat} if is_chat else options, own)
         if merged.get("seed") is None and options.get("seed") is not None:
             merged["seed"] = (options["seed"] + len(rows)) % SEEDS
         name = content.get("id", number)
-        rows.append(Row(name, inputs, merged, fault, line if fault else [name, inputs, merged]))
+        rows.append(Row(name, inputs, merged, source=[name, inputs, merged]))
     if (chat or system is not None) and not any(row.is_chat or row.error for row in rows):
         raise typer.BadParameter(
             f"no row of --prompt-file {path} is a conversation, so --system, --chat-template, --chat-template-kwargs "
@@ -116,50 +117,41 @@ def with_fingerprints(rows: list[Row], settings: Any) -> list[Row]:
     return [replace(row, fingerprint=fingerprint(row)) for row in rows]
 
 
-def _is_array(text: str) -> bool:
-    if not text.lstrip().startswith("["):
-        return False
-    try:
-        return isinstance(json.loads(text), list)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _parse(line: str) -> tuple[dict[str, Any], str | None]:
-    """The object of a line, and its mistake; None = none."""
-    from qsample.text.chat import ChatOptions
-
+def _parse(line: str) -> dict[str, Any]:
+    """The object of a line. Raises ValueError for anything else."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return {}, f"the line is not valid JSON: {error}"
+        raise ValueError(f"the line is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        return {}, 'the line is not a JSON object; give {"prompt": "..."} or {"messages": [...]}'
-    named = {name: content[name] for name in ("id", "metadata") if name in content}
+        raise ValueError('the line is not a JSON object; give {"prompt": "..."} or {"messages": [...]}')
+    return content
+
+
+def _check(content: dict[str, Any]) -> None:
+    """Raise ValueError for the first mistake in the object of a line."""
+    from qsample.text.chat import ChatOptions
+
     given = [name for name in ("prompt", "messages") if name in content]
     if len(given) != 1:
-        return (
-            named,
-            f"the line has {' and '.join(given) or 'neither prompt nor messages'}; give either prompt or messages",
+        had = " and ".join(given) or "neither prompt nor messages"
+        raise ValueError(f"the line has {had}; give either prompt or messages")
+    value = content[given[0]]
+    if given == ["prompt"] and not isinstance(value, str) and not _are_ids(value):
+        raise ValueError(f"prompt is {shown(value, 60)}; give a text, or token ids")
+    if given == ["messages"] and not (
+        isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
+    ):
+        raise ValueError(f'messages is {shown(value, 60)}; give [{{"role": "user", "content": "..."}}]')
+    known = {*_NO_OPTIONS, "do_sample", "stop_strings"}
+    known |= {item.name for item in (*fields(SamplingParams), *fields(ChatOptions))}
+    if unknown := sorted(content.keys() - known):
+        raise ValueError(
+            f"the line has {', '.join(unknown)}, which is not a parameter; put your own fields into metadata"
         )
-    prompt, messages = content.get("prompt"), content.get("messages", [])
-    if given == ["prompt"] and not isinstance(prompt, str) and not _are_ids(prompt):
-        return named, f"prompt is {prompt!r:.60}; give a text, or token ids"
-    if given == ["messages"] and not (isinstance(messages, list) and messages and all(map(_is_object, messages))):
-        return named, f'messages is {messages!r:.60}; give [{{"role": "user", "content": "..."}}]'
-    known = {"id", "metadata", "prompt", "messages", "do_sample", "stop_strings"}
-    known |= {item.name for item in fields(SamplingParams)} | {item.name for item in fields(ChatOptions)}
-    unknown = sorted(content.keys() - known)
-    if unknown:
-        return named, f"the line has {', '.join(unknown)}, which is not a parameter; put your own fields into metadata"
     bias = content.get("logit_bias")
     if isinstance(bias, dict) and all(key.isdecimal() for key in bias):  # JSON's keys are texts
         content["logit_bias"] = {int(key): value for key, value in bias.items()}
-    return content, None
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _are_ids(value: Any) -> bool:
@@ -213,47 +205,30 @@ def generate_file(
 
     Raises QsampleError if rows have an error.
     """
-    load, summary = cache(load), Summary()
+    work = _Work(cache(load), len(rows), {"slots": slots, "max_waiting": _WAITING, **settings})
     if output is None:
-        _run(load, rows, 0, _print, slots, settings, summary)
+        work.do(rows, _print)
     else:
         with results_file(output, rows, retry_errors=retry_errors) as results:
-            if results.done:
-                note(f"{results.done} of {len(rows)} rows are in {output} already")
-            if retry_errors and results.failed:
-                _retry(results, load, rows, slots, settings, summary)
+            done, failed = results.done, results.failed
+            if done:
+                note(f"{done} of {len(rows)} rows are in {output} already")
+            if done < len(rows):
+                work.do(rows[done:], results.write, done)
+            if retry_errors and failed:
+                note(f"{counted(len(failed), 'row')} with an error: done again")
+                lines = list[str]()
+                try:
+                    work.do([rows[number] for number in failed], lines.append)
+                finally:  # also of an interruption
+                    results.replace(dict(zip(failed, lines, strict=False)))
             else:
-                summary.errors += len(results.failed)
-            if results.done < len(rows):
-                _run(load, rows, results.done, results.write, slots, settings, summary)
-    if summary.rows:
-        note(
-            f"{counted(summary.rows, 'row')}, {counted(summary.tokens, 'token')} in {summary.seconds:.2f} s, "
-            f"{summary.speed:.0f} a second"
-        )
-    if summary.full:
-        note(context_full(summary.capacity, f"ended {summary.full} of {len(rows)} rows"))
-    if summary.errors:
+                work.errors += len(failed)
+    work.tell()
+    if work.errors:
         kind = AlreadyPrintedError if output is None else QsampleError  # stdout has only the lines of rows
         again = "" if output is None else "; --retry-errors does these again, also from corrected prompts"
-        raise kind(f"{summary.errors} of {len(rows)} rows have an error, see their lines{again}")
-
-
-def _retry(
-    results: Results,
-    load: Callable[[], CausalLM],
-    rows: list[Row],
-    slots: int | None,
-    settings: Mapping[str, Any],
-    summary: Summary,
-) -> None:
-    """Do the rows with an error again. Their lines are replaced at once, at the end or at an interruption."""
-    failed, lines = results.failed, list[str]()
-    note(f"{counted(len(failed), 'row')} with an error: done again")
-    try:
-        _run(load, [rows[number] for number in failed], 0, lines.append, slots, settings, summary)
-    finally:
-        results.replace(dict(zip(failed, lines, strict=False)))
+        raise kind(f"{work.errors} of {len(rows)} rows have an error, see their lines{again}")
 
 
 def _print(line: str) -> None:
@@ -262,9 +237,19 @@ def _print(line: str) -> None:
 
 
 @dataclass(slots=True)
-class Summary:
-    """Counts of a run so far. full: rows that ended because the context of `capacity` tokens was full."""
+class _Work:
+    """Rows through engines, with their counts so far.
 
+    Attributes:
+        load: loads the model.
+        total: rows of the file.
+        settings: of `Engine`.
+        full: rows that ended because the context of `capacity` tokens was full.
+    """
+
+    load: Callable[[], CausalLM]
+    total: int
+    settings: Mapping[str, Any]
     rows: int = 0
     tokens: int = 0
     errors: int = 0
@@ -272,117 +257,127 @@ class Summary:
     seconds: float = 0.0
     capacity: int = 0
 
+    def do(self, rows: list[Row], write: Callable[[str], None], done: int = 0) -> None:
+        """Generate rows, and write their records in order. done: rows of the file that are done already."""
+        from qsample.runtime import Engine
+
+        with progress(hidden=write is _print and sys.stdout.isatty()) as report:
+            report(Stage.LOADING, 0.0)
+            model, started, before = self.load(), time.perf_counter(), self.seconds
+            try:
+                with Engine(model, **self.settings) as engine:
+                    self.capacity = engine.capacity
+                    valid = [row for row in rows if row.error is None]
+                    outputs = engine.map(
+                        (row.inputs for row in valid), each=(row.options for row in valid), return_errors=True
+                    )
+                    for row in rows:
+                        record = self._record(row, ValueError(row.error) if row.error is not None else next(outputs))
+                        write(json.dumps(record, ensure_ascii=False) + "\n")
+                        done, self.rows = done + 1, self.rows + 1
+                        self.seconds = before + time.perf_counter() - started
+                        report(f"{done} of {self.total} rows, {self._speed:.0f} tokens a second", done / self.total)
+            except KeyboardInterrupt:
+                if write is not _print:
+                    note(f"{done} of {self.total} rows are done; the same command continues")
+                raise
+
+    def tell(self) -> None:
+        """Print the counts on stderr."""
+        if self.rows:
+            done = f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}"
+            note(f"{done} in {self.seconds:.2f} s, {self._speed:.0f} a second")
+        if self.full:
+            note(context_full(self.capacity, f"ended {self.full} of {self.total} rows"))
+
     @property
-    def speed(self) -> float:
+    def _speed(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
 
-
-def _run(
-    load: Callable[[], CausalLM],
-    rows: list[Row],
-    done: int,
-    write: Callable[[str], None],
-    slots: int | None,
-    settings: Mapping[str, Any],
-    summary: Summary,
-) -> None:
-    """Generate the rows from number `done` on in the slots of an engine, write their records in order, and count them
-    in `summary`."""
-    from qsample.runtime import Engine
-
-    finished = 0
-    with progress(hidden=write is _print and sys.stdout.isatty()) as report:
-        report(Stage.LOADING, 0.0)
-        model, started, before = load(), time.perf_counter(), summary.seconds
-        try:
-            with Engine(model, slots=slots, max_waiting=_WAITING, **settings) as engine:
-                summary.capacity = engine.capacity
-                valid = [row for row in rows[done:] if row.error is None]
-                outputs = engine.map(
-                    (row.inputs for row in valid), each=(row.options for row in valid), return_errors=True
-                )
-                for row in rows[done:]:
-                    record = _record(row, ValueError(row.error) if row.error is not None else next(outputs), summary)
-                    write(json.dumps(record, ensure_ascii=False) + "\n")
-                    finished, summary.rows = finished + 1, summary.rows + 1
-                    summary.seconds = before + time.perf_counter() - started
-                    stage = f"{done + finished} of {len(rows)} rows, {summary.speed:.0f} tokens a second"
-                    report(stage, (done + finished) / len(rows))
-        except KeyboardInterrupt:
-            if write is not _print:
-                note(f"{done + finished} of {len(rows)} rows are done; the same command continues")
-            raise
-
-
-def _record(row: Row, output: RequestOutput | Exception, summary: Summary) -> dict[str, Any]:
-    record: dict[str, Any] = {"fingerprint": row.fingerprint, "id": row.id}
-    if isinstance(output, Exception):
-        summary.errors += 1
-        known = isinstance(output, ValueError | QsampleError)
-        return record | {"error": {"message": str(output) if known else f"{type(output).__name__}: {output}"}}
-    summary.tokens += len(output.token_ids)
-    record |= {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "seed": output.seed,
-        "prompt_tokens": output.usage.prompt_tokens,
-        "completion_tokens": output.usage.completion_tokens,
-    }
-    if output.stop_string is not None:
-        record["stop_string"] = output.stop_string
-    if output.finish_reason == "length" and output.usage.prompt_tokens + len(output.token_ids) >= summary.capacity:
-        record["context_full"] = True
-        summary.full += 1
-    if output.finish_reason == "invalid":
-        summary.errors += 1
-        record["error"] = {"message": "the model gave NaN or infinite logits"}
-    return record | {name: finite(values.tolist()) for name, values in output.outputs.items() if name != "probs"}
+    def _record(self, row: Row, output: RequestOutput | Exception) -> dict[str, Any]:
+        record: dict[str, Any] = {"fingerprint": row.fingerprint, "id": row.id}
+        if isinstance(output, Exception):
+            self.errors += 1
+            known = isinstance(output, ValueError | QsampleError)
+            return record | {"error": {"message": str(output) if known else f"{type(output).__name__}: {output}"}}
+        self.tokens += len(output.token_ids)
+        record |= {
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "finish_reason": output.finish_reason,
+            "seed": output.seed,
+            "prompt_tokens": output.usage.prompt_tokens,
+            "completion_tokens": output.usage.completion_tokens,
+        }
+        if output.stop_string is not None:
+            record["stop_string"] = output.stop_string
+        if output.finish_reason == "length" and output.usage.prompt_tokens + len(output.token_ids) >= self.capacity:
+            record["context_full"] = True
+            self.full += 1
+        if output.finish_reason == "invalid":
+            self.errors += 1
+            record["error"] = {"message": "the model gave NaN or infinite logits"}
+        return record | {name: finite(values.tolist()) for name, values in output.outputs.items() if name != "probs"}
 
 
 class Results:
-    """The file of the results, opened and locked.
+    """The file of the results, locked, of which a torn last line is cut off.
 
     Attributes:
-        path: of the file; not a link.
-        done: its whole lines.
-        failed: the numbers of those with an error, from 0 on.
+        done: its whole lines, which are those of the first rows.
+        failed: the numbers of the lines with an error, from 0 on.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.done = 0
-        self.failed: list[int] = []
-        self._file = _opened(path)
+    def __init__(self, path: Path, rows: list[Row], *, any_error: bool) -> None:
+        """any_error: a line with an error may be the line of another prompt.
 
-    def check(self, rows: list[Row], *, any_error: bool) -> None:
-        """Count the lines, which must be the first of `rows`, and cut a torn last line off. any_error: a line with an
-        error may be that of another prompt. Raises typer.BadParameter, and changes nothing, for any other line."""
+        Raises typer.BadParameter, and changes nothing, if the file holds anything but lines of the first rows.
+        """
+        self._path, self._file = path, FileIO(path, "a+")  # a buffer would be written again after a full disk
+        self.done, self.failed = 0, list[int]()
+        try:
+            self._lock()
+            self._check(rows, any_error=any_error)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        """Keep a second run of the command from continuing with the same rows."""
+        if os.name == "posix":
+            import fcntl
+
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise typer.BadParameter(f"another process writes to --output {self._path}; wait for it") from None
+
+    def _check(self, rows: list[Row], *, any_error: bool) -> None:
         size = 0
-        with self.path.open("rb") as lines:
+        with self._path.open("rb") as lines:
             for line in lines:
                 if self.done == len(rows):
                     raise typer.BadParameter(
-                        f"--output {self.path} has more lines than the prompts have rows; give another file"
+                        f"--output {self._path} has more lines than the prompts have rows; give another file"
                     )
                 beginning = f'{{"fingerprint": "{rows[self.done].fingerprint}"'.encode()
                 if not line.endswith(b"\n") and (line.startswith(beginning) or beginning.startswith(line)):
                     break
                 has_error = _has_error(line)
-                if has_error is None or not (line.startswith(beginning) or (has_error and any_error)):
-                    raise typer.BadParameter(self._other_line(has_error))
+                if has_error is None:
+                    why = "is not a whole line of a result; give another file, or delete it and all lines after it"
+                elif line.startswith(beginning) or (has_error and any_error):
+                    why = ""
+                elif has_error:
+                    why = "has an error, and its prompt or the settings have changed; --retry-errors does it again"
+                else:
+                    why = "comes from another prompt or other settings; give another file, or the command that wrote it"
+                if why:
+                    raise typer.BadParameter(f"line {self.done + 1} of --output {self._path} {why}")
                 if has_error:
                     self.failed.append(self.done)
                 self.done, size = self.done + 1, size + len(line)
-        os.ftruncate(self._file.fileno(), size)
-
-    def _other_line(self, has_error: bool | None) -> str:
-        where = f"line {self.done + 1} of --output {self.path}"
-        if has_error is None:
-            return f"{where} is not a whole line of a result; give another file, or delete it and all lines after it"
-        if has_error:
-            return f"{where} has an error, and its prompt or the settings have changed; --retry-errors does it again"
-        return f"{where} comes from another prompt or other settings; give another file, or the command that wrote it"
+        self._file.truncate(size)
 
     def write(self, line: str) -> None:
         """Append a line. Raises QsampleError, with whole lines in the file, if the disk does not take it."""
@@ -391,32 +386,27 @@ class Results:
             _write(self._file, line.encode("utf-8", "replace"))
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self._file.fileno(), size)
+                self._file.truncate(size)
             raise QsampleError(
-                f"cannot write to --output {self.path}: {error.strerror}; the rows before are in it. Free some space, "
+                f"cannot write to --output {self._path}: {error.strerror}; the rows before are in it. Free some space, "
                 "and the same command continues"
             ) from error
 
     def replace(self, lines: Mapping[int, str]) -> None:
         """Put other lines in the place of some, by number: all or, if the disk is full, none."""
-        if not lines:
-            return
+        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            with ScratchFolder(self.path.parent) as scratch, self.path.open("rb") as old:
-                aside = scratch.new / self.path.name
-                new = _opened(aside)  # it is locked before it has the name
+            with self._path.open("rb") as old, aside.open("wb") as new:
                 for number, line in enumerate(old):
-                    _write(new, lines[number].encode("utf-8", "replace") if number in lines else line)
-                os.fsync(new.fileno())
-                shutil.copymode(self.path, aside)
-                aside.replace(self.path)
+                    new.write(lines[number].encode("utf-8", "replace") if number in lines else line)
+            shutil.copymode(self._path, aside)
+            aside.replace(self._path)
         except OSError as error:
+            aside.unlink(missing_ok=True)
             raise QsampleError(
-                f"cannot write to the folder of --output {self.path}: {error.strerror}; the file is as it was. Free "
+                f"cannot write to the folder of --output {self._path}: {error.strerror}; the file is as it was. Free "
                 "some space, and the same command starts again"
             ) from error
-        self._file.close()
-        self._file = new
 
     def close(self) -> None:
         self._file.close()
@@ -424,28 +414,23 @@ class Results:
 
 @contextmanager
 def results_file(path: Path, rows: list[Row], *, retry_errors: bool = False) -> Iterator[Results]:
-    """The file of the results, of which a torn last line is cut off.
-
-    Raises typer.BadParameter, and changes nothing, if the file holds anything but the first of these rows.
-    retry_errors: lines with an error may be those of other prompts.
-    """
+    """`Results`, and no file if no row was finished. Raises typer.BadParameter; see there."""
     path = Path(os.path.realpath(path))
     created = not path.exists()
     try:
-        results = Results(path)
+        results = Results(path, rows, any_error=retry_errors)
     except OSError as error:
         raise typer.BadParameter(f"cannot write --output {path}: {error.strerror}; give another file") from None
     try:
-        results.check(rows, any_error=retry_errors)
         yield results
     finally:
-        if created and path.stat().st_size == 0:  # no row was finished
+        if created and path.stat().st_size == 0:
             path.unlink(missing_ok=True)
         results.close()
 
 
 def _has_error(line: bytes) -> bool | None:
-    """Whether a line is that of a row with an error; None if it is not a whole line of a result."""
+    """Whether a line is the record of a row with an error; None if it is not a whole record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -453,28 +438,6 @@ def _has_error(line: bytes) -> bool | None:
     return "error" in record if isinstance(record, dict) and "fingerprint" in record else None
 
 
-def _opened(path: Path) -> FileIO:
-    """A file to append to, without a buffer, which would be written once more when a full disk is reported."""
-    file = FileIO(path, "a+")
-    try:
-        _lock(file, path)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
 def _write(file: FileIO, content: bytes) -> None:
     while content:
         content = content[file.write(content) :]
-
-
-def _lock(file: FileIO, path: Path) -> None:
-    """Keep a second run of the command from continuing with the same rows."""
-    if os.name == "posix":
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise typer.BadParameter(f"another process writes to --output {path}; wait for it") from None
