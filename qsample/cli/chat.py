@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -81,9 +80,7 @@ def chat(
         note(remark)
     # A single slot keeps the tokens that it read and wrote: a turn costs its own tokens.
     with Engine(loaded, slots=1, reuse_sampled_tokens=True) as engine:
-        talk = Conversation(loaded, engine, options, template)
-        talk.set_system(system)
-        failed = Screen(talk).run()
+        failed = Screen(Conversation(loaded, engine, options, template, system)).run()
     if failed:
         raise QsampleError(f"lines of standard input that could not be answered: {failed}")
 
@@ -93,11 +90,8 @@ def _check_template(model: CausalLM, system: str | None, template: dict[str, Any
     ignores."""
     if model.tokenizer is None:
         raise QsampleError("the package has no tokenizer, so it cannot chat; export the model with its tokenizer")
-    tokenizer, remarks = model.tokenizer, []
-    messages = [{"role": "user", "content": "hello"}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    arguments = template.get("chat_template_kwargs", {})
+    tokenizer, arguments = model.tokenizer, template.get("chat_template_kwargs", {})
+    messages = [*_system_message(system), {"role": "user", "content": "hello"}]
 
     def render(**changes: Any) -> Any:
         return tokenizer.apply_chat_template(
@@ -108,12 +102,16 @@ def _check_template(model: CausalLM, system: str | None, template: dict[str, Any
             **{**arguments, **changes},
         )
 
-    if system is not None and system.strip() not in render():
+    remarks = []
+    if (system or "").strip() not in render():
         remarks.append("the chat template leaves the system prompt out")
     if "enable_thinking" in arguments and render(enable_thinking=True) == render(enable_thinking=False):
         remarks.append("the chat template has no switch for thinking: --thinking and --no-thinking change nothing")
-    render()
     return remarks
+
+
+def _system_message(text: str | None) -> list[dict[str, Any]]:
+    return [] if text is None else [{"role": "system", "content": text}]
 
 
 class TurnError(Exception):
@@ -122,62 +120,70 @@ class TurnError(Exception):
 
 @dataclass
 class Conversation:
-    """Messages, the system prompt first, and an engine that answers them.
+    """Messages, and an engine that answers them.
 
-    options, template: of `Engine.add_request`. turns, tokens, seconds: of all answers. context: tokens after the last
-    answer. forgotten: the oldest messages after the system prompt that no longer fit into the context, and that the
-    model does not see.
+    Attributes:
+        options, template: of `Engine.add_request`.
+        system: the system prompt.
+        turns: the other messages.
+        forgotten: the oldest turns that no longer fit into the context, and that the model does not see.
+        answers, tokens, seconds: of all answers.
+        context: tokens after the last answer.
     """
 
     model: CausalLM
     engine: Engine
     options: dict[str, Any]
     template: dict[str, Any]
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    turns: int = 0
+    system: str | None = None
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    forgotten: int = 0
+    answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
     context: int = 0
-    forgotten: int = 0
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All messages, the system prompt first."""
+        return [*_system_message(self.system), *self.turns]
 
     @property
     def seen(self) -> list[dict[str, Any]]:
         """The messages that the model sees."""
-        head = 0 if self.system is None else 1
-        return self.messages[:head] + self.messages[head + self.forgotten :]
-
-    @property
-    def system(self) -> str | None:
-        first = self.messages[0] if self.messages else {}
-        return first["content"] if first.get("role") == "system" else None
-
-    def set_system(self, text: str | None) -> None:
-        rest = self.messages[self.system is not None :]
-        self.messages = ([] if text is None else [{"role": "system", "content": text}]) + rest
+        return [*_system_message(self.system), *self.turns[self.forgotten :]]
 
     def start_with(self, messages: list[dict[str, Any]]) -> None:
-        self.messages, self.forgotten = messages, 0
+        """Continue a conversation, the system prompt of which may come first."""
+        has_system = messages[0]["role"] == "system"
+        self.system = messages[0]["content"] if has_system else None
+        self.turns, self.forgotten = messages[has_system:], 0
 
-    def reset(self) -> None:
-        self.start_with(self.messages[: self.system is not None])
+    def ask(self, text: str | None, show: Callable[[str], None]) -> RequestOutput:
+        """Answer the user's text, or the last question again if it is None, in pieces to `show`.
 
-    def ask(self, text: str, show: Callable[[str], None]) -> RequestOutput:
-        """Add the user's text, and answer it. Raises TurnError."""
-        forgotten = self.forgotten
-        self.messages.append({"role": "user", "content": text})
+        KeyboardInterrupt ends the answer, and its text is kept. Raises TurnError.
+        """
+        before = self.turns, self.forgotten
+        if text is not None:
+            self.turns = [*self.turns, {"role": "user", "content": text}]
+        else:
+            questions = [place for place, message in enumerate(self.turns, 1) if message["role"] != "assistant"]
+            self.turns = self.turns[: max(questions, default=0)]
         try:
-            return self.answer(show)
+            if not self.turns:
+                raise TurnError("the conversation has no question to answer again")
+            return self._answer(show)
         except BaseException:
-            self.messages.pop()
-            self.forgotten = forgotten
+            self.turns, self.forgotten = before
             raise
 
-    def answer(self, show: Callable[[str], None]) -> RequestOutput:
-        """Answer the last message, in pieces to `show`; KeyboardInterrupt ends the answer, and its text is kept."""
+    def _answer(self, show: Callable[[str], None]) -> RequestOutput:
         from qsample.runtime import EngineClosedError
 
+        limits, own = ("max_new_tokens", "max_length"), self.model.generation_config
         options = dict(self.options)
-        if not {"max_new_tokens", "max_length"} & options.keys() and not self._model_says_how_long():
+        if not any(name in options or own.get(name) is not None for name in limits):
             options["max_length"] = self.engine.capacity
         self._forget(options.get("max_new_tokens"))
         try:
@@ -195,8 +201,8 @@ class Conversation:
             request.cancel()
             raise
         output = request.result()
-        self.messages.append({"role": "assistant", "content": output.text or ""})
-        self.turns += 1
+        self.turns = [*self.turns, {"role": "assistant", "content": output.text or ""}]
+        self.answers += 1
         self.tokens += len(output.token_ids)
         self.seconds += output.timing.total_seconds
         self.context = output.usage.prompt_tokens + len(output.token_ids)
@@ -207,14 +213,15 @@ class Conversation:
         quarter of it. The last question stays."""
         capacity = self.engine.capacity
         room = min(new_tokens or capacity, capacity // 4)
-        count = self._count()
-        while count is not None and count + room > capacity:
-            seen = self.seen[self.system is not None :]
-            later = [place for place, message in enumerate(seen) if place and message["role"] == "user"]
+        while (self._count() or 0) + room > capacity:
+            later = [
+                place
+                for place, message in enumerate(self.turns)
+                if place > self.forgotten and message["role"] == "user"
+            ]
             if not later:
                 return
-            self.forgotten += later[0]
-            count = self._count()
+            self.forgotten = later[0]
 
     def _count(self) -> int | None:
         """The tokens of the messages that the model sees; None if its template does not take them."""
@@ -236,35 +243,13 @@ class Conversation:
             "added: say less; --ctx-len of compile gives more"
         )
 
-    def _model_says_how_long(self) -> bool:
-        config = self.model.generation_config
-        return any(config.get(name) is not None for name in ("max_new_tokens", "max_length"))
-
-    def retry(self, show: Callable[[str], None]) -> RequestOutput:
-        """Answer the last question again. Raises TurnError if the conversation has no question."""
-        before = list(self.messages)
-        while self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        if not self.messages or self.messages[-1]["role"] == "system":
-            self.messages = before
-            raise TurnError("the conversation has no question to answer again")
-        try:
-            return self.answer(show)
-        except BaseException:
-            self.messages = before
-            raise
-
     def set_parameter(self, name: str, text: str) -> None:
         """Set an option of the next answers. Raises TurnError for an unknown name or a wrong value."""
         from qsample.text.generated_text import check_stop_strings
 
-        value: Any
-        try:
+        value: Any = text
+        with suppress(ValueError):
             value = json.loads(text)
-        except ValueError:
-            if name not in ("stop_strings", "adapter"):
-                raise TurnError(f"{name} is {text}; give a number, true, false or null") from None
-            value = text
         if name in ("stop_strings", "adapter") and not isinstance(value, str | list | None):
             value = text  # a number that stands in the text
         changed = {key: kept for key, kept in {**self.options, name: value}.items() if kept is not None}
@@ -287,18 +272,6 @@ class Screen:
         self._typed = sys.stdin.isatty()
         self._failed = 0
         self._file: Path | None = None  # was written or read, and may be written again
-        self._commands: dict[str, Callable[[str], None]] = {
-            "help": lambda text: note(_HELP),
-            "?": lambda text: note(_HELP),
-            "reset": self._reset,
-            "clear": self._reset,
-            "system": self._system,
-            "set": self._set,
-            "save": self._save,
-            "load": self._load,
-            "retry": lambda text: self._answer(self._talk.retry),
-            "stats": self._stats,
-        }
 
     def run(self) -> int:
         """Run until the input ends. Returns how many lines of a pipe failed; 0 at a terminal, whose user saw it."""
@@ -306,15 +279,13 @@ class Screen:
             note("/help lists the commands; ctrl-D ends")
         for text in self._texts():
             match = _COMMAND.match(text)
-            if match and match[1] in ("exit", "quit", "bye"):
-                break
             try:
-                if match and match[1] not in self._commands:
-                    raise TurnError(f"/{match[1]} is not a command; /help lists them")
-                if match:
-                    self._commands[match[1]]((match[2] or "").strip())
+                if match is None:
+                    self._answer(text)
+                elif match[1] in ("exit", "quit", "bye"):
+                    break
                 else:
-                    self._answer(lambda show, said=text: self._talk.ask(said, show))  # type: ignore[misc]
+                    self._do(match[1], (match[2] or "").strip())
             except TurnError as error:
                 self._failed += 1
                 note(str(error))
@@ -326,63 +297,63 @@ class Screen:
         return 0 if self._typed else self._failed
 
     def _texts(self) -> Iterator[str]:
-        """The user's texts: a line each, or several lines in quotes or with a backslash at their ends."""
-        lines: list[str] = []
-        quoted = False
+        """The user's texts that are not empty."""
         while True:
             try:
-                line = self._line(_MORE if lines or quoted else _PROMPT)
-            except EOFError:
-                if lines:
-                    yield "\n".join(lines)
-                if self._typed:
-                    print()
-                return
+                text = self._text()
             except KeyboardInterrupt:
                 if not self._typed:
                     raise
                 print()
-                lines, quoted = [], False
                 note("ctrl-D or /exit ends the chat")
                 continue
-            if not lines and not quoted and line.lstrip().startswith(_QUOTES):
-                quoted, line = True, line.lstrip().removeprefix(_QUOTES)
-            if quoted and not line.rstrip().endswith(_QUOTES):
-                lines.append(line)
-                continue
-            if quoted:
-                line = line.rstrip().removesuffix(_QUOTES)
-            elif line.endswith("\\"):
-                lines.append(line[:-1])
-                continue
-            text = "\n".join([*lines, line]).strip()
-            lines, quoted = [], False
-            if text:
-                yield text
+            if text is None:
+                if self._typed:
+                    print()
+                return
+            if text.strip():
+                yield text.strip()
 
-    def _line(self, prompt: str) -> str:
+    def _text(self) -> str | None:
+        """A line, or several lines in quotes or with a backslash at their ends; None = the end of the input."""
+        line, lines = self._line(_PROMPT), list[str]()
+        if line is None:
+            return None
+        if quoted := line.lstrip().startswith(_QUOTES):
+            line = line.lstrip().removeprefix(_QUOTES)
+        while line is not None and (not line.rstrip().endswith(_QUOTES) if quoted else line.endswith("\\")):
+            lines.append(line if quoted else line[:-1])
+            line = self._line(_MORE)
+        if line is not None:
+            lines.append(line.rstrip().removesuffix(_QUOTES) if quoted else line)
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str | None:
         if not self._typed:
             line = sys.stdin.readline()
-            if not line:
-                raise EOFError
-            return line.rstrip("\r\n")
+            return line.rstrip("\r\n") if line else None
         if sys.stdout.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401  # input() edits lines and has a history then
+        else:
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        try:
             return input(prompt)
-        print(prompt, end="", file=sys.stderr, flush=True)
-        return input()
+        except EOFError:
+            return None
 
-    def _answer(self, ask: Callable[[Callable[[str], None]], RequestOutput]) -> None:
+    def _answer(self, text: str | None) -> None:
+        """Answer the user's text, or the last question again if it is None."""
         ended = "\n"
 
-        def show(text: str) -> None:
+        def show(piece: str) -> None:
             nonlocal ended
-            ended = text[-1:] or ended
-            print(text, end="", flush=True)
+            ended = piece[-1:] or ended
+            print(piece, end="", flush=True)
 
         forgotten = self._talk.forgotten
-        output = ask(show)
+        output = self._talk.ask(text, show)
         if ended != "\n" or not output.text:
             print(flush=True)
         note(self._figures(output))
@@ -409,49 +380,55 @@ class Screen:
             return f"{text}. The context is full, and the answer ends there; --ctx-len gives more"
         return f"{text}. The answer was cut off: /set max_new_tokens gives more"
 
-    def _reset(self, text: str) -> None:
-        self._talk.reset()
-        note("the conversation is empty")
-
-    def _system(self, text: str) -> None:
-        if text:
-            self._talk.set_system(None if text == "-" else text)
-        note(f"system prompt: {self._talk.system or 'none'}")
-
-    def _set(self, text: str) -> None:
-        name, _, value = text.partition(" ")
-        if name:
-            self._talk.set_parameter(name.replace("-", "_"), value.strip())
-        given = ", ".join(f"{name} {value}" for name, value in self._talk.options.items())
-        note(f"{given or 'nothing is set'}; the rest is the model's own")
-
-    def _stats(self, text: str) -> None:
+    def _do(self, command: str, text: str) -> None:
+        """Run a command of `_HELP`. Raises TurnError."""
         talk = self._talk
-        speed = talk.tokens / max(talk.seconds, 1e-9)
-        note(
-            f"{counted(talk.turns, 'answer')}, {counted(talk.tokens, 'token')} in {talk.seconds:.2f} s, "
-            f"{speed:.0f} a second; {talk.context} of {talk.engine.capacity} tokens of context"
-        )
+        match command:
+            case "help" | "?":
+                note(_HELP)
+            case "reset" | "clear":
+                talk.turns, talk.forgotten = [], 0
+                note("the conversation is empty")
+            case "retry":
+                self._answer(None)
+            case "system":
+                if text:
+                    talk.system = None if text == "-" else text
+                note(f"system prompt: {talk.system or 'none'}")
+            case "set":
+                name, _, value = text.partition(" ")
+                if name:
+                    talk.set_parameter(name.replace("-", "_"), value.strip())
+                given = ", ".join(f"{name} {value}" for name, value in talk.options.items())
+                note(f"{given or 'nothing is set'}; the rest is the model's own")
+            case "stats":
+                speed = talk.tokens / max(talk.seconds, 1e-9)
+                note(
+                    f"{counted(talk.answers, 'answer')}, {counted(talk.tokens, 'token')} in {talk.seconds:.2f} s, "
+                    f"{speed:.0f} a second; {talk.context} of {talk.engine.capacity} tokens of context"
+                )
+            case "save" | "load":
+                if not text:
+                    raise TurnError("name a file")
+                path = Path(text).expanduser().absolute()
+                self._save(path) if command == "save" else self._load(path)
+            case _:
+                raise TurnError(f"/{command} is not a command; /help lists them")
 
-    def _save(self, text: str) -> None:
-        path = self._path(text)
+    def _save(self, path: Path) -> None:
         if path.exists() and path != self._file:
             raise TurnError(f"{path} exists; give another file")
-        document = json.dumps({"messages": self._talk.messages}, ensure_ascii=False, indent=2)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        messages = self._talk.messages
         try:
-            temporary.write_text(document + "\n", encoding="utf-8")
-            temporary.replace(path)
+            path.write_text(json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise TurnError(f"cannot write {path}: {error.strerror}") from None
         self._file = path
-        note(f"{counted(len(self._talk.messages), 'message')} written to {path}")
+        note(f"{counted(len(messages), 'message')} written to {path}")
 
-    def _load(self, text: str) -> None:
+    def _load(self, path: Path) -> None:
         from qsample.text.chat import check_messages
 
-        path = self._path(text)
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             messages: Any = document.get("messages") if isinstance(document, dict) else document
@@ -462,10 +439,5 @@ class Screen:
             raise TurnError(f"{path} does not hold a conversation: {error}") from None
         self._talk.start_with(messages)
         self._file = path
-        last = messages[-1]["role"]
-        note(counted(len(messages), "message") + ("" if last == "assistant" else "; /retry answers the last"))
-
-    def _path(self, text: str) -> Path:
-        if not text:
-            raise TurnError("name a file")
-        return Path(text).expanduser().absolute()
+        waits = "" if messages[-1]["role"] == "assistant" else "; /retry answers the last"
+        note(counted(len(messages), "message") + waits)

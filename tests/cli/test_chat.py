@@ -182,7 +182,7 @@ def test_commands_that_fail_change_nothing(say: Any, requests: list[Any], tmp_pa
         f"/load {tmp_path}/missing": "cannot read",
         "/set top_p 7": "top_p is 7",
         "/set warmth 7": "unknown sampling option 'warmth'",
-        "/set top_p high": "top_p is high; give a number",
+        "/set top_p high": "top_p is 'high'; give a number",
     }
     status, out, err = say("\n".join(wrong) + "\n/etc/hosts is a file\n")
     assert status == 1
