@@ -87,4 +87,4 @@ def test_options_become_settings(run: Any, tmp_path: Path, monkeypatch: pytest.M
     run("serve", package.path)
     assert given.pop()[0].api_keys == ("one",)
     status, _, told = run("serve", package.path, "--slots", "0")
-    assert (status, "'--slots': 0 is not in the range x>=1" in told) == (2, True)
+    assert (status, "--slots" in told) == (2, True)
