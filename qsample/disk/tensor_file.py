@@ -24,7 +24,7 @@ def map_tensors(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError, KeyError, TypeError, AttributeError: If it is damaged, or has other dtypes than `NAMES`.
+        ValueError, KeyError, TypeError, AttributeError: If it is damaged, or has other dtypes than `NAMES` and float64.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -34,7 +34,7 @@ def map_tensors(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
         start, size = LENGTH_BYTES + length, os.fstat(file.fileno()).st_size
         data = np.memmap(file, np.uint8, "r")
     metadata = header.pop("__metadata__", {})
-    numpy = {name: DTYPES[dtype].numpy for dtype, name in NAMES.items()}
+    numpy = {name: DTYPES[dtype].numpy for dtype, name in NAMES.items()} | {"F64": "float64"}
     tensors, expected = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         begin, end = entry["data_offsets"]

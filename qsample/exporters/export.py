@@ -26,9 +26,8 @@ from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
-from qsample.exporters.adapters import adapt_layers
 from qsample.exporters.huggingface_reference import longest_context, reference
-from qsample.exporters.lowering import align_row_sums, fill_placeholders, lower_experts, outline_scans
+from qsample.exporters.lowering import adapt_layers, align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.exporters.trace import trace
 from qsample.huggingface.facade import GENERATION_CONFIG_FILE, dtype_name

@@ -1,4 +1,5 @@
-"""From a trace to a graph that ONNX Runtime runs: placeholders become weights, markers become `Scan` and `MoE`.
+"""From a trace to a graph that ONNX Runtime runs: placeholders become weights; markers become `Scan`, `MoE` and the
+products of LoRA adapters.
 
 1. `fill_placeholders`: weights of which torch had only placeholders (`transforms.deferred`) refer to their place in
    files, or are computed when the graph is saved.
@@ -11,12 +12,14 @@
    can do it (`JoinedTensor`).
 4. `align_row_sums`: ONNX Runtime's CPU adds several aligned numbers at a time. In a tensor [B, 10], every other row
    begins next to such a boundary and would round otherwise: the place of a row in the batch would decide its last bits.
+5. `adapt_layers`: each marked linear layer gets the products of adapters (`graph.adapters`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +29,11 @@ from onnx_ir import tensor_adapters
 from torch import Tensor
 
 from qsample.contract.arrays import Array
+from qsample.contract.interface import AdapterTarget, Interface
+from qsample.contract.tensors import BATCH
+from qsample.errors import UnsupportedModelError
 from qsample.graph import moe
+from qsample.graph.adapters import Layer, add_adapters
 from qsample.graph.edit import (
     all_initializers,
     ancestors,
@@ -44,7 +51,7 @@ from qsample.graph.operators import CONTRIB_DOMAIN
 from qsample.graph.weights import JoinedTensor, StoredTensor, rearranged, rows_in_turns
 from qsample.transforms import markers
 from qsample.transforms.deferred import Deferred, Joined, deferred, stored_view
-from qsample.transforms.markers import MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
+from qsample.transforms.markers import ADAPTED_PATH, MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 
 _INPUTS = 7  # of a marker, those that are absent included
 _ALIGNED: Final = 16  # float32 of the widest registers
@@ -358,3 +365,59 @@ def _summed_length(node: ir.Node) -> int | None:
         return None
     is_float = source.dtype is not None and source.dtype.is_floating_point()
     return length if is_float and isinstance(length, int) and length <= _MOST else None
+
+
+def adapt_layers(model: ir.Model, interface: Interface, root: str) -> Interface:
+    """Let adapters change the linear layers of `model` that `decoder.linear_layers_marked` marked, in place.
+
+    1. A layer reads and returns [B, S, n], in the graph itself: of rows without an order, or inside of a loop, nobody
+       knows whose adapter is theirs.
+    2. All calls of a layer are like that.
+
+    Args:
+        model: as `trace` leaves it.
+        interface: of the graph.
+        root: the beginning of the markers' paths that is no part of a layer's name.
+
+    Returns:
+        The interface with these layers.
+
+    Raises:
+        UnsupportedModelError: If there is no such layer.
+    """
+    layers: list[Layer] = []
+    others = set()
+    for node in [node for node in model.graph.all_nodes() if ADAPTED_PATH in node.metadata_props]:
+        path = node.metadata_props[ADAPTED_PATH].removeprefix(root)
+        states, result = node.inputs
+        assert states is not None
+        assert result is not None
+        node.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
+        assert node.graph is not None
+        if node.graph is model.graph and _is_by_row(states) and _is_by_row(result) and result.producer() is not None:
+            layers.append(Layer(path, states, result))
+        else:
+            others.add(path)
+        node.graph.remove(node, safe=True)
+    layers = [layer for layer in layers if layer.path not in others]
+    if not layers:
+        raise UnsupportedModelError(
+            "max_loras was given, and the model has no linear layers that read [batch, sequence, features]; leave "
+            "max_loras out, and merge the adapter at export"
+        )
+    sizes = {layer.path: (_features(layer.states), _features(layer.result)) for layer in layers}
+    adapted = replace(interface, adapters=tuple(AdapterTarget(path, *both) for path, both in sizes.items()))
+    add_adapters(model, adapted, layers)
+    return adapted
+
+
+def _is_by_row(value: ir.Value) -> bool:
+    shape = value.shape
+    return shape is not None and len(shape) == 3 and str(shape[0]) == BATCH and isinstance(shape[2], int)
+
+
+def _features(value: ir.Value) -> int:
+    assert value.shape is not None
+    size = value.shape[2]
+    assert isinstance(size, int)
+    return size

@@ -25,7 +25,7 @@ from qsample.contract.tensors import BATCH, CAPACITY, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.repetition import NotRepeatedError, Repetition, open_weights, repeat_layers
 from qsample.graph.operators import OPSET
-from qsample.transforms.adapters import linear_layers_marked
+from qsample.transforms.decoder import linear_layers_marked
 from qsample.transforms.markers import ADAPTED_PATH
 from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers
 from qsample.transforms.stand_ins import standing_in
@@ -108,7 +108,7 @@ def trace(
             name of `spec.output_names`.
         sizes: the size of each named axis that the model fixes (`Interface.sizes`).
         layers: the module's layers; of equal ones, only the first is traced. None: everything is traced.
-        adapted: leave a marker after each linear layer, for `exporters.adapters`.
+        adapted: leave a marker after each linear layer, for `lowering.adapt_layers`.
 
     Returns:
         The model, with the weights still in the torch module's memory.

@@ -1,4 +1,4 @@
-"""The files of a LoRA adapter as peft writes them: the checked configuration, and the names of its tensors.
+"""The files of a LoRA adapter as peft writes them: the checked configuration, and the changes that the weights make.
 
 LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; W + scale * B A, scale = alpha / r, or
 alpha / sqrt(r) for rank-stabilised adapters (Kalajdzievski, 2023). The meaning of a configuration's fields is peft's:
@@ -14,17 +14,20 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
+
+from qsample.contract.arrays import Array
+from qsample.disk.tensor_file import map_tensors
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 from qsample.request.checks import is_integer, is_number
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
-PART: Final = re.compile(
+_PART: Final = re.compile(
     r"base_model\.model\.(?P<path>.+)\.(lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
 )
-"""The name of a tensor of an adapter's file, with the path of its layer in the model."""
 ADVICE: Final = "merge it with the tool that trained it, and export the merged checkpoint"
 _READ: Final = (
     "peft_type",
@@ -98,6 +101,77 @@ def read_config(path: Path) -> LoraConfig:
         {name: _alpha(value, f"alpha_pattern[{name!r}]", path) for name, value in _patterns(options, "alpha", path)},
         _flag(options, "use_rslora", path),
     )
+
+
+class Change(NamedTuple):
+    """The change of the weight of the module at `path`: scale * b a, of matrices in the adapter's file.
+
+    Attributes:
+        a, b: [rank, in] and [out, rank]; None = the adapter has `base` alone.
+        base: the weight itself, if the adapter has a copy of it, which peft saves with the LoRA of an embedding.
+    """
+
+    path: str
+    a: Array | None
+    b: Array | None
+    base: Array | None
+    scale: float
+
+
+def read_changes(config_path: Path, weights_path: Path) -> list[Change]:
+    """The changes that an adapter makes, in order of their paths.
+
+    Raises:
+        QsampleError: for files that cannot be read, and for matrices without a partner, of another rank than the
+            configuration's, or with numbers that are not finite.
+        UnsupportedModelError: for more than plain LoRA.
+    """
+    config = read_config(config_path)
+    try:
+        _, tensors = map_tensors(weights_path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise QsampleError(f"{weights_path} cannot be read ({error!s:.200}); download the adapter again") from error
+    parts: dict[str, dict[str, Array]] = {}
+    for name, tensor in sorted(tensors.items()):
+        match = _PART.fullmatch(name)
+        if match is None:
+            raise UnsupportedModelError(
+                f"{weights_path} holds {name:.200}, which does not belong to a pair of LoRA matrices; {ADVICE}"
+            )
+        parts.setdefault(match["path"], {})[match["linear"] or match["embedding"] or "base"] = tensor
+        if tensor.ndim != 2 or not _is_finite(tensor):
+            dtype = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype.name
+            raise QsampleError(
+                f"{weights_path}: {name:.200} is {dtype} {list(tensor.shape)}; it must be a matrix of finite floats"
+            )
+    changes = []
+    for path, found in sorted(parts.items()):
+        a, b, rank = found.get("A"), found.get("B"), config.rank_of(path)
+        if (a is None) != (b is None):
+            raise QsampleError(f"{weights_path} holds matrix {'A' if b is None else 'B'} of {path} without its partner")
+        if a is not None and b is not None and (len(a), b.shape[1]) != (rank, rank):
+            raise QsampleError(
+                f"{weights_path}: the matrices of {path} are {list(a.shape)} and {list(b.shape)}, and the rank that "
+                f"{CONFIG} gives it is {rank}"
+            )
+        changes.append(Change(path, a, b, found.get("base"), config.scale_of(path)))
+    if all(change.a is None for change in changes):
+        raise QsampleError(f"{weights_path} holds no LoRA matrices; give the adapter that was trained")
+    return changes
+
+
+def floats(matrix: Array) -> Array:
+    """A float32 copy of a matrix of a `Change`."""
+    if matrix.dtype == np.uint16:
+        return (matrix.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return matrix.astype(np.float32)
+
+
+def _is_finite(matrix: Array) -> bool:
+    """Whether all numbers are finite floats. uint16: bits of bfloat16."""
+    if matrix.dtype == np.uint16:
+        return bool(((matrix & 0x7F80) != 0x7F80).all())
+    return matrix.dtype.kind == "f" and bool(np.isfinite(matrix).all())
 
 
 def _first_match(patterns: Mapping[str, Any], path: str) -> str:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
 from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.interface import AdapterTarget, Interface, kind_of
-from qsample.disk.tensor_file import map_tensors
 from qsample.errors import QsampleError, UnsupportedModelError, shown
-from qsample.huggingface.lora import ADVICE, CONFIG, PART, WEIGHTS, LoraConfig, read_config
-
-_AGAIN: Final = "download the adapter again"
+from qsample.huggingface.lora import ADVICE, CONFIG, WEIGHTS, Change, floats, read_changes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,54 +77,28 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
             raise QsampleError(
                 f"no LoRA adapter in {folder}: it has no {file}; give a folder that has {CONFIG} and {WEIGHTS}"
             )
-    config = read_config(folder / CONFIG)
-    matrices = {
-        target.path: _fitted(target, config, a, b, interface, folder / WEIGHTS)
-        for target, a, b in _pairs(folder / WEIGHTS, interface)
-    }
+    targets = {target.path: target for target in interface.adapters}
+    matrices = {}
+    for change in read_changes(folder / CONFIG, folder / WEIGHTS):
+        target = targets.get(change.path)
+        if target is None or change.base is not None:
+            raise UnsupportedModelError(
+                f"the adapter changes {change.path:.200}, and this package takes adapters of "
+                f"{', '.join(interface.adapter_kinds)} in its {len(targets)} linear layers; {ADVICE}"
+            )
+        matrices[target.path] = _fitted(target, change, interface, folder)
     return Adapter(name, folder, _sha256(matrices), matrices)
 
 
-def _pairs(path: Path, interface: Interface) -> Iterable[tuple[AdapterTarget, Array, Array]]:
-    """Each layer that the file changes, with its matrices as they are in the file."""
-    try:
-        _, tensors = map_tensors(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise QsampleError(f"{path} cannot be read ({error!s:.200}); {_AGAIN}") from error
-    targets = {target.path: target for target in interface.adapters}
-    parts: dict[str, dict[str, Array]] = {}
-    for name, tensor in tensors.items():
-        match = PART.fullmatch(name)
-        if match is None or not match["linear"]:
-            raise UnsupportedModelError(
-                f"{path} holds {name:.200}, which is no LoRA matrix of a linear layer; {ADVICE}"
-            )
-        if match["path"] not in targets:
-            raise UnsupportedModelError(
-                f"the adapter changes {match['path']:.200}, and this package takes adapters of {_listed(interface)} in "
-                f"its {len(targets)} linear layers; {ADVICE}"
-            )
-        parts.setdefault(match["path"], {})[match["linear"]] = tensor
-    if not parts:
-        raise QsampleError(f"{path} holds no LoRA matrices; give the adapter that was trained")
-    for layer, pair in sorted(parts.items()):
-        if len(pair) < 2:
-            raise QsampleError(f"{path} holds matrix {next(iter(pair))} of {layer} without its partner; {_AGAIN}")
-        yield targets[layer], pair["A"], pair["B"]
-
-
-def _listed(interface: Interface) -> str:
-    return ", ".join(interface.adapter_kinds)
-
-
-def _fitted(
-    target: AdapterTarget, config: LoraConfig, a: Array, b: Array, interface: Interface, path: Path
-) -> tuple[Array, Array]:
+def _fitted(target: AdapterTarget, change: Change, interface: Interface, folder: Path) -> tuple[Array, Array]:
     """A [r, in] and B [r, out], scaled, as the graph takes them."""
-    rank, most = config.rank_of(target.path), interface.features.max_lora_rank
+    a, b, path = change.a, change.b, folder / WEIGHTS
+    assert a is not None
+    assert b is not None
+    rank, most = len(a), interface.features.max_lora_rank
     if rank > most:
         raise QsampleError(
-            f"{path.parent / CONFIG}: the rank in {target.path} is {rank}, and this package was exported with "
+            f"{folder / CONFIG}: the rank in {target.path} is {rank}, and this package was exported with "
             f"max_lora_rank={most}; export the model again with max_lora_rank={rank} (--max-lora-rank)"
         )
     wanted = [rank, target.in_features], [target.out_features, rank]
@@ -137,19 +107,9 @@ def _fitted(
             f"{path}: the matrices of {target.path} are {list(a.shape)} and {list(b.shape)}, and must be {wanted[0]} "
             f"and {wanted[1]}; give an adapter of this very model, with its own {CONFIG}"
         )
-    dtype = interface.dtype
     with np.errstate(over="ignore", invalid="ignore"):  # infinite numbers are refused below
-        scaled = np.float32(config.scale_of(target.path)) * _floats(b, target, path).T
-    return _stored(_floats(a, target, path), dtype, target, path), _stored(scaled, dtype, target, path)
-
-
-def _floats(matrix: Array, target: AdapterTarget, path: Path) -> Array:
-    """A float32 copy."""
-    if matrix.dtype == np.uint16:
-        return (matrix.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if matrix.dtype not in (np.float32, np.float16):
-        raise QsampleError(f"{path}: a matrix of {target.path} is {matrix.dtype}; it must be a matrix of floats")
-    return matrix.astype(np.float32)
+        scaled = np.float32(change.scale) * floats(b).T
+    return _stored(floats(a), interface.dtype, target, path), _stored(scaled, interface.dtype, target, path)
 
 
 def _stored(matrix: Array, dtype: str, target: AdapterTarget, path: Path) -> Array:

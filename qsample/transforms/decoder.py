@@ -7,13 +7,14 @@ it keeps, and `Decoder` runs it over these.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from qsample.contract.interface import Interface, KeyValueShape, RecurrentShape
 from qsample.contract.tensors import RUNNING, TensorSpec, retained_name
@@ -22,6 +23,7 @@ from qsample.huggingface.facade import dtype_name
 from qsample.transforms.attention import eager_masks_over_buffers, use_own_attention, use_retained_attention
 from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.experts import replace_own_experts, route_experts
+from qsample.transforms.markers import ADAPTED, ADAPTED_PATH, MARKER_DOMAIN
 from qsample.transforms.positions import (
     RowPositions,
     real_rotary_embeddings,
@@ -92,6 +94,48 @@ def use_last_token_head(model: PreTrainedModel, context: DecodeContext) -> None:
         head.context = context  # an earlier export had another
     else:
         model.set_output_embeddings(LastTokenHead(head, context))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def linear_layers_marked(root: nn.Module) -> Iterator[None]:
+    """While open, the trace of `root` has a marker after each call of a linear layer, but for the model's head.
+
+    The marker's metadata has the layer's name in `root`.
+    """
+    heads = {module.head for module in root.modules() if isinstance(module, LastTokenHead)}
+    paths: dict[nn.Module, str] = {
+        module: path
+        for path, module in root.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module not in heads
+    }
+    mark = _Mark(paths)  # one for all layers: they stay equal to each other
+    hooks = [layer.register_forward_hook(mark.after) for layer in paths]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Mark:
+    """Puts the markers into a trace. paths: the name of each layer."""
+
+    def __init__(self, paths: dict[nn.Module, str]) -> None:
+        self._paths = paths
+
+    def after(self, layer: nn.Module, arguments: tuple[Any, ...], result: Tensor) -> Tensor | None:
+        """The result of `layer`, marked; None = as it is."""
+        if not torch.onnx.is_in_onnx_export() or len(arguments) != 1:
+            return None
+        marked: Tensor = torch.onnx.ops.symbolic(
+            f"{MARKER_DOMAIN}::{ADAPTED}",
+            [arguments[0], result],
+            dtype=result.dtype,
+            shape=result.shape,
+            version=1,
+            metadata_props={ADAPTED_PATH: self._paths[layer]},
+        )
+        return marked
 
 
 _ELSE: Final = "choose a model of a type that docs/architectures.md lists as passed"

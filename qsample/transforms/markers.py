@@ -30,6 +30,6 @@ REPEATED_LAYER: Final = "RepeatedLayer"
 GROUP: Final = "group"
 LAYER: Final = "layer"
 
-# `transforms.adapters`; inputs: what a linear layer reads and its result; output: the result. Metadata: its name.
+# A linear layer: inputs: what it reads and its result; output: the result. Metadata: its name.
 ADAPTED: Final = "Adapted"
 ADAPTED_PATH: Final = "qsample.adapted"

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from qsample import AutoModelForCausalLM, SamplingParams
 from qsample.contract.interface import AdapterTarget, Features, Interface
 from qsample.errors import CompileError, UnsupportedModelError
-from qsample.exporters.adapters import adapt_layers
+from qsample.exporters.lowering import adapt_layers
 from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
 from qsample.transforms.markers import ADAPTED_PATH

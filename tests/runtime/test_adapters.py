@@ -43,7 +43,7 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file(found, path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("of_package", ["float32", "float16", "bfloat16"])
 def test_the_numbers(tmp_path: Path, dtype: torch.dtype, of_package: str) -> None:
     folder = make_adapter(tmp_path / "a", use_rslora=True)
@@ -74,8 +74,7 @@ def test_equal_numbers_have_the_same_hash(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "an adapter with modules_to_save cannot"),
         ({"bias": "lora_only"}, "an adapter with bias cannot"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "an adapter with target_parameters cannot"),
-        ({"rank_pattern": {"q_proj": 5}}, "rank in .*q_proj is 5.*max_lora_rank=4; export .*max_lora_rank=5"),
-        ({"rank_pattern": {"q_proj": 2}}, r"q_proj are \[4, 6\] and \[10, 4\], and must be \[2, 6\] and \[10, 2\]"),
+        ({"rank_pattern": {"q_proj": 2}}, r"q_proj are \[4, 6\] and \[10, 4\], and the rank that .* gives it is 2"),
         ({"lora_alpha": 1e42}, "down_proj, with its scale, has numbers that are not finite"),
     ],
 )
@@ -91,14 +90,24 @@ def test_configurations_that_are_refused(tmp_path: Path, config: dict[str, Any],
     ("tensors", "message"),
     [
         ({"q_proj_lora_A_weight": None}, f"matrix B of {re.escape(ATTENTION)} without its partner"),
-        ({"q_proj_lora_A_weight": torch.full((4, 6), math.nan)}, "numbers that are not finite"),
-        ({"q_proj_lora_A_weight": torch.ones(4, 6, dtype=torch.int64)}, "is int64; it must be a matrix of floats"),
-        ({"q_proj_lora_A_weight": torch.ones(4, 6, dtype=torch.float64)}, r"cannot be read \('F64'\)"),
+        ({"q_proj_lora_A_weight": torch.full((4, 6), math.nan)}, "must be a matrix of finite floats"),
+        (
+            {"q_proj_lora_A_weight": torch.ones(4, 6, dtype=torch.int64)},
+            r"is int64 \[4, 6\]; it must be a matrix",
+        ),
+        ({"q_proj_lora_A_weight": torch.ones(4, 6, dtype=torch.uint8)}, r"cannot be read \('U8'\)"),
         ({"q_proj_lora_A_weight": torch.ones(4, 7)}, r"\[4, 7\] and \[10, 4\], and must be \[4, 6\]"),
-        ({"q_proj_lora_A_weight": torch.ones(24)}, r"are \[24\] and"),
-        ({"lm_head.lora_A.weight": torch.ones(4, 6)}, "changes lm_head, and this package .* q_proj, down_proj"),
-        ({"lm_head.weight": torch.ones(4, 6)}, "lm_head.weight, which is no LoRA matrix"),
-        ({"embed.lora_embedding_A": torch.ones(4, 6)}, "lora_embedding_A, which is no LoRA matrix"),
+        ({"q_proj_lora_A_weight": torch.ones(24)}, r"is float32 \[24\]; it must be a matrix"),
+        (
+            {"lm_head.lora_A.weight": torch.ones(4, 6), "lm_head.lora_B.weight": torch.ones(10, 4)},
+            "changes lm_head, and this package .* q_proj, down_proj",
+        ),
+        ({"lm_head.weight": torch.ones(4, 6)}, "lm_head.weight, which does not belong to a pair"),
+        (
+            {"embed.lora_embedding_A": torch.ones(4, 6), "embed.lora_embedding_B": torch.ones(6, 4)},
+            "changes embed, and this package takes adapters of q_proj",
+        ),
+        ({f"{ATTENTION}.base_layer.weight": torch.ones(10, 6)}, "changes .*q_proj, and this package"),
     ],
 )
 def test_tensors_that_are_refused(tmp_path: Path, tensors: dict[str, Any], message: str) -> None:
@@ -134,6 +143,13 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         read_adapter("", folder, make_interface())
     with pytest.raises(ValueError, match="takes no LoRA adapters; export the model again with max_loras"):
         read_adapter("a", folder, make_interface(adapters=()))
+
+
+def test_a_rank_that_the_package_has_no_room_for(tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", rank_pattern={"q_proj": 5})
+    change(folder, q_proj_lora_A_weight=torch.ones(5, 6), q_proj_lora_B_weight=torch.ones(10, 5))
+    with pytest.raises(QsampleError, match=r"rank in .*q_proj is 5.*max_lora_rank=4; export .*max_lora_rank=5"):
+        read_adapter("a", folder, make_interface())
 
 
 def test_half_precision_has_limits(tmp_path: Path) -> None:

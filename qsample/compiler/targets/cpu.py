@@ -7,7 +7,6 @@ from typing import Final
 
 import onnxruntime as ort
 
-from qsample.compiler.passes.adapters import branch_where_adapters_are
 from qsample.compiler.passes.expert_rows import repeat_expert_rows
 from qsample.compiler.passes.fusions import merge_equal_nodes
 from qsample.compiler.passes.recurrences import branch_where_rows_begin
@@ -32,6 +31,7 @@ from qsample.compiler.quantize.weights import keep_activations, round_activation
 from qsample.compiler.targets import Target
 from qsample.contract.tensors import STEPS_ONNXRUNTIME
 from qsample.errors import CompileError, QsampleError
+from qsample.graph.adapters import branch_where_adapters_are
 from qsample.ort.providers import CPU, check_version
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels

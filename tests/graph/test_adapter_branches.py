@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qsample.compiler.passes.adapters import branch_where_adapters_are
 from qsample.compiler.passes.fusions import join_projections
-from qsample.graph.adapters import join_adapters, split_adapters
+from qsample.graph.adapters import branch_where_adapters_are, join_adapters, split_adapters
 from tests.graph.test_adapters import INTERFACE, check, make_model
 
 
