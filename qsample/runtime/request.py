@@ -139,8 +139,15 @@ class Request:
         """
         self._sequence = sequence
         self._cancel = cancel
-        self._feed = _Feed(check_waiting, self.cancel if cancel_if_abandoned else None)
+        self._check_waiting = check_waiting
+        self._cancel_if_abandoned = cancel_if_abandoned
+        self._changed = threading.Condition()  # guards the next three
+        self._deltas: list[Delta] = []  # none comes after the outcome
+        self._outcome: RequestOutput | Failure | None = None
         self._callbacks: list[Callable[[Request], object]] = []
+        # The event of each reader in a coroutine, with its loop; an object and None for a reader in a thread. Changed
+        # without a lock: readers are garbage collected at any time, also while this thread holds the lock.
+        self._readers: dict[Any, Any] = {}
         self.added_at = time.perf_counter()
 
     @property
@@ -164,12 +171,12 @@ class Request:
     @property
     def done(self) -> bool:
         """Whether it has ended, for whatever reason."""
-        return self._feed.outcome is not None
+        return self._outcome is not None
 
     def add_done_callback(self, function: Callable[[Request], object]) -> None:
         """Call `function(request)` once it has ended, for whatever reason: on the engine's thread, so it must be quick;
         or at once if it has ended already. An exception of the function becomes a warning."""
-        with self._feed.changed:
+        with self._changed:
             if not self.done:
                 self._callbacks.append(function)
                 return
@@ -186,42 +193,71 @@ class Request:
         Raises TimeoutError after `timeout` seconds, RequestFailedError or EngineClosedError if the request failed, and
         RuntimeError if a function of a request waits for the engine that called it.
         """
-        seconds, reader = checked_timeout(timeout), _Reader()
-        self._feed.join(reader)
+        seconds, reader = checked_timeout(timeout), object()
+        self._readers[reader] = None
         try:
-            if not self._feed.wait(reader, None, seconds):
+            if not self._wait(reader, None, seconds):
                 raise TimeoutError(f"the request has not ended after {timeout} seconds; it goes on, or cancel() it")
         finally:
-            self._feed.leave(reader, gave_up=False)
-        return self._feed.result()
+            self._readers.pop(reader, None)  # it has not given up
+        return self._result()
 
     def __iter__(self) -> Iterator[Delta]:
-        feed, seen, reader = self._feed, 0, _Reader()
-        feed.join(reader)
+        seen, reader = 0, object()
+        self._readers[reader] = None
         try:
             while True:
                 done = self.done  # before the deltas: none comes after that
-                new = feed.deltas[seen:]
+                new = self._deltas[seen:]
                 yield from new
                 seen += len(new)
                 if done:
-                    feed.result()
+                    self._result()
                     return
                 if not new:
-                    feed.wait(reader, seen)
+                    self._wait(reader, seen)
         finally:
-            feed.leave(reader)
+            self._leave(reader)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        return _AsyncDeltas(self._feed)
+        return _AsyncDeltas(self)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
-        return self._wait().__await__()
+        return self._read_all().__await__()
 
-    async def _wait(self) -> RequestOutput:
+    async def _read_all(self) -> RequestOutput:
         async for _ in self:
             pass
-        return self._feed.result()
+        return self._result()
+
+    def _wait(self, reader: object, seen: int | None, seconds: float | None = None) -> bool:
+        """Wait for the end; or, unless `seen` is None, for more deltas than that. Returns whether it came in time."""
+        if self.done:
+            return True
+        self._check_wait(reader)
+        with self._changed:
+            return self._changed.wait_for(lambda: self.done or (seen is not None and len(self._deltas) > seen), seconds)
+
+    def _check_wait(self, reader: object) -> None:
+        """Let `reader` wait, or raise; it has not given up then."""
+        try:
+            self._check_waiting()
+        except BaseException:
+            self._readers.pop(reader, None)
+            raise
+
+    def _leave(self, reader: object) -> None:
+        """A reader gives up, unless it left before."""
+        was_there = self._readers.pop(reader, ...) is not ...
+        if was_there and self._cancel_if_abandoned and not self._readers:
+            self.cancel()
+
+    def _result(self) -> RequestOutput:
+        """The output at the end, or its error."""
+        assert self._outcome is not None
+        if isinstance(self._outcome, Failure):
+            raise self._outcome.error()
+        return self._outcome
 
     # The rest is for the engine's thread.
 
@@ -245,11 +281,20 @@ class Request:
         self._end(failure)
 
     def _end(self, outcome: RequestOutput | Failure) -> None:
-        self._feed.end(outcome)
+        with self._changed:
+            self._outcome = outcome
+            self._notify()
         callbacks, self._callbacks = self._callbacks, []
         for function in callbacks:
             with suppress(BaseException):  # SystemExit, and warnings that are errors: nobody else is to suffer
                 self._call(function)
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        for reader, loop in self._readers.copy().items():
+            if loop is not None:
+                with suppress(Exception):  # most likely it was closed, so nobody waits there any more
+                    loop.call_soon_threadsafe(reader.set)
 
     def _make_output(self, reason: str) -> RequestOutput:
         sequence, text = self._sequence, self._sequence.text
@@ -259,7 +304,7 @@ class Request:
         now = time.perf_counter()
         tokens = sequence.token_ids
         queued = None if sequence.admitted_at is None else sequence.admitted_at - self.added_at
-        first = self._feed.deltas[0].seconds if tokens else None
+        first = self._deltas[0].seconds if tokens else None
         return RequestOutput(
             token_ids=tokens,
             text=None if text is None else text.whole,
@@ -281,7 +326,10 @@ class Request:
 
     def _publish(self, tokens: list[int], text: str, outputs: list[Mapping[str, Array]] | None = None) -> None:
         certain = None if self._sequence.text is None else text
-        self._feed.put(Delta(tokens, certain, time.perf_counter() - self.added_at, _stacked(outputs or [])))
+        delta = Delta(tokens, certain, time.perf_counter() - self.added_at, _stacked(outputs or []))
+        with self._changed:
+            self._deltas.append(delta)
+            self._notify()
 
 
 def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
@@ -289,129 +337,37 @@ def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
     return {name: np.stack([output[name] for output in outputs]) for name in outputs[0]} if outputs else {}
 
 
-class _Reader:
-    """Somebody who reads a request: a thread, which waits on the feed's condition; or a coroutine, on `event`."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._loop = loop
-        self.event = asyncio.Event()
-
-    def wake(self) -> None:
-        if self._loop is not None:
-            try:
-                self._loop.call_soon_threadsafe(self.event.set)
-            except BaseException:  # most likely it was closed, so nobody waits there any more
-                self._loop = None
-
-
-class _Feed:
-    """The deltas of a request and its outcome, from the engine's thread to its readers.
-
-    Attributes:
-        deltas: those so far. None comes after the outcome.
-        outcome: None before the end.
-        changed: guards both.
-    """
-
-    def __init__(self, check_waiting: Callable[[], None], abandoned: Callable[[], None] | None) -> None:
-        """abandoned: called when the last reader gives up; None = that changes nothing."""
-        self.deltas: list[Delta] = []
-        self.outcome: RequestOutput | Failure | None = None
-        self.changed = threading.Condition()
-        self._check_waiting = check_waiting
-        self._abandoned = abandoned
-        # Changed without a lock: readers are garbage collected at any time, also while this thread holds one.
-        self._readers: set[_Reader] = set()
-
-    def put(self, delta: Delta) -> None:
-        with self.changed:
-            self.deltas.append(delta)
-            self._notify()
-
-    def end(self, outcome: RequestOutput | Failure) -> None:
-        with self.changed:
-            self.outcome = outcome
-            self._notify()
-
-    def _notify(self) -> None:
-        self.changed.notify_all()
-        for reader in self._readers.copy():
-            reader.wake()
-
-    def result(self) -> RequestOutput:
-        """The output at the end, or its error."""
-        assert self.outcome is not None
-        if isinstance(self.outcome, Failure):
-            raise self.outcome.error()
-        return self.outcome
-
-    def join(self, reader: _Reader) -> None:
-        self._readers.add(reader)
-
-    def leave(self, reader: _Reader, *, gave_up: bool = True) -> None:
-        if reader in self._readers:
-            self._readers.discard(reader)
-            if gave_up and self._abandoned is not None and not self._readers:
-                self._abandoned()
-
-    def check_wait(self, reader: _Reader) -> None:
-        """Let `reader` wait, or raise; it has not given up then."""
-        try:
-            self._check_waiting()
-        except BaseException:
-            self.leave(reader, gave_up=False)
-            raise
-
-    def wait(self, reader: _Reader, seen: int | None, seconds: float | None = None) -> bool:
-        """Wait for the end; or, unless `seen` is None, for more deltas than that. Returns whether it came in time."""
-        if self.outcome is not None:
-            return True
-        self.check_wait(reader)
-
-        def is_there() -> bool:
-            return self.outcome is not None or (seen is not None and len(self.deltas) > seen)
-
-        with self.changed:
-            return self.changed.wait_for(is_there, seconds)
-
-    def interrupted(self, reader: _Reader) -> bool:
-        """A reader's task was cancelled while it waited. Returns whether it gave up by that."""
-        if self._abandoned is not None:
-            self.leave(reader)
-        return self._abandoned is not None
-
-
 class _AsyncDeltas(AsyncIterator[Delta]):
     """The deltas of a request in a coroutine. Not a generator: those wait for their event loop to be collected."""
 
-    def __init__(self, feed: _Feed) -> None:
-        self._feed = feed
-        self._reader: _Reader | None = None  # since the first `anext`
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._event: asyncio.Event | None = None  # since the first `anext`
         self._seen = 0
         self._closed = False
 
     async def __anext__(self) -> Delta:
-        feed = self._feed
-        if self._reader is None:
-            self._reader = _Reader(asyncio.get_running_loop())
-            feed.join(self._reader)
+        request = self._request
+        if self._event is None:
+            self._event = asyncio.Event()
+            request._readers[self._event] = asyncio.get_running_loop()
         while not self._closed:
-            self._reader.event.clear()
-            done = feed.outcome is not None  # before the deltas: none comes after that
-            if self._seen < len(feed.deltas):
+            self._event.clear()
+            done = request.done  # before the deltas: none comes after that
+            if self._seen < len(request._deltas):
                 self._seen += 1
-                return feed.deltas[self._seen - 1]
+                return request._deltas[self._seen - 1]
             if done:
                 self._close()
-                feed.result()
+                request._result()
                 break
-            feed.check_wait(self._reader)
+            request._check_wait(self._event)
             try:
-                await self._reader.event.wait()
+                await self._event.wait()
             except BaseException:  # its task was cancelled
-                if feed.interrupted(self._reader):
-                    self._closed = True
-                    self._reader.event.set()  # for another task that waits here
+                if request._cancel_if_abandoned:
+                    self._close()
+                    self._event.set()  # for another task that waits here
                 raise
         raise StopAsyncIteration
 
@@ -423,6 +379,6 @@ class _AsyncDeltas(AsyncIterator[Delta]):
         self._close()
 
     def _close(self) -> None:
-        if self._reader is not None and not self._closed:
-            self._feed.leave(self._reader)
+        if self._event is not None and not self._closed:
+            self._request._leave(self._event)
         self._closed = True
