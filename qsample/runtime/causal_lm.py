@@ -109,7 +109,8 @@ class CausalLM(ModelMethods):
     ) -> None:
         """loaded_with: the arguments of `load` but the path; None = the model cannot be pickled."""
         self.package = package
-        self.features = package.interface.features
+        self.interface: Interface = package.interface
+        self.features = self.interface.features
         self.tokenizer = Tokenizer.of(package)
         self.config = ModelConfig(package.read_json("config.json"))
         self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
@@ -128,10 +129,6 @@ class CausalLM(ModelMethods):
             raise TypeError("this model was not opened by qsample.runtime.load, so no path says how to open it again")
         settings = dict(self.generation_config)
         return _reopen, (self.package.path, _fingerprint(self.package), self._loaded_with, settings)
-
-    @property
-    def interface(self) -> Interface:
-        return self.package.interface
 
     @property
     def generation_config(self) -> GenerationConfig:

@@ -23,7 +23,7 @@ from qsample.runtime.adapters import Adapter
 from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_array
 from qsample.runtime.callbacks import Guide
 from qsample.runtime.sequence import Prediction, Sequence
-from qsample.text.generated_text import GeneratedText, check_stop_strings
+from qsample.text.generated_text import PROMPT_CONTEXT, GeneratedText, check_stop_strings
 from qsample.text.tokenizer import Tokenizer, choose_tokenizer
 
 
@@ -45,7 +45,8 @@ def make_sequences(
 
     Raises ValueError for a wrong argument.
     """
-    tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)
+    if call.tokenizer is not None:
+        tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)
     bos = token_ids.bos if call.bos is None else call.bos
     prompts = parse_prompts(call, tokenizer, interface.vocab_size, bos, holes=not interface.recurrent)
     params = _params_of_prompts(call.params, len(prompts))
@@ -84,7 +85,7 @@ def make_sequences(
             raise ValueError(f"prompt {row // count}: {error}") from None
         if guided and PROMPT_LOOKUP.name in parameters:
             parameters[PROMPT_LOOKUP.name] = np.array(0, np.int32)  # the function has to see each token before the next
-        text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids.tolist(), stops)
+        text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT:].tolist(), stops)
         more: Any = {"max_time": call.max_time, "adapter": chosen[id(params[row // count])]}
         more["prediction"] = None if expected is None or guided else Prediction(expected)
         sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, **more))

@@ -142,7 +142,7 @@ class StopStrings:
 
 _REPLACEMENT: Final = "\ufffd"  # an incomplete multi-byte character decodes to it
 _INCOMPLETE: Final = 3  # most bytes of an incomplete character, each a U+FFFD of its own with byte fallback
-_CONTEXT: Final = 8  # prompt tokens that decide how the first new token is spelled, with or without a space
+PROMPT_CONTEXT: Final = 8  # prompt tokens that decide how the first new token is spelled, with or without a space
 _MOST_TOKENS: Final = 32  # decoded for a new token: beyond that, all but the last half are forgotten
 
 
@@ -158,8 +158,9 @@ class IncrementalDecoder:
         """prompt: the tokens before the first new token; they are not repeated in the text."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids = [int(token) for token in prompt[-_CONTEXT:]]
-        self._given = self._decode(self._ids)  # the part of the text of `_ids` that was returned, or is of the prompt
+        self._ids = [int(token) for token in prompt[-PROMPT_CONTEXT:]]
+        # The part of the text of `_ids` that was returned, or is of the prompt; None until the first token comes.
+        self._given: str | None = None
         self._context = len(self._ids)  # its length when nothing was held back
         self._changes = 0  # tokens since the returned text decodes to another text
 
@@ -167,14 +168,16 @@ class IncrementalDecoder:
         """The text that `token` makes certain; "" if it completes no character."""
         if self._tokenizer.is_skipped(token, skip_special_tokens=self._skip_special_tokens):
             return ""
+        given = self._decode(self._ids) if self._given is None else self._given
         self._ids.append(int(token))
         text = self._decode(self._ids)
         held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _INCOMPLETE)
         # Byte fallback: the first bytes of a character make those before it invalid, too, until it is complete.
-        self._changes = 0 if text.startswith(self._given) else self._changes + 1
+        self._changes = 0 if text.startswith(given) else self._changes + 1
+        self._given = given
         if held and 0 < self._changes <= _INCOMPLETE:
             return ""
-        start, end = self._known(text), len(text) - held
+        start, end = _known(given, text), len(text) - held
         if end > start:
             self._given = text[:end]
             if not held:
@@ -187,20 +190,11 @@ class IncrementalDecoder:
 
     def end(self) -> str:
         """The text that was held back; incomplete characters become U+FFFD."""
+        if self._given is None:
+            return ""
         text = self._decode(self._ids)
-        piece, self._given = text[self._known(text) :], text
+        piece, self._given = text[_known(self._given, text) :], text
         return piece
-
-    def _known(self, text: str) -> int:
-        """The number of characters of `text` that were returned."""
-        if text.startswith(self._given):
-            return len(self._given)
-        whole = self._given.rstrip(_REPLACEMENT)
-        if not text.startswith(whole):
-            return len(whole)
-        # A new token completes a character that the prompt ended inside.
-        rest = text[len(whole) :].lstrip(_REPLACEMENT)
-        return min(len(self._given), len(text) - len(rest))
 
     def _forget(self, held: int) -> None:
         """Drop the older tokens. held: characters at the end that were not returned."""
@@ -211,6 +205,18 @@ class IncrementalDecoder:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _known(given: str, text: str) -> int:
+    """The number of characters of `text` that are in `given`, the text before a token."""
+    if text.startswith(given):
+        return len(given)
+    whole = given.rstrip(_REPLACEMENT)
+    if not text.startswith(whole):
+        return len(whole)
+    # A new token completes a character that the prompt ended inside.
+    rest = text[len(whole) :].lstrip(_REPLACEMENT)
+    return min(len(given), len(text) - len(rest))
 
 
 class GeneratedText:
