@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.disk.destination import scratch_in
-from qsample.disk.publish import publish
+from qsample.disk.replace import publish
 from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.untrusted import problem_of_name, read_json
 from qsample.errors import PackageError, shown

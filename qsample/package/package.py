@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from qsample.contract.interface import Features, Interface
 from qsample.disk.destination import scratch_in
-from qsample.disk.publish import flush, publish
+from qsample.disk.replace import flush, publish
 from qsample.disk.scratch import outside_scratch
 from qsample.disk.source_files import SourceFiles, Version, version_of
 from qsample.disk.space import check_free, full_disk_named

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, Final
 
 import qsample
-from qsample.disk import publish
+from qsample.disk import replace as publish
 from qsample.errors import PackageError
 from qsample.package.manifest import MODEL_PACKAGE_NAME
 from qsample.package.package import MANIFEST_NAME, read_package, use_package

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from qsample.disk import publish as publish_module
+from qsample.disk import replace as publish_module
 from qsample.disk.scratch import NEW
 from qsample.errors import QsampleError
 from qsample.package import package as package_module

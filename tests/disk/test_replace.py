@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from qsample.disk import publish as module
-from qsample.disk.publish import exchange, publish
+from qsample.disk import replace as module
+from qsample.disk.replace import exchange, publish
 from qsample.errors import PackageError
 from qsample.package.package import MANIFEST_NAME, read_package, use_package, write_package
 from tests.helpers.small_packages import FILES, manifest, write
@@ -29,7 +29,7 @@ both_ways = pytest.mark.parametrize("atomic", [True, False], ids=["exchange", "t
 def file_system(atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that can exchange two names, or answers as NFS does."""
     if not atomic:
-        monkeypatch.setattr("qsample.disk.publish._exchange", lambda first, second: errno.EINVAL)
+        monkeypatch.setattr("qsample.disk.replace._exchange", lambda first, second: errno.EINVAL)
 
 
 def run(command: str, folder: Path, *numbers: int, atomic: bool = True) -> Any:
