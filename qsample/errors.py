@@ -96,7 +96,7 @@ class Failure:
             text = f"{type(cause).__name__}: {cause!s:.500}".removesuffix(": ")
             details = "".join(traceback.format_exception(cause)).rstrip()
             # As text: its frames would keep alive what they used, the memory of the whole batch included.
-            for error in _chain(cause):
+            for error in causes_of(cause):
                 BaseException.with_traceback(error, None)
         except BaseException:  # raised by the exception's own methods
             return cls(kind, message.format(type(cause).__name__))
@@ -111,8 +111,8 @@ class Failure:
         return error
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """`error`, its causes and theirs."""
+def causes_of(error: BaseException) -> list[BaseException]:
+    """An error, its causes, and their causes."""
     seen: list[BaseException] = []
     unseen: list[BaseException | None] = [error]
     while unseen:

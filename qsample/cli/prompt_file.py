@@ -25,6 +25,7 @@ import typer
 from qsample.cli.common import context_full, read_text
 from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.terminal import counted, finite, note, progress
+from qsample.disk.locks import lock
 from qsample.errors import QsampleError, shown
 from qsample.progress import Stage
 from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
@@ -336,21 +337,12 @@ class Results:
         self._path, self._file = path, FileIO(path, "a+")  # a buffer would be written again after a full disk
         self.done, self.failed = 0, list[int]()
         try:
-            self._lock()
+            if lock(self._file.fileno()) is False:  # a second run of the command would continue with the same rows
+                raise typer.BadParameter(f"another process writes to --output {path}; wait for it")
             self._check(rows, any_error=any_error)
         except BaseException:
             self._file.close()
             raise
-
-    def _lock(self) -> None:
-        """Keep a second run of the command from continuing with the same rows."""
-        if os.name == "posix":
-            import fcntl
-
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise typer.BadParameter(f"another process writes to --output {self._path}; wait for it") from None
 
     def _check(self, rows: list[Row], *, any_error: bool) -> None:
         size = 0

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Final
@@ -51,32 +51,21 @@ def is_at(path: Path, file: FileIO) -> bool:
         return False
 
 
-def taken_lock(path: Path) -> FileIO | None:
-    """The lock file `path`, made and locked; None if another process holds it. OSError: it cannot be made."""
-    safe = getattr(os, "O_NOFOLLOW", 0)
-    while True:
-        file = FileIO(path, "r+", opener=lambda name, _: os.open(name, os.O_RDWR | os.O_CREAT | safe, 0o600))
+@contextmanager
+def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Run the body in one process at a time.
+
+    Args:
+        path: a file that the processes lock. It is made if it is missing, and stays: a process may wait for it.
+        waiting: called once if another process runs the body.
+
+    Raises:
+        OSError: If the file cannot be made.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    with FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
         if lock(file.fileno()) is False:
-            file.close()
-            return None
-        if is_at(path, file):  # otherwise its last owner has deleted it
-            return file
-        file.close()
-
-
-def waited_lock(path: Path, waiting: Callable[[], None]) -> FileIO:
-    """As `taken_lock`, after every other process. waiting: called once if there is another."""
-    file = taken_lock(path)
-    if file is None:
-        waiting()
-    while file is None:
-        time.sleep(_PAUSE)
-        file = taken_lock(path)
-    return file
-
-
-def release(path: Path, file: FileIO) -> None:
-    """Delete the lock file `path` that was taken, and free the lock."""
-    with suppress(OSError):  # Windows keeps open files; the next owner deletes it
-        path.unlink()
-    file.close()
+            waiting()
+            while lock(file.fileno()) is False:
+                time.sleep(_PAUSE)
+        yield

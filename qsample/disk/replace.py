@@ -1,4 +1,4 @@
-"""Moves a finished folder to its place, so that everybody sees its old content or all of the new one."""
+"""Moves a finished folder to its place: everybody sees its old content or all of the new content."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from qsample.disk.scratch import ScratchFolder
 from qsample.errors import PackageError
 
-_ATTEMPTS: Final = 100  # only a process that makes and removes the folder all the time needs more than three
 _AT_FDCWD: Final = -100  # Linux: paths are relative to the working directory
 _SWAP: Final = 2  # RENAME_EXCHANGE of Linux's renameat2(2), RENAME_SWAP of macOS's renamex_np(2)
 # The answers of a system, a file system or a sandbox that lacks the call. EPERM may also be meant: then the renames in
@@ -21,17 +22,16 @@ _SWAP: Final = 2  # RENAME_EXCHANGE of Linux's renameat2(2), RENAME_SWAP of macO
 _UNSUPPORTED: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
 
 
-def publish(made: Path, target: Path, replaced: Path, check: Callable[[Path], None]) -> None:
-    """Give the folder `made` the name `target`. A folder that it replaces is left at `made` or `replaced`.
+def put_in_place(scratch: ScratchFolder, target: Path, check: Callable[[Path], None]) -> None:
+    """Give the folder `scratch.new` the name `target`. A folder that it replaces goes with the scratch folder.
 
     A plain rename of a folder, which POSIX lets replace an empty folder and nothing else, and Windows nothing at all,
     never deletes anything: of two writers, one gets the name. A package is replaced by exchanging the two names. If the
     file system cannot do that, the name is missing between two renames.
 
     Args:
-        made: the finished folder.
+        scratch: holds the finished folder, on the file system of `target`.
         target: its new name.
-        replaced: a free name on the same file system.
         check: raises PackageError if the file or folder at a path has to stay. It gets `target` if something is there,
             and the replaced folder once more after nobody else can reach it; that goes back if it is refused.
 
@@ -39,23 +39,21 @@ def publish(made: Path, target: Path, replaced: Path, check: Callable[[Path], No
         PackageError: If the system refuses, and from `check`.
     """
     try:
-        for _ in range(_ATTEMPTS):
+        while True:
             if os.path.lexists(target):
                 check(target)
                 if not _is_empty(target):
-                    _replace(made, target, replaced, check)
+                    _replace(scratch, target, check)
                     break
                 if os.name == "nt":
                     target.rmdir()
             try:
-                made.rename(target)
+                scratch.new.rename(target)
                 break
             except OSError:
                 # If another folder has come to be there since, look at it. Otherwise the system means it.
                 if not os.path.lexists(target) or _is_empty(target):
                     raise
-        else:
-            raise PackageError(f"{target} is replaced over and over by somebody else; choose another folder")
     except OSError as error:
         raise PackageError(
             f"cannot move the package to {target}: {error.strerror}; choose another folder on the same disk, whose "
@@ -66,40 +64,61 @@ def publish(made: Path, target: Path, replaced: Path, check: Callable[[Path], No
             flush(target.parent)
 
 
-def _replace(made: Path, target: Path, replaced: Path, check: Callable[[Path], None]) -> None:
-    new = os.stat(made).st_ino
+def _replace(scratch: ScratchFolder, target: Path, check: Callable[[Path], None]) -> None:
+    made = os.stat(scratch.new).st_ino
     try:
-        if exchange(made, target):
-            check(made)
+        if exchange(scratch.new, target):
+            check(scratch.new)
             return
     except BaseException:
         with suppress(OSError):
-            if os.lstat(target).st_ino == new:
-                exchange(made, target)
+            if os.lstat(target).st_ino == made:
+                exchange(scratch.new, target)
         raise
-    try:
-        target.rename(replaced)
-        check(replaced)
-        made.rename(target)
-    except BaseException as error:
-        if os.path.lexists(replaced):
-            _put_back(replaced, target, error)
-        raise
+    target.rename(scratch.replaced)  # from where the scratch folder returns it unless `new` arrives
+    check(scratch.replaced)
+    scratch.new.rename(target)
 
 
-def _put_back(replaced: Path, target: Path, reason: BaseException) -> None:
+def check_replaceable(
+    path: Path,
+    target: Path,
+    kind: str,
+    is_one: Callable[[Path], bool],
+    foreign_files: Callable[[Path], Iterator[str]],
+    overwrite: bool,
+) -> None:
+    """Raise PackageError unless nothing, an empty folder, or something that may be overwritten is at `path`.
+
+    Args:
+        path: `target`, or where it was moved.
+        target: its name for the reader.
+        kind: of a folder that may be overwritten.
+        is_one: whether a folder is of that kind.
+        foreign_files: the files in it that did not come with it.
+        overwrite: the caller's consent.
+    """
     try:
-        if os.path.lexists(target):
-            raise FileExistsError
-        replaced.rename(target)
-    except OSError:  # it must not be deleted with its folder
-        for number in range(1, 1000):
-            kept = target.with_name(f"{target.name}.old{number}")
-            if not os.path.lexists(kept):
-                replaced.rename(kept)
-                raise PackageError(
-                    f"{target} was written by somebody else meanwhile; the package that was there is {kept}"
-                ) from reason
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise PackageError(f"cannot write to {target!s:.200}…: the name is too long; choose another") from error
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise PackageError(f"{target} is a file; give a folder for the {kind}")
+    if not any(path.iterdir()):
+        return
+    if not is_one(path):
+        raise PackageError(
+            f"{target} is not empty and not a qsample {kind}, so it is not replaced; choose another folder"
+        )
+    if not overwrite:
+        raise PackageError(f"{target} already holds a {kind}; pass overwrite=True to replace it")
+    if foreign := list(islice(foreign_files(path), 3)):
+        raise PackageError(
+            f"{target} holds files that are not its {kind}'s ({', '.join(foreign)}), so it is not replaced; move them "
+            "elsewhere, or choose another folder"
+        )
 
 
 def exchange(first: Path, second: Path) -> bool:
@@ -112,26 +131,17 @@ def exchange(first: Path, second: Path) -> bool:
     Raises:
         OSError: If it can, and is not permitted.
     """
-    problem = _exchange(os.fsencode(first), os.fsencode(second))
-    if problem in _UNSUPPORTED:
-        return False
-    if problem:
-        raise OSError(problem, os.strerror(problem), str(first), None, str(second))
-    return True
-
-
-def _exchange(first: bytes, second: bytes) -> int:
-    """The system call, which the standard library lacks; 0, or the reason of its failure as in `errno`."""
     name = {"linux": "renameat2", "darwin": "renamex_np"}.get(sys.platform)
     call: Any = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name else None
     if call is None:
-        return errno.ENOSYS
-    if sys.platform == "darwin":
-        failed = call(ctypes.c_char_p(first), ctypes.c_char_p(second), ctypes.c_uint(_SWAP))
-    else:
-        folder = ctypes.c_int(_AT_FDCWD)
-        failed = call(folder, ctypes.c_char_p(first), folder, ctypes.c_char_p(second), ctypes.c_uint(_SWAP))
-    return ctypes.get_errno() if failed else 0
+        return False
+    folder = [ctypes.c_int(_AT_FDCWD)] if sys.platform == "linux" else []
+    if call(*folder, os.fsencode(first), *folder, os.fsencode(second), ctypes.c_uint(_SWAP)) == 0:
+        return True
+    problem = ctypes.get_errno()
+    if problem in _UNSUPPORTED:
+        return False
+    raise OSError(problem, os.strerror(problem), str(first), None, str(second))
 
 
 def _is_empty(path: Path) -> bool:

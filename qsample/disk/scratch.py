@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import secrets
 import shutil
-import stat
+import tempfile
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from qsample.disk.locks import lock as _lock
+from qsample.disk.locks import is_at, lock
+from qsample.disk.space import SCRATCH_NAME, check_free, full_disk_named
+from qsample.errors import PackageError
 
 OWNER: Final = "owner"
 NEW: Final = "new"
 REPLACED: Final = "replaced"
-_NAME: Final = re.compile(r"\.qsample-[0-9a-f]{16}")
-_FORMAT: Final = "qsample scratch folder of "
+_FORMAT: Final = b"qsample scratch folder of "
 _LONGEST: Final = 7 * 24 * 3600  # seconds that a process whose lock cannot be seen may live
 _own: set[Path] = set()  # of this process, which some file systems would let take its own lock
 
@@ -39,8 +40,8 @@ class ScratchFolder:
 
     Args:
         parent: an existing folder.
-        target: the place in `parent` for `new`, if it goes anywhere. Its old content is moved to `replaced` first, and
-            back from there if `new` did not arrive.
+        target: the place in `parent` for `new`, if it goes anywhere. Its old content may be moved to `replaced`, and
+            returns from there if `new` does not arrive.
 
     Attributes:
         path: the folder.
@@ -54,11 +55,11 @@ class ScratchFolder:
     def __init__(self, parent: Path, target: Path | None = None) -> None:
         parent = parent.absolute()
         remove_abandoned(parent)
-        self.path, lock = _make(parent)
+        self.path, owner = _make(parent)
         # The name in `replaced` says where it belongs.
         self.new, self.replaced = self.path / NEW, self.path / REPLACED / (target.name if target else NEW)
         _own.add(self.path)
-        self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        self._finalizer = weakref.finalize(self, _remove, self.path, owner, os.getpid())
         try:
             self.replaced.parent.mkdir()
             self.new.mkdir()
@@ -76,11 +77,80 @@ class ScratchFolder:
         self.cleanup()
 
 
+def scratch_in(parent: Path, target: Path | None = None) -> ScratchFolder:
+    """A scratch folder in `parent`, for `target`; PackageError if it cannot be made."""
+    try:
+        with full_disk_named(parent):
+            return ScratchFolder(parent, target)
+    except OSError as error:
+        raise PackageError(f"cannot write to {parent}: {error.strerror}; choose another folder") from error
+
+
+def scratch_near(path: Path) -> ScratchFolder:
+    """A scratch folder on the future disk of `path`: that of temporary files is often in memory.
+
+    Raises:
+        PackageError: If no folder can be made there.
+    """
+    parent = next(
+        (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
+    )
+    return scratch_in(parent or Path(tempfile.gettempdir()))
+
+
+@contextmanager
+def scratch_for(target: Path, needed: int, what: str) -> Iterator[ScratchFolder]:
+    """A scratch folder next to `target`, whose missing parents are made; they are removed if the body raises.
+
+    Args:
+        target: the place of what is made.
+        needed: bytes that it takes, about. The disk must have them free.
+        what: the reader's name of it.
+
+    Raises:
+        PackageError: If the folder cannot be made, or the disk is full, before the body or in it.
+    """
+    parent = target.parent
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PackageError(f"cannot create {parent}: {error.strerror}; choose another folder") from error
+    try:
+        with scratch_in(parent, target) as scratch, full_disk_named(parent, needed, what):
+            check_free(parent, needed, what)
+            yield scratch
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+class Destination:
+    """The folder of a new package: the caller's path, or a path in a temporary folder that `keep` hands over."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._folder = ScratchFolder(Path(tempfile.gettempdir())) if path is None else None
+        self.path = Path(path) if path is not None else self._folder.new / "package"  # type: ignore[union-attr]
+
+    def __enter__(self) -> Destination:
+        return self
+
+    def keep(self) -> ScratchFolder | None:
+        folder, self._folder = self._folder, None
+        return folder
+
+    def __exit__(self, *exception: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
 def remove_abandoned(parent: Path) -> None:
     """Delete the scratch folders in `parent` whose processes are dead, as the module's docstring defines it."""
     try:
         with os.scandir(parent) as entries:
-            found = [Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name) and _is_ours(entry)]
+            found = [Path(entry.path) for entry in entries if SCRATCH_NAME.fullmatch(entry.name) and _is_ours(entry)]
     except OSError:
         return
     for folder in found:
@@ -89,87 +159,71 @@ def remove_abandoned(parent: Path) -> None:
                 _remove_if_abandoned(folder)
 
 
-def outside_scratch(path: Path) -> Path:
-    """`path`, or the folder around the outermost scratch folder that it lies in: the folder that a user knows."""
-    inside = [parent.parent for parent in (path, *path.parents) if _NAME.fullmatch(parent.name)]
-    return inside[-1] if inside else path
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder, not a link to one, of the same user."""
+    return entry.is_dir(follow_symlinks=False) and (
+        not hasattr(os, "geteuid") or entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+    )
 
 
 def _make(parent: Path) -> tuple[Path, FileIO]:
-    """A new scratch folder and the file that holds its lock."""
+    """A new scratch folder and its file `owner`, which holds the lock."""
     while True:
         folder = parent / f".qsample-{secrets.token_hex(8)}"
         folder.mkdir(0o700)
         # Between two of these calls, another process may take the folder for an abandoned one.
         try:
-            lock = _open(folder / OWNER, os.O_CREAT | os.O_EXCL)
+            owner = FileIO(folder / OWNER, "x+")
         except FileNotFoundError:
             continue
         try:
-            locked = _lock(lock.fileno())
-            if locked is not False and os.path.exists(folder / OWNER):
-                lock.write(f"{_FORMAT}{platform.node() if locked else '?'}".encode())
-                return folder, lock
-            lock.close()
+            locked = lock(owner.fileno())
+            if locked is not False and is_at(folder / OWNER, owner):
+                owner.write(_FORMAT + (platform.node() if locked else "?").encode())
+                return folder, owner
+            owner.close()
         except BaseException:
-            lock.close()
+            owner.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
-def _open(path: Path, flags: int = 0) -> FileIO:
-    """A file that closes once, however often `close` is called."""
-    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    return FileIO(path, "r+", opener=lambda name, _: os.open(name, os.O_RDWR | flags | safe, 0o600))
-
-
 def _remove_if_abandoned(folder: Path) -> None:
-    try:
-        lock = _open(folder / OWNER)
-    except FileNotFoundError:
+    if not os.path.lexists(folder / OWNER):
         folder.rmdir()  # its process was killed between two calls; if it is not empty, it stays
-        return
-    with lock:
-        status = os.fstat(lock.fileno())
-        locked = _lock(lock.fileno()) if stat.S_ISREG(status.st_mode) else False
-        if locked is False:
-            return
-        owner = lock.read(1 << 10) or b""
-        if not owner.startswith(_FORMAT.encode()):
-            if os.listdir(folder) != [OWNER]:  # else its process was killed before it had written its name
-                return
-        elif not _is_dead(locked, owner, status.st_mtime):
-            return
-        _put_back(folder)
-        _delete(folder, lock)
+    elif (folder / OWNER).is_file() and not (folder / OWNER).is_symlink():
+        with FileIO(folder / OWNER, "r+") as owner:
+            if _is_abandoned(folder, owner):
+                _delete(folder, owner)
 
 
-def _is_dead(locked: bool | None, owner: bytes, since: float) -> bool:
-    """Whether the process named in `owner` is dead, given that its lock is free."""
-    seen = locked and owner == f"{_FORMAT}{platform.node()}".encode()
-    return bool(seen) or time.time() - since > _LONGEST
+def _is_abandoned(folder: Path, owner: FileIO) -> bool:
+    locked = lock(owner.fileno())
+    if locked is False:
+        return False
+    text = owner.read(1 << 10)
+    if not text.startswith(_FORMAT):
+        return os.listdir(folder) == [OWNER]  # its process was killed before it had written its name
+    seen = bool(locked) and text == _FORMAT + platform.node().encode()
+    return seen or time.time() - os.fstat(owner.fileno()).st_mtime > _LONGEST
 
 
-def _put_back(folder: Path) -> None:
-    """Return the content of `replaced` to its place. FileExistsError: that is taken, and not by `new`."""
-    for old in (folder / REPLACED).glob("*"):
-        target = folder.with_name(old.name)
-        if not os.path.lexists(target):
-            old.rename(target)
-        elif os.path.lexists(folder / NEW):
-            raise FileExistsError
-
-
-def _remove(folder: Path, lock: FileIO, process: int) -> None:
+def _remove(folder: Path, owner: FileIO, process: int) -> None:
     if os.getpid() == process:  # and not in a fork
         with suppress(OSError):
-            _delete(folder, lock)
-        lock.close()
+            _delete(folder, owner)
+        owner.close()
         _own.discard(folder)
 
 
-def _delete(folder: Path, lock: FileIO) -> None:
-    """The file `owner` goes last: if this process is killed on the way, the next one knows the folder."""
+def _delete(folder: Path, owner: FileIO) -> None:
+    """Return the content of `replaced` to its place if `new` did not get there, and delete everything else.
+
+    The file `owner` goes last: if this process is killed on the way, the next one knows the folder.
+    """
+    for old in (folder / REPLACED).glob("*"):
+        if (folder / NEW).exists():
+            old.rename(_free_name(folder.with_name(old.name)))
     for entry in list(folder.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
@@ -178,13 +232,14 @@ def _delete(folder: Path, lock: FileIO) -> None:
                 entry.unlink()
     if os.listdir(folder) == [OWNER]:  # otherwise the next process tries again
         if os.name == "nt":  # an open file cannot be deleted there
-            lock.close()
+            owner.close()
         (folder / OWNER).unlink()
         folder.rmdir()
 
 
-def _is_ours(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder, not a link to one, of the same user."""
-    return entry.is_dir(follow_symlinks=False) and (
-        not hasattr(os, "geteuid") or entry.stat(follow_symlinks=False).st_uid == os.geteuid()
-    )
+def _free_name(path: Path) -> Path:
+    """`path`; if something has come to be there meanwhile, the first free name beside it."""
+    number = 0
+    while os.path.lexists(free := path.with_name(f"{path.name}.old{number}") if number else path):
+        number += 1
+    return free

@@ -6,21 +6,28 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from qsample.disk.scratch import outside_scratch
-from qsample.errors import PackageError
+from qsample.errors import PackageError, causes_of
 
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+SCRATCH_NAME: Final = re.compile(r"\.qsample-[0-9a-f]{16}")  # of folders that a user need not know
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 # Libraries that write files by themselves raise types of their own, with the system's words in the text.
 _FULL_TEXT: Final = re.compile(
     rf"no space left|disk quota exceeded|not enough space|os error ({errno.ENOSPC}|{errno.EDQUOT})\b", re.IGNORECASE
 )
+_LIMITED_TEXT: Final = re.compile(rf"os error {errno.EFBIG}\)")
 _SHORT_WRITE: Final = re.compile(r"\d+ requested and \d+ written|problem writing element")  # NumPy's, without a number
 _NOTHING: Final = 1 << 16  # bytes free on a disk that a write of unknown failure must have filled
+
+_IS_FULL: Final = "the disk of {} is full; nothing was written. Free some space or choose another disk"
+_IS_LIMITED: Final = (
+    "{} takes no more of a file: a limit of its file system, a quota or one of this process (ulimit -f) is reached; "
+    "nothing was written. Choose another disk"
+)
 
 
 def check_free(folder: Path, needed: int, what: str) -> None:
@@ -47,55 +54,50 @@ def full_disk_named(folder: Path, needed: int = 0, what: str = "the work") -> It
     except PackageError:
         raise
     except Exception as error:
-        if _limited(error, folder):
-            raise PackageError(
-                f"{outside_scratch(folder)} takes no more of a file: a limit of its file system, a quota or one of "
-                "this process (ulimit -f) is reached; nothing was written. Choose another disk"
-            ) from error
-        if not came_of_full_disk(error, folder):
+        problem = _problem(error, folder)
+        if problem is None:
             raise
-        wanted = f": {what} needs about {format_bytes(needed)}" if needed else ""
-        raise PackageError(
-            f"the disk of {outside_scratch(folder)} is full; nothing was written. Free some space or choose another "
-            f"disk{wanted}"
-        ) from error
+        wanted = f": {what} needs about {format_bytes(needed)}" if needed and problem is _IS_FULL else ""
+        raise PackageError(problem.format(outside_scratch(folder)) + wanted) from error
 
 
-def came_of_full_disk(error: BaseException, folder: Path) -> bool:
-    """Whether an error says that a disk is full; or is not Python's own while that of `folder` is full."""
-    if any(_number(link) in _FULL or _FULL_TEXT.search(str(link)) for link in _chain(error)):
-        return True
-    # ONNX Runtime may say no more than that a write failed.
-    unclear = type(error).__module__ not in ("builtins", "qsample.errors") or _is_short_write(error)
-    return unclear and _free(folder) < _NOTHING
-
-
-def _limited(error: BaseException, folder: Path) -> bool:
-    too_large = f"os error {errno.EFBIG})"
-    if any(_number(link) == errno.EFBIG or too_large in str(link) for link in _chain(error)):
-        return True
-    return _is_short_write(error) and _free(folder) >= _NOTHING
-
-
-def _is_short_write(error: BaseException) -> bool:
-    return any(isinstance(link, OSError) and _SHORT_WRITE.search(str(link)) for link in _chain(error))
-
-
-def _number(error: BaseException) -> int | None:
-    return error.errno if isinstance(error, OSError) else None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    for _ in range(16):
-        if error is None:
-            return
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _free(folder: Path) -> int:
+def _problem(error: BaseException, folder: Path) -> str | None:
+    """The message about the disk of `folder` that explains `error`; None if it has another cause."""
+    causes = causes_of(error)
+    numbers = {cause.errno for cause in causes if isinstance(cause, OSError)}
+    text = "\n".join(map(str, causes))
     existing = next((parent for parent in (folder, *folder.parents) if os.path.isdir(parent)), Path())
-    return shutil.disk_usage(existing).free
+    nothing_free = shutil.disk_usage(existing).free < _NOTHING
+    is_short = any(isinstance(cause, OSError) and _SHORT_WRITE.search(str(cause)) for cause in causes)
+    if errno.EFBIG in numbers or _LIMITED_TEXT.search(text) or (is_short and not nothing_free):
+        return _IS_LIMITED
+    # ONNX Runtime may say no more than that a write failed.
+    is_unclear = is_short or type(error).__module__ not in ("builtins", "qsample.errors")
+    if numbers & _FULL or _FULL_TEXT.search(text) or (is_unclear and nothing_free):
+        return _IS_FULL
+    return None
+
+
+def trim(paths: Iterable[Path], limit: int, remove: Callable[[Path], bool]) -> None:
+    """Remove the files and folders that were used longest ago, as their times say, until the rest takes `limit` bytes.
+
+    remove: removes one; False if it has to stay.
+    """
+    found = []
+    for path in paths:
+        with suppress(OSError):  # another process has removed it
+            files = path.rglob("*") if path.is_dir() else [path]
+            found.append((path.stat().st_mtime_ns, sum(file.stat().st_size for file in files), path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total > limit and remove(path):
+            total -= size
+
+
+def outside_scratch(path: Path) -> Path:
+    """`path`, or the folder around the outermost scratch folder that it lies in: the folder that a user knows."""
+    inside = [parent.parent for parent in (path, *path.parents) if SCRATCH_NAME.fullmatch(parent.name)]
+    return inside[-1] if inside else path
 
 
 def format_bytes(count: int) -> str:

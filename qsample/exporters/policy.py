@@ -15,7 +15,7 @@ import yaml
 
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import VOCAB
-from qsample.disk.destination import scratch_in
+from qsample.disk.scratch import scratch_in
 from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import read_text
 from qsample.errors import PackageError, shown, unknown

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
@@ -22,9 +22,9 @@ from pathlib import Path
 from time import sleep
 from typing import Any, Final
 
-from qsample.disk.destination import scratch_in
-from qsample.disk.locks import is_at, lock, release, taken_lock, waited_lock
-from qsample.disk.space import full_disk_named
+from qsample.disk.locks import alone, is_at, lock
+from qsample.disk.scratch import scratch_in
+from qsample.disk.space import full_disk_named, trim
 from qsample.errors import PackageError, QsampleError
 from qsample.package.manifest import MANIFEST_NAME, Manifest
 from qsample.package.package import Package, read_package, sha256_of
@@ -35,6 +35,7 @@ CACHE_VARIABLE: Final = "QSAMPLE_CACHE"
 LIMIT_VARIABLE: Final = "QSAMPLE_CACHE_LIMIT"
 DEFAULT_LIMIT: Final = 50 * 10**9  # bytes
 _ENTRY: Final = re.compile(r"[\w.+-]+-[0-9a-f]{16}")
+_LOCKS: Final = ".locks"  # a folder with a lock file for each entry that was ever made
 _SEAL: Final = "sealed.json"  # the manifest's sha256, and the state of all files when the entry was made
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -121,36 +122,31 @@ def open_cached(
     path = folder / recipe.entry
     if found := _use(path):
         return found
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        making = folder / f".{path.name}.lock"
-        held = waited_lock(making, lambda: report(Stage.WAITING, 0.0))
-    except OSError as error:
-        raise QsampleError(
-            f"cannot write to {folder}, the cache of compiled models ({error.strerror}); set {CACHE_VARIABLE} to "
-            "another folder"
-        ) from error
-    try:
+    with ExitStack() as making:
+        try:
+            (folder / _LOCKS).mkdir(parents=True, exist_ok=True)
+            making.enter_context(alone(folder / _LOCKS / path.name, lambda: report(Stage.WAITING, 0.0)))
+        except OSError as error:
+            raise QsampleError(
+                f"cannot write to {folder}, the cache of compiled models ({error.strerror}); set {CACHE_VARIABLE} to "
+                "another folder"
+            ) from error
         if not (found := _use(path)):  # otherwise another process was faster
             if os.path.lexists(path):
                 report(Stage.MAKING_AGAIN, 0.0)
                 _delete(path)
             report(Stage.STARTING, 0.0)  # libraries take seconds to import
-            with (
-                full_disk_named(folder),
-                scratch_in(folder) as scratch,
-            ):  # compile would keep a refused package next to another place
-                make(made := scratch.new / path.name)
+            with full_disk_named(folder), scratch_in(folder) as scratch:
+                made = scratch.new / path.name  # compile would keep a refused package next to another place
+                make(made)
                 seal = {"manifest": sha256_of(made / MANIFEST_NAME), "files": _states(made)}
                 (made / _SEAL).write_text(json.dumps(seal))
                 made.rename(path)
             found = _use(path)
         if not found:
             raise PackageError(f"{path} was removed or damaged as soon as it was made; start again")
-        _trim(folder, limit)
+        trim(_entry_folders(folder), limit, remove)
         return found
-    finally:
-        release(making, held)
 
 
 def entries() -> list[Entry]:
@@ -183,9 +179,7 @@ def remove(path: Path) -> bool:
 
 def clear() -> tuple[int, int]:
     """Remove all entries that no process has open; the number of those removed and of those kept."""
-    folder = cache_folder()
-    removed = [remove(path) for path in _entry_folders(folder)]
-    _sweep(folder)
+    removed = [remove(path) for path in _entry_folders(cache_folder())]
     return sum(removed), len(removed) - sum(removed)
 
 
@@ -266,36 +260,3 @@ def _delete(path: Path) -> None:
             pass
         except OSError as error:
             raise PackageError(f"cannot remove {path}: {error.strerror}; is it in use?") from error
-
-
-def _trim(folder: Path, limit: int) -> None:
-    """Remove entries that were not used for longest until `limit` holds; those in use stay."""
-    _sweep(folder)
-    sizes = {path: sum(map(_size, path.rglob("*"))) for path in _entry_folders(folder)}
-    total = sum(sizes.values())
-    for path in sorted(sizes, key=_last_used):
-        if total > limit and remove(path):
-            total -= sizes[path]
-
-
-def _last_used(path: Path) -> float:
-    """The time of an entry's folder, 0 if it is gone."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _size(path: Path) -> int:
-    """Of a file, 0 if it is gone."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _sweep(folder: Path) -> None:
-    """Delete the lock files of killed processes."""
-    for path in folder.glob(".*.lock"):
-        if _ENTRY.fullmatch(path.name[1 : -len(".lock")]) and (file := taken_lock(path)):
-            release(path, file)

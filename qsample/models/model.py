@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features, Interface
-from qsample.disk.destination import Destination, scratch_folder
-from qsample.disk.scratch import ScratchFolder
+from qsample.disk.scratch import Destination, ScratchFolder, scratch_near
 from qsample.errors import QsampleError
 from qsample.huggingface.facade import (
     GENERATION_CONFIG_FILE,
@@ -358,7 +357,7 @@ class SourceModel(Model):
             )
         from qsample.exporters.export import export_model
 
-        with scratch_folder(path) as scratch:
+        with scratch_near(path) as scratch:
             model = self._load(None, scratch.new, progress)
             return export_model(path=path, overwrite=overwrite, progress=progress, **model)
 
@@ -375,7 +374,7 @@ class SourceModel(Model):
             return
         from qsample.exporters.export import EXPORT_DTYPES, export_beside_checkpoint
 
-        with scratch_folder(destination) as scratch:
+        with scratch_near(destination) as scratch:
             package = export_beside_checkpoint(
                 **self._load(options.dtype if options.dtype in EXPORT_DTYPES else None, scratch.new, progress),
                 folder=scratch.path / "portable",

@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.disk.destination import scratch_in
-from qsample.disk.replace import publish
-from qsample.disk.space import check_free, full_disk_named
+from qsample.disk.replace import check_replaceable, put_in_place
+from qsample.disk.scratch import scratch_for
 from qsample.disk.untrusted import problem_of_name, read_json
 from qsample.errors import PackageError, shown
 from qsample.package.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME, model_package
-from qsample.package.package import Package, read_package
+from qsample.package.package import Package, foreign_files, read_package
 
 PORTABLE: Final = "portable"
 _LARGEST: Final = 1 << 20
@@ -55,14 +54,9 @@ def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool =
         variants[name] = package
     _check_same_model(variants)
     target = Path(os.path.realpath(out))
-    _check_target(target, overwrite)
+    _check_target(target, target, overwrite)
     size = sum(entry.bytes for package in variants.values() for entry in package.manifest.files.values())
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PackageError(f"cannot create {target.parent}: {error.strerror}; choose another folder") from error
-    with scratch_in(target.parent, target) as scratch, full_disk_named(target.parent, size, "the bundle"):
-        check_free(target.parent, size, "the bundle")
+    with scratch_for(target, size, "the bundle") as scratch:
         first: dict[str, Path] = {}  # sha256 → the file
         for name, package in variants.items():
             folder = scratch.new / name
@@ -79,7 +73,7 @@ def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool =
             read_package(folder)  # what was copied is what was read
         text = json.dumps(_model_package(variants), indent=2) + "\n"
         (scratch.new / MODEL_PACKAGE_NAME).write_text(text, encoding="utf-8")
-        publish(scratch.new, target, scratch.replaced, lambda path: _check_target(path, overwrite))
+        put_in_place(scratch, target, lambda path: _check_target(path, target, overwrite))
     return list(variants)
 
 
@@ -167,28 +161,17 @@ def _check_same_model(variants: dict[str, Package]) -> None:
             )
 
 
-def _check_target(path: Path, overwrite: bool) -> None:
-    """Raise PackageError if `path` must not be replaced."""
-    if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
-        return
-    variants = _variants(path) if path.is_dir() and not path.is_symlink() else {}
-    if not variants:
-        raise PackageError(f"{path} is not empty and not a bundle, so it is not replaced; choose another folder")
-    if not overwrite:
-        raise PackageError(f"{path} already holds a bundle; pass overwrite (--overwrite) to replace it")
-    known = {MODEL_PACKAGE_NAME, *variants.values()}
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
-    for name in variants.values():
-        listed = {MANIFEST_NAME, *read_package(path / name, verify=False).manifest.files}
-        files = (file for file in (path / name).rglob("*") if not file.is_dir())
-        foreign += [
-            str(file.relative_to(path)) for file in files if file.relative_to(path / name).as_posix() not in listed
-        ]
-    if foreign:
-        raise PackageError(
-            f"{path} holds files that are not its packages' ({', '.join(foreign[:3])}), so it is not replaced; move "
-            "them elsewhere, or choose another folder"
-        )
+def _check_target(path: Path, target: Path, overwrite: bool) -> None:
+    """Raise PackageError if the file or folder at `path`, which is or was `target`, must not be replaced."""
+    check_replaceable(path, target, "bundle", is_bundle, _foreign_files, overwrite)
+
+
+def _foreign_files(folder: Path) -> Iterator[str]:
+    """Files that belong to no package of a bundle."""
+    variants = _variants(folder).values()
+    yield from sorted({entry.name for entry in folder.iterdir()} - {MODEL_PACKAGE_NAME, *variants})
+    for name in variants:
+        yield from (f"{name}/{file}" for file in foreign_files(folder / name))
 
 
 def _link(existing: Path, path: Path) -> None:

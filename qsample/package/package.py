@@ -5,7 +5,6 @@ A package is a folder with `qsample.json`, the manifest, which lists every other
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import json
@@ -14,16 +13,14 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from qsample.contract.interface import Features, Interface
-from qsample.disk.destination import scratch_in
-from qsample.disk.replace import flush, publish
-from qsample.disk.scratch import outside_scratch
+from qsample.disk.replace import check_replaceable, flush, put_in_place
+from qsample.disk.scratch import scratch_for
 from qsample.disk.source_files import SourceFiles, Version, version_of
-from qsample.disk.space import check_free, full_disk_named
+from qsample.disk.space import outside_scratch
 from qsample.disk.untrusted import leads_out, read_json, read_text, referenced_files
 from qsample.errors import PackageError, QsampleError
 from qsample.package.manifest import (
@@ -173,7 +170,7 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
     removed and `path` is as before. The remains of a killed process next to `path` are removed first.
 
     A package is replaced in one step if the file system can do that: whoever opens `path` at any time, even after a
-    crash, finds the old package or the new package. `disk.publish` describes other file systems.
+    crash, finds the old package or the new package. `disk.replace` describes other file systems.
 
     Args:
         path: the package's folder.
@@ -190,26 +187,14 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
     """
     target = Path(os.path.realpath(path))
     check_target(target, target, overwrite)
-    created = _make_parents(target.parent)
-    try:
-        with (
-            scratch_in(target.parent, target) as scratch,
-            full_disk_named(target.parent, required_bytes, "the package"),
-        ):
-            staging = scratch.new
-            check_free(target.parent, required_bytes, "the package")
-            writer = PackageWriter(staging, target)
-            yield writer
-            if writer.manifest is None:
-                raise PackageError("nothing was published: the writer's finish(manifest) was not called")
-            _seal(staging, writer.manifest, writer.sha256_of)
-            place = writer.target
-            publish(staging, place, scratch.replaced, lambda path: check_target(path, place, overwrite))
-    except BaseException:
-        for folder in created:
-            with suppress(OSError):
-                folder.rmdir()
-        raise
+    with scratch_for(target, required_bytes, "the package") as scratch:
+        writer = PackageWriter(scratch.new, target)
+        yield writer
+        if writer.manifest is None:
+            raise PackageError("nothing was published: the writer's finish(manifest) was not called")
+        _seal(scratch.new, writer.manifest, writer.sha256_of)
+        place = writer.target
+        put_in_place(scratch, place, lambda path: check_target(path, place, overwrite))
 
 
 def read_package(path: str | Path, verify: bool = True) -> Package:
@@ -316,16 +301,6 @@ def check_not_source(path: str | Path, *sources: str | Path) -> None:
             raise PackageError(f"{path}{inside} is what the package is made from; choose another folder")
 
 
-def _make_parents(parent: Path) -> list[Path]:
-    """Create `parent`, and return the folders that were missing, innermost first."""
-    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PackageError(f"cannot create {parent}: {error.strerror}; choose another folder") from error
-    return missing
-
-
 def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> None:
     """Hash every file, write the manifest last, and flush all of it to the disk. sha256: of a file, in hexadecimal."""
     described = json.dumps(model_package(manifest), indent=2, sort_keys=True) + "\n"
@@ -385,30 +360,12 @@ def faster_way(package: Package) -> str | None:
 
 def check_target(path: Path, target: Path, overwrite: bool) -> None:
     """Raise PackageError if the file or folder at `path`, which is or was `target`, must not be replaced."""
-    try:
-        os.lstat(path)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise PackageError(f"cannot write to {target!s:.200}…: the name is too long; choose another") from error
-        return
-    if path.is_symlink() or not path.is_dir():
-        raise PackageError(f"{target} is a file; give a folder for the package")
-    if not any(path.iterdir()):
-        return
-    if not (path / MANIFEST_NAME).is_file():
-        raise PackageError(
-            f"{target} is not empty and not a qsample package, so it is not replaced; choose another folder"
-        )
-    if not overwrite:
-        raise PackageError(f"{target} already holds a package; pass overwrite=True to replace it")
-    if foreign := list(islice(_foreign_files(path), 3)):
-        raise PackageError(
-            f"{target} holds files that are not its package's ({', '.join(foreign)}), so it is not replaced; move them "
-            "elsewhere, or choose another folder"
-        )
+    check_replaceable(
+        path, target, "package", lambda folder: (folder / MANIFEST_NAME).is_file(), foreign_files, overwrite
+    )
 
 
-def _foreign_files(folder: Path) -> Iterator[str]:
+def foreign_files(folder: Path) -> Iterator[str]:
     """Files that the manifest in `folder`, of any version, does not list; without a readable manifest, files of other
     kinds than a package holds."""
     try:

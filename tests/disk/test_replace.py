@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from qsample.disk import replace as module
-from qsample.disk.replace import exchange, publish
+from qsample.disk.replace import exchange, put_in_place
+from qsample.disk.scratch import ScratchFolder
 from qsample.errors import PackageError
 from qsample.package.package import MANIFEST_NAME, read_package, use_package, write_package
 from tests.helpers.small_packages import FILES, manifest, write
@@ -29,7 +31,7 @@ both_ways = pytest.mark.parametrize("atomic", [True, False], ids=["exchange", "t
 def file_system(atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that can exchange two names, or answers as NFS does."""
     if not atomic:
-        monkeypatch.setattr("qsample.disk.replace._exchange", lambda first, second: errno.EINVAL)
+        monkeypatch.setattr(module, "exchange", lambda first, second: False)
 
 
 def run(command: str, folder: Path, *numbers: int, atomic: bool = True) -> Any:
@@ -176,7 +178,7 @@ def test_what_appears_in_the_very_moment_of_the_swap_goes_back(
     read_package(tmp_path / "moved")
 
 
-def test_a_package_that_cannot_go_back_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_cannot_go_back_is_kept_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange: somebody takes the name while it is missing, and the new package is refused."""
     target, real = write(tmp_path / "package").path, Path.rename
 
@@ -188,9 +190,7 @@ def test_a_package_that_cannot_go_back_is_kept_and_named(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(module, "exchange", lambda first, second: False)
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(
-        PackageError, match=r"was written by somebody else meanwhile; the package .* is .*package\.old1"
-    ):
+    with pytest.raises(PackageError, match=r"cannot move the package to .*package: "):
         write(target, files(1), overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["package", "package.old1"]
     assert os.listdir(target) == ["mine"]
@@ -199,31 +199,22 @@ def test_a_package_that_cannot_go_back_is_kept_and_named(tmp_path: Path, monkeyp
 
 @both_ways
 @pytest.mark.usefixtures("file_system")
-def test_interrupted_right_after_the_swap(atomic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, target = tmp_path / "made", write(tmp_path / "package", files(1)).path
-    write(made, files(2))
-    looks = []
+def test_interrupted_right_after_the_swap(atomic: bool, tmp_path: Path) -> None:
+    target, looks = write(tmp_path / "package", files(1)).path, []
 
     def look(path: Path) -> None:
         looks.append(path)
         if len(looks) == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        publish(made, target, tmp_path / "replaced", look)
-    assert (version_of(target), version_of(made)) == (1, 2)
-    assert looks == [target, made if atomic else tmp_path / "replaced"]
-    assert sorted(os.listdir(tmp_path)) == ["made", "package"]
-
-
-def test_a_name_that_changes_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "made").mkdir()
-    monkeypatch.setattr(Path, "rename", lambda self, to: (_ for _ in ()).throw(OSError(errno.ENOTEMPTY, "Not empty")))
-    looks = iter(range(10_000))
-    monkeypatch.setattr(os.path, "lexists", lambda path: next(looks) % 2 == 1)
-    monkeypatch.setattr(module, "_is_empty", lambda path: False)
-    with pytest.raises(PackageError, match="is replaced over and over"):
-        publish(tmp_path / "made", tmp_path / "target", tmp_path / "replaced", lambda path: None)
+    with ScratchFolder(tmp_path, target) as scratch:
+        write(scratch.new, files(2))
+        with pytest.raises(KeyboardInterrupt):
+            put_in_place(scratch, target, look)
+        assert version_of(scratch.new) == 2
+    assert version_of(target) == 1
+    assert looks == [target, scratch.new if atomic else scratch.replaced]
+    assert os.listdir(tmp_path) == ["package"]
 
 
 def test_a_mount_point_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,11 +349,16 @@ def test_names_are_swapped(folders: tuple[Path, Path]) -> None:
     assert names(*folders) == ["b", "a"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the call of Linux")
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM])
 def test_what_a_file_system_without_it_answers(
     code: int, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_exchange", lambda first, second: code)
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(renameat2=refuse))
     assert exchange(*folders) is False
     assert names(*folders) == ["a", "b"]
 

@@ -10,14 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from qsample.disk import locks
 from qsample.disk import scratch as module
-from qsample.disk.scratch import NEW, OWNER, REPLACED, ScratchFolder, remove_abandoned
+from qsample.disk.scratch import NEW, OWNER, REPLACED, ScratchFolder, remove_abandoned, scratch_near
+from qsample.errors import PackageError
 from tests.helpers.writers import fork, status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +81,6 @@ def test_a_scratch_folder_is_deleted_when_it_is_left(tmp_path: Path) -> None:
         assert scratch.path.parent == tmp_path
         assert scratch.path.stat().st_mode & 0o077 == 0
         assert sorted(os.listdir(scratch.path)) == ["a", "new", "owner", "replaced"], "the names that others look for"
-        assert (scratch.path / OWNER).stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == []
     scratch.cleanup()
 
@@ -95,7 +95,6 @@ def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path, monkeypatch: 
         patched.setattr(os, "rmdir", refuse)
         with ScratchFolder(tmp_path, tmp_path / "target") as scratch:
             (scratch.new / "weights").touch()
-            (scratch.replaced.parent / "notes").touch()
             (scratch.path / "more").touch()
             lock = scratch._finalizer.peek()[2][1]  # type: ignore[index]
     assert lock.closed
@@ -269,22 +268,22 @@ def test_killed_before_it_had_said_whose_it_is(content: bytes | None, tmp_path: 
 
 def test_a_folder_that_is_taken_away_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another process that takes it for abandoned, at each of the steps."""
-    real_open, real_lock, taken = module._open, module._lock, []
+    real, taken = module.lock, []
 
-    def open_later(path: Path, flags: int = 0) -> Any:
-        if flags and len(taken) < 1:
+    def file_later(path: Path, mode: str) -> FileIO:
+        if mode == "x+" and len(taken) < 1:
             taken.append(path.parent)
             remove_abandoned(tmp_path)
-        return real_open(path, flags)
+        return FileIO(path, mode)
 
     def lock_later(descriptor: int) -> bool | None:
         if len(taken) == 1:
             taken.append(tmp_path)
             remove_abandoned(tmp_path)
-        return real_lock(descriptor)
+        return real(descriptor)
 
-    monkeypatch.setattr(module, "_open", open_later)
-    monkeypatch.setattr(module, "_lock", lock_later)
+    monkeypatch.setattr(module, "FileIO", file_later)
+    monkeypatch.setattr(module, "lock", lock_later)
     with ScratchFolder(tmp_path) as scratch:
         assert len(taken) == 2
         assert os.listdir(tmp_path) == [scratch.path.name]
@@ -309,17 +308,29 @@ def test_a_replaced_package_goes_back_to_its_place(abandoned: Path) -> None:
     assert (abandoned.parent / "target" / "old").read_text() == "old"
 
 
-def test_it_is_not_deleted_while_its_place_is_taken(abandoned: Path) -> None:
-    old = replaced(abandoned)
+def test_it_goes_beside_its_place_if_that_is_taken_and_is_deleted_if_the_new_package_arrived(abandoned: Path) -> None:
+    replaced(abandoned)
     (abandoned.parent / "target").mkdir()
-    remove_abandoned(abandoned.parent)
-    assert old.is_dir()
-    (abandoned / NEW).rmdir()  # the new package arrived: it is in `target`
+    (abandoned / NEW).rmdir()
     remove_abandoned(abandoned.parent)
     assert os.listdir(abandoned.parent) == ["target"]
+    for name in ("target.old1", "target.old2"):
+        with ScratchFolder(abandoned.parent, abandoned.parent / "target") as scratch:
+            replaced(scratch.path)
+        assert (abandoned.parent / name / "old").read_text() == "old"
 
 
 def test_a_folder_that_cannot_be_listed_or_written(tmp_path: Path) -> None:
     remove_abandoned(tmp_path / "missing")
     with pytest.raises(OSError, match="missing"):
         ScratchFolder(tmp_path / "missing")
+
+
+def test_a_folder_that_takes_no_other_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(PackageError) as told:
+        scratch_near(tmp_path / "no" / "package")
+    assert str(told.value) == f"cannot write to {tmp_path}: Permission denied; choose another folder"

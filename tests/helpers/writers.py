@@ -16,14 +16,14 @@ from types import FrameType
 from typing import Any, Final
 
 import qsample
-from qsample.disk import replace as publish
+from qsample.disk import replace
 from qsample.errors import PackageError
 from qsample.package.manifest import MODEL_PACKAGE_NAME
 from qsample.package.package import MANIFEST_NAME, read_package, use_package
 from tests.helpers.small_packages import FILES, write
 
 REFUSED: Final = 3
-_WATCHED: Final = tuple(str(Path(qsample.__file__).parent / name) for name in ("package.py", "disk"))
+_WATCHED: Final = tuple(str(Path(qsample.__file__).parent / name) for name in ("package", "disk"))
 
 
 def files(version: int) -> dict[str, bytes]:
@@ -122,7 +122,7 @@ def kill_everywhere(folder: Path, first: int, stride: int, overwrite: bool) -> d
             write(target, files(1), overwrite=True)
         killed = status(fork(kill_at_step(step, lambda: write(target, files(2), overwrite=overwrite))))
         assert killed in (0, -signal.SIGKILL), killed
-        atomic = publish.exchange is not _never or not overwrite
+        atomic = replace.exchange is not _never or not overwrite
         if not atomic and not target.exists():
             seen["none"] += 1
         elif target.exists():
@@ -184,7 +184,7 @@ if __name__ == "__main__":
     command, path, *numbers = sys.argv[1:]
     os.fsync = lambda descriptor: None  # a process that is killed loses nothing by it, and it takes most of the time
     if os.environ.get("WITHOUT_EXCHANGE"):
-        publish.exchange = _never
+        replace.exchange = _never
     first, second, third = map(int, numbers)
     if command == "race":
         print(json.dumps(race(Path(path), first, second, bool(third))))

@@ -103,7 +103,7 @@ def test_what_is_not_a_bundle_of_one_model_is_refused(
     (bundled / "notes.txt").unlink()
     assert bundle(bundled, [compiled], overwrite=True) == ["cpu"]
     assert sorted(path.name for path in bundled.iterdir()) == ["cpu", MODEL_PACKAGE_NAME]
-    with pytest.raises(PackageError, match="not a bundle"):
+    with pytest.raises(PackageError, match="not a qsample bundle"):
         bundle(compiled, [llama_package], overwrite=True)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from qsample.disk import replace as publish_module
+from qsample.disk import replace as replace_module
 from qsample.disk.scratch import NEW
 from qsample.errors import QsampleError
 from qsample.package import package as package_module
@@ -201,7 +201,7 @@ def test_a_swap_that_fails_half_way_puts_the_old_package_back(
             raise error
         return real(self, target)
 
-    monkeypatch.setattr(publish_module, "exchange", lambda *paths: False)
+    monkeypatch.setattr(replace_module, "exchange", lambda *paths: False)
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(PackageError if isinstance(error, OSError) else KeyboardInterrupt):
         write(package.path, FILES | {"decoder.onnx": b"new"}, overwrite=True)

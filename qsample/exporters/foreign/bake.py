@@ -18,7 +18,7 @@ from onnx_ir.passes import common as common_passes
 
 from qsample.checkpoints.source import DecoderSource
 from qsample.contract.interface import Features, Interface
-from qsample.disk.destination import scratch_folder
+from qsample.disk.scratch import scratch_near
 from qsample.errors import ParityError, QsampleError, printable
 from qsample.exporters import parity
 from qsample.exporters.foreign import attention
@@ -83,7 +83,7 @@ def bake(
 
         if not location.is_linked:
             return bake_at(location)
-        with scratch_folder(Path(out)) as scratch:
+        with scratch_near(Path(out)) as scratch:
             plain_files = without_links(location, scratch.new)
             try:
                 return bake_at(plain_files)

@@ -25,8 +25,7 @@ import onnxruntime as ort
 from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, CAPACITY
-from qsample.disk.destination import scratch_in
-from qsample.disk.space import check_free, full_disk_named
+from qsample.disk.scratch import scratch_for
 from qsample.disk.tensor_file import LENGTH_BYTES, NAMES, map_tensors
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
@@ -158,8 +157,7 @@ def write_prefix(
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + LENGTH_BYTES) % _ALIGNMENT)
     try:
-        with scratch_in(path.absolute().parent) as scratch, full_disk_named(path.parent, offset, "the prefix"):
-            check_free(path.absolute().parent, offset, "the prefix")
+        with scratch_for(path.absolute(), offset, "the prefix") as scratch:
             made = scratch.new / path.name
             with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # it has private texts
                 file.write(len(text).to_bytes(LENGTH_BYTES, "little"))

@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from qsample.contract.arrays import Array
+from qsample.disk.space import trim
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
 from qsample.package.package import Package
@@ -224,31 +225,18 @@ class StoredPrefixes:
             path, tokens, states, start, adapter = unwritten
             try:
                 write_prefix(path, self._signature, tokens, states, start, adapter)
-                self._make_room(path.parent)
+                trim((file for file in path.parent.iterdir() if _NAME.fullmatch(file.name)), self._max_bytes, _delete)
             except Exception as error:  # whatever it is: without this thread, `close` would wait for ever
                 _log.warning("a prefix is not kept: %s", error)
             self._unwritten.discard(path.name)
 
-    def _make_room(self, folder: Path) -> None:
-        """Delete the files that were used longest ago until the folder has at most `max_bytes`."""
-        found = []
-        for path in folder.iterdir():
-            if _NAME.fullmatch(path.name):
-                with suppress(OSError):  # deleted meanwhile
-                    status = path.stat()
-                    found.append((status.st_mtime_ns, status.st_size, path))
-        size = sum(entry[1] for entry in found)
-        for _, bytes_, path in sorted(found):
-            if size <= self._max_bytes:
-                break
-            _delete(path)
-            size -= bytes_
 
-
-def _delete(path: Path) -> None:
-    """Delete a file of the folder; Windows keeps a file that another process reads."""
+def _delete(path: Path) -> bool:
+    """Delete a file of the folder; False if Windows keeps it, because another process reads it."""
     with suppress(OSError):
-        path.unlink()
+        path.unlink(missing_ok=True)
+        return True
+    return False
 
 
 def _usable(folder: Path) -> Path:
