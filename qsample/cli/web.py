@@ -34,7 +34,7 @@ def web(
     put https before it: browsers have WebGPU and threads on secure pages and on localhost only.
     """
     from qsample.ort.model_package import package_in
-    from qsample.web import WebServer, check_built
+    from qsample.serve.web import WebServer, check_built
 
     check_built()  # before a checkpoint is exported
     if provider is None:  # of a bundle, the variant that runs everywhere

@@ -18,7 +18,7 @@ import qsample
 from qsample import AutoModelForCausalLM
 from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
-from qsample.web import WebServer
+from qsample.serve.web import WebServer
 from tests.conftest import made_once
 from tests.helpers.browsers import check_readable, open_browser, pages, tab_order
 

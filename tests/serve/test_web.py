@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qsample.errors import QsampleError
-from qsample.web import WebServer, check_built
+from qsample.serve.web import WebServer, check_built
 from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import compilation, fake_package
 

@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from qsample.errors import QsampleError
 from qsample.package.package import MANIFEST_NAME, Package
 
-PAGE: Final = Path(__file__).resolve().parent / "assets" / "web"
+PAGE: Final = Path(__file__).resolve().parents[1] / "assets" / "web"
 BUILD: Final = "npm --prefix examples/web ci && npm --prefix examples/web run build"
 PACKAGE_PATH: Final = "/package/"
 _TYPES: Final = {
