@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -23,16 +21,15 @@ from qsample.package.package import MANIFEST_NAME, Package
 PAGE: Final = Path(__file__).resolve().parents[1] / "assets" / "web"
 BUILD: Final = "npm --prefix examples/web ci && npm --prefix examples/web run build"
 PACKAGE_PATH: Final = "/package/"
+# What a system says of these differs.
 _TYPES: Final = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
-    ".jinja": "text/plain; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".json": "application/json",
     ".mjs": "text/javascript; charset=utf-8",
     ".png": "image/png",
     ".svg": "image/svg+xml",
-    ".txt": "text/plain; charset=utf-8",
     ".wasm": "application/wasm",
 }
 _HEADERS: Final = {
@@ -50,16 +47,10 @@ _HEADERS: Final = {
 _RANGE: Final = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _PIECE: Final = 1 << 20  # bytes of a file in memory
-_PATIENCE: Final = 60  # seconds without a byte, then a connection is closed
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serves the page at /, and the package's files at /package/.
-
-    Args:
-        package: what the page runs.
-        host, port: the address to listen on; port 0 takes a free port.
-        page: the folder of the built page.
+    """Serves the page at /, and the package's files at /package/. port 0 takes a free port.
 
     Raises QsampleError if the page is not built, the package does not run in browsers, or the address cannot be used.
     """
@@ -122,22 +113,20 @@ class _Handler(BaseHTTPRequestHandler):
     server: WebServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "qsample", ""
-    timeout = _PATIENCE
+    timeout = 60  # seconds without a byte, then a connection is closed
 
     def do_GET(self) -> None:
         # A page of another site, whose name was made to lead here (DNS rebinding), asks with that name.
         host = _split(f"//{self.headers.get('Host', '')}").hostname
         if self.server.names is not None and host not in self.server.names:
-            return self._refuse(
-                HTTPStatus.FORBIDDEN, f"this server answers to {', '.join(sorted(self.server.names))} only"
-            )
+            return self.send_error(403, explain=f"this server answers to {', '.join(sorted(self.server.names))} only")
         file = self.server.files.get(unquote(_split(self.path).path))
         try:
             opened = None if file is None else file.open("rb")
         except OSError:  # removed since the server started
             opened = None
         if file is None or opened is None:
-            return self._refuse(HTTPStatus.NOT_FOUND, "no such file")
+            return self.send_error(404)
         with opened:
             self._send(opened, _TYPES.get(file.suffix, "application/octet-stream"))
         return None
@@ -146,36 +135,34 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, opened: BinaryIO, kind: str) -> None:
         about = os.fstat(opened.fileno())
-        tag = f'"{about.st_size:x}-{about.st_mtime_ns:x}"'
+        tag, size = f'"{about.st_size:x}-{about.st_mtime_ns:x}"', about.st_size
         headers = {"Content-Type": kind, "ETag": tag, "Accept-Ranges": "bytes"}
-        if tag in self.headers.get("If-None-Match", ""):
-            return self._start(HTTPStatus.NOT_MODIFIED, headers)
-        first, end, status = 0, about.st_size, HTTPStatus.OK
+        first, end, status = 0, size, HTTPStatus.OK
         asked = _RANGE.fullmatch(self.headers.get("Range", ""))  # several ranges in a request get the whole file
-        if asked and any(asked.groups()) and self.headers.get("If-Range", tag) == tag:
-            first, end = _part(asked[1], asked[2], about.st_size)
-            if first >= end:
-                headers["Content-Range"] = f"bytes */{about.st_size}"
-                return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "the file is smaller", headers)
-            status, headers["Content-Range"] = HTTPStatus.PARTIAL_CONTENT, f"bytes {first}-{end - 1}/{about.st_size}"
-        self._start(status, headers | {"Content-Length": str(end - first)})
+        if tag in self.headers.get("If-None-Match", ""):
+            status, end = HTTPStatus.NOT_MODIFIED, 0
+        elif asked and any(asked.groups()) and self.headers.get("If-Range", tag) == tag:
+            # Without its first byte, a range is the end of the file; without its last, it reaches to the end.
+            first = int(asked[1]) if asked[1] else max(0, size - int(asked[2]))
+            end = min(size, int(asked[2]) + 1) if asked[1] and asked[2] else size
+            if first < end:
+                status, headers["Content-Range"] = HTTPStatus.PARTIAL_CONTENT, f"bytes {first}-{end - 1}/{size}"
+            else:
+                status, headers["Content-Range"] = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"bytes */{size}"
+        self.send_response(status)
+        length = size if status == HTTPStatus.NOT_MODIFIED else max(0, end - first)  # of the file that 304 stands for
+        for name, value in (headers | {"Content-Length": str(length)}).items():
+            self.send_header(name, value)
+        self.end_headers()
         opened.seek(first)
         while first < end and self.command != "HEAD" and (piece := opened.read(min(_PIECE, end - first))):
             self.wfile.write(piece)
             first += len(piece)
-        return None
 
-    def _start(self, status: HTTPStatus, headers: Mapping[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**_HEADERS, **headers}.items():
+    def end_headers(self) -> None:
+        for name, value in _HEADERS.items():
             self.send_header(name, value)
-        self.end_headers()
-
-    def _refuse(self, status: HTTPStatus, why: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        text = f"{why}\n".encode()
-        self._start(status, {**headers, "Content-Type": _TYPES[".txt"], "Content-Length": str(len(text))})
-        if self.command != "HEAD":
-            self.wfile.write(text)
+        super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the page says what it loads."""
@@ -187,13 +174,3 @@ def _split(address: str) -> SplitResult:
         return urlsplit(address)
     except ValueError:
         return SplitResult("", "", "", "", "")
-
-
-def _part(first: str, last: str, size: int) -> tuple[int, int]:
-    """Start and exclusive end of a byte range of a file of `size` bytes.
-
-    Without `last`, the range reaches to the end of the file; without `first`, it is the last `last` bytes.
-    """
-    if not first:
-        return max(0, size - int(last)), size
-    return int(first), min(size, int(last) + 1) if last else size

@@ -103,7 +103,9 @@ def test_no_other_file_is_sent(server: WebServer) -> None:
         "/%00",
     ]:
         response, body = ask(server, path)
-        assert (response.status, body) == (404, b"no such file\n"), path
+        assert response.status == 404, path
+        assert b"outside" not in body
+        assert b"not of the package" not in body
     assert ask(server, "/", "POST")[0].status == 501
     assert ask(server, "/", Host="evil.example:80")[0].status == 403
     assert ask(server, "/", Host="[evil")[0].status == 403
