@@ -17,15 +17,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.compiler import pipeline
+from qsample.compiler.agreement import check_guesses_change_nothing, run_self_test
 from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.divergence import Divergence, measure_divergence
-from qsample.compiler.guess_test import check_guesses_change_nothing
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.pipeline import Placement
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize import METHODS
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
-from qsample.compiler.self_test import run_self_test
 from qsample.compiler.targets import Target, find_target
 from qsample.contract.tensors import BATCH, STEPS_ONNXRUNTIME
 from qsample.disk.scratch import ScratchFolder

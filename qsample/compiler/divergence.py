@@ -3,26 +3,23 @@
 The text is sampled at temperature 1 from random first tokens: a text for any model, without a corpus. The quantized
 graph writes it, in cheap steps, and the first graph reads all of it in a single call, which passes over its weights
 once.
-
-One after the other: together their weights may not fit into the memory, and each step would read those of the first
-from the disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from qsample.compiler.trial import Call, Text, logits_of, read, write
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import LOGITS
-from qsample.graph.join import cut_at_logits, return_all_logits
 from qsample.graph.runner import GraphRunner
-from qsample.graph.weights import load_graph
 from qsample.ort.providers import CPU
 
 ROWS: Final = 8
@@ -48,14 +45,6 @@ class Divergence:
     quantized_perplexity: float
 
 
-class Text(NamedTuple):
-    """What a graph wrote. ids: [rows, steps + 1], the first of a row not its own. logits: [rows, steps, V], after each
-    but the last."""
-
-    ids: Array
-    logits: Array
-
-
 def measure_divergence(
     reference: Path,
     quantized: Path,
@@ -73,116 +62,55 @@ def measure_divergence(
     fraction done, in [0, 1]. rows: of a call, if the quantized graph has it fixed: 1, 2, 4 or 8; None = it is free.
     """
     rng = np.random.default_rng(0)
-    rows, steps = rows or ROWS, min(STEPS, capacity - 1)
-    first = [rng.integers(0, interface.vocab_size, (rows, 1)) for _ in range(ROWS // rows)]
-    advance = _Steps(progress, round(len(first) * steps / _WRITING))
+    rows, calls = rows or ROWS, min(STEPS, capacity - 1)
+    prompts = [rng.integers(0, interface.vocab_size, (rows, 1)) for _ in range(ROWS // rows)]
     # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
-    written = _write(logits_runner(quantized, interface, capacity, providers), first, steps, rng, advance)
-    return _score(written, written.logits, _read_at_once(reference, interface, capacity, written.ids))
+    writer = GraphRunner(logits_of(quantized, interface), quantized, interface, capacity, providers)
+    texts: list[list[Call]] = []
+    for prompt in prompts:
+        texts.append([])
+        step = partial(writer.step, state=writer.start(rows))
+        for call in write(step, prompt, np.ones(rows, np.int64), calls, sampled(rng)):
+            texts[-1].append(call)
+            if progress is not None:
+                progress(_WRITING * sum(map(len, texts)) / (len(prompts) * calls))
+    del writer, step  # before the next graph opens its session
+    return _score(texts, read(logits_of(reference, interface), texts, reference, interface, capacity))
 
 
-class _Steps:
-    """Reports the fraction that is done of `total` calls, each time that it is called."""
-
-    def __init__(self, progress: Callable[[float], None] | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def __call__(self) -> None:
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done / self._total)
-
-
-def _write(
-    runner: GraphRunner, first: list[Array], steps: int, rng: np.random.Generator, advance: Callable[[], None]
-) -> Text:
-    """`steps` tokens after each of the ids `first`, [rows, 1] each, sampled at temperature 1."""
-    ids = np.repeat(np.concatenate(first), steps + 1, axis=1)
-    logits = np.empty((len(ids), steps, runner.vocab_size), np.float32)
-    rows = len(first[0])
-    for start in range(0, len(ids), rows):
-        batch, state = slice(start, start + rows), runner.start(rows)
-        for step in range(steps):
-            logits[batch, step] = runner.step(ids[batch, step, None], np.ones(rows), state)[LOGITS.name]
-            ids[batch, step + 1, None] = sample(softmax(logits[batch, step]), rng)
-            advance()
-    return Text(ids, logits)
-
-
-def _read(runner: GraphRunner, ids: Array, rows: int, advance: Callable[[], None]) -> Array:
-    """[n, steps, V] after each of `ids` [n, steps + 1] but the last, `rows` rows at a time, token by token."""
-    steps = ids.shape[1] - 1
-    logits = np.empty((len(ids), steps, runner.vocab_size), np.float32)
-    for start in range(0, len(ids), rows):
-        batch, state = slice(start, start + rows), runner.start(rows)
-        for step in range(steps):
-            logits[batch, step] = runner.step(ids[batch, step, None], np.ones(rows), state)[LOGITS.name]
-            advance()
-    return logits
-
-
-def _read_at_once(folder: Path, interface: Interface, capacity: int, ids: Array) -> Array:
-    """As `_read`, in a single call, if the graph in `folder` has the logits of all positions."""
-    model = cut_at_logits(load_graph(folder / "decoder.onnx"), interface)
-    has_all = return_all_logits(model)
-    runner = GraphRunner(model, folder / "initial_state.onnx", interface, capacity, folder=folder, weights_mapped=True)
-    rows, steps = len(ids), ids.shape[1] - 1
-    if not has_all:
-        return _read(runner, ids, rows, lambda: None)
-    results = runner.step(ids[:, :-1], np.full(rows, steps), runner.start(rows))
-    logits: Array = results[LOGITS.name].reshape(rows, steps, -1)
-    return logits
-
-
-def _score(text: Text, quantized: Array, reference: Array) -> Divergence:
-    """quantized, reference: the logits of both graphs along `text`, [rows, steps, V]; the writer's are those of `text`.
+def _score(texts: Sequence[Text], reference: Sequence[Sequence[Array]]) -> Divergence:
+    """texts: those that the quantized graph wrote. reference: the logits of the other graph, [rows, V] after each call.
 
     A text that the quantized graph wrote may hide its errors: if it repeats a token over and over, the float graph
     soon expects that, too. In `kept_kl` each place is weighted by the probability that the float graph would have kept
     all tokens before it, by the rule of speculative decoding (https://arxiv.org/abs/2211.17192): a token with
     min(1, p / q), which makes the kept text the float graph's own.
     """
-    rows, steps, _ = quantized.shape
-    kl, entropy, kept = np.empty((rows, steps)), np.empty((rows, steps)), np.ones((rows, steps))
-    same = 0
-    for step in range(steps):
-        x, y = reference[:, step], quantized[:, step]
-        of_x, of_y = softmax(x), softmax(y)
-        with np.errstate(invalid="ignore"):  # 0 * -inf, which `where` leaves out
-            likely = of_x.p > 0
-            expected = np.where(likely, of_x.p * x, 0).sum(-1, dtype=np.float64)
-            difference = np.where(likely, of_x.p * (x - y), 0).sum(-1, dtype=np.float64)
-        # Rounding may end below 0.
-        kl[:, step] = np.maximum(difference - (of_x.normalizer - of_y.normalizer)[:, 0], 0)
-        entropy[:, step] = of_x.normalizer[:, 0] - expected
-        same += int((x.argmax(-1) == y.argmax(-1)).sum())
-        if step + 1 < steps and text.logits is quantized:
-            chosen = text.ids[:, step + 1, None]
-            ratio = np.take_along_axis(x - y, chosen, -1) - (of_x.normalizer - of_y.normalizer)
-            kept[:, step + 1] = kept[:, step] * np.exp(np.minimum(ratio[:, 0], 0))
+    kl, entropy, weights, same = list[Array](), list[Array](), list[Array](), list[Array]()
+    for text, own in zip(texts, reference, strict=True):
+        kept = np.ones(len(text[0].ids))
+        for call, x in zip(text, own, strict=True):
+            y = call.logits
+            of_x, of_y = softmax(x), softmax(y)
+            with np.errstate(invalid="ignore"):  # 0 * -inf, which `where` leaves out
+                likely = of_x.p > 0
+                expected = np.where(likely, of_x.p * x, 0).sum(-1, dtype=np.float64)
+                difference = np.where(likely, of_x.p * (x - y), 0).sum(-1, dtype=np.float64)
+            # Rounding may end below 0.
+            kl.append(np.maximum(difference - (of_x.normalizer - of_y.normalizer)[:, 0], 0))
+            entropy.append(of_x.normalizer[:, 0] - expected)
+            weights.append(kept)
+            same.append(x.argmax(-1) == y.argmax(-1))
+            ratio = np.take_along_axis(x - y, call.tokens[:, None], -1) - (of_x.normalizer - of_y.normalizer)
+            kept = kept * np.exp(np.minimum(ratio[:, 0], 0))
+    mean_kl, mean_entropy = float(np.mean(kl)), float(np.mean(entropy))
     return Divergence(
-        tokens=rows * steps,
-        kl=float(kl.mean()),
-        kept_kl=float(np.average(kl, weights=kept)),
-        agreement=same / (rows * steps),
-        perplexity=float(np.exp(entropy.mean())),
-        quantized_perplexity=float(np.exp(entropy.mean() + kl.mean())),
-    )
-
-
-def logits_runner(
-    folder: Path,
-    interface: Interface,
-    capacity: int,
-    providers: tuple[str, ...] = (CPU,),
-    *,
-    weights_mapped: bool = False,
-) -> GraphRunner:
-    """A runner of the folder's decode graph up to its logits. weights_mapped: see GraphRunner."""
-    model = cut_at_logits(load_graph(folder / "decoder.onnx"), interface)
-    initial_state = folder / "initial_state.onnx"
-    return GraphRunner(
-        model, initial_state, interface, capacity, providers, folder=folder, weights_mapped=weights_mapped
+        tokens=np.size(kl),
+        kl=mean_kl,
+        kept_kl=float(np.average(kl, weights=weights)),
+        agreement=float(np.mean(same)),
+        perplexity=float(np.exp(mean_entropy)),
+        quantized_perplexity=float(np.exp(mean_entropy + mean_kl)),
     )
 
 
@@ -204,9 +132,13 @@ def softmax(logits: Array) -> Distribution:
     return Distribution(weights, largest + np.log(total))
 
 
-def sample(distribution: Distribution, rng: np.random.Generator) -> Array:
-    """[rows, 1]: a token of each row by inverse CDF."""
-    cumulative = distribution.p.cumsum(-1, dtype=np.float64)
-    chosen = (cumulative < rng.random((len(cumulative), 1)) * cumulative[:, -1:]).sum(-1, keepdims=True)
-    tokens: Array = np.minimum(chosen, cumulative.shape[-1] - 1)
-    return tokens
+def sampled(rng: np.random.Generator) -> Callable[[Mapping[str, Array]], Array]:
+    """Chooses tokens of a call's logits at temperature 1, by inverse CDF: for `trial.write`."""
+
+    def choose(results: Mapping[str, Array]) -> Array:
+        cumulative = softmax(results[LOGITS.name]).p.cumsum(-1, dtype=np.float64)
+        below = cumulative < rng.random((len(cumulative), 1)) * cumulative[:, -1:]
+        tokens: Array = np.minimum(below.sum(-1), cumulative.shape[-1] - 1)
+        return tokens
+
+    return choose

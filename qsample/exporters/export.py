@@ -175,9 +175,8 @@ def _export(
 
         report(Stage.COMPARING_WITH_MODEL, 0.65)
         plain = len(interface.key_values) if context.buffered else len(context.masked)
-        files = folder / "decoder.onnx", folder / "initial_state.onnx"
         try:
-            figures = parity.check(*files, interface, expected, plain_attention_layers=plain)
+            figures = parity.check(folder, interface, expected, plain_attention_layers=plain)
         except (QsampleError, OSError, MemoryError):
             raise
         except Exception as error:  # onnxruntime's own kinds

@@ -165,8 +165,7 @@ def compare_with_checkpoint(
         ParityError: if a logit differs by more than the tolerance.
     """
     figures = parity.check(
-        folder / "decoder.onnx",
-        folder / "initial_state.onnx",
+        folder,
         interface,
         reference(checkpoint.load()),
         tolerance=math.inf if tolerance is None else tolerance,

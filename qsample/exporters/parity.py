@@ -129,8 +129,7 @@ def reference_lengths(context: int | None, windows: Iterable[int]) -> tuple[list
 
 
 def check(
-    decoder: Path,
-    initial_state: Path,
+    folder: Path,
     interface: Interface,
     expected: Reference,
     *,
@@ -138,10 +137,10 @@ def check(
     tolerance: float | None = None,
     original: str = "the eager model",
 ) -> Parity:
-    """Compare the decode graph at `decoder` with `expected`. Its logits are read even if it does not return them.
+    """Compare the decode graph in `folder` with `expected`. Its logits are read even if it does not return them.
 
     Args:
-        decoder, initial_state: the files.
+        folder: of decoder.onnx and initial_state.onnx.
         interface: of the graph.
         expected: the logits of the original.
         plain_attention_layers: how many layers attend through plain operators.
@@ -152,7 +151,7 @@ def check(
         ParityError: with the figures, if a logit or a state differs by more than the tolerance, if a greedy token is
             not the argmax, or unless each other attention layer has exactly one GroupQueryAttention.
     """
-    model = return_logits(load_graph(decoder))
+    model = return_logits(load_graph(folder / "decoder.onnx"))
     attentions = len(gqa.attentions(model.graph))
     layers = len(interface.key_values) - plain_attention_layers
     if attentions != layers:
@@ -164,7 +163,7 @@ def check(
 
     def run(model: ir.Model) -> GraphRunner:
         capacity = longest + CONTINUED + _PADDING
-        return GraphRunner(model, initial_state, interface, capacity, folder=decoder.parent, weights_mapped=True)
+        return GraphRunner(model, folder, interface, capacity, weights_mapped=True)
 
     parts, states = _in_few_calls(run(model), interface, expected)
     if expected.narrowed is not None:

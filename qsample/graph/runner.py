@@ -21,34 +21,38 @@ from qsample.contract.tensors import BATCH, CAPACITY, LENGTHS, ROW_AXES, ROW_MUL
 from qsample.graph.edit import all_initializers, ancestors
 from qsample.graph.moe import QUANTIZED_OP_TYPE
 from qsample.graph.operators import is_matmul_nbits
-from qsample.graph.weights import load_graph, relocated
+from qsample.graph.weights import relocated
 from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
 from qsample.ort.providers import CPU, open_session
 
 
 class GraphRunner:
-    """`decoder.onnx` and `initial_state.onnx` on an execution provider, with `capacity` tokens of state a row."""
+    """A decode graph and the `initial_state.onnx` beside it, with `capacity` tokens of state a row."""
 
     def __init__(
         self,
-        decoder: Path | ir.Model,
-        initial_state: Path,
+        model: ir.Model,
+        folder: Path,
         interface: Interface,
         capacity: int,
         providers: tuple[str, ...] = (CPU,),
         *,
-        folder: Path | None = None,
         weights_mapped: bool = False,
         spec: GraphSpec | None = None,
         row_multiple: int | None = None,
     ) -> None:
-        """folder: that of the external data of a decoder that is given as a model; tensors that have folders of their
-        own are opened there. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the
-        kernels make copies in a layout of their own. Quantized weights always get those: without them, each call would
-        dequantize every matrix. spec: of `decoder`, if it is a part of the decode graph, such as `interface.sampler`,
-        which takes its further inputs from the state; None = `interface.decoder`. row_multiple: in place of the graph's
-        own."""
-        model = decoder if isinstance(decoder, ir.Model) else load_graph(decoder)
+        """
+        Args:
+            model: the decode graph, or a part of it, as `load_graph` reads it.
+            folder: that of the starting state.
+            interface: of the whole graph.
+            weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the kernels make copies
+                in a layout of their own. Quantized weights always get those: without them, each call would dequantize
+                every matrix.
+            spec: of `model` if it is a part, such as `interface.sampler`, which takes its further inputs from the
+                state; None = `interface.decoder`.
+            row_multiple: in place of the graph's own.
+        """
         options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)
         # A single block for all values of a call takes twice the memory that is in use at a time, such as weights that
         # are cast.
@@ -59,15 +63,11 @@ class GraphRunner:
         self._multiple = ort.OrtValue.ortvalue_from_numpy(np.array(row_multiple or 1, np.int64))
         if row_multiple is not None:
             options.add_initializer(ROW_MULTIPLE.name, self._multiple)
-        graph: Path | bytes
-        if not isinstance(decoder, ir.Model) and not _refers_elsewhere(model, decoder.parent):
-            graph = decoder
-        else:
-            graph, folder = _serialized(model, folder or Path())
-            options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(folder))
+        graph, weights = _serialized(model, folder)
+        options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights))
         self._decoder = open_session(graph, options, providers, disabled_optimizers=disabled)
         self._initial_state = ort.InferenceSession(
-            _without_cache(initial_state, interface), session_options(), providers=[CPU]
+            _without_cache(folder / "initial_state.onnx", interface), session_options(), providers=[CPU]
         )
         self._input_names = {node.name for node in self._decoder.get_inputs()}
         self._output_names = [output.name for output in self._decoder.get_outputs()]
@@ -78,10 +78,6 @@ class GraphRunner:
         self._spec = spec or interface.decoder
         self._caches = [cache for cache in interface.cache_states if cache.name in self._input_names]
         self._capacity = capacity
-
-    @property
-    def vocab_size(self) -> int:
-        return self._interface.vocab_size
 
     def start(self, rows: int) -> dict[str, Array]:
         """The starting state of `rows` rows, row i with seed i."""
@@ -144,29 +140,17 @@ class GraphRunner:
         return feeds
 
 
-def _refers_elsewhere(model: ir.Model, folder: Path) -> bool:
-    """Whether a weight of `model` lies outside of `folder`, through links say, which ONNX Runtime does not open."""
-    real = Path(os.path.realpath(folder))
-    return any(real not in Path(os.path.realpath(tensor.path)).parents for tensor in _external(model))
-
-
-def _external(model: ir.Model) -> list[ir.ExternalTensor]:
-    tensors = (value.const_value for value in all_initializers(model.graph))
-    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
-
-
 def _serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
     """`model` as bytes, and the folder that its external data are named from: `folder`, or a folder that holds them
     all."""
     values = [value for value in all_initializers(model.graph) if isinstance(value.const_value, ir.ExternalTensor)]
-    tensors = _external(model)
-    if tensors:
-        paths = [tensor.path for tensor in tensors]
-        if _refers_elsewhere(model, folder):
-            paths = [os.path.realpath(path) for path in paths]  # it opens no link that leads out
-            folder = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
-        for value, tensor, path in zip(values, tensors, paths, strict=True):
-            value.const_value = relocated(tensor, os.path.relpath(path, folder), folder)
+    tensors = [value.const_value for value in values if isinstance(value.const_value, ir.ExternalTensor)]
+    paths, real = [tensor.path for tensor in tensors], Path(os.path.realpath(folder))
+    if any(real not in Path(os.path.realpath(path)).parents for path in paths):
+        paths = [os.path.realpath(path) for path in paths]  # ONNX Runtime opens no link that leads out
+        folder = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
+    for value, tensor, path in zip(values, tensors, paths, strict=True):
+        value.const_value = relocated(tensor, os.path.relpath(path, folder), folder)
     serialized: bytes = ir.to_proto(model).SerializeToString()
     for value, tensor in zip(values, tensors, strict=True):
         value.const_value = tensor

@@ -26,6 +26,7 @@ from qsample.checkpoints.gptq_awq import BlockStore, quantization_of
 from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.errors import PackageError, QsampleError, UnsupportedModelError
 from qsample.graph.runner import GraphRunner
+from qsample.graph.weights import load_graph
 from qsample.models.model import PackagedModel
 from qsample.package.package import Package
 from qsample.transforms.quantized_linear import QuantizedWeight, quantized_layers
@@ -39,7 +40,7 @@ PROMPTS = [[5, 9, 200, 31, 7, 7, 120], [44, 3, 260]]
 def logits(package: Package) -> np.ndarray:
     """[rows, V] after the prompts."""
     runner = GraphRunner(
-        package.file("decoder.onnx"), package.file("initial_state.onnx"), package.interface, 32, weights_mapped=True
+        load_graph(package.file("decoder.onnx")), package.path, package.interface, 32, weights_mapped=True
     )
     lengths = np.array([len(prompt) for prompt in PROMPTS])
     ids = np.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in PROMPTS])

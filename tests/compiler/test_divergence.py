@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler import divergence, self_test
+from qsample.compiler import agreement, divergence, trial
 from qsample.compiler.compile import compile_package
 from qsample.compiler.divergence import ROWS, measure_divergence, softmax
 from qsample.compiler.options import CompileOptions
@@ -63,10 +64,10 @@ def test_the_gates_open_one_graph_at_a_time(small: Package, tmp_path: Path, monk
     def open_alone(*arguments: Any, **options: Any) -> GraphRunner:
         assert [path for path, runner in opened if runner() is not None] == []
         runner = GraphRunner(*arguments, **options)
-        opened.append((options["folder"], weakref.ref(runner)))
+        opened.append((arguments[1], weakref.ref(runner)))
         return runner
 
-    for gate in (divergence, self_test):
+    for gate in (agreement, divergence, trial):
         monkeypatch.setattr(gate, "GraphRunner", open_alone)
     compile_package(small, tmp_path / "device", CompileOptions(ctx_len=24, weights="int8"))
     assert [path == small.path for path, _ in opened] == [False, True, False, True]
@@ -74,20 +75,39 @@ def test_the_gates_open_one_graph_at_a_time(small: Package, tmp_path: Path, monk
 
 def test_a_graph_that_leads_its_text_astray() -> None:
     """It nearly always writes token 0, after which the float graph writes that, too: only the first place shows it."""
-    ids, steps = np.zeros((8, 33), int), 32
-    reference, quantized = np.zeros((8, steps, 50), np.float32), np.zeros((8, steps, 50), np.float32)
-    reference[:, 1:, 0] = quantized[:, :, 0] = 8.0
-    figures = divergence._score(divergence.Text(ids, quantized), quantized, reference)
+    reference, quantized = np.zeros((32, 8, 50), np.float32), np.zeros((32, 8, 50), np.float32)
+    reference[1:, :, 0] = quantized[:, :, 0] = 8.0
+    zeros = np.zeros(8, int)
+    figures = divergence._score([[trial.Call(zeros[:, None], zeros + 1, zeros, own) for own in quantized]], [reference])
     assert figures.kl < 0.3
     assert figures.kept_kl > 2
-    assert divergence._score(divergence.Text(ids, reference), quantized, reference).kept_kl == figures.kl
+
+
+def test_a_text_of_the_float_graph_has_the_same_divergence(small: Package, tmp_path: Path) -> None:
+    """The longer way round: the float graph writes, and the quantized graph reads call by call."""
+    options = CompileOptions(ctx_len=24, weights="int4", max_divergence=100)
+    package = compile_package(small, tmp_path / "int4", options)
+    assert package.manifest.compilation is not None
+    figures = (package.manifest.compilation.quantization or {})["divergence"]
+    rng, prompt = np.random.default_rng(0), np.arange(8)[:, None]
+    writer = GraphRunner(trial.logits_of(small.path, small.interface), small.path, small.interface, 24)
+    step = partial(writer.step, state=writer.start(8))
+    text = list(trial.write(step, prompt, np.ones(8, int), 23, divergence.sampled(rng)))
+    reader = GraphRunner(trial.logits_of(package.path, small.interface), package.path, package.interface, 24)
+    state = reader.start(8)
+    kl = []
+    for call in text:
+        wanted, got = call.logits, reader.step(call.ids, call.lengths, state)["logits"]
+        x, y = softmax(wanted), softmax(got)
+        kl.append((x.p * (wanted - x.normalizer - got + y.normalizer)).sum(-1))
+    assert np.mean(kl) == pytest.approx(figures["kl"], rel=0.3)
 
 
 def test_a_graph_that_has_the_logits_of_its_last_token_only_is_read_token_by_token(
     small: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = measure_divergence(small.path, small.path, small.interface, 24)
-    monkeypatch.setattr(divergence, "return_all_logits", lambda model: False)
+    monkeypatch.setattr(trial, "return_all_logits", lambda model: False)
     by_token = measure_divergence(small.path, small.path, small.interface, 24)
     assert by_token.perplexity == pytest.approx(at_once.perplexity)
     assert by_token.kl == 0.0

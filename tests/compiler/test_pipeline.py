@@ -67,8 +67,7 @@ def test_same_logits(exported: Callable[..., Path], model_type: str) -> None:
             assert (after := len(model.graph)) < before
             run_on(model, LEAN)
             assert len(model.graph) == after
-        initial = package.path / "initial_state.onnx"
-        runners.append(GraphRunner(model, initial, package.interface, CAPACITY, folder=package.path))
+        runners.append(GraphRunner(model, package.path, package.interface, CAPACITY))
     plain, lean = (generate(runner) for runner in runners)
     # The same float32 operations on the same numbers, so only a fused kernel's order of additions may differ.
     np.testing.assert_allclose(lean, plain, rtol=0, atol=2e-5 * np.abs(plain).max())

@@ -64,8 +64,8 @@ def trace() -> Trace:
 def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """compile for a dtype that the CPU has no kernels for: without the tests that compare numbers."""
     from qsample.compiler import compile as compile_module
+    from qsample.compiler.agreement import SelfTest
     from qsample.compiler.divergence import Divergence
-    from qsample.compiler.self_test import SelfTest
 
     def measured(*_: Any, **__: Any) -> Divergence:
         return Divergence(kl=0.0, kept_kl=0.0, perplexity=1.0, quantized_perplexity=1.0, agreement=1.0, tokens=1)

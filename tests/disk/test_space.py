@@ -156,7 +156,7 @@ def write_with_safetensors(folder: Path) -> None:
 
 
 def write_with_onnxruntime(folder: Path) -> None:
-    from qsample.compiler.publish import optimize_file, ort
+    from qsample.compiler.write import optimize_file, ort
     from tests.helpers.fake_package import fake_package
 
     source = folder.parent / "source"

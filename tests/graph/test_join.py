@@ -39,7 +39,7 @@ def test_split_and_joined_again_it_is_the_same_graph(llama_package: Path) -> Non
 
     tokens = []
     for graph in (joined, whole):
-        runner = GraphRunner(graph, package.file("initial_state.onnx"), interface, CAPACITY, folder=package.path)
+        runner = GraphRunner(graph, package.path, interface, CAPACITY)
         state, ids = runner.start(2), np.array([[5], [9]])
         for _ in range(8):
             ids = runner.step(ids, np.ones(2), state, PARAMETERS)["next_ids"].copy()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 
 from qsample.graph.join import cut_at_logits
 from qsample.graph.runner import GraphRunner
+from qsample.graph.weights import load_graph
 from qsample.package.package import read_package
 
 CAPACITY = 12
@@ -18,7 +18,7 @@ IDS = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 def test_states_move_on_and_the_cache_is_written_in_place(llama_package: Path) -> None:
     package = read_package(llama_package)
-    runner = GraphRunner(package.file("decoder.onnx"), package.file("initial_state.onnx"), package.interface, CAPACITY)
+    runner = GraphRunner(load_graph(package.file("decoder.onnx")), package.path, package.interface, CAPACITY)
     state = runner.start(2)
     assert state.keys() == {spec.name for spec in package.interface.decoder.states}
     cache = state["past_key_values.0.key"]
@@ -37,15 +37,8 @@ def test_states_move_on_and_the_cache_is_written_in_place(llama_package: Path) -
 @pytest.mark.parametrize("weights_mapped", [False, True])
 def test_a_prompt_in_chunks_has_the_same_logits(llama_package: Path, weights_mapped: bool) -> None:
     package = read_package(llama_package)
-    model = cut_at_logits(ir.load(package.file("decoder.onnx")), package.interface)
-    runner = GraphRunner(
-        model,
-        package.file("initial_state.onnx"),
-        package.interface,
-        CAPACITY,
-        folder=package.path,
-        weights_mapped=weights_mapped,
-    )
+    model = cut_at_logits(load_graph(package.file("decoder.onnx")), package.interface)
+    runner = GraphRunner(model, package.path, package.interface, CAPACITY, weights_mapped=weights_mapped)
     whole = runner.step(IDS, np.array([4, 4]), runner.start(2))["logits"]
     state = runner.start(2)
     runner.step(IDS[:, :3], np.array([3, 3]), state)

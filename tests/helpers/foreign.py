@@ -20,6 +20,7 @@ from qsample.exporters.foreign.original import Original
 from qsample.exporters.foreign.recognise import load, recognise
 from qsample.exporters.portable import build_initial_state
 from qsample.graph.runner import GraphRunner
+from qsample.graph.weights import load_graph
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "foreign"
 LAYOUTS = ("model", "model_fp16", "model_q4", "model_q4f16", "model_bnb4", "model_fp16_io32")
@@ -58,19 +59,18 @@ def rewritten(folder: Path, file: str | None = None, *, rope: str | None = None)
     return bake.rewrite(read(folder, file), Features(sampler=False), settings, rope, lambda stage, fraction: None)
 
 
-def save(baked: bake.Baked, folder: Path) -> tuple[Path, Path]:
-    """decoder.onnx, which returns logits, and initial_state.onnx."""
+def save(baked: bake.Baked, folder: Path) -> Path:
+    """The folder, with decoder.onnx, which returns logits, and initial_state.onnx."""
     folder.mkdir(exist_ok=True)
     ir.save(baked.model, folder / "decoder.onnx", external_data="decoder.onnx.data")
     ir.save(build_initial_state(baked.interface), folder / "initial_state.onnx")
-    return folder / "decoder.onnx", folder / "initial_state.onnx"
+    return folder
 
 
 def gate(baked: bake.Baked, folder: Path) -> parity.Parity:
     """What the parity gate of a bake says."""
     tolerance = bake._TOLERANCES[bake.arithmetic_of(baked.model)]
-    files = save(baked, folder)
-    return parity.check(*files, baked.interface, baked.expected, tolerance=tolerance, original="the file")
+    return parity.check(save(baked, folder), baked.interface, baked.expected, tolerance=tolerance, original="the file")
 
 
 def greedy_of_file(foreign: ForeignGraph, prompt: Sequence[int], tokens: int, *, in_memory: bool = False) -> list[int]:
@@ -85,7 +85,7 @@ def greedy_of_file(foreign: ForeignGraph, prompt: Sequence[int], tokens: int, *,
 
 
 def greedy_of_graph(
-    files: tuple[Path, Path],
+    folder: Path,
     interface: Interface,
     prompts: Sequence[Sequence[int]],
     tokens: int,
@@ -94,7 +94,7 @@ def greedy_of_graph(
 ) -> list[list[int]]:
     """What the rewritten graph generates for the prompts as one ragged batch, by the argmax of its logits. left: the
     number that earlier rows left in all caches and states."""
-    runner = GraphRunner(*files, interface, capacity)
+    runner = GraphRunner(load_graph(folder / "decoder.onnx"), folder, interface, capacity)
     lengths = np.array([len(prompt) for prompt in prompts])
     ids = np.array([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts])
     state = runner.start(len(prompts))

@@ -15,6 +15,7 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
+from qsample.graph.weights import load_graph
 from qsample.package.package import Package
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.positions import (
@@ -181,7 +182,7 @@ def test_queries_of_llama_4_are_scaled_by_the_rows_own_positions(tmp_path: Path)
 
 def runner_of(package: Package, capacity: int) -> GraphRunner:
     path = package.path
-    return GraphRunner(path / "decoder.onnx", path / "initial_state.onnx", package.interface, capacity)
+    return GraphRunner(load_graph(path / "decoder.onnx"), path, package.interface, capacity)
 
 
 def alone(package: Package, ids: np.ndarray, capacity: int, pieces: int = 1) -> np.ndarray:

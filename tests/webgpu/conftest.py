@@ -17,8 +17,8 @@ import pytest
 from onnx_ir.passes import common as common_passes
 
 from qsample.compiler.passes.float_ids import ids_as_floats, own_constants
-from qsample.compiler.publish import RECORD, placement_of
 from qsample.compiler.targets.webgpu import TARGET, host_shapes
+from qsample.compiler.write import RECORD, placement_of
 from qsample.contract.interface import Interface
 from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, ON_HOST, WEBGPU, check_available, open_session, plugin_devices

@@ -7,18 +7,21 @@ quantizes new keys and values and reads them back by itself. A quarter of float3
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import onnx_ir as ir
 
-from qsample.compiler.divergence import logits_runner, sample, softmax
+from qsample.compiler.divergence import sampled
+from qsample.compiler.trial import logits_of, write
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import LOGITS, retained_name
+from qsample.contract.tensors import retained_name
 from qsample.graph.edit import initializer
 from qsample.graph.gqa import Slot, attentions, set_inputs
+from qsample.graph.runner import GraphRunner
 
 # Room above the largest measured value. Larger values are clipped; the divergence shows whether that matters.
 _MARGIN: Final = 1.2
@@ -36,13 +39,14 @@ def measure_ranges(
 ) -> dict[str, Array]:
     """The largest absolute value of each channel in each cache state, [H, D] by the state's name, over text that the
     model in `folder` itself samples at temperature 1."""
-    runner = logits_runner(folder, interface, capacity, weights_mapped=True)
+    runner = GraphRunner(logits_of(folder, interface), folder, interface, capacity, weights_mapped=True)
     state = runner.start(_ROWS)
     rng = np.random.default_rng(1)  # another text than the divergence is measured on
-    ids = rng.integers(0, interface.vocab_size, (_ROWS, 1))
+    prompt = rng.integers(0, interface.vocab_size, (_ROWS, 1))
     steps = min(_STEPS, capacity - 1)
-    for step in range(steps):
-        ids = sample(softmax(runner.step(ids, np.ones(_ROWS), state)[LOGITS.name]), rng)
+    for step, _ in enumerate(
+        write(partial(runner.step, state=state), prompt, np.ones(_ROWS, np.int64), steps, sampled(rng))
+    ):
         if progress is not None:
             progress((step + 1) / steps)
     return {spec.name: np.abs(state[spec.name][:, :, :steps]).max(axis=(0, 2)) for spec in interface.cache_states}

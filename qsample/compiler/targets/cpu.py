@@ -25,10 +25,10 @@ from qsample.compiler.pipeline import (
     step,
 )
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.publish import join_sampler, optimize_offline, place_optimized
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.weights import keep_activations, round_activations
 from qsample.compiler.targets import Target
+from qsample.compiler.write import join_sampler, optimize_offline, place_optimized
 from qsample.contract.tensors import STEPS_ONNXRUNTIME
 from qsample.errors import CompileError, QsampleError
 from qsample.graph.adapters import branch_where_adapters_are

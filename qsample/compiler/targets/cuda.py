@@ -33,8 +33,8 @@ from qsample.compiler.pipeline import (
     step,
 )
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.publish import RECORD, assigned_nodes, placement_of
 from qsample.compiler.targets import Target
+from qsample.compiler.write import RECORD, assigned_nodes, placement_of
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import CAPACITY
 from qsample.errors import CompileError, QsampleError

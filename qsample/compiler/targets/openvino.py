@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from qsample.compiler.pipeline import Phase, fixed_sizes, lean_phases, quantization_phases, split_sampler, step
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.publish import ahead_of_time_phases
 from qsample.compiler.targets import Target
+from qsample.compiler.write import ahead_of_time_phases
 from qsample.errors import CompileError
 from qsample.ort.providers import CPU, DEVICE, OPENVINO
 

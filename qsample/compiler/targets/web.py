@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from qsample.compiler.pipeline import Phase, step
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.publish import cut_weights
 from qsample.compiler.targets.cpu import CpuTarget
+from qsample.compiler.write import cut_weights
 
 
 class WebTarget(CpuTarget):

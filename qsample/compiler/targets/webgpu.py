@@ -33,9 +33,9 @@ from qsample.compiler.pipeline import (
     step,
 )
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.publish import RECORD, assigned_nodes, cut_weights, placement_of
 from qsample.compiler.quantize.weights import keep_activations
 from qsample.compiler.targets import Target
+from qsample.compiler.write import RECORD, assigned_nodes, cut_weights, placement_of
 from qsample.contract.interface import Interface
 from qsample.errors import CompileError, QsampleError
 from qsample.graph.edit import initializer, insert, replace_node

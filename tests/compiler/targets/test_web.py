@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler import publish
+from qsample.compiler import write as publish
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan

@@ -13,19 +13,19 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.compiler import compile as compile_module
-from qsample.compiler import publish as context
+from qsample.compiler import write as context
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.pipeline import WEIGHTS
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.publish import (
+from qsample.compiler.targets.openvino import OpenVinoTarget
+from qsample.compiler.write import (
     RECORD,
     ahead_of_time_phases,
     assigned_nodes,
     placement_in_graph,
     placement_of,
 )
-from qsample.compiler.targets.openvino import OpenVinoTarget
 from qsample.errors import CompileError, PackageError
 from qsample.graph import save
 from qsample.ort.options import session_options

@@ -1,0 +1,290 @@
+"""A compiled package enters; the figures of its self-test leave, or CompileError if its graph chooses other tokens.
+
+The compiled graph chooses tokens after prompts of different lengths. The portable graph reads them all in a single
+call, and its sampler has to choose the same of its logits; in float32, the compiled graph's logits have to be those as
+well. A quantized graph is another model: there the sampler gets the graph's own logits, and the divergence says how far
+these are off.
+
+A graph that checks guesses is also compared with itself, on the machine that compiles, with the kernels that it will
+have: steps of several tokens take other ways through the kernels than steps of one, and whether both round alike
+depends on the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.compiler.plan import CompilePlan
+from qsample.compiler.targets import Target
+from qsample.compiler.trial import Text, chosen, read, write
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import EMIT, INPUT_IDS, LENGTHS, LOGITS, NOISE_STREAMS, SEARCHED_ROWS, SEED
+from qsample.errors import CompileError
+from qsample.graph.join import return_logits, split_at_logits
+from qsample.graph.runner import GraphRunner
+from qsample.graph.weights import load_graph
+from qsample.ort.rounding import measured
+from qsample.ort.session import open_sessions
+from qsample.ort.stepper import Stepper
+from qsample.package.package import Package
+from qsample.runtime.decode.inputs import uniforms
+
+_ROWS: Final = 4
+_PROMPT: Final = 3
+_CALLS: Final = 4
+_CALLS_OF_SESSIONS: Final = 8  # with some that replay a captured graph
+# Greedy, and a little of everything, so that the self-test runs every step of the sampler.
+_PARAMETERS: Final[tuple[dict[str, float], ...]] = (
+    {},
+    {
+        "temperature": 0.9,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+    },
+)
+# The same float32 arithmetic in another order moves a token about once in a million; float16 rounds visibly.
+_LARGEST_ERROR: Final = 1e-3  # of logits in float32, per unit of the largest
+_AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """Tokens that the compiled graph chose, and how many of them the portable graph, or its sampler, chose too.
+
+    replayed: of the tokens, those from replays of the captured graph.
+    """
+
+    tokens: int
+    agreeing: int
+    replayed: int = 0
+
+
+def run_self_test(plan: CompilePlan, published: Package, target: Target) -> SelfTest:
+    """Let the compiled graph of `published` choose tokens, greedily and sampled, and count how many times the portable
+    graph chooses the same after the same text.
+
+    The compiled graph runs in the sessions that `load` opens, with the target's options, and is captured and replayed
+    as it will be later. Only for the CPU its weights stay mapped, as they may be larger than the memory, and its first
+    call reads prompts of different lengths, with padding.
+
+    Raises CompileError if they agree too rarely, or if logits of float32 differ.
+    """
+    # A graph for a single row runs once with each row's parameters.
+    batches = [[0], [1]] if plan.batch_size == 1 else [list(range(min(plan.batch_size or _ROWS, _ROWS)))]
+    device = _device(plan, published, target, len(batches[0]))
+    texts = [_written(device, plan, target, rows) for rows in batches]
+    replays = device.replays if isinstance(device, _Published) else 0
+    del device  # before the next graph opens its session
+    model, sampler = split_at_logits(load_graph(plan.decoder), plan.source.interface)
+    own_logits = plan.quantized and texts[0][0].logits.size > 0
+    portable = texts if own_logits else _with_portable_logits(texts, plan, model)
+    wanted = [_sampled(text, plan, sampler, rows) for text, rows in zip(portable, batches, strict=True)]
+    tokens = sum(len(call.tokens) for text in texts for call in text)
+    agreeing = sum(
+        int((call.tokens == token).sum())
+        for text, own in zip(texts, wanted, strict=True)
+        for call, token in zip(text, own, strict=True)
+    )
+    needed = 1.0 if own_logits else _AGREEMENT[plan.dtype]
+    if (own_logits or not plan.quantized) and agreeing < needed * tokens:
+        chooser = "portable sampler's token for the same logits" if own_logits else "portable graph's token"
+        raise CompileError(
+            f"self-test failed: the graph compiled for {target.name} chose the {chooser} {agreeing} times of {tokens}, "
+            f"and {plan.dtype} needs {needed:.0%}"
+        )
+    if plan.dtype == "float32" and not plan.quantized:
+        _compare_logits(texts, portable)
+    return SelfTest(tokens, agreeing, replayed=len(batches[0]) * replays)
+
+
+def _device(plan: CompilePlan, published: Package, target: Target, rows: int) -> GraphRunner | _Published:
+    if not target.self_contained:
+        return _Published(published, rows)
+    model, mapped = (
+        return_logits(load_graph(published.path / "decoder.onnx")),
+        not (plan.weights or plan.packed_weights),
+    )
+    return GraphRunner(model, published.path, plan.interface, plan.ctx_len, weights_mapped=mapped)
+
+
+def _written(device: GraphRunner | _Published, plan: CompilePlan, target: Target, rows: Sequence[int]) -> Text:
+    """What the compiled graph writes after random prompts. rows: their numbers."""
+    width = min(_PROMPT, plan.ctx_len - 1) if target.self_contained else 1
+    ids = np.random.default_rng(0).integers(0, plan.source.interface.vocab_size, (_ROWS, width))[rows]
+    lengths = np.array([width, 1, 1, width])[rows]
+    calls = min(_CALLS if target.self_contained else _CALLS_OF_SESSIONS, plan.ctx_len - width)
+    step = partial(device.step, state=device.start(len(rows)), parameters=_parameters(plan, rows))
+    return list(write(step, ids, lengths, calls))
+
+
+def _parameters(plan: CompilePlan, rows: Sequence[int]) -> dict[str, Array]:
+    """[rows] each: the even rows are greedy, the odd ones sampled."""
+    off = {spec.name: spec.off for spec in plan.source.interface.parameters} | {"temperature": 0.0}
+    return {name: np.array([_PARAMETERS[row % 2].get(name, off[name]) for row in rows]) for name in _PARAMETERS[1]}
+
+
+def _with_portable_logits(texts: Sequence[Text], plan: CompilePlan, model: ir.Model) -> list[Text]:
+    found = read(model, texts, plan.source.path, plan.source.interface, plan.ctx_len)
+    return [
+        [call._replace(logits=logits) for call, logits in zip(text, own, strict=True)]
+        for text, own in zip(texts, found, strict=True)
+    ]
+
+
+def _sampled(text: Text, plan: CompilePlan, sampler: ir.Model | None, rows: Sequence[int]) -> list[Array]:
+    """[rows] after each call of `text`: the tokens that `sampler` chooses of its logits, the largest if there is
+    none."""
+    results = ({LOGITS.name: call.logits} for call in text)
+    if sampler is None:
+        return list(map(chosen, results))
+    interface = plan.source.interface
+    runner = GraphRunner(sampler, plan.source.path, interface, plan.ctx_len, spec=interface.sampler)
+    state, tokens = runner.start(len(rows)), []
+    for call in text:
+        state[LOGITS.name] = call.logits
+        tokens.append(chosen(runner.step(call.ids, call.lengths, state, _parameters(plan, rows))))
+    return tokens
+
+
+def _compare_logits(texts: Sequence[Text], portable: Sequence[Text]) -> None:
+    """Raise CompileError if the logits differ by more than float32 rounds: few tokens show a mistake in few weights."""
+    pairs = [
+        (call.logits, other.logits)
+        for text, read_by_portable in zip(texts, portable, strict=True)
+        for call, other in zip(text, read_by_portable, strict=True)
+        if call.logits.size
+    ]
+    if not pairs:  # sessions return none
+        return
+    error = float(np.max([np.abs(got - wanted) for got, wanted in pairs]))
+    most = _LARGEST_ERROR * max(1.0, float(np.max([np.abs(wanted) for _, wanted in pairs])))
+    if not error <= most:  # NaN must not pass
+        raise CompileError(
+            f"self-test failed: the compiled graph's logits differ from the portable graph's by {error:.3g}, more than "
+            f"{most:.3g}"
+        )
+
+
+class _Published:
+    """A compiled package in the sessions that `load` opens, captured if they are; driven as a `GraphRunner` is."""
+
+    def __init__(self, package: Package, rows: int) -> None:
+        compilation = package.manifest.compilation
+        assert compilation is not None
+        sessions = open_sessions(package)
+        self._stepper = Stepper(sessions, rows, compilation.ctx_len, captured=True)
+        self._capacity, self._captured = compilation.ctx_len, sessions.replays is not None
+        self._keeps_lengths = package.interface.features.sampler
+        self._runs = 0
+
+    @property
+    def replays(self) -> int:
+        """Runs that replayed a captured graph."""
+        return max(self._runs - 1, 0) if self._captured else 0
+
+    def start(self, rows: int) -> dict[str, Array]:
+        """Row i with seed i. The states stay in the stepper, but for the lengths, which a graph may not keep."""
+        seeds = np.arange(rows)
+        noise = {
+            name: [uniforms(seed, self._capacity, at) for seed in range(rows)] for name, at in NOISE_STREAMS.items()
+        }
+        self._stepper.reset()
+        self._write({**noise, EMIT.name: True, SEARCHED_ROWS.name: seeds, SEED.name: seeds})
+        return {LENGTHS.name: np.zeros(rows, np.int32)}
+
+    def step(
+        self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, Any]
+    ) -> dict[str, Array]:
+        """As `GraphRunner.step`; ids: [rows, 1], lengths: ones."""
+        kept = {} if self._keeps_lengths else state
+        self._write({INPUT_IDS.name: ids, "temperature": 0.0, **parameters, **kept})
+        self._stepper.run()
+        self._runs += 1
+        self._stepper.advance()
+        state[LENGTHS.name] = state[LENGTHS.name] + lengths.astype(np.int32)
+        return {name: self._stepper.read(name) for name in self._stepper.outputs}
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        for spec in self._stepper.specs:
+            if spec.name in values:
+                self._stepper.write(spec.name, values[spec.name])
+
+
+_FEWER: Final = 3  # guesses that a row has less than the row before it
+
+
+def check_guesses_change_nothing(plan: CompilePlan, published: Package) -> None:
+    """Let the compiled graph check guesses, a different number in each row: all of them right, or only half.
+
+    The logits after each token, and every state, have to be those of steps of one token, bit by bit; with several rows
+    and with one, and with the numbers of rows that sessions choose here and elsewhere (`ROW_MULTIPLE`).
+
+    Raises CompileError if they are not.
+    """
+    interface, rows = plan.interface, min(plan.batch_size or _ROWS, _ROWS)
+    most = min(interface.features.num_speculative_tokens, plan.ctx_len - _PROMPT - 2)
+    if most < 1:
+        return
+    rounding = measured(published.path / "decoder.onnx")
+    model = return_logits(load_graph(published.path / "decoder.onnx"))
+    for multiple in (1, 2) if rounding.products.any and rounding.experts.any else (2,):
+        runner = GraphRunner(model, published.path, interface, plan.ctx_len, row_multiple=multiple)
+        for count in sorted({rows, 1}):
+            _compare_steps(plan, runner, count, most)
+
+
+def _compare_steps(plan: CompilePlan, runner: GraphRunner, rows: int, most: int) -> None:
+    """most: guesses of a step."""
+    interface = plan.interface
+    prompt = np.random.default_rng(0).integers(0, interface.vocab_size, (rows, _PROMPT))
+    lengths, ones = np.array([_PROMPT, 1, 2, _PROMPT])[:rows], np.ones(rows, np.int64)
+    parameters = {"temperature": np.array([0, 0.9, 0, 0.9])[:rows], "repetition_penalty": 1.1}
+
+    state = runner.start(rows)
+    steps = [(runner.step(prompt, lengths, state, parameters), _copied(state))]
+    for _ in range(most + 1):
+        steps.append((runner.step(steps[-1][0]["next_ids"], ones, state, parameters), _copied(state)))
+    tokens = np.concatenate([result["next_ids"] for result, _ in steps], axis=1)
+    count = np.maximum(most - _FEWER * np.arange(rows), 0)
+    for right in (most, most // 2):
+        guesses = np.full((rows, interface.features.num_speculative_tokens), -1)
+        guesses[:, :most] = np.where(np.arange(most) < count[:, None], tokens[:, 1 : most + 1], -1)
+        wrong = (np.arange(guesses.shape[1]) >= right) & (guesses >= 0)
+        guesses = np.where(wrong, (guesses + 1) % interface.vocab_size, guesses)
+        state = runner.start(rows)
+        runner.step(prompt, lengths, state, parameters)
+        logits = runner.step(tokens[:, :1], ones, state, parameters | {"draft_ids": guesses})[LOGITS.name]
+        first = np.cumsum(count + 1) - (count + 1)
+        for row, kept in enumerate(np.minimum(count, right)):
+            wanted = [result[LOGITS.name][row] for result, _ in steps[1 : kept + 2]]
+            _compare(plan, f"logits of row {row}", logits[first[row] : first[row] + kept + 1], np.array(wanted))
+            after = steps[kept + 1][1]
+            for name, value in state.items():
+                used = (
+                    int(state[LENGTHS.name][row]) if name in (cache.name for cache in interface.cache_states) else None
+                )
+                pair = (array[row] if used is None else array[row, :, :used] for array in (value, after[name]))
+                _compare(plan, f"{name} of row {row}", *pair)
+
+
+def _copied(state: dict[str, Array]) -> dict[str, Array]:
+    return {name: value.copy() for name, value in state.items()}
+
+
+def _compare(plan: CompilePlan, what: str, several: Any, one: Any) -> None:
+    if not np.array_equal(several, one):
+        raise CompileError(
+            f"self-test failed: the {what} differ between a step of several tokens and steps of one: this processor's "
+            f"kernels for {plan.options.weights or plan.dtype} weights round them otherwise, and guesses would change "
+            "tokens; compile without num_speculative_tokens, or for batches (without batch_size=1)"
+        )

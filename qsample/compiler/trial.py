@@ -1,0 +1,103 @@
+"""Texts that decode graphs write and read, call by call: (graph, text) → logits and states.
+
+The checks of compile compare graphs on them. Only a single graph is open at a time: together, the weights of two may
+not fit into the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import LOGITS
+from qsample.graph.join import cut_at_logits, return_all_logits
+from qsample.graph.runner import GraphRunner
+from qsample.graph.weights import load_graph
+
+
+class Call(NamedTuple):
+    """A call of a graph. ids: [rows, S]. lengths: [rows], the real tokens. tokens: [rows], chosen after these. logits:
+    [rows, V], which they were chosen from; empty if the graph does not return them."""
+
+    ids: Array
+    lengths: Array
+    tokens: Array
+    logits: Array
+
+
+Text = Sequence[Call]
+Step = Callable[[Array, Array], dict[str, Array]]
+_NONE: Final = np.empty(0)
+
+
+def chosen(results: Mapping[str, Array]) -> Array:
+    """[rows]: the tokens of a call's results, or the argmax if the graph returns logits."""
+    tokens: Array = results["next_ids"][:, 0] if "next_ids" in results else results[LOGITS.name].argmax(-1)
+    return tokens
+
+
+def write(
+    step: Step, ids: Array, lengths: Array, calls: int, choose: Callable[[Mapping[str, Array]], Array] = chosen
+) -> Iterator[Call]:
+    """The `calls` calls of a text that a graph writes after a prompt.
+
+    step: takes ids and lengths, moves the graph's states on, and returns its outputs. ids, lengths: of the prompt, as
+    in `Call`. choose: the tokens [rows] of a call's outputs.
+    """
+    for _ in range(calls):
+        results = step(ids, lengths)
+        tokens = choose(results)
+        yield Call(ids, lengths, tokens, results.get(LOGITS.name, _NONE))
+        ids, lengths = tokens[:, None], np.ones(len(tokens), np.int64)
+
+
+def read(
+    model: ir.Model, texts: Sequence[Text], folder: Path, interface: Interface, capacity: int
+) -> list[list[Array]]:
+    """The logits [rows, V] of `model` after each call of each text.
+
+    All texts are read in a single call, which passes over the weights once; call by call only if the model has the
+    logits of a row's last token alone.
+
+    Args:
+        model: a decode graph that is cut at its logits; it is changed.
+        texts: from empty states.
+        folder: of the model's weights and its starting state.
+        interface, capacity: as in GraphRunner.
+    """
+    at_once = return_all_logits(model)
+    runner = GraphRunner(model, folder, interface, capacity, weights_mapped=True)
+    if not at_once:
+        return [list(_logits_by_call(runner, text)) for text in texts]
+    rows = [
+        np.concatenate([call.ids[row, : call.lengths[row]] for call in text])
+        for text in texts
+        for row in range(len(text[0].ids))
+    ]
+    lengths = np.array(list(map(len, rows)))
+    ids = np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows])
+    logits = runner.step(ids, lengths, runner.start(len(rows)))[LOGITS.name].reshape(len(rows), max(lengths), -1)
+    found, first = [], 0
+    for text in texts:
+        own = np.arange(first, first + len(text[0].ids))
+        ends = np.cumsum([call.lengths for call in text], axis=0) - 1  # of each call in its row
+        found.append([logits[own, end] for end in ends.astype(int)])
+        first += len(own)
+    return found
+
+
+def _logits_by_call(runner: GraphRunner, text: Text) -> Iterator[Array]:
+    state = runner.start(len(text[0].ids))
+    for call in text:
+        yield runner.step(call.ids, call.lengths, state)[LOGITS.name]
+
+
+def logits_of(folder: Path, interface: Interface) -> ir.Model:
+    """The decode graph in `folder` up to its logits."""
+    return cut_at_logits(load_graph(folder / "decoder.onnx"), interface)
