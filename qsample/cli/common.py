@@ -19,7 +19,6 @@ from qsample.cli.terminal import format_size, note, progress
 from qsample.contract.interface import DEFAULT_LORA_RANK, Features
 from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.errors import unknown
-from qsample.huggingface.lora import CONFIG, read_config
 from qsample.progress import Stage
 from qsample.request.sampling_params import FILTER_FIELDS, OFF, SamplingParams
 
@@ -281,6 +280,8 @@ def read_text(path: Path, option: str) -> str:
 
 def read_loras(given: list[str] | None) -> dict[str, str]:
     """Name → folder of the adapters of a command line. Raises typer.BadParameter, before a model is loaded."""
+    from qsample.huggingface.lora import CONFIG
+
     loras: dict[str, str] = {}
     for entry in given or ():
         name, found, folder = entry.partition("=")
@@ -420,17 +421,15 @@ def open_exported(
         if for_serving:
             opened.features = opened.features.for_serving()
         if most := max(max_loras, len(loras or {})):
-            ranks = [config.largest_rank for config in map(read_config, _configs(loras or {}))]
+            from qsample.huggingface.lora import CONFIG, read_config
+
+            ranks = [read_config(Path(folder, CONFIG)).largest_rank for folder in (loras or {}).values()]
             rank = max([opened.features.max_lora_rank, *(ranks or [DEFAULT_LORA_RANK])])
             opened.features = replace(opened.features, max_loras=most, max_lora_rank=rank)
         packaged = opened.cached(weights=weights, ctx_len=ctx_len, progress=report)
     if model is not None and Stage.PUBLISHING in stages:  # it was made here
         _tell_about_the_cache(model, packaged.package, weights)
     return packaged
-
-
-def _configs(loras: Mapping[str, str]) -> list[Path]:
-    return [Path(folder, CONFIG) for folder in loras.values()]
 
 
 def _tell_about_the_cache(model: str, package: Package, weights: str | None) -> None:

@@ -33,7 +33,6 @@ from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
 from qsample.cli.terminal import console, counted, finite, note
 from qsample.errors import QsampleError
-from qsample.huggingface.lora import CONFIG, WEIGHTS
 from qsample.package.package import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -153,6 +152,8 @@ def generate(
 
 
 def _hash_of(adapter: str) -> str:
+    from qsample.huggingface.lora import CONFIG, WEIGHTS
+
     files = (Path(adapter, name).read_bytes() for name in (CONFIG, WEIGHTS))
     return hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in files)).hexdigest()
 
