@@ -1,10 +1,11 @@
 """The command line: `qsample export | compile | bake | generate | chat | serve | web | evaluate | bench | inspect |
 prefix | policy | bundle | pull | cache`.
 
-Each command is a module; build.py has export, compile and bake, cache.py pull and cache. prompt_file.py has the prompt
-files of generate, common.py shared options, terminal.py tables and the progress bar, errors.py messages. Heavy modules
-are imported inside the commands, so that `qsample --help` answers at once. Results go to stdout; progress, figures and
-errors to stderr; with --json an error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}.
+build.py has the commands that write packages, prefixes and components; measure.py bench and evaluate; inspect.py pull
+and cache, too; the others have a module each. prompt_file.py has the prompt files of generate, common.py shared
+options, terminal.py what is printed, errors included. Heavy modules are imported inside the commands, so that `qsample
+--help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error also goes to
+stdout, as {"error": {"type": ..., "message": ..., "status": ...}}.
 Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
@@ -21,9 +22,8 @@ from typing import Annotated, Any, Final
 import typer
 
 import qsample
-from qsample.cli import bench, build, bundle, cache, chat, evaluate, generate, inspect, policy, prefix, serve, web
-from qsample.cli.errors import DEBUG_VARIABLE, report
-from qsample.cli.terminal import no_escapes
+from qsample.cli import build, chat, generate, inspect, measure, serve, web
+from qsample.cli.terminal import DEBUG_VARIABLE, no_escapes, report
 
 # `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
 _ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -69,18 +69,18 @@ def root(
 app.command(epilog=build.EXPORT_EXAMPLES)(build.export)
 app.command(epilog=build.COMPILE_EXAMPLES)(build.compile)
 app.command(epilog=build.BAKE_EXAMPLES)(build.bake)
-app.command(epilog=bundle.EXAMPLES)(bundle.bundle)
+app.command(epilog=build.BUNDLE_EXAMPLES)(build.bundle)
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=chat.EXAMPLES)(chat.chat)
 app.command(epilog=serve.EXAMPLES)(serve.serve)
 app.command(epilog=web.EXAMPLES)(web.web)
-app.command(epilog=prefix.EXAMPLES)(prefix.prefix)
-app.command(epilog=evaluate.EXAMPLES)(evaluate.evaluate)
-app.command(epilog=policy.EXAMPLES)(policy.policy)
-app.command(epilog=bench.EXAMPLES)(bench.bench)
-app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
-app.command(epilog=cache.PULL_EXAMPLES)(cache.pull)
-app.add_typer(cache.app, name="cache", no_args_is_help=True)
+app.command(epilog=build.PREFIX_EXAMPLES)(build.prefix)
+app.command(epilog=measure.EVALUATE_EXAMPLES)(measure.evaluate)
+app.command(epilog=build.POLICY_EXAMPLES)(build.policy)
+app.command(epilog=measure.BENCH_EXAMPLES)(measure.bench)
+app.command(epilog=inspect.INSPECT_EXAMPLES)(inspect.inspect)
+app.command(epilog=inspect.PULL_EXAMPLES)(inspect.pull)
+app.add_typer(inspect.cache_app, name="cache", no_args_is_help=True)
 
 
 def commands() -> dict[str, Any]:

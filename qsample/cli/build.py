@@ -1,4 +1,4 @@
-"""`qsample export`, `qsample compile` and `qsample bake`: their options, and the calls that they make."""
+"""The commands that write files: `qsample export`, `compile`, `bake`, `bundle`, `policy` and `prefix`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from qsample.cli.common import (
+    CHAT_FLAGS,
     FEATURE_FLAGS,
     Json,
+    Lora,
     Overwrite,
+    Provider,
+    Threads,
+    chat_options,
+    check_jinja,
     feature_options,
     flags_of,
     given_of,
     is_package,
+    open_exported,
     open_model,
     quieten,
+    read_loras,
     read_text,
     with_flags,
 )
@@ -53,9 +61,27 @@ BAKE_EXAMPLES: Final = (
     "qsample bake ./genai-folder out --logprobs"
 )
 
+BUNDLE_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "qsample bundle qwen3-all qwen3-cpu qwen3-cuda\n\n"
+    "qsample generate qwen3-all -p 'In the beginning'"
+)
+POLICY_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "qsample policy components --vocab-size 151936\n\n"
+    "qsample policy --into qwen3-workflow --provider cuda"
+)
+PREFIX_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "qsample prefix qwen3-cpu rules.prefix --system-file rules.txt\n\n"
+    "qsample prefix qwen3-cpu book.prefix --prompt-text book.txt\n\n"
+    "qsample serve qwen3-cpu --prefix rules.prefix"
+)
+
 Timing = Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")]
 
 _WIDTH_OF_A_FILE: Final = 120
+_CONTRACT: Final = "onnx-genai.token-sampler@2"
 
 
 @with_flags(FEATURE_FLAGS)
@@ -230,3 +256,97 @@ def _show_phases(folder: Path) -> None:
         shown.add_row(escape(entry["file"]), str(entry["nodes"]), escape(listed))
         before = operators
     console(stderr=True).print(shown)
+
+
+def bundle(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the bundle.")],
+    packages: Annotated[list[str], typer.Argument(metavar="PACKAGE...", help="A package for each target.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a bundle.")] = False,
+) -> None:
+    """Put packages of a model for several devices into a folder; a program loads the variant for its device."""
+    from qsample.ort.model_package import bundle as make
+
+    variants = make(out, packages, overwrite=overwrite)
+    typer.echo(str(out))
+    note(f"variants: {', '.join(variants)}")
+
+
+def policy(
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="Folder for the components.")] = None,
+    contract: Annotated[str, typer.Option(help="Of the sampler.")] = _CONTRACT,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Tokens of the logits.")] = None,
+    into: Annotated[
+        Path | None, typer.Option(metavar="PACKAGE", help="Replace the sampler of this workflow package, if it allows.")
+    ] = None,
+    provider: Annotated[str, typer.Option(help="cpu; with others, the sampler has no control flow.")] = "cpu",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names.")] = False,
+) -> None:
+    """Write the sampler as a component of ONNX workflows, with termination and state update."""
+    from qsample.exporters.policy import replace_sampler, write_policy
+
+    if (out is None) == (into is None):
+        raise typer.BadParameter("give either OUT or --into")
+    if out is not None and vocab_size is None:
+        raise typer.BadParameter("give --vocab-size, the number of tokens of the model's logits")
+    try:
+        if into is not None:
+            options = {"contract": contract, "vocab_size": vocab_size, "provider": provider, "overwrite": overwrite}
+            typer.echo(str(replace_sampler(into, **options)))  # type: ignore[arg-type]
+        elif out is not None and vocab_size is not None:
+            for path in write_policy(out, vocab_size, contract=contract, provider=provider, overwrite=overwrite):
+                typer.echo(str(path))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@with_flags(CHAT_FLAGS)
+def prefix(
+    ctx: typer.Context,
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="Package that is to use the file.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file, in safetensors' format.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")] = None,
+    prompt_text: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with that text.")] = None,
+    system_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the system prompt.")] = None,
+    lora: Lora = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a file.")] = False,
+    provider: Provider = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Read the beginning of prompts, and save its keys and values: prompts that begin with it continue from there."""
+    from qsample.runtime import load
+
+    system: str | None = ctx.params["system"]
+    given = {"--prompt": prompt, "--prompt-text": prompt_text, "--system": system, "--system-file": system_file}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise typer.BadParameter(f"{' and '.join(named) or 'no text'} given; give one of {', '.join(given)}")
+    options = chat_options(ctx.params)
+    if options and named[0] in ("--prompt", "--prompt-text"):
+        raise typer.BadParameter(f"the options of chat templates go with --system, and {named[0]} was given")
+    loras = read_loras(lora)
+    if len(loras) > 1:
+        raise typer.BadParameter(f"--lora was given {len(loras)} times; a prefix is of one adapter, or of none")
+    if out.exists() and not overwrite:
+        raise typer.BadParameter(f"{out} exists; give --overwrite to replace it, or another name")
+    if prompt_text is not None:
+        prompt = read_text(prompt_text, "--prompt-text")
+    if system_file is not None:
+        system = read_text(system_file, "--system-file")
+    inputs: Any = prompt
+    if system is not None:
+        check_jinja()
+        inputs = [{"role": "system", "content": system}]
+    opened = open_exported(package, provider)
+    model = load(opened.package.path, provider, intra_op_num_threads=threads)
+    adapter = None
+    for adapter, folder in loras.items():
+        model.load_adapter(adapter, folder)
+    with progress() as report:
+        tokens = model.save_prefix(inputs, out, adapter=adapter, progress=report, **options)
+    size = out.stat().st_size
+    if as_json:
+        print(json.dumps({"prefix": str(out), "tokens": tokens, "bytes": size}))
+    else:
+        typer.echo(str(out))
+    note(f"{tokens} tokens, {format_size(size)}")

@@ -29,9 +29,8 @@ from qsample.cli.common import (
     sampling_options,
     with_flags,
 )
-from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
-from qsample.cli.terminal import console, counted, finite, note
+from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
 from qsample.errors import QsampleError
 from qsample.package.package import MANIFEST_NAME
 

@@ -1,27 +1,42 @@
-"""`qsample inspect`: the contents of a package, or of decoder files of another exporter, as tables or as JSON."""
+"""`qsample inspect`, and `qsample pull` and `qsample cache` for the packages of models that were given directly."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qsample.cli.common import Json, is_package
-from qsample.cli.terminal import console, format_size, table
+from qsample.cli.common import CtxLen, Json, Provider, Weights, is_package, open_exported
+from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
 from qsample.package.package import Package, read_package
 
-EXAMPLES: Final = "[bold]Examples[/bold]\n\nqsample inspect qwen3-cpu\n\nqsample inspect qwen3-cpu --json | jq .graphs"
+if TYPE_CHECKING:
+    from qsample.models.cache import Entry
+
+INSPECT_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\nqsample inspect qwen3-cpu\n\nqsample inspect qwen3-cpu --json | jq .graphs"
+)
+PULL_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "qsample pull Qwen/Qwen3-0.6B --weights int4\n\n"
+    "qsample chat Qwen/Qwen3-0.6B --weights int4"
+)
 _INPUTS_SHOWN: Final = 6
 _WIDTH_OF_A_FILE: Final = 120
+_WIDTH_OF_A_LIST: Final = 160
+
+cache_app = typer.Typer(help="The models that were given directly, compiled: list them, or free their space.")
 
 
 def inspect(
@@ -60,46 +75,46 @@ def _show_decoders(path: Path, as_json: bool) -> None:
         return
     screen = console(width_of_a_file=_WIDTH_OF_A_FILE)
     for decoder in decoders:
-        facts = _facts_table(decoder.file)
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(decoder.operators.items()))
         rows = {
             "made by": f"{decoder.made_by}, opset {decoder.opset}",
             "inputs": _some(decoder.inputs),
-            "operators": counts,
-            "layers": decoder.layers,
+            "operators": _counts(decoder.operators),
+            "layers": str(decoder.layers or ""),
             "states": f"{decoder.states} recurrent or convolutional" if decoder.states else "",
             "numbers": f"{decoder.dtype} caches, vocabulary {decoder.vocab_size}" if decoder.dtype else "",
             "weights": f"packed in {' and '.join(map(str, decoder.bits))} bits" if decoder.bits else "",
             "bake": decoder.refusal or "takes it; it runs the file to measure its attention, and compares",
         }
-        for name, value in rows.items():
-            if value:
-                facts.add_row(name, escape(value))
-        screen.print(facts)
+        screen.print(_facts_table(decoder.file, rows))
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and how many others there are."""
+    """The first names, and the number of the rest."""
     rest = len(names) - _INPUTS_SHOWN
     return ", ".join(names[:_INPUTS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _facts_table(title: str) -> Table:
-    return Table(title=escape(title), show_header=False, box=None, title_justify="left", title_style="bold")
+def _facts_table(title: str, rows: Mapping[str, str]) -> Table:
+    """A line for each row that has a text."""
+    facts = Table(title=escape(title), show_header=False, box=None, title_justify="left", title_style="bold")
+    for name, value in rows.items():
+        if value:
+            facts.add_row(name, escape(value))
+    return facts
 
 
 def describe(package: Package) -> dict[str, Any]:
     """The package as a JSON-ready dict: the manifest, and every graph's tensors with dtype, axes and meaning."""
     return {
         "path": str(package.path),
-        "graphs": {name: describe_graph(graph) for name, graph in package.interface.graphs.items()},
-        "axes": {**AXIS_MEANINGS, **fixed_axes(package)},
+        "graphs": {name: _describe_graph(graph) for name, graph in package.interface.graphs.items()},
+        "axes": {**AXIS_MEANINGS, **_fixed_axes(package)},
         "rounding": _rounding(package),
         **json.loads(package.manifest.to_json()),
     }
 
 
-def describe_graph(graph: GraphSpec) -> dict[str, Any]:
+def _describe_graph(graph: GraphSpec) -> dict[str, Any]:
     """Inputs, states (each with the output that holds its next value) and outputs of a graph."""
 
     def entry(spec: TensorSpec) -> dict[str, Any]:
@@ -113,7 +128,7 @@ def describe_graph(graph: GraphSpec) -> dict[str, Any]:
     }
 
 
-def fixed_axes(package: Package) -> dict[str, int]:
+def _fixed_axes(package: Package) -> dict[str, int]:
     """The named axes whose size this package fixes."""
     sizes = {name: size for name, size in package.interface.sizes.items() if size}
     if package.manifest.compilation:
@@ -124,55 +139,56 @@ def fixed_axes(package: Package) -> dict[str, int]:
 def show(package: Package) -> None:
     """Print a package on stdout: facts, graphs, placement, files."""
     screen = console(width_of_a_file=_WIDTH_OF_A_FILE)
-    screen.print(_facts(package))
+    screen.print(_facts_table(str(package.path), _facts(package)))
     for name, graph in package.interface.graphs.items():
         screen.print(_graph_table(name, graph))
-    sizes = fixed_axes(package)
+    sizes = _fixed_axes(package)
     axes = (f"{axis} = {sizes.get(axis, meaning)}" for axis, meaning in AXIS_MEANINGS.items())
     screen.print("[bold]Axes[/bold]\n" + "; ".join(axes) + "\n")
-    if package.manifest.compilation:
-        screen.print(_placement_table(package))
-    screen.print(_file_table(package))
+    if compilation := package.manifest.compilation:
+        placement = table("Placement", "execution provider", "nodes", "operators")
+        for provider, operators in compilation.placement.items():
+            placement.add_row(escape(provider), str(sum(operators.values())), escape(_counts(operators)))
+        screen.print(placement)
+    files = table("Files", "file", "size", "sha256")
+    for name, entry in sorted(package.manifest.files.items()):
+        files.add_row(escape(name), format_size(entry.bytes), escape(f"{entry.sha256[:16]}…"))
+    screen.print(files)
 
 
-def _facts(package: Package) -> Table:
-    manifest, interface = package.manifest, package.interface
+def _counts(operators: Mapping[str, int]) -> str:
+    """The number of each operator, the most frequent first."""
+    ordered = sorted(operators.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{name} {count}" for name, count in ordered)
+
+
+def _facts(package: Package) -> dict[str, str]:
+    manifest, interface, compilation = package.manifest, package.interface, package.manifest.compilation
     source, layers = manifest.source, len(interface.key_values)
-    features = [_feature(name, value) for name, value in asdict(interface.features).items() if value]
-    facts = _facts_table(str(package.path))
-    rows: list[tuple[str, str]] = [
-        ("kind", manifest.kind),
-        ("source", source.model_id + (f" @ {source.revision}" if source.revision else "")),
-        (
-            "architecture",
-            f"{source.architecture} ({source.model_type}), {layers} layers, vocabulary {interface.vocab_size}",
-        ),
-        ("weights", f"{interface.dtype}, sha256 {source.weight_hash[:16]}…"),
-        ("contract", manifest.contract_version),
-        ("features", ", ".join(features)),
-        ("end tokens", ", ".join(map(str, manifest.token_ids.eos)) or "none"),
-        ("longest context", str(manifest.max_position_embeddings or "unlimited")),
-        ("made with", ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))),
-        ("parity", figures_in_words(manifest.parity or {})),
-    ]
+    facts = {
+        "kind": manifest.kind,
+        "source": source.model_id + (f" @ {source.revision}" if source.revision else ""),
+        "architecture": f"{source.architecture} ({source.model_type}), {layers} layers, vocabulary "
+        f"{interface.vocab_size}",
+        "weights": f"{interface.dtype}, sha256 {source.weight_hash[:16]}…",
+        "contract": manifest.contract_version,
+        "features": ", ".join(_feature(name, value) for name, value in asdict(interface.features).items() if value),
+        "end tokens": ", ".join(map(str, manifest.token_ids.eos)) or "none",
+        "longest context": str(manifest.max_position_embeddings or "unlimited"),
+        "made with": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
+        "parity": figures_in_words(manifest.parity or {}),
+    }
     if packed := manifest.packed_weights:
-        rows.append(("packed", _or_raw(_packed, packed)))
-    if compilation := manifest.compilation:
-        rows += [
-            ("compiled for", f"{compilation.provider} ({', '.join(compilation.execution_providers)})"),
-            ("rows, context", f"{compilation.batch_size or 'any number of'} rows, {compilation.ctx_len} tokens"),
-            ("self-test", figures_in_words(compilation.self_test)),
-        ]
+        facts["packed"] = _or_raw(_packed, packed)
+    if compilation:
+        rows = compilation.batch_size or "any number of"
+        facts["compiled for"] = f"{compilation.provider} ({', '.join(compilation.execution_providers)})"
+        facts["rows, context"] = f"{rows} rows, {compilation.ctx_len} tokens"
+        facts["self-test"] = figures_in_words(compilation.self_test)
         if quantization := compilation.quantization:
-            rows += [
-                ("quantized", _or_raw(quantization_in_words, quantization)),
-                ("divergence", _or_raw(figures_in_words, quantization.get("divergence"))),
-            ]
-    if rounding := _rounding(package):
-        rows.append(("rows here", rounding))
-    for name, value in rows:
-        facts.add_row(name, escape(value))
-    return facts
+            facts["quantized"] = _or_raw(quantization_in_words, quantization)
+            facts["divergence"] = _or_raw(figures_in_words, quantization.get("divergence"))
+    return {**facts, "rows here": _rounding(package)}
 
 
 def _rounding(package: Package) -> str:
@@ -274,18 +290,93 @@ def _meaning(spec: TensorSpec, graph: GraphSpec) -> str:
     return spec.meaning + off + after
 
 
-def _placement_table(package: Package) -> Table:
-    assert package.manifest.compilation
-    placement = table("Placement", "execution provider", "nodes", "operators")
-    for provider, operators in package.manifest.compilation.placement.items():
-        ordered = sorted(operators.items(), key=lambda item: (-item[1], item[0]))
-        counts = ", ".join(f"{name} {count}" for name, count in ordered)
-        placement.add_row(escape(provider), str(sum(operators.values())), escape(counts))
-    return placement
+def pull(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder or decoder file.")],
+    weights: Weights = None,
+    ctx_len: CtxLen = None,
+    provider: Provider = None,
+    for_serving: Annotated[
+        bool, typer.Option("--for-serving", help="For `qsample serve`, whose requests may ask for more.")
+    ] = False,
+) -> None:
+    """Download the newest version of a model and compile it into the cache, for commands that name the same model and
+    options. Prints the package's folder."""
+    from qsample.checkpoints.hub import HubOptions, newest_commit
+
+    if is_package(model):
+        raise typer.BadParameter(f"{model} is a package already; commands take it as it is")
+    if not os.path.exists(model):
+        newest_commit(model, HubOptions())
+    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, for_serving=for_serving)
+    print(opened.package.path)
 
 
-def _file_table(package: Package) -> Table:
-    files = table("Files", "file", "size", "sha256")
-    for name, entry in sorted(package.manifest.files.items()):
-        files.add_row(escape(name), format_size(entry.bytes), escape(f"{entry.sha256[:16]}…"))
-    return files
+@cache_app.command("list")
+def list_entries(as_json: Json = False) -> None:
+    """List the cache, the last used first."""
+    from qsample.models.cache import cache_folder, entries, size_limit
+
+    limit, found = size_limit(), entries()
+    total = sum(entry.bytes for entry in found)
+    if as_json:
+        document = {"folder": str(cache_folder()), "bytes": total, "limit_bytes": limit}
+        print(json.dumps({**document, "entries": [_described(entry) for entry in found]}, indent=2, ensure_ascii=False))
+        return
+    screen = console(width_of_a_file=_WIDTH_OF_A_LIST)
+    if found:
+        shown = table(None, "model", "options", "size", "last used")
+        for entry in found:
+            facts = _described(entry)
+            used = "in use" if entry.in_use else datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
+            shown.add_row(escape(facts["model"]), escape(", ".join(facts["options"])), format_size(entry.bytes), used)
+        screen.print(shown)
+    screen.print(
+        f"{counted(len(found), 'model') if found else 'no model'}, {format_size(total)} of at most "
+        f"{format_size(limit)}, in {cache_folder()}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+@cache_app.command("clear")
+def clear_entries(
+    model: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="As `list` names them. (default: all)")
+    ] = None,
+) -> None:
+    """Remove models from the cache, except those that a process has open. Downloads and checkpoints stay."""
+    from qsample.models.cache import clear, entries, remove
+
+    if not model:
+        removed, kept = clear()
+    else:
+        found = entries()
+        named = [os.path.abspath(name) if os.path.exists(name) else name for name in model]
+        for name in named:
+            if not any(entry.manifest.source.model_id == name for entry in found):
+                raise typer.BadParameter(f"{name} is not in the cache; `qsample cache list` has the names")
+        done = [remove(entry.path) for entry in found if entry.manifest.source.model_id in named]
+        removed, kept = sum(done), len(done) - sum(done)
+    note(f"{removed} removed" + (f", {kept} kept: a process has them open" if kept else ""))
+
+
+def _described(entry: Entry) -> dict[str, Any]:
+    """An entry as a JSON-ready dict."""
+    manifest, compilation = entry.manifest, entry.manifest.compilation
+    options = [manifest.interface.dtype]
+    if compilation is not None:
+        quantization = compilation.quantization or {}
+        options = [compilation.provider, str(quantization.get("dtype", options[0])), f"{compilation.ctx_len} tokens"]
+    features = manifest.interface.features
+    names = ("logit_bias", "allowed_tokens", "logprobs", "top_logprobs", "probs", "seed")
+    options += [name for name in names if getattr(features, name)] + list(features.filters)
+    options += [] if features.sampler else ["no sampler"]
+    return {
+        "model": manifest.source.model_id,
+        "revision": manifest.source.revision,
+        "options": options,
+        "bytes": entry.bytes,
+        "last_used": datetime.fromtimestamp(entry.last_used).astimezone().isoformat(timespec="seconds"),
+        "in_use": entry.in_use,
+        "path": str(entry.path),
+    }

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from qsample.cli.common import context_full, read_text
-from qsample.cli.errors import AlreadyPrintedError
-from qsample.cli.terminal import counted, finite, note, progress
+from qsample.cli.terminal import AlreadyPrintedError, counted, finite, note, progress
 from qsample.disk.locks import lock
 from qsample.errors import QsampleError, shown
 from qsample.progress import Stage

@@ -10,7 +10,7 @@ import pytest
 
 from qsample import cli
 from qsample.cli import terminal
-from qsample.cli.errors import name_options, options_of, report
+from qsample.cli.terminal import name_options, options_of, report
 from qsample.errors import QsampleError
 from tests.helpers.fake_package import POISON, fake_package
 
