@@ -1,4 +1,4 @@
-"""`ModelMethods`: the methods that a script calls on a model of transformers before it generates."""
+"""What a script finds on a model of transformers: its configurations, dtype and device, and methods such as `to`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _name(value: Any) -> str | None:
 GENERATION_CONFIG_FILE: Final = "generation_config.json"
 _OWN: Final = ("do_sample", "pad_token_id", "bos_token_id", "return_dict_in_generate", "prefill_chunk_size")
 _FIELDS: Final = frozenset({*OFF, *UNSUPPORTED, *GENERATE, *BOOKKEEPING, *_OWN})
-# Fields that transformers' configurations always have.
+# Fields of all of transformers' configurations.
 _ALWAYS: Final = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "is_encoder_decoder": False}
 
 

@@ -38,27 +38,16 @@ _NOT_OF_A_ROW: Final = ("stop_strings", "max_time", "num_return_sequences")
 class Call:
     """Prompts, and how to continue them. `read_call` makes a Call of keywords.
 
+    The fields are arguments of `CausalLM.generate`, which describes them, and these:
+
     Args:
-        inputs: the prompts, see `parse_prompts`.
-        params: for all prompts, or a list with the parameters of each prompt.
-        attention_mask: 0 for each token of `inputs` that is padding, with their shape; None = see `pad`.
         pad: the token id that is padding if no mask is given; None = every token is read.
-        fill: the token id after a row that has ended, and before a prompt that is shorter than others; None = the pad
-            token of the package.
+        fill: the token id after a row that has ended, and before a prompt that is shorter than the longest; None = the
+            pad token of the package.
         bos: the token id that an empty prompt becomes; None = that of the package.
         chat: options of chat messages.
-        tokenizer: of the caller, for a package that has no tokenizer.
-        seed: of the first row, the next rows taking the numbers after it; a list with the seed of each row; None =
-            those of `params`, or fresh seeds.
-        stop_strings: texts that end a row, or a single text.
-        allowed_tokens: int32 bitmask [W] or [B, W] of the tokens that may be sampled; or a function, see
-            `AllowedTokensFn`.
         prediction: the text or the token ids that the continuation of a single prompt is expected to have: they are
             guessed, in packages that were compiled with num_speculative_tokens. Changes the speed alone.
-        stopping_criteria: see `BatchEnd`.
-        logits_processor: see `LogitsProcessors`.
-        max_time: seconds until the rows end; None = any.
-        num_return_sequences: adjacent rows of each prompt.
         return_dict: False = `generate` returns an array of the sequences alone.
     """
 

@@ -129,7 +129,7 @@ class _Callback:
         return np.asarray(result.detach().cpu() if hasattr(result, "detach") else result)
 
     def _shown(self, array: Array) -> Any:
-        # Whoever made an object of transformers has imported torch; nobody else needs it.
+        # A caller with an object of transformers has imported torch.
         return sys.modules["torch"].from_numpy(array) if self.in_torch else array
 
 

@@ -25,13 +25,7 @@ from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.stored_prefixes import DEFAULT_BYTES, StoredPrefixes
-from qsample.runtime.request import (
-    CANCELLED,
-    TIME,
-    EngineStats,
-    Request,
-    RequestOutput,
-)
+from qsample.runtime.request import CANCELLED, TIME, EngineStats, Request, RequestOutput
 from qsample.runtime.sequence import Sequence
 
 DEFAULT_SLOTS: Final = 8  # if neither the caller nor the package chooses
@@ -133,8 +127,8 @@ class Engine:
         self._closed = False
         self._draining = False
         self._failure: Failure | None = None
-        # Not guarded: whoever cancels may be in the middle of anything. While a request is there, the thread looks here
-        # after each step; so nobody has to wake it.
+        # Not guarded: a caller that cancels may hold any lock. While a request is there, the thread looks here after
+        # each step, so it needs no waking.
         self._cancelled: deque[Sequence] = deque()
         self._process = os.getpid()
         self._guides: dict[Sequence, Guide] = {}  # put in by those who add requests
@@ -183,8 +177,8 @@ class Engine:
         """
         if options.get("num_return_sequences") not in (None, 1):
             raise ValueError("add_request adds one request; add_requests takes num_return_sequences")
-        named = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
-        call = self._model.read(inputs, params, **{**options, **named, "num_return_sequences": 1})
+        options |= {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
+        call = self._model.read(inputs, params, **{**options, "num_return_sequences": 1})
         return self.add(call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned)[0]
 
     def add_requests(
@@ -211,8 +205,8 @@ class Engine:
             inputs, params, stop_strings, timeout, priority, cancel_if_abandoned, options: as in `add_request`. Greedy
                 requests would all be the same: ValueError.
         """
-        named = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
-        call = self._model.read(inputs, params, **options, **named, num_return_sequences=num_return_sequences)
+        options |= {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
+        call = self._model.read(inputs, params, **options, num_return_sequences=num_return_sequences)
         return self.add(call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned)
 
     def map(
@@ -305,10 +299,8 @@ class Engine:
         if guide is not None:
             guide.start()
         requests = [
-            Request(
-                sequence, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(cancel_if_abandoned)
-            )
-            for sequence in sequences
+            Request(one, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(cancel_if_abandoned))
+            for one in sequences
         ]
         with self._changed:
             room = self._changed.wait_for(lambda: self.closed or len(self._requests) + count <= most, seconds)
@@ -337,15 +329,8 @@ class Engine:
             requests = list(self._requests.items())
         running = [sequence for sequence, request in requests if request.running]
         waiting = [sequence for sequence, request in requests if not request.running]
-        return EngineStats(
-            self.slots,
-            self.max_waiting,
-            len(running),
-            len(requests) - len(running),
-            _adapters_of(running),
-            _adapters_of(waiting),
-            replace(self._prefixes),
-        )
+        counts = self.slots, self.max_waiting, len(running), len(waiting)
+        return EngineStats(*counts, _adapters_of(running), _adapters_of(waiting), replace(self._prefixes))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no requests any more, and wait until those that were added have ended; then `close` it.
@@ -395,10 +380,10 @@ class Engine:
     def _serve(self) -> None:
         assert self._loop is not None
         try:
-            with self._loop:
-                while self._take_changes(self._loop):
-                    self._loop.step()
-        except BaseException as error:  # whatever it is, nobody may be left waiting
+            with self._loop as loop:
+                while self._take_changes(loop):
+                    loop.step()
+        except BaseException as error:  # no reader may be left waiting
             self._failure = Failure.of(
                 EngineClosedError, "the engine ended because its graph failed ({}); make a new one", error
             )
@@ -417,7 +402,7 @@ class Engine:
             self._changed.wait_for(lambda: self._closed or self._added or self._cancelled or loop.busy)
             if self._closed:
                 return False
-            # These first: who is cancelled was added before, and is then among the added or in the loop.
+            # These first: a request that is cancelled was added before, and is then among the added or in the loop.
             cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
             added, self._added = self._added, []
         for sequence in added:
@@ -444,7 +429,7 @@ class Engine:
                 failed = "the request's function for allowed_tokens raised {}"
                 together = [each for each in guide.sequences if each in self._requests]
                 guide.update(self._loop.set_parameter)
-        except BaseException as error:  # SystemExit, too: nobody else is to suffer
+        except BaseException as error:  # SystemExit, too: other requests go on
             for one in together:
                 self._loop.leave(one)
                 self._end(one, Failure.of(RequestFailedError, failed, error))

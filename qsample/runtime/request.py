@@ -293,7 +293,7 @@ class Request:
         self._changed.notify_all()
         for reader, loop in self._readers.copy().items():
             if loop is not None:
-                with suppress(Exception):  # most likely it was closed, so nobody waits there any more
+                with suppress(BaseException):  # most likely the loop was closed, so nothing waits there any more
                     loop.call_soon_threadsafe(reader.set)
 
     def _make_output(self, reason: str) -> RequestOutput:

@@ -171,7 +171,7 @@ def test_one_of_several_readers_gives_up(
 def test_a_result_that_took_too_long_has_not_given_up(model: CausalLM, gate: threading.Semaphore) -> None:
     with Engine(model, slots=1) as engine:
         request = engine.add_request([5], FREE, seed=0)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"has not ended after 0\.001 seconds"):
             request.result(0.001)
         gate.release(1000)
         assert outcome(request) == expected([5], FREE, 0)

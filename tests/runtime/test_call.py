@@ -110,39 +110,3 @@ def test_hugging_face_tokenizer_output(model: CausalLM) -> None:
 
 def batch_to_keywords(batch: Any) -> dict[str, Any]:
     return {"inputs": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-
-
-@pytest.mark.parametrize(
-    ("inputs", "mask", "message"),
-    [
-        ([], None, "no prompt was given"),
-        (5, None, "inputs is a int; give a text, token ids"),
-        (None, None, "inputs is a NoneType"),
-        ({"text": "a"}, None, "inputs is a dict"),
-        ([1.5], None, r"prompt 0 is 1\.5"),
-        ([True, 1], None, "prompt 0 is True"),
-        ([[5], [True]], None, r"prompt 1 is \[True\]"),
-        ([[5], None], None, "prompt 1 is None"),
-        ([[[5]]], None, r"prompt 0 is \[\[5\]\]"),
-        ([[5], [320]], None, "prompt 1 has token id 320; the model's ids are 0 to 319"),
-        ([[5, -1]], None, "prompt 0 has token id -1"),
-        (np.array([[0.5]]), None, "token ids are float64; give integers"),
-        (np.array([[True]]), None, "token ids are bool"),
-        (np.zeros((1, 1, 1), dtype=np.int64), None, r"input ids have shape \(1, 1, 1\)"),
-        (np.array([[5, 6]]), [[1]], r"attention_mask must be 0 or 1 with the shape of the input ids, \(1, 2\)"),
-        (np.array([[5, 6]]), [[1, 2]], "attention_mask must be 0 or 1"),
-        ([[5, 6], [7]], [[1, 1]], r"with the shape of the input ids, rows of 2, 1; it is \(1, 2\)"),
-        ([[5, 6], [7]], [[1, 1], [1, 1]], r"rows of 2, 1; it is \(2, 2\)"),
-        ([[5, 6]], [1], r"\(1, 2\); it is \(1, 1\)"),
-        ([[5, 6]], [[1, None]], "attention_mask must be 0 or 1"),
-        (["a", [5]], [[1, 1], [1]], "attention_mask goes with token ids, and prompt 0 is text"),
-    ],
-)
-def test_what_is_no_prompt(inputs: Any, mask: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rows(inputs, mask)
-
-
-def test_an_empty_prompt_without_a_beginning_token() -> None:
-    with pytest.raises(ValueError, match="prompt 1 is empty and the model has no beginning-of-text token"):
-        parse_prompts(call([[5], []]), None, 320, None)

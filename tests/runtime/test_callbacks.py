@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from qsample.package.package import Package
-from qsample.runtime import CausalLM, Engine, load
+from qsample.runtime import CausalLM, load
 from tests.helpers.fake_cases import PROMPTS
 from tests.helpers.fake_package import PAD, VOCAB, compilation
 from tests.helpers.fake_reference import logits as reference_logits
@@ -109,33 +109,7 @@ def test_sampling_and_stopping_go_with_it(host: CausalLM, fake_model: Callable[.
     assert short.token_ids == [row[:3] for row in plain.token_ids]
 
 
-@pytest.mark.parametrize(
-    ("features", "options", "message"),
-    [
-        ({}, {}, "logits stay in this package's graph; export with include_sampler=False"),
-        ({"sampler": False}, {"repetition_penalty": 1.2}, "logits_processor and repetition_penalty were given"),
-        ({"sampler": False}, {"min_new_tokens": 3}, "logits_processor and min_length were given"),
-        ({"sampler": False, "logit_bias": True}, {"logit_bias": {5: 1.0}}, "logits_processor and logit_bias"),
-        ({"sampler": False, "logprobs": True}, {}, "the package's logprobs are of; export without them"),
-        ({"sampler": False}, {"flush_every": 3}, "flush_every is 3 and logits_processor is given"),
-        ({"sampler": False}, {"logits_processor": [5]}, "logits_processor has a int; give a function"),
-        ({"sampler": False}, {"logits_processor": lambda ids, scores: None}, "returned object"),
-        ({"sampler": False}, {"logits_processor": lambda ids, scores: scores[0]}, r"returned float32 \(320,\)"),
-        ({"sampler": False}, {"logits_processor": lambda ids, scores: ids}, "returned int64"),
-    ],
-)
-def test_what_it_does_not_go_with(
-    features: dict[str, Any], options: dict[str, Any], message: str, fake_model: Callable[..., CausalLM]
-) -> None:
-    arguments = {"logits_processor": [lambda ids, scores: scores], **FREE, **options}
-    with pytest.raises(ValueError, match=message):
-        fake_model(**features).generate(PROMPTS, **arguments)
-
-
-def test_an_engine_and_a_processor_that_cannot_be_copied(host: CausalLM) -> None:
-    with Engine(host, slots=1) as engine, pytest.raises(ValueError, match=r"logits_processor is for generate; export"):
-        engine.add_request([5], logits_processor=[print])
-
+def test_a_processor_that_cannot_be_copied(host: CausalLM) -> None:
     class Single:
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("there is only one")
@@ -306,20 +280,6 @@ def test_time_ends_every_row_after_the_token_that_it_finds(
     own = fake_model(generation_config={"max_time": 1e-9})
     assert own.generate(PROMPTS, **TWELVE).finish_reasons == ["time"] * 4
     assert own.generate(PROMPTS, max_time=None, **TWELVE).finish_reasons == ["length"] * 4
-
-
-def test_a_batch_is_followed_as_a_whole(fake_model: Callable[..., CausalLM]) -> None:
-    model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
-    with pytest.raises(
-        ValueError, match=r"4 prompts were given .* for 2 at most; stopping_criteria and max_time follow"
-    ):
-        model.generate(PROMPTS, max_time=5, **TWELVE)
-
-
-def test_an_engine_says_what_to_do_instead(model: CausalLM) -> None:
-    refused = pytest.raises(ValueError, match=r"are for generate; cancel\(\) ends a request")
-    with Engine(model, slots=1) as engine, refused:
-        engine.add_request([5], stopping_criteria=[print])
 
 
 def test_transformers_own_criteria_see_tensors_and_end_the_same_rows(model: CausalLM) -> None:

@@ -172,48 +172,6 @@ def test_device_package(fake_model: Callable[..., CausalLM]) -> None:
     assert len(model.generate([[5] * 40], temperature=0, eos_token_id=None).token_ids[0]) == 8
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temprature": 1}, "did you mean 'temperature'"),
-        ({"params": GREEDY, "top_k": 5, "max_new_tokens": 3}, "params and top_k, max_new_tokens were given"),
-        ({"params": {"temperature": 1}}, "give a SamplingParams, or a list"),
-        ({"params": [GREEDY]}, "1 SamplingParams were given for 2 prompts"),
-        ({"seed": -1}, "seed is -1"),
-        ({"seed": "1"}, "seed is '1'"),
-        ({"seed": True}, "seed is True"),
-        ({"seed": [1]}, "1 seeds were given for 2 rows"),
-        ({"seed": [1, None]}, "is None"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": 0}, "top_p is 0"),
-        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
-        ({"prefill_chunk_size": 1.5}, "prefill_chunk_size is 1.5"),
-        ({"logit_bias": {5: 1.0}}, "logit_bias needs a package that was exported with logit_bias=True"),
-        ({"allowed_tokens": np.zeros(10, np.int32)}, "allowed_tokens needs a package"),
-        ({"eos_token_id": VOCAB}, f"eos_token_id has token id {VOCAB}; the model's ids are 0 to {VOCAB - 1}"),
-        ({"max_length": 3}, "max_length is 3 and the prompt already has 3 tokens"),
-        ({"streamer": object()}, "a streamer follows a single prompt, and 2 were given"),
-    ],
-)
-def test_wrong_arguments(options: dict[str, Any], message: str, model: CausalLM) -> None:
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPTS[:2], **options)
-
-
-def test_wrong_bias_and_mask_for_a_package_that_has_them(fake_model: Callable[..., CausalLM]) -> None:
-    model = fake_model(logit_bias=True, allowed_tokens=True)
-    with pytest.raises(ValueError, match="logit_bias has token id 320"):
-        model.generate(PROMPTS[:2], logit_bias={320: 1.0})
-    for mask in (np.zeros(9, np.int32), np.zeros(10, np.int64), np.zeros((3, 10), np.int32)):
-        with pytest.raises(ValueError, match=r"give an int32 bitmask \[10\] or \[2, 10\]"):
-            model.generate(PROMPTS[:2], allowed_tokens=mask)
-
-
-def test_a_prompt_longer_than_the_model_knows(model: CausalLM) -> None:
-    with pytest.raises(ValueError, match="prompt has 300 tokens and the context length is 256"):
-        model.generate([[5] * 300], max_new_tokens=5)
-
-
 def test_a_large_portable_package_says_once_that_compile_makes_it_faster(
     fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:

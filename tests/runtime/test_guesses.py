@@ -228,30 +228,7 @@ def test_an_engine_over_a_compiled_package(
     assert any(len(set(lengths)) > 1 for lengths in joined)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"prompt_lookup_num_tokens": 5},
-            r"is 5, .* checks 4 guesses a step at most; compile .*=5 \(--num",
-        ),
-        ({"prediction": [5, 999]}, "999"),
-        ({"prediction": [[5]]}, r"prediction is int64 \(1, 1\); give a text, or a list of token ids"),
-        (
-            {"prediction": [5], "flush_every": 2},
-            "flush_every is 2 and .*, or prediction given",
-        ),
-    ],
-)
-def test_what_is_refused(options: dict[str, Any], message: str, guessing: CausalLM) -> None:
-    with pytest.raises(ValueError, match=message):
-        guessing.generate([[5]], max_new_tokens=2, **options)
-
-
 def test_a_package_that_draws_a_token_a_step(model: CausalLM) -> None:
-    for options in ({"prompt_lookup_num_tokens": 7}, {"prediction": "text"}):
-        with pytest.raises(ValueError, match=r'draws a token a step; compile .*num_speculative_tokens=7 .*"int8"'):
-            model.generate([[5]], max_new_tokens=2, **options)
     assert model.generate([[5]], max_new_tokens=2, prompt_lookup_num_tokens=None, seed=1).timing.drafts == NO_DRAFTS
 
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers import models, pre_tokenizers
 
-from qsample.contract.tensors import EXTRA_PARAMETERS, NOISE_STREAMS
+from qsample.contract.tensors import NOISE_STREAMS
 from qsample.runtime import CausalLM, Engine, SamplingParams
 from qsample.runtime.decode.inputs import uniforms
 from qsample.runtime.decode.slots import Slots
@@ -70,15 +70,6 @@ def test_each_door_reaches_the_graph(fake_model: Callable[..., CausalLM], monkey
         assert_read(row, READ)
 
 
-def test_what_is_off_is_read_as_the_contract_says(fake_model: Callable[..., CausalLM]) -> None:
-    model = fake_model(filters=FILTERS)
-    row = parameter_row(model.interface, SamplingParams(), 1, 9)
-    for specs in EXTRA_PARAMETERS.values():
-        for spec in specs:
-            assert row[spec.name].dtype == spec.dtype
-            assert (row[spec.name] == np.array(spec.off, spec.dtype)).all(), spec.name
-
-
 @pytest.mark.parametrize(
     ("field", "name"),
     [("typical_p", "typical_p"), ("xtc_probability", "xtc"), ("bad_words", "bad_words_ids"), ("mirostat", "mirostat")],
@@ -94,23 +85,6 @@ def test_a_filter_that_the_package_lacks(field: str, name: str, fake_model: Call
     with pytest.raises(ValueError, match=rf"{field} is .* exported with no filters; .*filters=\['{name}'\]"):
         fake_model(generation_config=config).generate("In")
     assert fake_model(generation_config=config).generate("In", **{field: None}, **SHORT).token_ids
-
-
-def test_texts_that_are_no_tokens_of_the_model(fake_model: Callable[..., CausalLM]) -> None:
-    model = fake_model(filters=FILTERS)
-    for options, message in (
-        (
-            {"dry_sequence_breakers": ["ab"]},
-            "dry_sequence_breakers has 'ab', which is 2 tokens; give texts of a single",
-        ),
-        ({"dry_sequence_breakers": [400]}, "dry_sequence_breakers has token id 400; the model's ids"),
-        ({"bad_words_ids": [[5], [6, 400]]}, "bad_words_ids has token id 400; the model's ids are 0 to 319"),
-        ({"bad_words": ["x" * 65]}, "bad_words_ids is .*; give a list of lists of 1 to 64 token ids"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model.generate("In", **options)
-    with pytest.raises(ValueError, match="bad_words has texts, and the package has no tokenizer; give token ids"):
-        fake_model(filters=FILTERS, tokenizer=False).generate([[5]], bad_words=["a"])
 
 
 def test_a_word_is_forbidden_behind_a_space_too_if_that_is_other_tokens() -> None:

@@ -103,21 +103,6 @@ def test_what_the_model_asks_for(fake_model: Callable[..., CausalLM]) -> None:
         assert isinstance(engine.add_request(PROMPTS[0]), Request)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "2"])
-def test_what_is_no_number_of_rows(wrong: Any, model: CausalLM) -> None:
-    with pytest.raises(ValueError, match=r"num_return_sequences is .*; give an integer >= 1, or None for 1"):
-        model.generate(PROMPTS, FREE, num_return_sequences=wrong)
-
-
-def test_greedy_rows_would_all_be_the_same(model: CausalLM) -> None:
-    message = "num_return_sequences is 2 and prompt 1 is continued greedily"
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPTS[:2], [FREE, SamplingParams(temperature=0)], num_return_sequences=2)
-    with pytest.raises(ValueError, match="prompt 0 is continued greedily"):
-        model.generate(PROMPTS[:2], do_sample=False, num_return_sequences=2)
-    assert len(model.generate(PROMPTS[0], do_sample=False, num_return_sequences=1, max_new_tokens=2).token_ids) == 1
-
-
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_an_exported_graph(model_type: str, exported: Callable[..., Path], fed: list[int]) -> None:
     """Real attention; and recurrent states, which are there at the end of a common piece only."""
@@ -176,30 +161,11 @@ def test_all_of_them_or_none(model: CausalLM, gate: threading.Semaphore) -> None
         waiting = engine.add_requests(PROMPTS[0], FREE, num_return_sequences=3, seed=0, timeout=0)
         with pytest.raises(QueueFullError):
             engine.add_request(PROMPTS[0], FREE, timeout=0)
-        with pytest.raises(ValueError, match="num_return_sequences is 6 and this engine takes 5; raise max_waiting"):
-            engine.add_requests(PROMPTS[0], FREE, num_return_sequences=6)
         for request in running:
             request.cancel()
         gate.release(1000)
         for seed, request in enumerate(waiting):
             assert outcome(request) == expected(PROMPTS[0], FREE, seed)
-
-
-def test_what_is_wrong_with_them(model: CausalLM) -> None:
-    with Engine(model, slots=2) as engine:
-        for wrong, message in (
-            ((PROMPTS, FREE), "3 prompts were given; add them one by one"),
-            ((PROMPTS[0], SamplingParams(temperature=0)), "continued greedily"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                engine.add_requests(*wrong, num_return_sequences=2)
-        with pytest.raises(ValueError, match="num_return_sequences is 0"):
-            engine.add_requests(PROMPTS[0], FREE, num_return_sequences=0)
-        with pytest.raises(ValueError, match="add_request adds one request; add_requests takes num_return_sequences"):
-            engine.add_request(PROMPTS[0], FREE, num_return_sequences=2)
-        assert outcome(engine.add_requests(PROMPTS[0], FREE, num_return_sequences=1, seed=5)[0]) == expected(
-            PROMPTS[0], FREE, 5
-        )
 
 
 class Counting:

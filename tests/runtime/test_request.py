@@ -174,15 +174,6 @@ def test_a_consumer_that_never_reads_holds_up_nobody(model: CausalLM) -> None:
         assert outcome(unread[3]) == expected([5], FREE, 3)
 
 
-def test_a_result_that_takes_too_long(model: CausalLM, gate: threading.Semaphore) -> None:
-    with Engine(model, slots=1) as engine:
-        request = engine.add_request([5], FREE, seed=0)
-        with pytest.raises(TimeoutError, match=r"has not ended after 0\.01 seconds"):
-            request.result(0.01)
-        gate.release(1000)
-        assert outcome(request) == expected([5], FREE, 0)
-
-
 @pytest.mark.parametrize("in_a_coroutine", [False, True])
 def test_nothing_is_lost_of_a_request_that_ends_while_it_is_read(in_a_coroutine: bool, model: CausalLM) -> None:
     """Its last tokens come, and it ends, between a reader's look at what there is and its next one."""
