@@ -14,8 +14,9 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
 
 import qsample
 from qsample.serve.answers import Answers
@@ -44,16 +45,9 @@ from qsample.text.tokenizer import LONG_TEXT
 ACCESS_LOG: Final = "qsample.access"  # the logger of a line for each request
 # OpenAI's endpoints for other models, and for what is stored.
 _ABSENT: Final = (
-    *(
-        "embeddings",
-        "moderations",
-        "images/{rest:path}",
-        "audio/{rest:path}",
-        "videos{rest:path}",
-        "realtime{rest:path}",
-    ),
-    *("responses/{rest:path}", "conversations{rest:path}", "files{rest:path}", "batches{rest:path}"),
-    *("assistants{rest:path}", "threads{rest:path}", "vector_stores{rest:path}", "fine_tuning/{rest:path}"),
+    "embeddings moderations images/{rest:path} audio/{rest:path} videos{rest:path} realtime{rest:path} "
+    "responses/{rest:path} conversations{rest:path} files{rest:path} batches{rest:path} assistants{rest:path} "
+    "threads{rest:path} vector_stores{rest:path} fine_tuning/{rest:path}"
 )
 _PAGE: Final = Path(__file__).parent / "page.html"
 _LONG_TEXTS: Final = 2  # that are encoded at once
@@ -120,7 +114,8 @@ class _Server:
     def add_routes(self, app: FastAPI) -> None:
         app.add_api_route("/", self.page, include_in_schema=False)
         app.add_api_route("/docs", self.docs, include_in_schema=False)
-        app.add_api_route("/docs/{name}", self.docs_file, include_in_schema=False)
+        if (folder := _docs_folder()) is not None:
+            app.mount("/docs", StaticFiles(directory=folder / "static"))
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         app.add_api_route("/v1/models", self.list_models, methods=["GET"])
@@ -130,7 +125,7 @@ class _Server:
         app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/responses", self.respond, methods=["POST"])
-        for path in _ABSENT:
+        for path in _ABSENT.split():
             app.add_api_route(f"/v1/{path}", self.absent, methods=["GET", "POST", "DELETE"], include_in_schema=False)
         app.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
         app.add_api_route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"])
@@ -143,7 +138,9 @@ class _Server:
 
     async def docs(self) -> Response:
         """The endpoints, to read and to try, without files from the internet."""
-        self._docs_folder()
+        if _docs_folder() is None:
+            text = "this server lacks fastapi-offline, which /docs needs; install qsample[serve]; or see /openapi.json"
+            raise ApiError(501, text, code="missing_module")
         return get_swagger_ui_html(
             openapi_url="openapi.json",  # relative: the server may be behind a prefix
             title="qsample",
@@ -151,20 +148,6 @@ class _Server:
             swagger_css_url="docs/swagger-ui.css",
             swagger_favicon_url="docs/favicon.png",
         )
-
-    async def docs_file(self, name: str) -> Response:
-        """A file of /docs."""
-        folder = self._docs_folder()
-        if name not in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"):
-            raise ApiError(404, f"/docs/{name:.60} does not exist here")
-        return FileResponse(folder / "static" / name)
-
-    def _docs_folder(self) -> Path:
-        found = importlib.util.find_spec(_DOCS_PACKAGE)
-        if found is None or found.origin is None:
-            text = "this server lacks fastapi-offline, which /docs needs; install qsample[serve]; or see /openapi.json"
-            raise ApiError(501, text, code="missing_module")
-        return Path(found.origin).parent
 
     async def health(self) -> Response:
         """200 if every model answers, 503 if an engine has ended."""
@@ -341,6 +324,11 @@ class _Server:
             raise ApiError(501, f"this server cannot take messages: {error}", code="missing_module") from None
         check(text)
         return (await self._encode(model, [text], False))[0]  # the template spells the special tokens out
+
+
+def _docs_folder() -> Path | None:
+    found = importlib.util.find_spec(_DOCS_PACKAGE)
+    return None if found is None or found.origin is None else Path(found.origin).parent
 
 
 def _guide(model: ServedModel, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:

@@ -14,7 +14,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, TypeVar
@@ -26,15 +26,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qsample.errors import ArgumentError, QsampleError
 from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 T = TypeVar("T")
 
 _TYPES: Final = {
@@ -109,46 +105,39 @@ class ApiError(QsampleError):
         self.code = code
         self.headers = dict(headers or {})
 
+        self.kind = _TYPES.get(status, "server_error")
+
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> Response:
-        return _ErrorResponse(self)
-
-
-class _ErrorResponse(Response):
-    """An error as an answer; `Exchanges` counts it by its code, or its type."""
-
-    def __init__(self, error: ApiError) -> None:
-        body = error.body()
-        super().__init__(json_bytes(body), error.status, error.headers, "application/json")
-        self._reason = str(body["error"]["code"] or body["error"]["type"])
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[_REASON] = self._reason
-        await super().__call__(scope, receive, send)
+        """Answer; `Exchanges` counts the error by its code, or its type."""
+        scope[_REASON] = self.code or self.kind
+        await json_response(self.body(), self.status, self.headers)(scope, receive, send)
 
 
 def as_api_error(error: BaseException) -> ApiError:
     """An exception of the engine, a tokenizer or a template as an answer."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="rate_limit_exceeded", headers=_RETRY_AFTER)
-    if isinstance(error, RequestFailedError):
-        if isinstance(error.__cause__, ApiError):  # of a function that came with the request
-            return error.__cause__
-        return ApiError(500, str(error), code="request_failed")
-    if isinstance(error, EngineClosedError):
-        return ApiError(500, str(error), code="engine_closed")
-    if isinstance(error, ArgumentError):
-        return ApiError(400, str(error), param=_FIELDS.get(error.argument or "", error.argument))
-    if isinstance(error, ValueError):
-        return ApiError(400, str(error))
-    if isinstance(error, QsampleError):
-        return ApiError(500, str(error))
-    return ApiError(500, f"the server failed: {type(error).__name__}; its log has the details", code="internal_error")
+    text = str(error)
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            return ApiError(429, text, code="rate_limit_exceeded", headers=_RETRY_AFTER)
+        case RequestFailedError(__cause__=ApiError() as cause):  # of a function that came with the request
+            return cause
+        case RequestFailedError():
+            return ApiError(500, text, code="request_failed")
+        case EngineClosedError():
+            return ApiError(500, text, code="engine_closed")
+        case ArgumentError():
+            return ApiError(400, text, param=_FIELDS.get(error.argument or "", error.argument))
+        case ValueError():
+            return ApiError(400, text)
+        case QsampleError():
+            return ApiError(500, text)
+    text = f"the server failed: {type(error).__name__}; its log has the details"
+    return ApiError(500, text, code="internal_error")
 
 
 def logged_api_error(error: Exception) -> ApiError:
@@ -160,30 +149,29 @@ def logged_api_error(error: Exception) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer the expected errors of `app` in OpenAI's form; `UnknownErrors` does it for the others."""
+    """Answer the expected errors of `app` in OpenAI's form; `Exchanges` does it for the others."""
 
-    async def known(request: Request, error: Exception) -> Response:
-        return logged_api_error(error).response()
+    async def known(request: Request, error: Exception) -> Any:
+        return logged_api_error(error)
 
-    async def http(request: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Any:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, ApiError):  # raised while the body was read
-            return error.__cause__.response()
+            return error.__cause__
         texts = {
             404: f"{request.url.path} does not exist here; /docs lists the endpoints",
             405: f"{request.url.path} does not take {request.method}; /docs lists the methods",
         }
-        text = texts.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, text, headers=error.headers).response()
+        return ApiError(error.status_code, texts.get(error.status_code, str(error.detail)), headers=error.headers)
 
-    async def invalid(request: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Any:
         assert isinstance(error, RequestValidationError)  # `JsonRoute` finds all but a body that is not JSON
-        return _of_validation(error.errors()[0], ("body",)).response()
+        return _of_validation(error.errors()[0], ("body",))
 
-    app.add_exception_handler(QsampleError, known)
-    app.add_exception_handler(ValueError, known)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(RequestValidationError, invalid)
+    for kind, handler in (
+        (QsampleError, known), (ValueError, known), (HTTPException, http), (RequestValidationError, invalid),
+    ):  # fmt: skip
+        app.add_exception_handler(kind, handler)
 
 
 def _of_validation(first: Mapping[str, Any], prefix: Sequence[str] = ()) -> ApiError:
@@ -225,8 +213,17 @@ class JsonRoute(APIRoute):
             return handler
         model: type[BaseModel] = field.field_info.annotation  # type: ignore[assignment]
 
+        class JsonRequest(Request):
+            async def json(self) -> BaseModel:
+                """The body, checked: FastAPI passes an instance of its model on as it is. Raises ApiError."""
+                body = await self.body()
+                if len(body) < _LONG_BODY:
+                    return _parsed(body, model)
+                # On a single thread: the parser holds Python's lock, and the event loop gets it after each body.
+                return await asyncio.get_running_loop().run_in_executor(_PARSER, _parsed, body, model)
+
         async def handle(given: Request) -> Response:
-            request = _JsonRequest(given.scope, given.receive, model)
+            request = JsonRequest(given.scope, given.receive)
             await request.body()
             response = await while_connected(request.receive, handler(request))
             if response is None:
@@ -234,20 +231,6 @@ class JsonRoute(APIRoute):
             return response
 
         return handle
-
-
-class _JsonRequest(Request):
-    def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel]) -> None:
-        super().__init__(scope, receive)
-        self._model = model
-
-    async def json(self) -> BaseModel:
-        """The body, checked: FastAPI passes an instance of its model on as it is. Raises ApiError."""
-        body = await self.body()
-        if len(body) < _LONG_BODY:
-            return _parsed(body, self._model)
-        # On a single thread: the parser holds Python's lock, and the event loop gets it after each body.
-        return await asyncio.get_running_loop().run_in_executor(_PARSER, _parsed, body, self._model)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -323,7 +306,7 @@ class ApiKeys:
     The page, its description, /health and /metrics, which reveal nothing of the prompts, need no key.
     """
 
-    def __init__(self, app: App, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
         # Hashes, because comparing keys of different lengths would reveal the length.
         self._keys = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
@@ -339,7 +322,7 @@ class ApiKeys:
             if kind.lower() != b"bearer" or sum(hmac.compare_digest(hashed, known) for known in self._keys) == 0:
                 text = "send an API key of this server, Authorization: Bearer KEY"
                 error = ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-                await error.response()(scope, receive, send)
+                await error(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -354,16 +337,10 @@ class Exchanges:
     """
 
     def __init__(
-        self, app: App, paths: frozenset[str], count: Callable[[str, int, str], object], log: logging.Logger | None
+        self, app: ASGIApp, paths: frozenset[str], count: Callable[[str, int, str], object], log: logging.Logger | None
     ) -> None:
-        """Prepare it.
-
-        Args:
-            app: answers.
-            paths: that are counted by their names; others are "other".
-            count: called with a path, a status and a reason; "" = no error.
-            log: gets a line for each request; None = no lines.
-        """
+        """paths: that are counted by their names; others are "other". count: called with a path, a status and a reason;
+        "" = no error. log: gets a line for each request."""
         self._app, self._paths, self._count, self._log = app, paths, count, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -385,7 +362,7 @@ class Exchanges:
             await self._app(scope, receive, noted)
         except Exception as error:
             if not status:
-                await as_api_error(error).response()(scope, receive, noted)
+                await as_api_error(error)(scope, receive, noted)
             raise
         finally:
             path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
@@ -405,7 +382,7 @@ class BodyLimit:
     """Refuses larger bodies: before they are read if their length is announced, otherwise while they come; and others
     while those that are held take too much memory together."""
 
-    def __init__(self, app: App, most: int) -> None:
+    def __init__(self, app: ASGIApp, most: int) -> None:
         """most: bytes."""
         self._app = app
         self._most = most
@@ -417,7 +394,7 @@ class BodyLimit:
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._most:
-            await self._error().response()(scope, receive, send)
+            await self._error()(scope, receive, send)
             return
         read = 0
 

@@ -248,10 +248,10 @@ def test_ids_counts_and_lines(given: str, own: bool, caplog: pytest.LogCaptureFi
 
 def test_exchanges_that_fail(caplog: pytest.LogCaptureFixture) -> None:
     async def refuses(scope: Any, receive: Any, send: Any) -> None:
-        await ApiError(404, "x", code="model_not_found").response()(scope, receive, send)
+        await ApiError(404, "x", code="model_not_found")(scope, receive, send)
 
     async def untold(scope: Any, receive: Any, send: Any) -> None:
-        await ApiError(413, "x").response()(scope, receive, send)
+        await ApiError(413, "x")(scope, receive, send)
 
     async def fails(scope: Any, receive: Any, send: Any) -> None:
         raise KeyError("x")
