@@ -336,7 +336,7 @@ def _guide(model: ServedModel, form: Form | None) -> Callable[[], Awaitable[Gram
     form."""
     if form is None:
         return None
-    model.grammars.check_possible()
+    model.check_forms()
     return partial(model.grammars.guide, grammar_of(form))
 
 

@@ -9,8 +9,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 from qsample.serve.grammar import Form, moved_schema
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import with_objects
-from qsample.serve.refusals import CHAT
-from qsample.serve.requests import Body, Count, GenerationRequest, Objects, TokenId
+from qsample.serve.requests import CHAT, Body, Count, GenerationRequest, Objects, TokenId
 
 
 class Function(Body):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import threading
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -38,12 +37,7 @@ class Grammars:
 
     async def guide(self, grammar: str) -> GrammarGuide:
         """A guide for an answer, compiled on another thread, once for simultaneous requests, for as long as one waits.
-
-        Args:
-            grammar: see `grammar_of`.
-
-        Raises ApiError if the grammar is invalid, takes too much to compile, or no answer can follow it.
-        """
+        Raises ApiError if the grammar is invalid, takes too much to compile, or no answer can follow it."""
         if grammar not in self._kept:
             loop = asyncio.get_running_loop()
             self._kept[grammar] = loop.run_in_executor(self._threads, self._compile, grammar)
@@ -93,32 +87,11 @@ class Grammars:
             return self._tokenizer
 
     def _tokenizer_arguments(self) -> TokenizerArguments:
-        assert self._model.tokenizer is not None  # see `check_possible`
+        assert self._model.tokenizer is not None  # see `ServedModel.check_forms`
         ends = list(self._model.package.manifest.token_ids.eos)
         return TokenizerArguments(
             tokenizer=self._model.tokenizer.to_json(), n_vocab=self._model.interface.vocab_size, eos_token=ends
         )
-
-    def check_possible(self) -> None:
-        """Raise ApiError if answers of this model cannot be constrained."""
-        package = self._model.package
-        if not self._model.interface.features.allowed_tokens:
-            raise ApiError(
-                400,
-                "this package was exported without allowed_tokens, which an answer that follows a schema needs; export "
-                "it with --for-serving, which brings all that requests ask for, or with --allowed-tokens",
-            )
-        if self._model.tokenizer is None:
-            raise ApiError(400, "this package has no tokenizer, which an answer that follows a schema needs")
-        if not package.manifest.token_ids.eos:
-            raise ApiError(400, "this model has no stop token, with which an answer that follows a schema ends")
-        if importlib.util.find_spec("llguidance") is None:
-            raise ApiError(
-                501,
-                "this server lacks llguidance, which an answer that follows a schema needs; install qsample[serve] on "
-                "its machine",
-                code="missing_module",
-            )
 
     def close(self) -> None:
         """Compile no more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -36,19 +37,17 @@ _OF_CONFIG: Final = (
 _MARK_TOKENS: Final = 32  # more than the longest mark around thoughts has, even in single characters
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNKNOWN: Final = "\ufffd"
-_EXPORT_AGAIN: Final = "export it with --for-serving, which brings all that requests ask for, or with"
 
 
 class ServedModel:
-    """A loaded package under its served name, or one of its adapters under its own.
+    """A loaded package, or one of its adapters, under its served name.
 
     base: the package's served name. adapter: None = the package itself. created: seconds since 1970 at which it was
-    loaded. defaults: fields of `SamplingParams` for requests that leave
-    them out.
+    loaded. defaults: fields of `SamplingParams` for requests that leave them out.
     """
 
     def __init__(self, name: str, path: str, settings: ServeSettings) -> None:
-        """Load the package and start its engine. Raises QsampleError or ValueError if that fails."""
+        """Raises QsampleError or ValueError if the package cannot be served."""
         self.name = self.base = name
         self.adapter: str | None = None
         self.model: CausalLM = load(
@@ -106,7 +105,7 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that a slot holds, prompt and answer together."""
+        """Tokens of a prompt and its answer together."""
         return self.engine.capacity
 
     @property
@@ -120,7 +119,6 @@ class ServedModel:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """The tokens as text and bytes."""
         return TokenTexts(self.model)
 
     @property
@@ -159,23 +157,18 @@ class ServedModel:
             limit = request.default_limit
             fields |= {"max_length": self.max_model_len} if limit is None else {"max_new_tokens": limit}
         if "logit_bias" in fields and not self.interface.features.logit_bias:
-            text = f"this package was exported without logit_bias; {_EXPORT_AGAIN} --logit-bias"
-            raise ApiError(400, text, param="logit_bias")
+            raise without_feature("logit_bias", "logit_bias")
         if request.ignore_eos or request.stop_token_ids:
             ends = () if request.ignore_eos else self.ends
             fields["eos_token_id"] = (*ends, *(request.stop_token_ids or ()))
         return SamplingParams(**fields)
 
     def check_logprobs(self, top: int, param: str) -> None:
-        """Raise ApiError if the package does not return these log-probabilities.
-
-        Args:
-            top: alternatives of each token.
-            param: the field that asks for them.
-        """
+        """Raise ApiError if the package does not return log-probabilities with `top` alternatives of each token, for
+        which the field `param` asks."""
         features = self.interface.features
         if not features.logprobs:
-            raise ApiError(400, f"this package was exported without logprobs; {_EXPORT_AGAIN} --logprobs", param=param)
+            raise without_feature("logprobs", param)
         if self.model.tokenizer is None:
             text = "log-probabilities come with the texts of tokens, and this package has no tokenizer; leave them out"
             raise ApiError(400, text, param=param)
@@ -188,11 +181,23 @@ class ServedModel:
             )
 
     def check_scoring(self, top: int, param: str) -> None:
-        """Raise ApiError if the package does not tell log-probabilities of prompts. Arguments: of `check_logprobs`."""
+        """As `check_logprobs`, for the log-probabilities of a prompt."""
         self.check_logprobs(top, param)
         if not self.interface.features.allowed_tokens:
-            text = f"log-probabilities of a prompt need a package with allowed_tokens; {_EXPORT_AGAIN} --allowed-tokens"
-            raise ApiError(400, text, param=param)
+            raise without_feature("allowed_tokens", param, ", which log-probabilities of a prompt need")
+
+    def check_forms(self) -> None:
+        """Raise ApiError if answers of this model cannot be constrained."""
+        needed = ", which an answer that follows a schema needs"
+        if not self.interface.features.allowed_tokens:
+            raise without_feature("allowed_tokens", use=needed)
+        if self.model.tokenizer is None:
+            raise ApiError(400, f"this package has no tokenizer{needed}")
+        if not self.model.package.manifest.token_ids.eos:
+            raise ApiError(400, "this model has no stop token, with which an answer that follows a schema ends")
+        if importlib.util.find_spec("llguidance") is None:
+            text = f"this server lacks llguidance{needed}; install qsample[serve] on its machine"
+            raise ApiError(501, text, code="missing_module")
 
     def check_count(self, count: int) -> None:
         """Raise ApiError if that many answers can never have places at once."""
@@ -254,17 +259,9 @@ class ServedModel:
             raise ApiError(400, f"{wrong} is not a token of this model, which has 0 to {most - 1}", param="prompt")
 
     def add(self, prompt: list[int], params: SamplingParams, *, priority: int = 0, **options: Any) -> Request:
-        """A request to the engine, without waiting for room. Every token is read, the padding token too: a single
-        prompt has no padding, and a text may spell that token. An empty prompt begins a text.
-
-        Args:
-            prompt: token ids.
-            params: how to sample.
-            priority: as in `Engine.add_request`.
-            options: further fields of `Call`.
-
-        Raises ApiError if the adapter has been unloaded meanwhile.
-        """
+        """A request to the engine, without waiting for room; options: fields of `Call`. Every token is read, the
+        padding token too: a single prompt has no padding, and a text may spell that token. An empty prompt begins a text.
+        Raises ApiError if the adapter has been unloaded meanwhile."""
         if self.adapter is not None:
             if self.adapter not in self.model.adapters:
                 raise unknown_model(self.adapter, [self.base])
@@ -321,8 +318,7 @@ class ServedModels:
             base: the served name of its model; None = the first.
             replaced: another adapter of that name may be there.
 
-        Raises ApiError for a name that is taken, a path that leads out of `lora_dir`, and an adapter that cannot be
-        used; nothing has changed then.
+        Raises ApiError and changes nothing if the name is taken, or if the adapter cannot be used.
         """
         model = self.find(base, "base_model_name")
         self._check_new(name, replaced=model.base if replaced else None)
@@ -377,6 +373,15 @@ class ServedModels:
             model.close()
 
 
+def without_feature(name: str, param: str | None = None, use: str = "") -> ApiError:
+    """The answer to a request for a feature that the package lacks. use: the feature's, as a clause."""
+    option = f"--{name.replace('_', '-')}"
+    text = (
+        f"this package was exported without {name}{use}; export it with --for-serving, which brings all that requests"
+    )
+    return ApiError(400, f"{text} ask for, or with {option}", param=param)
+
+
 def unknown_model(name: str, there: Iterable[str], kind: str = "model", param: str = "model") -> ApiError:
     """The answer to a request for a model that is not served. there: the names of those that are."""
     text = f"the {kind} {name!r:.100} does not exist here; there is {', '.join(map(repr, there)) or 'none'}"
@@ -410,13 +415,13 @@ class TokenTexts:
     def _of(self, token: int) -> tuple[str, bytes]:
         """The text of a token, and its bytes, which may be a part of a character."""
         text = self._after_another(token)
-        piece = self._pieces.get(token, "")
+        piece, data = self._pieces.get(token, ""), b""
         if _UNKNOWN in text and token not in self._added:
-            data = _bytes_of(piece) if self._byte_level else b""
             if match := _BYTE_TOKEN.fullmatch(piece):
                 data = bytes([int(match[1], 16)])
-            return text, data or text.encode()
-        return text, text.encode()
+            elif self._byte_level and all(character in _byte_table() for character in piece):
+                data = bytes(_byte_table()[character] for character in piece)
+        return text, data or text.encode()
 
     def _after_another(self, token: int) -> str:
         alone = self._decode([token])
@@ -427,12 +432,6 @@ class TokenTexts:
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def _bytes_of(piece: str) -> bytes:
-    """The bytes of a piece of a byte-level vocabulary; b"" for other pieces."""
-    table = _byte_table()
-    return bytes(table[character] for character in piece) if all(character in table for character in piece) else b""
 
 
 @lru_cache(maxsize=1)

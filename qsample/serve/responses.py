@@ -8,16 +8,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     PlainValidator,
-    PrivateAttr,
     StrictBool,
     StrictInt,
     StrictStr,
-    field_validator,
     model_validator,
 )
 
@@ -29,38 +29,26 @@ from qsample.serve.choices import ChatChoice, Event
 from qsample.serve.http import ApiError, json_bytes
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel
-from qsample.serve.refusals import RESPONSES
-from qsample.serve.requests import (
-    Body,
-    Count,
-    GenerationRequest,
-    JsonSchema,
-    ResponseFormat,
-)
+from qsample.serve.requests import RESPONSES, Body, Count, GenerationRequest, JsonSchema, ResponseFormat
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # part → its field
 
 
-def _check_function(tool: Any) -> None:
+def _only_functions(tool: Any) -> Any:
     if isinstance(tool, dict) and tool.get("type") != "function":
         raise ValueError(
             f"it is of type {tool.get('type')!r:.60}, and this server runs no tools itself; give a function, and send "
             "back what it returns"
         )
+    return tool
 
 
 class FunctionTool(Function):
     """A function that the model may call, in one object."""
 
     type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_functions(cls, tool: Any) -> Any:
-        _check_function(tool)
-        return tool
 
 
 class NamedFunctionTool(NamedFunction):
@@ -157,47 +145,36 @@ def _string(item: Mapping[str, Any], name: str, place: int) -> str:
     return value
 
 
-def _check_input(value: Any) -> Any:
-    _messages_of(value)
-    return value
+_Function = Annotated[FunctionTool, BeforeValidator(_only_functions)]
+_Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class ResponsesRequest(GenerationRequest):
     """`/v1/responses`.
 
-    input: a text, or messages, calls of functions and their results, in order. instructions: a system prompt in front
-    of it. include: `message.output_text.logprobs`. Fields of vLLM's and llama.cpp's requests are those of chats.
+    input: a text, or messages, calls of functions and their results, in order; kept as the messages of a chat.
+    instructions: a system prompt in front of it. Fields of vLLM's and llama.cpp's requests are those of chats.
     """
 
     refusals = RESPONSES
 
     input: Annotated[
-        str | list[dict[str, Any]],
-        PlainValidator(_check_input, json_schema_input_type=str | list[dict[str, Any]]),
+        list[dict[str, Any]], PlainValidator(_messages_of, json_schema_input_type=str | list[dict[str, Any]])
     ]
     instructions: StrictStr | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tools: Annotated[list[_Function], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunctionTool | None, BeforeValidator(_only_functions)
+    ] = None
     parallel_tool_calls: StrictBool | None = None
-    include: (
-        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)]
-        | None
-    ) = None
+    include: Annotated[list[_Included], Field(fail_fast=True)] | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     reasoning: Reasoning | None = None
     chat_template: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
-
-    _chat: ChatCompletionRequest = PrivateAttr()
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _only_functions(cls, choice: Any) -> Any:
-        _check_function(choice)
-        return choice
 
     @model_validator(mode="after")
     def _check_response(self) -> ResponsesRequest:
@@ -206,19 +183,14 @@ class ResponsesRequest(GenerationRequest):
         form = self.text.format if self.text is not None else None
         if form is not None and form.type == "json_schema" and form.schema_ is None:
             raise ValueError("text.format is of type json_schema and has no schema; give schema")
-        self._chat = self._as_chat().checked()
+        self.chat.checked()
         return self
 
-    @property
+    @cached_property
     def chat(self) -> ChatCompletionRequest:
         """The same as a chat completion."""
-        return self._chat
-
-    def _as_chat(self) -> ChatCompletionRequest:
         same = {name: getattr(self, name) for name in self.model_fields_set if name in GenerationRequest.model_fields}
-        messages = _messages_of(self.input)
-        if self.instructions is not None:
-            messages.insert(0, {"role": "system", "content": self.instructions})
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         form = self.text.format if self.text is not None else None
         schema = JsonSchema(schema=form.schema_ or {}) if form and form.type == "json_schema" else None
         tools = [
@@ -229,7 +201,7 @@ class ResponsesRequest(GenerationRequest):
             choice = NamedTool(function=NamedFunction(name=choice.name))  # type: ignore[assignment]
         return ChatCompletionRequest.model_construct(
             **same,
-            messages=messages,
+            messages=[*system, *self.input],
             max_completion_tokens=self.max_output_tokens,
             response_format=ResponseFormat(type=form.type, json_schema=schema) if form else None,
             tools=tools or None,
