@@ -260,8 +260,8 @@ class ServedModel:
 
     def add(self, prompt: list[int], params: SamplingParams, *, priority: int = 0, **options: Any) -> Request:
         """A request to the engine, without waiting for room; options: fields of `Call`. Every token is read, the
-        padding token too: a single prompt has no padding, and a text may spell that token. An empty prompt begins a text.
-        Raises ApiError if the adapter has been unloaded meanwhile."""
+        padding token too: a single prompt has no padding, and a text may spell that token. An empty prompt begins a
+        text. Raises ApiError if the adapter has been unloaded meanwhile."""
         if self.adapter is not None:
             if self.adapter not in self.model.adapters:
                 raise unknown_model(self.adapter, [self.base])
