@@ -61,10 +61,10 @@ def compile_package(
     package.check_not_source(path, source.path)
     target = find_target(options.provider)
     plan = make_plan(source, options)
-    if plan.calibrated and not target.calibrates:
+    if plan.weights is not None and plan.calibrated and not target.calibrates:
         raise CompileError(
             f"quantization_method={options.quantization_method!r} runs the graph that is compiled, on the CPU, and "
-            f"provider is {options.provider!r}; take 'hqq'"
+            f"provider is {options.provider!r}; take {plan.weights.unfitted.method!r}"
         )
     if options.num_speculative_tokens and not target.speculates:
         raise CompileError(

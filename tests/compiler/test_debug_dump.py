@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import onnx
-import onnx_ir as ir
 import pytest
 
 from qsample import cli
 from qsample.compiler.compile import compile_package
-from qsample.compiler.debug_dump import DebugDump, read_counts
+from qsample.compiler.debug_dump import read_counts
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import make_plan
 from qsample.compiler.targets.cpu import TARGET
@@ -56,51 +55,12 @@ def test_large_weights_are_left_out_and_small_ones_kept(portable: Package, tmp_p
                 assert tensor.external_data[0].value == "weights-left-out"
 
 
-def test_an_earlier_dump_is_replaced(portable: Package, tmp_path: Path) -> None:
-    longer = DebugDump(tmp_path / "dump")
-    model = small_model()
-    for phase in ("one", "two", "three"):
-        longer.write(phase, model)
-    DebugDump(tmp_path / "dump").write("only", model)
-    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == ["00-only.onnx", "counts.json"]
-
-
-def small_model() -> ir.Model:
-    return ir.from_onnx_text('<ir_version: 10, opset_import: ["" : 20]> g (float[2] x) => (float[2] y) { y = Sin (x) }')
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"thesis.txt": "mine"},
-        {"counts.json": "{}"},
-        {"counts.json": '{"made_by": "somebody", "phases": []}', "00-one.onnx": ""},
-        {
-            "counts.json": '{"made_by": "qsample compile, debug_dump", "phases": [{"file": "thesis.txt"}]}',
-            "thesis.txt": "",
-        },
-        {"counts.json": '{"made_by": "qsample compile, debug_dump", "phases": []}', "00-mine.onnx": "mine"},
-    ],
-    ids=lambda files: "+".join(files),
-)
-def test_a_folder_with_other_files_is_refused_and_kept(
-    files: dict[str, str], portable: Package, tmp_path: Path
-) -> None:
-    folder = tmp_path / "dump"
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    with pytest.raises(
-        CompileError, match=r"debug_dump is '.*dump', which holds other files \(.*\); give a new or empty"
-    ):
-        compile_package(portable, tmp_path / "out", CompileOptions(ctx_len=32, debug_dump=folder))
-    assert {path.name: path.read_text() for path in folder.iterdir()} == files
-    assert not (tmp_path / "out").exists()
-
-
 def test_places_that_cannot_be(portable: Package, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
     for folder, message in (
+        (tmp_path / "full", r"debug_dump is '.*full', which holds files \(thesis.txt\); give a new or empty folder"),
         (tmp_path / "file", r"cannot be written to \(File exists\)"),
         (portable.path / "dump", "is in the package"),
         (tmp_path / "out", "is in the package"),
@@ -110,6 +70,8 @@ def test_places_that_cannot_be(portable: Package, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="debug_dump is 3; give the path of a new or empty folder"):
         CompileOptions(debug_dump=3)  # type: ignore[arg-type]
     assert not (portable.path / "dump").exists()
+    assert not (tmp_path / "out").exists()
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
 
 
 def test_the_command_prints_a_table(portable: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,4 +82,4 @@ def test_the_command_prints_a_table(portable: Package, tmp_path: Path, capsys: p
     assert printed.out == f"{tmp_path / 'out'}\n"
     for entry in json.loads((dump / "counts.json").read_text())["phases"]:
         assert entry["file"] in printed.err
-    assert cli.run([*command, "--overwrite"]) == 0
+    assert cli.run([*command, "--overwrite"]) == 1  # the folder is not empty any more

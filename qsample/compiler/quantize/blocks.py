@@ -52,7 +52,8 @@ class QuantizedWeight:
             levels: if they are known already.
         """
         assert value.const_value is not None
-        self.tensor, self.quantization, self.outputs_first = value.const_value, quantization, outputs_first
+        self.tensor, self.outputs_first = value.const_value, outputs_first
+        self.quantization = quantization if levels is not None else quantization.unfitted
         *experts, first, second = (int(size) for size in self.tensor.shape.numpy())
         self.experts = experts[0] if experts else None
         outputs, self.inputs = (first, second) if outputs_first else (second, first)

@@ -115,6 +115,8 @@ def _grid(blocks: Tensor, bits: int) -> tuple[Any, Any]:
     return scale, zero
 
 
+FITS: Final[Mapping[str, Callable[[Array, Array, WeightQuantization], Levels]]] = {"gptq": gptq}
+"""The methods that are fitted to a text: each takes a matrix and the moments of its inputs, as `gptq`."""
 _FED_FROM: Final = 1 << 20  # bytes; larger constants are handed to a part when it runs, not copied into it
 
 
@@ -150,7 +152,7 @@ def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: 
         moments = walk.inputs_of(value)
         for wanted in group:
             weight = walk.weight(wanted.value)
-            levels = gptq(weight.T if wanted.transposed else weight, moments, wanted.way)
+            levels = FITS[wanted.way.method](weight.T if wanted.transposed else weight, moments, wanted.way)
             found[wanted.value] = walk.keep(wanted, levels)
             calibration.progress((number + 1) / len(walk.groups))
     return found

@@ -1,6 +1,6 @@
 """The registry of quantization methods: each turns a matrix into levels, scales and zero points.
 
-The numbers are those of ONNX Runtime's own quantizers. A new method is a function here, its line in `_FUNCTIONS` and
+The numbers are those of ONNX Runtime's own quantizers. A new method is a function here, its line in `FUNCTIONS` and
 in `quantize.METHODS`.
 
 Loads NumPy only.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -61,6 +61,11 @@ class WeightQuantization:
         """Whether a part of a matrix's outputs gets the same levels on its own."""
         return METHODS[self.method].by_rows
 
+    @property
+    def unfitted(self) -> WeightQuantization:
+        """The same for a matrix whose levels no text decides."""
+        return replace(self, method=METHODS[self.method].unfitted or self.method)
+
 
 def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
     """Quantize a matrix.
@@ -73,7 +78,7 @@ def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
         Blocks [N, K / block size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block
         size], uint8, which mean nothing if the levels are symmetric.
     """
-    quantize = _FUNCTIONS[quantization.method]
+    quantize = FUNCTIONS[quantization.method]
     if weight.dtype in (np.float32, np.float16):
         return quantize(weight, quantization)
     blocks, scales, zero_points = quantize(weight.astype(np.float32), quantization)
@@ -197,9 +202,8 @@ def _on_grids(
     )
 
 
-_FUNCTIONS: Final[Mapping[str, Callable[[Array, WeightQuantization], Levels]]] = {
+FUNCTIONS: Final[Mapping[str, Callable[[Array, WeightQuantization], Levels]]] = {
     "rtn": _round_to_nearest,
     "k_quant": _k_quant,
     "hqq": _hqq,
-    "gptq": _hqq,
 }

@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qsample.compiler.quantize import METHODS
-from qsample.compiler.quantize.methods import WeightQuantization, quantize_matrix
+from qsample.compiler.quantize.methods import FUNCTIONS, WeightQuantization, quantize_matrix
 from tests.helpers.quantized_checkpoints import stored_levels
 
 INPUTS, OUTPUTS = 256, 96
@@ -27,7 +26,7 @@ def meaning(weight: np.ndarray, way: WeightQuantization) -> tuple[np.ndarray, np
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FUNCTIONS)
 def test_levels_are_the_nearest_for_the_scales_as_stored(method: str, bits: int) -> None:
     way = WeightQuantization(bits, 32, method)
     weight = np.random.default_rng(0).normal(size=(INPUTS, OUTPUTS)).astype(ml_dtypes.bfloat16)
@@ -45,13 +44,13 @@ def test_levels_are_the_nearest_for_the_scales_as_stored(method: str, bits: int)
 def test_blocks_of_zeros_in_bfloat16() -> None:
     weight = np.zeros((INPUTS, OUTPUTS), ml_dtypes.bfloat16)
     weight[:, 3] = 2
-    for method in METHODS:
+    for method in FUNCTIONS:
         floats, _, _ = meaning(weight, WeightQuantization(4, 32, method))
         np.testing.assert_allclose(floats, weight.astype(np.float64), atol=0.02)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FUNCTIONS)
 def test_blocks_that_are_small_or_of_one_sign(method: str, bits: int) -> None:
     """A block's grid has its own range, however small that is, and reaches from 0 to the weights."""
     weight = np.random.default_rng(0).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)

@@ -168,7 +168,7 @@ def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
     from qsample.exporters.portable import build_initial_state
 
     ir.save(build_initial_state(interface), tmp_path / "initial_state.onnx")
-    half = GraphRunner(model, tmp_path / "initial_state.onnx", interface, CAPACITY)
+    half = GraphRunner(model, tmp_path, interface, CAPACITY)
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, 9))
     state = half.start(1)
     got = half.step(ids, np.array([9]), state)["logits"]
