@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -23,6 +22,11 @@ FORMAT_VERSION: Final = 1
 _MODEL_PACKAGE_VERSION: Final = "1.0"
 _LARGEST: Final = 2**63  # no size, count or id reaches it
 _FORMER: Final = frozenset({"verify"})  # keys that only older packages have
+# Fields whose integers are at least 1.
+_SIZES: Final = (
+    *("max_position_embeddings", "vocab_size", "num_key_value_heads", "head_dim", "shape", "ctx_len", "batch_size"),
+    *("in_features", "out_features"),
+)
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take them for commands
 
 
@@ -156,11 +160,11 @@ class Manifest:
             raise PackageError(
                 f"the package's graphs follow decode contract {_shown(contract)} and this qsample runs "
                 f"{' and '.join(CONTRACT_VERSIONS)}; "
-                + ("upgrade qsample" if newer else f"make the package again: {_commands(data)}")
+                + ("upgrade qsample" if newer else "make the package again from the model")
             )
         manifest: Manifest = _decode(cls, data, "manifest")
         _check_names(manifest.files)
-        _check_numbers(manifest)
+        _check_figures(manifest)
         missing = [name for name in manifest.interface.graphs if name not in manifest.files]
         if missing:
             raise PackageError(f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again")
@@ -193,23 +197,6 @@ def model_package(manifest: Manifest, folder: str = ".") -> dict[str, Any]:
 
 def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
-
-
-def _commands(data: Mapping[str, Any]) -> str:
-    """The commands that make a package of an older contract again, as far as its manifest, of other keys, has them."""
-
-    def told(name: str, key: str, otherwise: str) -> str:
-        values = data.get(name)
-        text = f"{values[key]!s:.200}" if isinstance(values, dict) and key in values else ""
-        return shlex.quote(text) if text and text.isprintable() else otherwise
-
-    make = "export" if told("versions", "transformers", "") else "bake"
-    model = told("source", "model_id", "MODEL")
-    if data.get("kind") != "device":
-        return f"qsample {make} {model} OUT"
-    provider, ctx_len = told("compilation", "provider", "cpu"), told("compilation", "ctx_len", "4096")
-    compile_again = f"qsample compile PORTABLE OUT --provider {provider} --ctx-len {ctx_len}"
-    return f"qsample {make} {model} PORTABLE && {compile_again}"
 
 
 def _check_scalars(data: Any, where: str) -> None:
@@ -245,33 +232,9 @@ def _without_infinities(data: Any) -> Any:
     return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def _check_numbers(manifest: Manifest) -> None:
-    """Raise PackageError for a size, count or id that no package has, before somebody allocates by it."""
+def _check_figures(manifest: Manifest) -> None:
+    """Raise PackageError for figures that do not fit each other."""
     interface, compilation = manifest.interface, manifest.compilation
-    limits: list[tuple[str, int | None, int]] = [
-        ("interface.vocab_size", interface.vocab_size, 1),
-        ("token_ids.pad", manifest.token_ids.pad, 0),
-        ("max_position_embeddings", manifest.max_position_embeddings, 1),
-        *((f"files.{name}.bytes", entry.bytes, 0) for name, entry in manifest.files.items()),
-    ]
-    for shape in interface.key_values:
-        limits += [("num_key_value_heads", shape.num_key_value_heads, 1), ("head_dim", shape.head_dim, 1)]
-        limits.append(("layer", shape.layer, 0))
-    for state in interface.recurrent:
-        limits += [("layer", state.layer, 0), ("index", state.index, 0), *(("shape", size, 1) for size in state.shape)]
-    for target in interface.adapters:
-        limits += [("in_features", target.in_features, 1), ("out_features", target.out_features, 1)]
-    if compilation is not None:
-        limits += [
-            ("compilation.ctx_len", compilation.ctx_len, 1),
-            ("compilation.batch_size", compilation.batch_size, 1),
-        ]
-    for name, value, least in limits:
-        most = _LARGEST if name.startswith("files.") else 2**31
-        if value is not None and not least <= value < most:
-            raise PackageError(
-                f"{name} in {MANIFEST_NAME} is {value}; it must be {least} or more, and less than {most}"
-            )
     if compilation is not None and not compilation.execution_providers:
         raise PackageError(f"compilation.execution_providers in {MANIFEST_NAME} is empty; compile the package again")
     names = interface.decoder.input_names
@@ -295,25 +258,36 @@ def _check_names(files: Mapping[str, FileEntry]) -> None:
         )
 
 
-def _decode(kind: Any, data: Any, where: str) -> Any:
-    """JSON `data` as the annotated type `kind`; PackageError says which key is unknown, missing or mistyped."""
+def _decode(kind: Any, data: Any, where: str, field: str = "") -> Any:
+    """JSON `data` as the annotated type `kind`; PackageError says which key is unknown, missing, mistyped or out of
+    range.
+
+    Args:
+        where: the place in the manifest, for the message.
+        field: the dataclass's field that `data` belongs to.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return data
     if origin in (Union, types.UnionType):
         if data is None and type(None) in arguments:
             return None
-        return _decode(next(option for option in arguments if option is not type(None)), data, where)
+        return _decode(next(option for option in arguments if option is not type(None)), data, where, field)
     if origin is Literal and data in arguments:
         return data
     if origin is tuple and isinstance(data, list):
-        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+        return tuple(_decode(arguments[0], item, f"{where}[{i}]", field) for i, item in enumerate(data))
     if origin is Mapping and isinstance(data, dict):
-        return {key: _decode(arguments[1], value, _place(where, key)) for key, value in data.items()}
+        return {key: _decode(arguments[1], value, _place(where, key), field) for key, value in data.items()}
     if is_dataclass(kind) and isinstance(data, dict):
         return _decode_dataclass(kind, data, where)
     # JSON has no bool that is an int; Python has.
     if isinstance(kind, type) and type(data) is kind:
+        least, most = int(field in _SIZES), _LARGEST if "bytes" in field else 2**31
+        if kind is int and isinstance(data, int) and not least <= data < most:  # before somebody allocates by it
+            raise PackageError(
+                f"{where} in {MANIFEST_NAME} is {data}; it must be {least} or more, and less than {most}"
+            )
         return data
     wanted = " or ".join(map(repr, arguments)) if origin is Literal else getattr(origin or kind, "__name__", str(kind))
     raise PackageError(f"{where} in {MANIFEST_NAME} is {data!r:.80}; it must be {wanted}")
@@ -329,6 +303,8 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
         raise PackageError(f"{where} in {MANIFEST_NAME} does not fit this qsample: {', '.join(problems)}")
     hints = get_type_hints(kind)
     try:
-        return kind(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in names if name in data})
+        return kind(
+            **{name: _decode(hints[name], data[name], f"{where}.{name}", name) for name in names if name in data}
+        )
     except ValueError as error:
         raise PackageError(f"{where} in {MANIFEST_NAME}: {error!s:.300}") from error
