@@ -176,31 +176,20 @@ def _check_depth(value: Any) -> None:
         level = children
 
 
-# Message → field number → message: those that lead to tensors and nodes.
+# Message → field number → message or value: those that lead to names of files.
 _FIELDS: Final[dict[str, dict[int, str]]] = {
     "Model": {7: "Graph", 20: "Training", 25: "Function"},
     "Training": {1: "Graph", 2: "Graph"},
     "Graph": {1: "Node", 5: "Tensor", 15: "SparseTensor"},
     "Function": {7: "Node", 11: "Attribute"},
     "Node": {4: "op_type", 5: "Attribute"},
-    "Attribute": {1: "name", 4: "s", 5: "Tensor", 6: "Graph", 10: "Tensor", 11: "Graph", 22: "SparseTensor"}
+    "Attribute": {1: "name", 3: "i", 4: "s", 5: "Tensor", 6: "Graph", 10: "Tensor", 11: "Graph", 22: "SparseTensor"}
     | {23: "SparseTensor"},
     "SparseTensor": {1: "Tensor", 2: "Tensor"},
     "Tensor": {13: "Entry"},
     "Entry": {1: "key", 2: "value"},
 }
-_EMBEDDED: Final = 3  # the number of an attribute's integer
 _DEEPEST: Final = 100  # protobuf's own limit of nested messages
-_CONTEXT: Final = b"EPContext"
-
-
-class _Message:
-    """The short fields of a message that names a file."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, list[bytes]] = {}
-        self.integers: list[int] = []
-        self.attributes: list[_Message] = []
 
 
 def referenced_files(path: Path) -> set[str]:
@@ -212,57 +201,41 @@ def referenced_files(path: Path) -> set[str]:
         OSError: If the file cannot be read.
         ValueError: If it is not a protobuf.
     """
+    found: set[bytes] = set()
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             raise ValueError("it is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).read()
+            _read(data, "Model", range(len(data)), found, 0)
+    # What is not Unicode becomes unlike every name that a manifest may list.
+    return {name.decode("utf-8", "surrogateescape") for name in found}
 
 
-class _Reader:
-    def __init__(self, data: Any) -> None:
-        self._data = data
-        self._found: set[str] = set()
+def _read(data: Any, kind: str, place: range, found: set[bytes], depth: int) -> dict[str, list[Any]]:
+    """The values and attributes of the message at `place`, by name; the files that it names join `found`.
 
-    def read(self) -> set[str]:
-        self._message("Model", 0, len(self._data), 0)
-        return self._found
-
-    def _message(self, kind: str, position: int, end: int, depth: int) -> _Message:
-        if depth > _DEEPEST:
-            raise ValueError(f"its messages are more than {_DEEPEST} deep")
-        data, known, message = self._data, _FIELDS[kind], _Message()
-        for number, content in fields(data, position, end):
-            if isinstance(content, int):
-                if kind == "Attribute" and number == _EMBEDDED:
-                    message.integers.append(content)
-                continue
-            inner = known.get(number)
-            if inner is None:
-                continue
-            if inner not in _FIELDS:
-                message.texts.setdefault(inner, []).append(data[content.start : content.stop])
-            elif inner == "Attribute":
-                message.attributes.append(self._message(inner, content.start, content.stop, depth + 1))
-            else:
-                self._message(inner, content.start, content.stop, depth + 1)
-        self._note(kind, message)
-        return message
-
-    def _note(self, kind: str, message: _Message) -> None:
-        # A field that comes twice counts both times: a parser may take either.
-        if kind == "Entry" and b"location" in message.texts.get("key", []):
-            self._found.update(map(_text, message.texts.get("value", [b""])))
-        elif kind == "Node" and _CONTEXT in message.texts.get("op_type", []):
-            named: dict[bytes, list[_Message]] = {}
-            for attribute in message.attributes:
-                for name in attribute.texts.get("name", []):
-                    named.setdefault(name, []).append(attribute)
-            modes = [mode for attribute in named.get(b"embed_mode", []) for mode in attribute.integers or [0]]
-            if any(mode != 1 for mode in modes):  # without it, the content is in the node
-                for attribute in named.get(b"ep_cache_context", []):
-                    self._found.update(map(_text, attribute.texts.get("s", [])))
-
-
-def _text(content: bytes) -> str:
-    return content.decode("utf-8", "surrogateescape")  # and then unlike every name that a manifest may list
+    A field that comes twice counts both times: a parser may take either.
+    """
+    if depth > _DEEPEST:
+        raise ValueError(f"its messages are more than {_DEEPEST} deep")
+    message: dict[str, list[Any]] = {}
+    for number, content in fields(data, place.start, place.stop):
+        name = _FIELDS[kind].get(number)
+        if name is None or isinstance(content, int) != (name == "i"):
+            continue
+        value: Any = content
+        if isinstance(content, range):
+            inner = name in _FIELDS
+            value = _read(data, name, content, found, depth + 1) if inner else data[content.start : content.stop]
+        if name not in _FIELDS or name == "Attribute":  # the rest has been read
+            message.setdefault(name, []).append(value)
+    if kind == "Entry" and b"location" in message.get("key", []):
+        found.update(message.get("value", [b""]))
+    if kind == "Node" and b"EPContext" in message.get("op_type", []):
+        attributes = message.get("Attribute", [])
+        modes = [mode for one in attributes if b"embed_mode" in one.get("name", []) for mode in one.get("i", [0])]
+        if any(mode != 1 for mode in modes):  # without it, the content is in the node
+            for one in attributes:
+                if b"ep_cache_context" in one.get("name", []):
+                    found.update(one.get("s", []))
+    return message

@@ -324,15 +324,12 @@ def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> N
 def check_features(package: Package, wanted: Features, dtype: str | None) -> None:
     """Raise QsampleError if the package lacks `wanted`, or has another dtype; None = any. An export fixes both."""
     present = package.interface.features
-    if wanted.sampler != present.sampler:
-        raise QsampleError(
-            f"{package.path} was exported with include_sampler={present.sampler}; open it with that, or export it again"
-        )
-    if wanted.filter_order != present.filter_order:
-        raise QsampleError(
-            f"{package.path} was exported with filter_order={present.filter_order!r}; open it with that, or export it "
-            "again"
-        )
+    for name, argument in (("sampler", "include_sampler"), ("filter_order", "filter_order")):
+        if getattr(wanted, name) != getattr(present, name):
+            raise QsampleError(
+                f"{package.path} was exported with {argument}={getattr(present, name)!r}; open it with that, or export "
+                "it again"
+            )
     numbers = [entry.name for entry in fields(Features) if isinstance(getattr(wanted, entry.name), int)]
     missing = [name for name in numbers if getattr(wanted, name) > getattr(present, name)]
     missing += [f"the filter {name}" for name in wanted.filters if name not in present.filters]
