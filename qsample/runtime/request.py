@@ -139,15 +139,8 @@ class Request:
         """
         self._sequence = sequence
         self._cancel = cancel
-        self._check_waiting = check_waiting
-        self._cancel_if_abandoned = cancel_if_abandoned
-        self._changed = threading.Condition()  # guards the next three
-        self._deltas: list[Delta] = []  # none comes after the outcome
-        self._outcome: RequestOutput | Failure | None = None
+        self._feed = _Feed(check_waiting, self.cancel if cancel_if_abandoned else None)
         self._callbacks: list[Callable[[Request], object]] = []
-        # The event of each reader in a coroutine, with its loop; an object and None for a reader in a thread. Changed
-        # without a lock: readers are garbage collected at any time, also while this thread holds the lock.
-        self._readers: dict[Any, Any] = {}
         self.added_at = time.perf_counter()
 
     @property
@@ -171,12 +164,12 @@ class Request:
     @property
     def done(self) -> bool:
         """Whether it has ended, for whatever reason."""
-        return self._outcome is not None
+        return self._feed.outcome is not None
 
     def add_done_callback(self, function: Callable[[Request], object]) -> None:
         """Call `function(request)` once it has ended, for whatever reason: on the engine's thread, so it must be quick;
         or at once if it has ended already. An exception of the function becomes a warning."""
-        with self._changed:
+        with self._feed.changed:
             if not self.done:
                 self._callbacks.append(function)
                 return
@@ -194,33 +187,33 @@ class Request:
         RuntimeError if a function of a request waits for the engine that called it.
         """
         seconds, reader = checked_timeout(timeout), object()
-        self._readers[reader] = None
+        self._feed.readers[reader] = None
         try:
-            if not self._wait(reader, None, seconds):
+            if not self._feed.wait(reader, None, seconds):
                 raise TimeoutError(f"the request has not ended after {timeout} seconds; it goes on, or cancel() it")
         finally:
-            self._readers.pop(reader, None)  # it has not given up
-        return self._result()
+            self._feed.readers.pop(reader, None)  # it has not given up
+        return self._feed.result()
 
     def __iter__(self) -> Iterator[Delta]:
-        seen, reader = 0, object()
-        self._readers[reader] = None
+        feed, seen, reader = self._feed, 0, object()
+        feed.readers[reader] = None
         try:
             while True:
                 done = self.done  # before the deltas: none comes after that
-                new = self._deltas[seen:]
+                new = feed.deltas[seen:]
                 yield from new
                 seen += len(new)
                 if done:
-                    self._result()
+                    feed.result()
                     return
                 if not new:
-                    self._wait(reader, seen)
+                    feed.wait(reader, seen)
         finally:
-            self._leave(reader)
+            feed.leave(reader)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        return _AsyncDeltas(self)
+        return _AsyncDeltas(self._feed)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._read_all().__await__()
@@ -228,36 +221,7 @@ class Request:
     async def _read_all(self) -> RequestOutput:
         async for _ in self:
             pass
-        return self._result()
-
-    def _wait(self, reader: object, seen: int | None, seconds: float | None = None) -> bool:
-        """Wait for the end; or, unless `seen` is None, for more deltas than that. Returns whether it came in time."""
-        if self.done:
-            return True
-        self._check_wait(reader)
-        with self._changed:
-            return self._changed.wait_for(lambda: self.done or (seen is not None and len(self._deltas) > seen), seconds)
-
-    def _check_wait(self, reader: object) -> None:
-        """Let `reader` wait, or raise; it has not given up then."""
-        try:
-            self._check_waiting()
-        except BaseException:
-            self._readers.pop(reader, None)
-            raise
-
-    def _leave(self, reader: object) -> None:
-        """A reader gives up, unless it left before."""
-        was_there = self._readers.pop(reader, ...) is not ...
-        if was_there and self._cancel_if_abandoned and not self._readers:
-            self.cancel()
-
-    def _result(self) -> RequestOutput:
-        """The output at the end, or its error."""
-        assert self._outcome is not None
-        if isinstance(self._outcome, Failure):
-            raise self._outcome.error()
-        return self._outcome
+        return self._feed.result()
 
     # The rest is for the engine's thread.
 
@@ -281,20 +245,11 @@ class Request:
         self._end(failure)
 
     def _end(self, outcome: RequestOutput | Failure) -> None:
-        with self._changed:
-            self._outcome = outcome
-            self._notify()
+        self._feed.end(outcome)
         callbacks, self._callbacks = self._callbacks, []
         for function in callbacks:
             with suppress(BaseException):  # SystemExit, and warnings that are errors: nobody else is to suffer
                 self._call(function)
-
-    def _notify(self) -> None:
-        self._changed.notify_all()
-        for reader, loop in self._readers.copy().items():
-            if loop is not None:
-                with suppress(BaseException):  # most likely the loop was closed, so nothing waits there any more
-                    loop.call_soon_threadsafe(reader.set)
 
     def _make_output(self, reason: str) -> RequestOutput:
         sequence, text = self._sequence, self._sequence.text
@@ -304,7 +259,7 @@ class Request:
         now = time.perf_counter()
         tokens = sequence.token_ids
         queued = None if sequence.admitted_at is None else sequence.admitted_at - self.added_at
-        first = self._deltas[0].seconds if tokens else None
+        first = self._feed.deltas[0].seconds if tokens else None
         return RequestOutput(
             token_ids=tokens,
             text=None if text is None else text.whole,
@@ -326,10 +281,7 @@ class Request:
 
     def _publish(self, tokens: list[int], text: str, outputs: list[Mapping[str, Array]] | None = None) -> None:
         certain = None if self._sequence.text is None else text
-        delta = Delta(tokens, certain, time.perf_counter() - self.added_at, _stacked(outputs or []))
-        with self._changed:
-            self._deltas.append(delta)
-            self._notify()
+        self._feed.put(Delta(tokens, certain, time.perf_counter() - self.added_at, _stacked(outputs or [])))
 
 
 def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
@@ -337,35 +289,106 @@ def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
     return {name: np.stack([output[name] for output in outputs]) for name in outputs[0]} if outputs else {}
 
 
+class _Feed:
+    """The deltas of a request and its outcome, from the engine's thread to the request's readers.
+
+    Attributes:
+        deltas: those so far. None comes after the outcome.
+        outcome: None before the end.
+        changed: guards both.
+        readers: the event of each reader in a coroutine, with its loop; an object and None for a reader in a thread.
+            Changed without a lock: readers are garbage collected at any time, also while this thread holds the lock.
+        abandoned: called when the last reader gives up; None = that changes nothing.
+    """
+
+    def __init__(self, check_waiting: Callable[[], None], abandoned: Callable[[], None] | None) -> None:
+        self.deltas: list[Delta] = []
+        self.outcome: RequestOutput | Failure | None = None
+        self.changed = threading.Condition()
+        self.readers: dict[Any, asyncio.AbstractEventLoop | None] = {}
+        self.abandoned = abandoned
+        self._check_waiting = check_waiting
+
+    def put(self, delta: Delta) -> None:
+        with self.changed:
+            self.deltas.append(delta)
+            self._notify()
+
+    def end(self, outcome: RequestOutput | Failure) -> None:
+        with self.changed:
+            self.outcome = outcome
+            self._notify()
+
+    def _notify(self) -> None:
+        self.changed.notify_all()
+        for reader, loop in self.readers.copy().items():
+            if loop is not None:
+                with suppress(BaseException):  # most likely the loop was closed, so nothing waits there any more
+                    loop.call_soon_threadsafe(reader.set)
+
+    def result(self) -> RequestOutput:
+        """The output at the end, or its error."""
+        assert self.outcome is not None
+        if isinstance(self.outcome, Failure):
+            raise self.outcome.error()
+        return self.outcome
+
+    def wait(self, reader: object, seen: int | None, seconds: float | None = None) -> bool:
+        """Wait for the end; or, unless `seen` is None, for more deltas than that. Returns whether it came in time."""
+        if self.outcome is not None:
+            return True
+        self.check_wait(reader)
+
+        def is_there() -> bool:
+            return self.outcome is not None or (seen is not None and len(self.deltas) > seen)
+
+        with self.changed:
+            return self.changed.wait_for(is_there, seconds)
+
+    def check_wait(self, reader: object) -> None:
+        """Let `reader` wait, or raise; it has not given up then."""
+        try:
+            self._check_waiting()
+        except BaseException:
+            self.readers.pop(reader, None)
+            raise
+
+    def leave(self, reader: object) -> None:
+        """A reader gives up, unless it left before."""
+        was_there = self.readers.pop(reader, ...) is not ...
+        if was_there and self.abandoned is not None and not self.readers:
+            self.abandoned()
+
+
 class _AsyncDeltas(AsyncIterator[Delta]):
     """The deltas of a request in a coroutine. Not a generator: those wait for their event loop to be collected."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, feed: _Feed) -> None:
+        self._feed = feed
         self._event: asyncio.Event | None = None  # since the first `anext`
         self._seen = 0
         self._closed = False
 
     async def __anext__(self) -> Delta:
-        request = self._request
+        feed = self._feed
         if self._event is None:
             self._event = asyncio.Event()
-            request._readers[self._event] = asyncio.get_running_loop()
+            feed.readers[self._event] = asyncio.get_running_loop()
         while not self._closed:
             self._event.clear()
-            done = request.done  # before the deltas: none comes after that
-            if self._seen < len(request._deltas):
+            done = feed.outcome is not None  # before the deltas: none comes after that
+            if self._seen < len(feed.deltas):
                 self._seen += 1
-                return request._deltas[self._seen - 1]
+                return feed.deltas[self._seen - 1]
             if done:
                 self._close()
-                request._result()
+                feed.result()
                 break
-            request._check_wait(self._event)
+            feed.check_wait(self._event)
             try:
                 await self._event.wait()
             except BaseException:  # its task was cancelled
-                if request._cancel_if_abandoned:
+                if feed.abandoned is not None:
                     self._close()
                     self._event.set()  # for another task that waits here
                 raise
@@ -380,5 +403,5 @@ class _AsyncDeltas(AsyncIterator[Delta]):
 
     def _close(self) -> None:
         if self._event is not None and not self._closed:
-            self._request._leave(self._event)
+            self._feed.leave(self._event)
         self._closed = True

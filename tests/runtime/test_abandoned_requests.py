@@ -139,7 +139,7 @@ def test_a_request_that_is_given_up_is_cancelled(
         assert output.finish_reason == "cancelled"
         assert output.token_ids == expected([5], ENDLESS, 0)[0][: len(output.token_ids)]
         assert outcome(neighbour) == expected([6], FREE, 1)
-        assert not request._readers
+        assert not request._feed.readers
 
 
 @pytest.mark.parametrize("how", [*THREADED, *COROUTINES], ids=lambda how: how.__name__)
@@ -160,7 +160,7 @@ def test_one_of_several_readers_gives_up(
         request = engine.add_request([5], FREE, seed=0)
         thread = threading.Thread(target=wait, args=(request,))
         thread.start()
-        wait_until(lambda: len(request._readers) > 0)
+        wait_until(lambda: len(request._feed.readers) > 0)
         gate.release(1)
         break_out(request)
         gate.release(1000)

@@ -21,14 +21,14 @@ from qsample.errors import Failure
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, RequestFailedError
 from qsample.runtime.callbacks import Guide
 from qsample.runtime.decode.loop import DecodeLoop
-from qsample.runtime.request import _AsyncDeltas
+from qsample.runtime.request import _AsyncDeltas, _Feed
 from qsample.runtime.sequence import Sequence
 from qsample.text.generated_text import GeneratedText
 from tests.helpers.fake_package import POISON, VOCAB
 from tests.helpers.memory import resident
 from tests.helpers.requests import random_params, random_prompt, wait_until
 
-KEPT_BY_NOBODY = (Request, Sequence, GeneratedText, Guide, Failure, _AsyncDeltas, RequestFailedError)
+KEPT_BY_NOBODY = (Request, Sequence, GeneratedText, Guide, Failure, _AsyncDeltas, _Feed, RequestFailedError)
 BAD: list[dict[str, Any]] = [
     {"inputs": [2**70]}, {"inputs": [-1]}, {"inputs": [VOCAB]}, {"inputs": "\ud800"}, {"inputs": [5.5]},
     {"inputs": [{"role": "user", "content": None}]}, {"inputs": [5] * 300}, {"inputs": [5], "seed": -1},

@@ -98,7 +98,7 @@ def test_async_readers_do_not_block_their_loop(model: CausalLM, gate: threading.
         for n, reader in enumerate(readers):
             assert await reader == expected([5 + n], FREE, n)[0]
         assert (await requests[3]).token_ids == expected([8], FREE, 3)[0]
-        assert [len(request._readers) for request in requests] == [0] * 6
+        assert [len(request._feed.readers) for request in requests] == [0] * 6
 
     with Engine(model, slots=4) as engine:
         asyncio.run(asyncio.wait_for(main(), 60))
@@ -197,6 +197,6 @@ def test_nothing_is_lost_of_a_request_that_ends_while_it_is_read(in_a_coroutine:
         return [token async for delta in request for token in delta.token_ids]
 
     request = Request(make_sequence(model, [5], FREE, 0, 64), lambda _: None, lambda: None)
-    request._deltas = EndsWhenRead()
+    request._feed.deltas = EndsWhenRead()
     tokens = asyncio.run(read()) if in_a_coroutine else [token for delta in request for token in delta.token_ids]
     assert tokens == request.result(0).token_ids == [7, 8]
