@@ -31,13 +31,12 @@ class Stage(StrEnum):
     CHECKING = "checking the model"
     TRACING = "tracing the decode graph"
     WRITING_WEIGHTS = "writing the weights"
-    COMPARING_WITH_MODEL = "comparing with the Hugging Face model"
+    COMPARING = "comparing with the original"
 
     FINDING = "finding the decoder"
     READING = "reading the decoder"
     RUNNING = "running the decoder as it is"
     REWRITING = "rewriting"
-    COMPARING_WITH_DECODER = "comparing with the decoder as it is"
     COMPARING_WITH_CHECKPOINT = "comparing with the checkpoint"
 
     OPTIMISING = "optimising the graph"

@@ -10,7 +10,7 @@ import hashlib
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,15 +24,14 @@ from qsample.contract.interface import Features, Interface
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import parse_json, read_json
-from qsample.errors import ParityError, QsampleError, UnsupportedModelError
-from qsample.exporters import parity
+from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.lowering import adapt_layers, align_row_sums, fill_placeholders, lower_experts, outline_scans
-from qsample.exporters.portable import portable_manifest, write_graphs
+from qsample.exporters.portable import Draft, write_draft
 from qsample.exporters.trace import trace
 from qsample.huggingface.facade import GENERATION_CONFIG_FILE, dtype_name
 from qsample.package import package
-from qsample.progress import Progress, Stage, metered
+from qsample.progress import Progress, Stage, Stages, metered
 from qsample.request.checks import is_integer
 from qsample.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.transforms.cache import DecodeContext
@@ -47,6 +46,14 @@ _NO_MEMORY: Final = re.compile(
     re.IGNORECASE,
 )
 EXPORT_DTYPES: Final = ("float32", "float16")
+# Of the time, for 0.6 B to 4 B parameters (docs/benchmarks/export.md).
+_SHARES: Final[Mapping[str, float]] = {
+    Stage.CHECKING: 30,
+    Stage.TRACING: 30,
+    Stage.WRITING_WEIGHTS: 5,
+    Stage.COMPARING: 30,
+    Stage.PUBLISHING: 5,
+}
 
 
 def export_model(
@@ -77,7 +84,6 @@ def export_model(
         PackageError: if `path` cannot be written.
         QsampleError: if `sources` changed meanwhile.
     """
-    _check_dtype(model)
     sources = sources or SourceFiles()
     size = _weight_bytes(model)
     with (
@@ -86,11 +92,12 @@ def export_model(
         sources,
         package.write_package(path, overwrite=overwrite, required_bytes=size) as writer,
     ):
-        manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, report)
-        report(Stage.PUBLISHING, 0.95)
+        stages = Stages(report, _SHARES)
+        manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, stages)
+        stages.begin(Stage.PUBLISHING)
         sources.check()
         writer.finish(replace(manifest, timing=report.costs))
-    report(Stage.DONE, 1.0)
+    stages.finish()
     return package.read_package(path, verify=False)
 
 
@@ -109,13 +116,13 @@ def export_beside_checkpoint(
 
     folder: a new folder, in scratch space. The package is neither hashed nor published, and lives as long as both.
     """
-    _check_dtype(model)
     sources = sources or SourceFiles()
     with _memory_named(), metered(progress) as report, sources, full_disk_named(folder.parent):
         folder.mkdir()
-        manifest = _export(model, tokenizer, folder, features, model_id, revision, report, publish=False)
+        stages = Stages(report, _SHARES)
+        manifest = _export(model, tokenizer, folder, features, model_id, revision, stages, publish=False)
     files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
-    report(Stage.DONE, 1.0)
+    stages.finish()
     return package.Unpublished(folder.absolute(), replace(manifest, files=files), sources=sources)
 
 
@@ -141,25 +148,27 @@ def _export(
     features: Features,
     model_id: str,
     revision: str | None,
-    report: Progress,
+    stages: Stages,
     *,
     publish: bool = True,
 ) -> package.Manifest:
     """Write all of a package but its manifest into `folder`, and return that."""
     context = DecodeContext()
-    report(Stage.CHECKING, 0.0)  # the shares are those of 0.6 B to 4 B parameters, docs/benchmarks/export.md
+    stages.begin(Stage.CHECKING)
+    dtype = _check_dtype(model)
     _check_settings(model)
     with computing():
         expected = reference(model)
         apply_transforms(model, context)
     vocab_size = int(expected.logits[0].shape[-1])
     key_values, recurrent = state_shapes(model, context)
-    interface = Interface(vocab_size, key_values, _check_dtype(model), features, recurrent=recurrent)
+    interface = Interface(vocab_size, key_values, dtype, features, recurrent=recurrent)
     token_ids = _token_ids(model, tokenizer)
     _check_vocabulary(tokenizer, vocab_size)
+    _save_model_files(model, tokenizer, folder)
 
     with _hashed_meanwhile(model) as weight_digest:
-        report(Stage.TRACING, 0.3)
+        stages.begin(Stage.TRACING)
         decoder = Decoder(model, context, interface)
         adapted = features.max_loras > 0
         traced = trace(decoder, interface.model, interface.sizes, decoder.layers, adapted=adapted)
@@ -169,23 +178,20 @@ def _export(
         outline_scans(traced)
         lower_experts(traced)
         align_row_sums(traced)
-        report(Stage.WRITING_WEIGHTS, 0.6)
-        write_graphs(traced, interface, token_ids.pad, folder, refer=not publish)
+        draft = Draft(
+            traced,
+            interface,
+            expected,
+            package.Source(model_id, revision, model.config.model_type, type(model).__name__, weight_hash=""),
+            token_ids,
+            longest_context(model.config.get_text_config(decoder=True)),
+            original="the eager model",
+            plain_attention_layers=len(interface.key_values) if context.buffered else len(context.masked),
+            libraries=("torch", "transformers"),
+        )
         del traced
-
-        report(Stage.COMPARING_WITH_MODEL, 0.65)
-        plain = len(interface.key_values) if context.buffered else len(context.masked)
-        try:
-            figures = parity.check(folder, interface, expected, plain_attention_layers=plain)
-        except (QsampleError, OSError, MemoryError):
-            raise
-        except Exception as error:  # onnxruntime's own kinds
-            raise ParityError(
-                f"onnxruntime cannot run the exported graph ({' '.join(str(error).split())!s:.400}); "
-                "docs/architectures.md lists the model types that were exported"
-            ) from error
-        _save_model_files(model, tokenizer, folder)
-        return _manifest(model, interface, token_ids, model_id, revision, figures, weight_digest.result())
+        manifest = write_draft(draft, folder, stages, refer=not publish)
+        return replace(manifest, source=replace(manifest.source, weight_hash=weight_digest.result()))
 
 
 def _check_dtype(model: PreTrainedModel) -> str:
@@ -228,19 +234,6 @@ def _weight_bytes(model: PreTrainedModel) -> int:
 def _stored_bytes(weight: torch.Tensor) -> int:
     found = deferred(weight)
     return weight.numel() * (weight.dtype if found is None else found.dtype).itemsize
-
-
-def _quantized_weights(model: PreTrainedModel) -> dict[str, Any] | None:
-    """The manifest's figures of weights that came quantized."""
-    weights = [weight for _, weight in quantized_layers(model)]
-    if not weights:
-        return None
-    return {
-        "matrices": len(weights),
-        "bits": sorted({weight.bits for weight in weights}),
-        "block_sizes": sorted({weight.block_size for weight in weights}),
-        "bytes": sum(weight.nbytes for weight in weights),
-    }
 
 
 def _save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
@@ -298,33 +291,6 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
             f"{name} is {value!r:.80} in the model's configuration; it must be a token id, or a list of ids"
         )
     return tuple(values)
-
-
-def _manifest(
-    model: PreTrainedModel,
-    interface: Interface,
-    token_ids: package.TokenIds,
-    model_id: str,
-    revision: str | None,
-    figures: parity.Parity,
-    weight_digest: str,
-) -> package.Manifest:
-    source = package.Source(
-        model_id=model_id,
-        revision=revision,
-        model_type=model.config.model_type,
-        architecture=type(model).__name__,
-        weight_hash=weight_digest,
-    )
-    return portable_manifest(
-        interface,
-        source,
-        token_ids,
-        figures,
-        max_position_embeddings=longest_context(model.config.get_text_config(decoder=True)),
-        packed_weights=_quantized_weights(model),
-        libraries=("torch", "transformers"),
-    )
 
 
 def _unwrapped(name: str, inside: list[str]) -> str:

@@ -5,7 +5,7 @@ to the graph or next to it, and `initial_state.onnx`, the starting value of ever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from onnx_ir.passes import common as common_passes
 import qsample
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, CAPACITY, CAPACITY_INPUT, NOISE_STREAMS, SEED, VOCAB, TensorSpec
-from qsample.exporters.parity import Parity
+from qsample.errors import ParityError, QsampleError
+from qsample.exporters import parity
 from qsample.graph.join import append_sampler
-from qsample.graph.operators import OPSET
+from qsample.graph.operators import OPSET, is_matmul_nbits
 from qsample.graph.weights import narrow_weights, save_beside
 from qsample.package.manifest import Manifest, Source, TokenIds
+from qsample.progress import Stage, Stages
 from qsample.sampler import build_sampler
 from qsample.sampler.philox import noise_buffer
 from qsample.sampler.tensor import Tensor, building, op, size
@@ -32,16 +34,84 @@ _IR_VERSION = 10
 Sizes = Mapping[str, Tensor | list[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A portable package before it is written: what an export and a bake hand on.
+
+    Attributes:
+        model: returns logits; its inputs and outputs are those of `interface.model`.
+        interface: of the decode graph.
+        expected: the logits of the original.
+        source, token_ids, max_position_embeddings: for the manifest.
+        original: the name of the original in messages.
+        tolerance, plain_attention_layers: as in `parity.check`.
+        libraries: distributions, besides qsample, onnxruntime and onnx, whose versions the manifest shall name.
+    """
+
+    model: ir.Model
+    interface: Interface
+    expected: parity.Reference
+    source: Source
+    token_ids: TokenIds
+    max_position_embeddings: int | None
+    original: str
+    tolerance: float | None = None
+    plain_attention_layers: int = 0
+    libraries: Sequence[str] = ()
+
+
+def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = False) -> Manifest:
+    """Write the graphs of `draft`, whose model is changed, into `folder`, and pass them through the parity gate.
+
+    Args:
+        stages: has WRITING_WEIGHTS and COMPARING.
+        refer: leave weights that lie in other files there (`weights.save_beside`), for a package that is not published.
+
+    Returns:
+        The manifest; `package.PackageWriter.finish` adds the files.
+
+    Raises ParityError, as `parity.check` does, and for graphs that do not run.
+    """
+    interface = draft.interface
+    stages.begin(Stage.WRITING_WEIGHTS)
+    packed = packed_weights(draft.model)
+    write_graphs(draft.model, interface, draft.token_ids.pad, folder, refer=refer)
+    stages.begin(Stage.COMPARING)
+    try:
+        figures = parity.check(
+            folder,
+            interface,
+            draft.expected,
+            plain_attention_layers=draft.plain_attention_layers,
+            tolerance=draft.tolerance,
+            original=draft.original,
+        )
+    except (QsampleError, OSError, MemoryError):
+        raise
+    except Exception as error:  # onnxruntime's own kinds
+        raise ParityError(
+            f"onnxruntime cannot run the exported graph ({' '.join(str(error).split())!s:.400}); "
+            "docs/architectures.md lists the model types that were exported"
+        ) from error
+    return Manifest(
+        kind="portable",
+        contract_version=interface.contract_version,
+        interface=interface,
+        source=draft.source,
+        versions=_versions(draft.libraries),
+        token_ids=draft.token_ids,
+        max_position_embeddings=draft.max_position_embeddings,
+        parity=asdict(figures),
+        packed_weights=packed,
+    )
+
+
 def write_graphs(
     model: ir.Model, interface: Interface, pad_token_id: int, folder: Path, *, refer: bool = False
 ) -> None:
     """Write every ONNX file of `interface.graphs` into `folder`, and the weights of `model` next to `decoder.onnx`.
 
-    Args:
-        model: its inputs and outputs are those of `interface.model`. With a sampler among the features it is changed in
-            place and has those of `interface.decoder` afterwards.
-        pad_token_id: `next_ids` of a row that emitted nothing.
-        refer: leave weights that lie in other files there (`stored.save_beside`), for a package that is not published.
+    pad_token_id: `next_ids` of a row that emitted nothing. Otherwise as `write_draft`.
     """
     sampler = build_sampler(interface, pad_token_id)
     if interface.features.sampler:
@@ -56,32 +126,18 @@ def write_graphs(
     ir.save(build_initial_state(interface), folder / "initial_state.onnx")
 
 
-def portable_manifest(
-    interface: Interface,
-    source: Source,
-    token_ids: TokenIds,
-    parity: Parity,
-    *,
-    max_position_embeddings: int | None,
-    packed_weights: Mapping[str, Any] | None = None,
-    libraries: Sequence[str] = (),
-) -> Manifest:
-    """The manifest of a portable package; `package.PackageWriter.finish` adds its files.
-
-    libraries: distributions, besides qsample, onnxruntime and onnx, whose versions it shall name. The rest is as in
-    `Manifest`.
-    """
-    return Manifest(
-        kind="portable",
-        contract_version=interface.contract_version,
-        interface=interface,
-        source=source,
-        versions=_versions(libraries),
-        token_ids=token_ids,
-        max_position_embeddings=max_position_embeddings,
-        parity=asdict(parity),
-        packed_weights=packed_weights,
-    )
+def packed_weights(model: ir.Model) -> dict[str, Any] | None:
+    """The manifest's figures of weights that came quantized; None if there are none."""
+    packed = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
+    weights = {value: node for node in packed for value in node.inputs[1:4] if value is not None}
+    if not packed:
+        return None
+    return {
+        "matrices": len(packed),
+        "bits": sorted({node.attributes.get_int("bits", 4) for node in packed}),
+        "block_sizes": sorted({node.attributes.get_int("block_size", 32) for node in packed}),
+        "bytes": sum(value.const_value.nbytes for value in weights if value.const_value is not None),
+    }
 
 
 def _versions(libraries: Sequence[str]) -> dict[str, str]:

@@ -202,7 +202,7 @@ def test_a_damaged_shard_is_named(damage: Callable[[Path], None], message: str, 
 @pytest.mark.parametrize(
     ("verb", "stage"),
     [
-        ("export", "comparing with the Hugging Face model"),
+        ("export", "comparing with the original"),
         pytest.param("export", "writing the weights", marks=pytest.mark.slow),
         pytest.param("compile", "self-test", marks=pytest.mark.slow),
     ],

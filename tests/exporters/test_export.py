@@ -22,7 +22,7 @@ from qsample import AutoModelForCausalLM
 from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.disk import space
 from qsample.errors import PackageError, ParityError, QsampleError, UnsupportedModelError
-from qsample.exporters import export, parity
+from qsample.exporters import export, parity, portable
 from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
 from qsample.models.model import PackagedModel, SourceModel
 from qsample.package.package import read_package
@@ -201,8 +201,9 @@ def without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """An export that writes a file in place of the graphs."""
     for name in ("trace", "fill_placeholders", "outline_scans", "lower_experts", "align_row_sums"):
         monkeypatch.setattr(export, name, lambda *_, **__: None)
+    monkeypatch.setattr(portable, "packed_weights", lambda model: None)
     monkeypatch.setattr(
-        export, "write_graphs", lambda model, interface, pad, folder, **_: (folder / "decoder.onnx").write_bytes(b"")
+        portable, "write_graphs", lambda model, interface, pad, folder, **_: (folder / "decoder.onnx").write_bytes(b"")
     )
 
 

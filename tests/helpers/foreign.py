@@ -21,6 +21,7 @@ from qsample.exporters.foreign.recognise import load, recognise
 from qsample.exporters.portable import build_initial_state
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
+from qsample.progress import Stages
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "foreign"
 LAYOUTS = ("model", "model_fp16", "model_q4", "model_q4f16", "model_bnb4", "model_fp16_io32")
@@ -56,7 +57,7 @@ def read(folder: Path, file: str | None = None) -> ForeignGraph:
 def rewritten(folder: Path, file: str | None = None, *, rope: str | None = None) -> bake.Baked:
     location = locate(folder, file)
     settings = read_settings(location)
-    return bake.rewrite(read(folder, file), Features(sampler=False), settings, rope, lambda stage, fraction: None)
+    return bake.rewrite(read(folder, file), Features(sampler=False), settings, rope, Stages(None, bake._SHARES))
 
 
 def save(baked: bake.Baked, folder: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from onnx_ir.passes import common as common_passes
 from qsample.checkpoints.source import DecoderSource
 from qsample.contract.interface import Features, Interface
 from qsample.disk.scratch import scratch_near
-from qsample.errors import ParityError, QsampleError, printable
+from qsample.errors import QsampleError, printable
 from qsample.exporters import parity
 from qsample.exporters.foreign import attention
 from qsample.exporters.foreign.conventions import POSITIONS, ForeignGraph
@@ -43,15 +43,26 @@ from qsample.exporters.foreign.to_contract import (
     use_contract_names,
     use_own_operators,
 )
-from qsample.exporters.portable import portable_manifest, write_graphs
+from qsample.exporters.portable import Draft, write_draft
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.package import package
-from qsample.progress import Meter, Progress, Stage, metered
+from qsample.progress import Meter, Progress, Stage, Stages, metered
 
 # A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.
 Comparison = Callable[[Path, Interface, float | None], Mapping[str, Any]]
+# Of the time.
+_SHARES: Final[Mapping[str, float]] = {
+    Stage.FINDING: 5,
+    Stage.READING: 5,
+    Stage.RUNNING: 30,
+    Stage.REWRITING: 10,
+    Stage.WRITING_WEIGHTS: 20,
+    Stage.COMPARING: 10,
+    Stage.COMPARING_WITH_CHECKPOINT: 10,
+    Stage.PUBLISHING: 10,
+}
 _UNLIMITED: Final = 8192  # the context of a model that does not state it; windows are searched up to it
 _LONGEST: Final = 32768
 _COS_OF_ROTARY: Final = 2  # the index of RotaryEmbedding's table of cosines
@@ -74,12 +85,13 @@ def bake(
     compare: a further comparison of the baked graph, next to that with the file itself.
     """
     with metered(progress) as report:
-        report(Stage.FINDING, 0.0)
+        stages = Stages(report, _SHARES)
+        stages.begin(Stage.FINDING)
         location = locate(source.model_id, source.file, hub=source.hub)
         package.check_not_source(out, location.file.parent)
 
         def bake_at(location: Location) -> package.Package:
-            return _bake(source, location, out, features, overwrite, compare, report)
+            return _bake(source, location, out, features, overwrite, compare, report, stages)
 
         if not location.is_linked:
             return bake_at(location)
@@ -100,9 +112,10 @@ def _bake(
     overwrite: bool,
     compare: Comparison | None,
     report: Meter,
+    stages: Stages,
 ) -> package.Package:
     settings = read_settings(location)
-    report(Stage.READING, 0.05)
+    stages.begin(Stage.READING)
     with graph_errors(location.file):
         model = load(location.file)
         foreign = recognise(location.file, model, head_dim=settings.head_dim, vocab_size=settings.vocab_size)
@@ -113,22 +126,20 @@ def _bake(
         token_ids = settings.token_ids(foreign.vocab_size)
         write_files(location, settings, token_ids, foreign.vocab_size, source.tokenizer, writer.directory)
         with graph_errors(location.file):
-            baked = rewrite(foreign, features, settings, source.rope, report)
+            baked = rewrite(foreign, features, settings, source.rope, stages)
         del foreign
-        report(Stage.WRITING_WEIGHTS, 0.5)
-        packed = _packed_weights(baked.model)
-        arithmetic = arithmetic_of(baked.model)
-        write_graphs(baked.model, baked.interface, token_ids.pad, writer.directory)
-        report(Stage.COMPARING_WITH_DECODER, 0.7)
-        figures = _gate(writer.directory, baked, _TOLERANCES[arithmetic])
-        manifest = portable_manifest(
+        tolerance = _TOLERANCES[arithmetic_of(baked.model)]
+        draft = Draft(
+            baked.model,
             baked.interface,
+            baked.expected,
             origin,
             token_ids,
-            figures,
-            max_position_embeddings=baked.limit,
-            packed_weights=packed,
+            baked.limit,
+            original="the file",
+            tolerance=tolerance,
         )
+        manifest = write_draft(draft, writer.directory, stages)
         if compare is None:
             warnings.warn(
                 f"{location.name}: the baked graph was compared with this file alone, which does not show that the "
@@ -136,25 +147,14 @@ def _bake(
                 stacklevel=5,
             )
         else:
-            report(Stage.COMPARING_WITH_CHECKPOINT, 0.8)
-            others = compare(writer.directory, baked.interface, None if packed else _TOLERANCES[arithmetic])
-            manifest = replace(manifest, parity={**asdict(figures), **others})
-        report(Stage.PUBLISHING, 0.9)
+            stages.begin(Stage.COMPARING_WITH_CHECKPOINT)
+            limit = None if manifest.packed_weights else tolerance
+            others = compare(writer.directory, baked.interface, limit)
+            manifest = replace(manifest, parity={**(manifest.parity or {}), **others})
+        stages.begin(Stage.PUBLISHING)
         writer.finish(replace(manifest, timing=report.costs))
-    report(Stage.DONE, 1.0)
+    stages.finish()
     return package.read_package(out, verify=False)
-
-
-def _gate(folder: Path, baked: Baked, tolerance: float) -> parity.Parity:
-    interface, expected = baked.interface, baked.expected
-    try:
-        return parity.check(folder, interface, expected, tolerance=tolerance, original="the file")
-    except QsampleError:
-        raise
-    except Exception as error:  # onnxruntime's own kinds
-        raise ParityError(
-            f"the baked graph does not run, although the file does ({' '.join(str(error).split())!s:.400})"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Baked:
     limit: int | None
 
 
-def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope: str | None, report: Progress) -> Baked:
+def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope: str | None, stages: Stages) -> Baked:
     """Rewrite `foreign` to the contract, in place, after a run of the file as its authors run it.
 
     Raises UnsupportedModelError for a graph that cannot be rewritten.
@@ -180,7 +180,7 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
     is_unfused, rotates = False, False
     matches: list[attention.Match] = []
     rules: list[attention.Rule] = []
-    report(Stage.RUNNING, 0.1)
+    running = stages.begin(Stage.RUNNING)
     if is_grouped:
         attention.check_attentions(foreign)
         is_unfused = attention.unfuse_norms(foreign)
@@ -193,13 +193,13 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
         windows = [rule.window or -1 for rule in rules]
     counted = [] if rotates or foreign.input(POSITIONS) is not None else counted_positions(foreign, longest)
     original = Original(foreign, rewritten=foreign.changed or is_unfused or rope == "long")
-    report(Stage.RUNNING, 0.2)
+    running(0.3)
     compared = min(filter(None, (limit, foreign.size)), default=None)
     expected = reference(original, foreign.vocab_size, compared, windows)
     del original  # its session holds the weights
     _warn_of_windows(foreign, settings, windows, limit)
 
-    report(Stage.REWRITING, 0.4)
+    stages.begin(Stage.REWRITING)
     nodes = Nodes(foreign.graph)
     rows = add_rows(foreign, nodes)
     if foreign.recurrences:
@@ -278,18 +278,3 @@ def _source(location: Location, settings: Settings, foreign: ForeignGraph) -> pa
         architecture=printable(f"{location.file.name}, a decoder by {made_by}"),
         weight_hash=digest.hexdigest(),
     )
-
-
-def _packed_weights(model: ir.Model) -> dict[str, Any] | None:
-    """The manifest's figures of weights that came quantized."""
-    packed = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
-    weights = {value: node for node in packed for value in node.inputs[1:4] if value is not None}
-    sizes = [value.const_value.nbytes for value in weights if value.const_value is not None]
-    if not packed:
-        return None
-    return {
-        "matrices": len(packed),
-        "bits": sorted({node.attributes.get_int("bits", 4) for node in packed}),
-        "block_sizes": sorted({node.attributes.get_int("block_size", 32) for node in packed}),
-        "bytes": sum(sizes),
-    }
