@@ -49,23 +49,21 @@ class ScratchFolder:
         replaced: a free name in it.
 
     Raises:
-        OSError: If no folder can be made in `parent`.
+        PackageError: If no folder can be made in `parent`.
     """
 
     def __init__(self, parent: Path, target: Path | None = None) -> None:
         parent = parent.absolute()
         remove_abandoned(parent)
-        self.path, owner = _make(parent)
+        try:
+            with full_disk_named(parent):
+                self.path, owner = _make(parent)
+        except OSError as error:
+            raise PackageError(f"cannot write to {parent}: {error.strerror}; choose another folder") from error
         # The name in `replaced` says where it belongs.
         self.new, self.replaced = self.path / NEW, self.path / REPLACED / (target.name if target else NEW)
         _own.add(self.path)
         self._finalizer = weakref.finalize(self, _remove, self.path, owner, os.getpid())
-        try:
-            self.replaced.parent.mkdir()
-            self.new.mkdir()
-        except BaseException:
-            self.cleanup()
-            raise
 
     def cleanup(self) -> None:
         self._finalizer()
@@ -77,15 +75,6 @@ class ScratchFolder:
         self.cleanup()
 
 
-def scratch_in(parent: Path, target: Path | None = None) -> ScratchFolder:
-    """A scratch folder in `parent`, for `target`; PackageError if it cannot be made."""
-    try:
-        with full_disk_named(parent):
-            return ScratchFolder(parent, target)
-    except OSError as error:
-        raise PackageError(f"cannot write to {parent}: {error.strerror}; choose another folder") from error
-
-
 def scratch_near(path: Path) -> ScratchFolder:
     """A scratch folder on the future disk of `path`: that of temporary files is often in memory.
 
@@ -95,7 +84,7 @@ def scratch_near(path: Path) -> ScratchFolder:
     parent = next(
         (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
     )
-    return scratch_in(parent or Path(tempfile.gettempdir()))
+    return ScratchFolder(parent or Path(tempfile.gettempdir()))
 
 
 @contextmanager
@@ -117,7 +106,7 @@ def scratch_for(target: Path, needed: int, what: str) -> Iterator[ScratchFolder]
     except OSError as error:
         raise PackageError(f"cannot create {parent}: {error.strerror}; choose another folder") from error
     try:
-        with scratch_in(parent, target) as scratch, full_disk_named(parent, needed, what):
+        with ScratchFolder(parent, target) as scratch, full_disk_named(parent, needed, what):
             check_free(parent, needed, what)
             yield scratch
     except BaseException:
@@ -167,7 +156,7 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 
 
 def _make(parent: Path) -> tuple[Path, FileIO]:
-    """A new scratch folder and its file `owner`, which holds the lock."""
+    """A new scratch folder, and its file `owner` that holds the lock."""
     while True:
         folder = parent / f".qsample-{secrets.token_hex(8)}"
         folder.mkdir(0o700)
@@ -180,6 +169,8 @@ def _make(parent: Path) -> tuple[Path, FileIO]:
             locked = lock(owner.fileno())
             if locked is not False and is_at(folder / OWNER, owner):
                 owner.write(_FORMAT + (platform.node() if locked else "?").encode())
+                (folder / NEW).mkdir()
+                (folder / REPLACED).mkdir()
                 return folder, owner
             owner.close()
         except BaseException:

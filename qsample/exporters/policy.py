@@ -15,7 +15,7 @@ import yaml
 
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import VOCAB
-from qsample.disk.scratch import scratch_in
+from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import read_text
 from qsample.errors import PackageError, shown, unknown
@@ -296,7 +296,7 @@ def _write(folder: Path, files: Mapping[str, bytes], *, overwrite: bool) -> list
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not path.parent.resolve().is_relative_to(folder.resolve()):
                     raise PackageError(f"{path.parent} is a link that leads out of {folder}; remove it")
-            with scratch_in(folder) as scratch:
+            with ScratchFolder(folder) as scratch:
                 for path, content in zip(paths, files.values(), strict=True):
                     made = scratch.new / path.name
                     made.write_bytes(content)

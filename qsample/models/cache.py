@@ -23,7 +23,7 @@ from time import sleep
 from typing import Any, Final
 
 from qsample.disk.locks import alone, is_at, lock
-from qsample.disk.scratch import scratch_in
+from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import full_disk_named, trim
 from qsample.errors import PackageError, QsampleError
 from qsample.package.manifest import MANIFEST_NAME, Manifest
@@ -136,7 +136,7 @@ def open_cached(
                 report(Stage.MAKING_AGAIN, 0.0)
                 _delete(path)
             report(Stage.STARTING, 0.0)  # libraries take seconds to import
-            with full_disk_named(folder), scratch_in(folder) as scratch:
+            with full_disk_named(folder), ScratchFolder(folder) as scratch:
                 made = scratch.new / path.name  # compile would keep a refused package next to another place
                 make(made)
                 seal = {"manifest": sha256_of(made / MANIFEST_NAME), "files": _states(made)}
@@ -253,7 +253,7 @@ def _entry_folders(folder: Path) -> list[Path]:
 
 def _delete(path: Path) -> None:
     """Delete an entry: for others it is gone at once."""
-    with scratch_in(path.parent) as scratch:
+    with ScratchFolder(path.parent) as scratch:
         try:
             path.rename(scratch.new / "entry")
         except FileNotFoundError:

@@ -9,17 +9,16 @@ import os
 import tarfile
 import tempfile
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from qsample.disk.replace import put_in_place
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import PackageError
 from qsample.package.package import MANIFEST_NAME, read_package
 
 CACHE_VARIABLE: Final = "QSAMPLE_RAY_CACHE"
 _CHUNK: Final = 2**20
-_TRIES: Final = 3
 
 
 def pack(package: str | Path) -> bytes:
@@ -52,7 +51,7 @@ def open_archive(archive: Path | bytes) -> Path:
     target = root / _hash(archive)[:32]
     if (found := _whole(target)) is not None:
         return found
-    with ScratchFolder(root) as scratch:
+    with ScratchFolder(root, target) as scratch:
         _unpack(archive, scratch.new)
         package = _package_in(scratch.new)
         if package is None:
@@ -63,16 +62,9 @@ def open_archive(archive: Path | bytes) -> Path:
             read_package(package, verify=False)  # the hashes are compared when it is opened
         except PackageError as error:
             raise PackageError(f"{_name(archive)} holds a damaged package: {error}") from None
-        for number in range(_TRIES):
-            try:
-                scratch.new.rename(target)
-                return target / package.relative_to(scratch.new)
-            except OSError:  # another process was faster, or the folder has lost files: temporary folders are tidied
-                if (found := _whole(target)) is not None:
-                    return found
-                with suppress(OSError):
-                    target.rename(scratch.path / f"damaged-{number}")
-    raise PackageError(f"{target} is not a whole package and cannot be replaced; remove it")
+        # The same package of a faster process, or one that lost files, as temporary folders do, may be there.
+        put_in_place(scratch, target, lambda path: None)
+        return target / package.relative_to(scratch.new)
 
 
 def _hash(archive: Path | bytes) -> str:
