@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import onnxruntime as ort
@@ -26,7 +26,7 @@ from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, CAPACITY
 from qsample.disk.scratch import scratch_for
-from qsample.disk.tensor_file import LENGTH_BYTES, NAMES, map_tensors
+from qsample.disk.tensor_file import map_tensors, memory_of, write_tensors
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
 from qsample.package.package import Package
@@ -34,7 +34,6 @@ from qsample.runtime.decode.prefixes import Pieces
 
 TOKENS: Final = "tokens"
 _FORMAT: Final = "qsample.prefix.1"
-_ALIGNMENT: Final = 8
 _SHA256: Final = "sha256"
 _ADAPTER: Final = "adapter"
 # Metadata key → its meaning in an error message.
@@ -147,23 +146,14 @@ def write_prefix(
     arrays = {TOKENS: np.ascontiguousarray(tokens, np.int64)}
     arrays |= {name: np.ascontiguousarray(array) for name, array in states.items()}
     metadata = {"format": _FORMAT, **signature, "start": str(start), _SHA256: _sha256(list(arrays.values()))}
-    header: dict[str, Any] = {"__metadata__": metadata | ({_ADAPTER: adapter} if adapter else {})}
-    offset = 0
-    for name, array in arrays.items():
-        dtype = "BF16" if array.dtype == np.uint16 else NAMES[array.dtype.name]
-        end = offset + array.nbytes
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-(len(text) + LENGTH_BYTES) % _ALIGNMENT)
+    if adapter:
+        metadata[_ADAPTER] = adapter
+    size = sum(array.nbytes for array in arrays.values())
     try:
-        with scratch_for(path.absolute(), offset, "the prefix") as scratch:
+        with scratch_for(path.absolute(), size, "the prefix") as scratch:
             made = scratch.new / path.name
             with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # it has private texts
-                file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
-                file.write(text)
-                for array in arrays.values():
-                    file.write(_bytes(array))
+                write_tensors(file, metadata, arrays)
                 file.flush()
                 os.fsync(file.fileno())
             made.replace(path)
@@ -174,10 +164,5 @@ def write_prefix(
 def _sha256(arrays: list[Array]) -> str:
     """The sha256 of the sha256 of each array in order; hashlib lets other threads run meanwhile."""
     with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8)) as threads:
-        digests = threads.map(lambda array: hashlib.sha256(_bytes(array)).digest(), arrays)
+        digests = threads.map(lambda array: hashlib.sha256(memory_of(array)).digest(), arrays)
         return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-def _bytes(array: Array) -> memoryview:
-    """The memory of a contiguous array."""
-    return array.reshape(-1).view(np.uint8).data
