@@ -25,7 +25,7 @@ from qsample.compiler.pipeline import Placement
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize import METHODS
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
-from qsample.compiler.targets import Target, find_target
+from qsample.compiler.targets import Target, check_plan, find_target
 from qsample.contract.tensors import BATCH, STEPS_ONNXRUNTIME
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
@@ -61,24 +61,7 @@ def compile_package(
     package.check_not_source(path, source.path)
     target = find_target(options.provider)
     plan = make_plan(source, options)
-    if plan.weights is not None and plan.calibrated and not target.calibrates:
-        raise CompileError(
-            f"quantization_method={options.quantization_method!r} runs the graph that is compiled, on the CPU, and "
-            f"provider is {options.provider!r}; take {plan.weights.unfitted.method!r}"
-        )
-    if options.num_speculative_tokens and not target.speculates:
-        raise CompileError(
-            f"num_speculative_tokens is {options.num_speculative_tokens}, and steps of graphs for {target.name} are of "
-            "one token; leave it out, or compile for cpu"
-        )
-    if source.interface.adapters and not target.adapts:
-        raise CompileError(
-            f"{source.path} takes LoRA adapters (max_loras={source.interface.features.max_loras}), and the target "
-            f"{target.name} has no inputs for them; compile for cpu, or export the model without max_loras, its "
-            "adapter merged (--adapter)"
-        )
-    target.check(plan)
-    target.check_installed()
+    check_plan(target, plan)
     for name in source.interface.graphs:
         source.check_graph(name)
     plan = replace(plan, interface=target.interface(plan))

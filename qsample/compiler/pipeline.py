@@ -18,6 +18,7 @@ from onnx_ir.passes import common as common_passes
 from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.passes.attention import pack_qkv, remove_head_transposes, simplify_reshapes
 from qsample.compiler.passes.fusions import fold_constants, fuse_operators, join_projections, replace_gemms
+from qsample.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.compiler.passes.rope import absorb_rope, fuse_rope
 from qsample.compiler.plan import CompilePlan, calibration_sequences
 from qsample.compiler.quantize.experts import quantize_experts
@@ -212,6 +213,15 @@ def lean_phases(provider: str, capacity: int) -> list[Phase]:
         graph_pass(absorb_rope, capacity=capacity),
         graph_pass(pack_qkv),
     ]
+
+
+def half_phases(plan: CompilePlan) -> list[Phase]:
+    """The phase that makes a float32 graph half precision, if the plan says so; recurrent states stay float32."""
+    if plan.dtype not in HALF_DTYPES:
+        return []
+    kept = {state.name for state in plan.interface.recurrent}
+    states = {state.name for state in plan.interface.cache_states} - kept
+    return [graph_pass(convert_to_half, dtype=plan.dtype, states=states)]
 
 
 def quantization_phases(

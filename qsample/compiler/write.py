@@ -18,15 +18,17 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
+from qsample.compiler.passes.capture import host_nodes
 from qsample.compiler.pipeline import DECODER, WEIGHTS, Build, Phase, Placement, save, step
-from qsample.contract.tensors import LOGITS
-from qsample.errors import CompileError
+from qsample.contract.tensors import CAPACITY, LOGITS
+from qsample.errors import CompileError, QsampleError
 from qsample.graph import gqa
-from qsample.graph.edit import all_initializers
+from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.join import append_sampler
 from qsample.graph.save import Place, WeightFile, save_graph
 from qsample.ort.options import NO_PREPACKING, session_options
 from qsample.ort.providers import compile_context, open_session
+from qsample.sampler import build_sampler
 
 CONTEXT: Final = "EPContext"
 LARGEST_PART: Final = 256 << 20  # bytes of a file of weights for browsers
@@ -39,6 +41,18 @@ def join_sampler(build: Build) -> None:
     """Append the sampler that was cut off, unless the package samples on the host."""
     if build.sampler is not None:
         append_sampler(build.model, build.sampler, build.plan.interface.without_guesses().decoder)
+
+
+def join_flat_sampler(build: Build, *, for_webgpu: bool = False) -> None:
+    """Append a sampler without the control flow that replay forbids, in place of the portable graph's.
+
+    for_webgpu: see `build_sampler`; the capacity stays free then.
+    """
+    plan = build.plan
+    if build.sampler is not None:
+        sampler = build_sampler(plan.interface, plan.pad_token_id, for_webgpu=for_webgpu)
+        fix_axes(sampler, {} if for_webgpu else {CAPACITY: plan.ctx_len})
+        append_sampler(build.model, sampler, plan.interface.decoder)
 
 
 def optimize_offline(
@@ -191,13 +205,31 @@ def place_compiled(build: Build, providers: Sequence[str], provider_options: Map
     Raises CompileError if ONNX Runtime cannot load the compiled graph, and if the first of `providers` compiled no part
     of it.
     """
-    try:
-        session = open_session(build.decoder, session_options(RECORD), providers, provider_options)
-    except Exception as error:
-        raise CompileError(f"ONNX Runtime cannot load what {providers[0]} compiled: {error}") from error
-    build.placement = placement_of(session)
-    if CONTEXT not in build.placement.get(providers[0], {}):
+    placement = placement_of(load_written(build, providers, provider_options))
+    if CONTEXT not in placement.get(providers[0], {}):
         raise CompileError(f"{providers[0]} compiled no part of this model; compile it for another provider")
+    build.placement = placement
+
+
+def load_written(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> ort.InferenceSession:
+    """The decode graph, loaded as it will be run; CompileError if ONNX Runtime cannot."""
+    options = {**provider_options, **build.provider_options}
+    try:
+        return open_session(build.decoder, session_options(RECORD), providers, options)
+    except QsampleError:
+        raise
+    except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
+        raise CompileError(f"ONNX Runtime cannot load the compiled graph for {providers[0]}: {error}") from error
+
+
+def misplaced_nodes(build: Build, session: ort.InferenceSession, device: str) -> list[str]:
+    """The nodes of `session` that compute anything but shapes elsewhere than on `device`: "OPERATOR NAME"."""
+    shapes = {node.name for node in host_nodes(build.model.graph)}
+    return [
+        f"{node.op_type} {node.name}"
+        for provider, node in assigned_nodes(session)
+        if provider != device and node.name not in shapes
+    ]
 
 
 def place_optimized(build: Build, default: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -99,45 +97,9 @@ def test_host_sampling_package_compiles(exported: Callable[..., Path], tmp_path:
     assert device.generate(PROMPTS, **options).token_ids == portable.generate(PROMPTS, **options).token_ids
 
 
-# Bad options.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ctx_len": 257}, "ctx_len is 257; it must be 2 to 256, the model's max_position_embeddings"),
-        (
-            {"num_speculative_tokens": 7},
-            "=7 needs kv_cache_dtype='int8': over a cache in float32, attention to several",
-        ),
-        (
-            {"num_speculative_tokens": 1, "provider": "cuda"},
-            "is 1, and steps of graphs for cuda are of one token; leave",
-        ),
-        (
-            {"num_speculative_tokens": 1, "provider": "web", "kv_cache_dtype": "int8"},
-            "steps of graphs for web are of one",
-        ),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str, llama_package: Path, tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=message):
-        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(**options))
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_device_package_cannot_be_compiled_again(compiled: Path, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="already compiled"):
         compile_package(read_package(compiled), tmp_path / "again", CompileOptions())
-
-
-def test_another_dtype_needs_another_export(llama_package: Path) -> None:
-    with pytest.raises(
-        CompileError, match="'bfloat16' and the CPU provider's attention takes float32 or float16; leave"
-    ):
-        AutoModelForCausalLM.from_pretrained(llama_package).compile(dtype="bfloat16")
-    with pytest.raises(CompileError, match="'float16' and the package was exported as float32; export it again"):
-        AutoModelForCausalLM.from_pretrained(llama_package).compile(dtype="float16")
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from qsample.compiler import write as context
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.pipeline import WEIGHTS
-from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets.openvino import OpenVinoTarget
 from qsample.compiler.write import (
     RECORD,
@@ -122,9 +121,6 @@ class OnCpu(OpenVinoTarget):
 
     execution_providers = ("CPUExecutionProvider",)
     provider_options: Mapping[str, str] = {}
-
-    def check(self, plan: CompilePlan) -> None:
-        return
 
 
 def write_unchanged(source: Path, destination: Path, *_: Any) -> None:

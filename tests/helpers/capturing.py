@@ -18,7 +18,6 @@ import pytest
 
 from qsample.compiler import compile as compile_module
 from qsample.compiler.options import CompileOptions
-from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets.cuda import CudaTarget
 from qsample.ort.bound_graph import NOT_CAPTURED, Replays
 from qsample.package.package import read_package
@@ -30,9 +29,7 @@ class CudaOnCpu(CudaTarget):
 
     execution_providers = ("CPUExecutionProvider",)
     provider_options: Mapping[str, str] = {}
-
-    def check(self, plan: CompilePlan) -> None:
-        return
+    dtypes = ("float32",)
 
 
 def compile_captured(package: Path, path: Path, ctx_len: int) -> Path:

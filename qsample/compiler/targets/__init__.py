@@ -17,7 +17,7 @@ from typing import Any
 from qsample.compiler.pipeline import Phase
 from qsample.compiler.plan import CompilePlan
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import BATCH
+from qsample.contract.tensors import BATCH, MODEL_DTYPES
 from qsample.errors import CompileError, QsampleError
 from qsample.ort.providers import check_available
 from qsample.ort.trusted_options import TARGETS
@@ -32,6 +32,9 @@ class Target(ABC):
         provider_options: of the first provider, in the session that runs the package. The manifest names them; a
             session takes them if `ort.trusted_options` lists them for that provider, or if this target is installed.
         default_options: fields of CompileOptions for a model that is given directly (`models.SourceModel.cached`).
+        dtypes: those that the device's kernels compute in.
+        converts: whether the phases make another dtype of a float32 graph.
+        stores_float16: whether weights="float16" is taken.
         calibrates: whether the graph can be run on the CPU before it is quantized, to fit weights to a text.
         adapts: whether the phases keep the inputs of LoRA adapters.
         speculates: whether a step may check guessed tokens (`num_speculative_tokens`).
@@ -43,6 +46,9 @@ class Target(ABC):
     execution_providers: tuple[str, ...]
     provider_options: Mapping[str, str] = {}
     default_options: Mapping[str, Any] = {}
+    dtypes: tuple[str, ...] = MODEL_DTYPES
+    converts = False
+    stores_float16 = False
     calibrates = False
     adapts = False
     speculates = False
@@ -73,6 +79,43 @@ class Target(ABC):
         The first phase gets the portable graph, the sampler in it. After the last, the package's folder has
         `decoder.onnx` with its data, and the build knows its placement.
         """
+
+
+def check_plan(target: Target, plan: CompilePlan) -> None:
+    """Raise CompileError, before any work, if `target` cannot serve the package or the options of `plan`."""
+    options, source, own = plan.options, plan.source, plan.source.interface.dtype
+    if plan.weights is not None and plan.calibrated and not target.calibrates:
+        raise CompileError(
+            f"quantization_method={options.quantization_method!r} runs the graph that is compiled, on the CPU, and "
+            f"provider is {options.provider!r}; take {plan.weights.unfitted.method!r}"
+        )
+    if options.num_speculative_tokens and not target.speculates:
+        raise CompileError(
+            f"num_speculative_tokens is {options.num_speculative_tokens}, and steps of graphs for {target.name} are of "
+            "one token; leave it out, or compile for cpu"
+        )
+    if source.interface.adapters and not target.adapts:
+        raise CompileError(
+            f"{source.path} takes LoRA adapters (max_loras={source.interface.features.max_loras}), and the target "
+            f"{target.name} has no inputs for them; compile for cpu, or export the model without max_loras, its "
+            "adapter merged (--adapter)"
+        )
+    if plan.store_float16 and not target.stores_float16:
+        converts = target.converts and "float16" in target.dtypes
+        advice = "dtype='float16'" if converts else "'int4', 'int8' or 'float32'"
+        raise CompileError(f"weights is 'float16', which is for the cpu target; give {advice} for {target.name}")
+    if plan.dtype not in target.dtypes:
+        listed, what = " or ".join(map(repr, target.dtypes)), "compile" if target.converts else "export the model"
+        raise CompileError(
+            f"dtype is {plan.dtype!r} and the target {target.name} computes in {listed}; {what} with one of these"
+        )
+    if plan.dtype != own and not (target.converts and own == "float32"):
+        raise CompileError(
+            f"dtype is {plan.dtype!r} and the package was exported as {own}; export it again "
+            + ("as float32, which is rounded only once" if target.converts else "with that dtype")
+        )
+    target.check(plan)
+    target.check_installed()
 
 
 def target_names() -> list[str]:

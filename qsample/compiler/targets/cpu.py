@@ -34,7 +34,6 @@ from qsample.errors import CompileError, QsampleError
 from qsample.graph.adapters import branch_where_adapters_are
 from qsample.ort.providers import CPU, check_version
 
-_DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
 # EXTENDED makes graphs that every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
 _LEVEL: Final = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
 
@@ -48,6 +47,8 @@ class CpuTarget(Target):
 
     name = "cpu"
     execution_providers: tuple[str, ...] = (CPU,)
+    dtypes: tuple[str, ...] = ("float32", "float16")  # of GroupQueryAttention's CPU kernels
+    stores_float16 = True
     calibrates = True
     adapts = True
     speculates = True
@@ -55,21 +56,6 @@ class CpuTarget(Target):
     rounds_activations = True  # to 8 bits, in products with quantized weights
 
     def check(self, plan: CompilePlan) -> None:
-        own = plan.source.interface.dtype
-        if plan.dtype != own and plan.dtype not in _DTYPES:
-            raise CompileError(
-                f"dtype is {plan.dtype!r} and the CPU provider's attention takes {' or '.join(_DTYPES)}; leave it out, "
-                "or compile for cuda"
-            )
-        if plan.dtype != own:
-            raise CompileError(
-                f"dtype is {plan.dtype!r} and the package was exported as {own}; export it again with that dtype"
-            )
-        if own not in _DTYPES:
-            raise CompileError(
-                f"the package is {own} and the CPU provider's attention takes {' or '.join(_DTYPES)}; export it with "
-                "one of these dtypes"
-            )
         if plan.options.num_speculative_tokens:
             _check_speculation(plan)
 

@@ -16,16 +16,16 @@ from qsample.compiler.passes.capture import (
     cut_splits,
     fix_total_length,
     host_data,
-    host_nodes,
     lower_opset,
     remove_host_copies,
 )
-from qsample.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
+from qsample.compiler.passes.half_precision import HALF_DTYPES
 from qsample.compiler.pipeline import (
     Build,
     Phase,
     fixed_sizes,
     graph_pass,
+    half_phases,
     lean_phases,
     quantization_phases,
     save,
@@ -34,15 +34,10 @@ from qsample.compiler.pipeline import (
 )
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets import Target
-from qsample.compiler.write import RECORD, assigned_nodes, placement_of
+from qsample.compiler.write import join_flat_sampler, load_written, misplaced_nodes, placement_of
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import CAPACITY
-from qsample.errors import CompileError, QsampleError
-from qsample.graph.edit import fix_axes
-from qsample.graph.join import append_sampler
-from qsample.ort.options import session_options
-from qsample.ort.providers import CPU, CUDA, open_session
-from qsample.sampler import build_sampler
+from qsample.errors import CompileError
+from qsample.ort.providers import CPU, CUDA
 
 # A kernel without an end to its versions serves the operator's version that it names and no later version, and CUDA's
 # for Equal, ReduceMax, Pad and ConstantOfShape name those of 13, 18, 18 and 9; newer versions would run on the host
@@ -63,21 +58,8 @@ class CudaTarget(Target):
     # TF32 would round float32 products, the check of the logits among them, to ten bits.
     provider_options: Mapping[str, str] = {"enable_cuda_graph": "1", "use_tf32": "0"}
     default_options: Mapping[str, Any] = {"dtype": "bfloat16"}
-
-    def check(self, plan: CompilePlan) -> None:
-        own = plan.source.interface.dtype
-        if plan.store_float16:
-            raise CompileError("weights is 'float16', which is for the cpu target; give dtype='float16' for cuda")
-        if plan.dtype not in HALF_DTYPES:
-            raise CompileError(
-                f"dtype is {plan.dtype!r} and CUDA's attention takes {' or '.join(map(repr, HALF_DTYPES))}; compile "
-                "with dtype= one of these"
-            )
-        if own not in ("float32", plan.dtype):
-            raise CompileError(
-                f"the package is {own} and cannot become {plan.dtype} without another rounding; export the model as "
-                "float32 first"
-            )
+    dtypes: tuple[str, ...] = HALF_DTYPES
+    converts = True
 
     def interface(self, plan: CompilePlan) -> Interface:
         """In half precision, and captured if it has the sampler."""
@@ -88,9 +70,6 @@ class CudaTarget(Target):
         return {}
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
-        kept = {state.name for state in plan.interface.recurrent}
-        states = {state.name for state in plan.interface.cache_states} - kept
-        half = [graph_pass(convert_to_half, dtype=plan.dtype, states=states)] if plan.dtype in HALF_DTYPES else []
         return [
             fixed_sizes(plan),
             step(split_sampler),
@@ -98,9 +77,9 @@ class CudaTarget(Target):
             graph_pass(absorb_qk_norms),
             graph_pass(pack_qkv),  # of the attentions whose norms stood in the way
             graph_pass(fix_total_length, capacity=plan.ctx_len),
-            *half,
+            *half_phases(plan),
             *quantization_phases(plan, expert_block_sizes=_EXPERT_BLOCK_SIZES),
-            step(join_replayable_sampler),
+            step(join_flat_sampler),
             graph_pass(cut_splits),
             # Numbers that come from shapes: the new tokens of a call, which never exceed the capacity.
             graph_pass(remove_host_copies, limit=plan.ctx_len + 1),
@@ -109,16 +88,6 @@ class CudaTarget(Target):
             step(save),
             step(place, providers=self.execution_providers, provider_options=self.provider_options),
         ]
-
-
-def join_replayable_sampler(build: Build) -> None:
-    """Append a sampler without the control flow that replay forbids, in place of the portable graph's."""
-    plan = build.plan
-    if build.sampler is not None:
-        sampler = build_sampler(plan.interface, plan.pad_token_id)
-        fix_axes(sampler, {CAPACITY: plan.ctx_len})
-        append_sampler(build.model, sampler, plan.interface.decoder)
-        build.sampler = None
 
 
 def check_capture(build: Build) -> None:
@@ -133,19 +102,8 @@ def place(build: Build, providers: Sequence[str], provider_options: Mapping[str,
 
     Raises CompileError if ONNX Runtime cannot load it, or a node that computes is not on the device.
     """
-    try:
-        session = open_session(build.decoder, session_options(RECORD), providers, provider_options)
-    except QsampleError:
-        raise
-    except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
-        raise CompileError(f"ONNX Runtime cannot capture the graph on this device: {error}") from error
-    device, shapes = providers[0], {node.name for node in host_nodes(build.model.graph)}
-    misplaced = [
-        f"{node.op_type} {node.name}"
-        for provider, node in assigned_nodes(session)
-        if provider != device and node.name not in shapes
-    ]
-    if misplaced:
+    session, device = load_written(build, providers, provider_options), providers[0]
+    if misplaced := misplaced_nodes(build, session, device):
         raise CompileError(
             f"{len(misplaced)} nodes do not run on {device}: {', '.join(misplaced[:5])}"
             + (" …" if len(misplaced) > 5 else "")

@@ -12,7 +12,6 @@ from qsample.compiler.pipeline import Phase, fixed_sizes, lean_phases, quantizat
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets import Target
 from qsample.compiler.write import ahead_of_time_phases
-from qsample.errors import CompileError
 from qsample.ort.providers import CPU, DEVICE, OPENVINO
 
 
@@ -23,16 +22,7 @@ class OpenVinoTarget(Target):
     execution_providers: tuple[str, ...] = (OPENVINO, CPU)
     # By itself, OpenVINO would compute in bfloat16 if the processor has it.
     provider_options: Mapping[str, str] = {DEVICE: "CPU", "INFERENCE_PRECISION_HINT": "f32"}
-
-    def check(self, plan: CompilePlan) -> None:
-        own = plan.source.interface.dtype
-        if (own, plan.dtype) != ("float32", "float32"):
-            raise CompileError(
-                f"the package is {own} and dtype is {plan.dtype!r}; the openvino target computes in float32: export "
-                "the model with that dtype"
-            )
-        if plan.store_float16:
-            raise CompileError("weights is 'float16', which is for the cpu target; give 'int4', 'int8' or 'float32'")
+    dtypes: tuple[str, ...] = ("float32",)
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
         return [

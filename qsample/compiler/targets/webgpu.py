@@ -19,13 +19,13 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.compiler.passes.capture import host_arithmetic, host_nodes
+from qsample.compiler.passes.capture import host_arithmetic
 from qsample.compiler.passes.float_ids import ids_as_floats, own_constants
-from qsample.compiler.passes.half_precision import convert_to_half
 from qsample.compiler.pipeline import (
     Build,
     Phase,
     graph_pass,
+    half_phases,
     lean_phases,
     quantization_phases,
     save,
@@ -35,18 +35,14 @@ from qsample.compiler.pipeline import (
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.quantize.weights import keep_activations
 from qsample.compiler.targets import Target
-from qsample.compiler.write import RECORD, assigned_nodes, cut_weights, placement_of
+from qsample.compiler.write import cut_weights, join_flat_sampler, load_written, misplaced_nodes, placement_of
 from qsample.contract.interface import Interface
-from qsample.errors import CompileError, QsampleError
+from qsample.errors import CompileError
 from qsample.graph.edit import initializer, insert, replace_node
 from qsample.graph.gqa import Slot, attentions, set_inputs
-from qsample.graph.join import append_sampler
 from qsample.graph.operators import is_contrib
-from qsample.ort.options import session_options
-from qsample.ort.providers import CPU, ON_HOST, WEBGPU, open_session, plugin_devices
-from qsample.sampler import build_sampler
+from qsample.ort.providers import CPU, ON_HOST, WEBGPU, plugin_devices
 
-_DTYPES: Final = ("float32", "float16")
 # Over several tokens its result is sometimes that of the CPU and sometimes another one altogether, for the same inputs.
 _WRONG: Final = "QMoE"
 _HOST: Final = "Cpu"  # ONNX Runtime's name of the host's memory
@@ -61,21 +57,13 @@ class WebGpuTarget(Target):
     # Ids and indices are int64 in the contract. Their kernels compute in 32 bits, which hold every id.
     provider_options: Mapping[str, str] = {"enableInt64": "1"}
     default_options: Mapping[str, Any] = {"weights": "int4"}
+    dtypes: tuple[str, ...] = ("float32", "float16")
+    converts = True
 
     def check(self, plan: CompilePlan) -> None:
-        own, features = plan.source.interface.dtype, plan.source.interface.features
-        if plan.store_float16:
-            raise CompileError("weights is 'float16', which is for the cpu target; give dtype='float16' for webgpu")
-        if plan.dtype not in _DTYPES:
-            raise CompileError(f"dtype is {plan.dtype!r} and WebGPU has {' and '.join(map(repr, _DTYPES))}")
-        if own not in ("float32", plan.dtype):
-            raise CompileError(
-                f"the package is {own} and cannot become {plan.dtype} without another rounding; export the model as "
-                "float32 first"
-            )
         if plan.kv_cache_dtype is not None:
             raise CompileError("kv_cache_dtype is 'int8', which WebGPU's attention does not take; leave it out")
-        if features.seed:
+        if plan.source.interface.features.seed:
             raise CompileError(
                 "the package computes its random numbers from the input seed in 64-bit integers, which WebGPU lacks; "
                 "export it without the seed in the graph: hosts write the state noise"
@@ -95,24 +83,21 @@ class WebGpuTarget(Target):
         return replace(plan.interface, dtype=plan.dtype, captured=captured)
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
-        kept = {state.name for state in plan.interface.recurrent}
-        states = {state.name for state in plan.interface.cache_states} - kept
-        half = [graph_pass(convert_to_half, dtype=plan.dtype, states=states)] if plan.dtype == "float16" else []
         return [
             graph_pass(take_total_from_shape),
             step(split_sampler),
             *lean_phases("cuda", plan.ctx_len),
-            *half,
+            *half_phases(plan),
             *quantization_phases(plan),
             graph_pass(keep_activations),  # some GPUs would round them, and others not
             graph_pass(plain_products),  # after quantization, which looks for such heads
-            step(join_flat_sampler),
+            step(join_flat_sampler, for_webgpu=True),
             graph_pass(ids_as_floats),
             graph_pass(own_constants),
             step(keep_shapes_on_host),
             step(save),
             step(cut_weights),
-            step(place),
+            step(place, providers=self.execution_providers, provider_options=self.provider_options),
         ]
 
 
@@ -157,14 +142,6 @@ def plain_products(model: ir.Model) -> bool:
     return modified
 
 
-def join_flat_sampler(build: Build) -> None:
-    """Append a sampler without control flow, but for the search, in place of the portable graph's."""
-    if build.sampler is not None:
-        sampler = build_sampler(build.plan.interface, build.plan.pad_token_id, for_webgpu=True)
-        append_sampler(build.model, sampler, build.plan.interface.decoder)
-        build.sampler = None
-
-
 def host_shapes(model: ir.Model) -> str:
     """The value of the option `ON_HOST`: the nodes between shapes and the kernels that read them on the host.
 
@@ -178,30 +155,19 @@ def keep_shapes_on_host(build: Build) -> None:
     build.provider_options = {ON_HOST: host_shapes(build.model)}
 
 
-def place(build: Build) -> None:
+def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
     """Load the graph as it will be run, and find out where its nodes run.
 
     Raises CompileError if ONNX Runtime cannot load it, a node that computes is not on the device, or an input or output
     is not.
     """
-    options = {**TARGET.provider_options, **build.provider_options}
-    try:
-        session = open_session(build.decoder, session_options(RECORD), TARGET.execution_providers, options)
-    except QsampleError:
-        raise
-    except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
-        raise CompileError(f"ONNX Runtime cannot load the graph on this device: {error}") from error
+    session = load_written(build, providers, provider_options)
     if wrong := [str(node.name) for node in build.model.graph.all_nodes() if node.op_type == _WRONG]:
         raise CompileError(
             f"{len(wrong)} layers of experts become {_WRONG} ({wrong[0]} …), whose results on {WEBGPU} are not "
             "reliable. Compile the model for cpu or web"
         )
-    shapes = {node.name for node in host_nodes(build.model.graph)}
-    misplaced = [
-        f"{node.op_type} {node.name}"
-        for provider, node in assigned_nodes(session)
-        if provider != WEBGPU and node.name not in shapes
-    ]
+    misplaced = misplaced_nodes(build, session, WEBGPU)
     memories = (*session.get_input_memory_infos(), *session.get_output_memory_infos())
     values = (*session.get_inputs(), *session.get_outputs())
     misplaced += [value.name for value, memory in zip(values, memories, strict=True) if memory.name == _HOST]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,42 @@ def test_the_targets_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
-        ("openvino", {"dtype": "float16"}, "the openvino target computes in float32"),
-        ("openvino", {"weights": "float16"}, "weights is 'float16', which is for the cpu target"),
+        ("cpu", {"dtype": "bfloat16"}, "'bfloat16' and the target cpu computes in 'float32' or 'float16'; export the"),
+        ("cpu", {"dtype": "float16"}, "'float16' and the package was exported as float32; export it again with that"),
+        ("cpu", {"ctx_len": 257}, "ctx_len is 257; it must be 2 to 256, the model's max_position_embeddings"),
+        ("cpu", {"num_speculative_tokens": 7}, "=7 needs kv_cache_dtype='int8': over a cache in float32, attention to"),
+        ("cuda", {}, "dtype is 'float32' and the target cuda computes in 'float16' or 'bfloat16'; compile with one"),
+        ("cuda", {"weights": "float16"}, "'float16', which is for the cpu target; give dtype='float16' for cuda"),
+        ("cuda", {"num_speculative_tokens": 1}, "is 1, and steps of graphs for cuda are of one token; leave"),
+        ("openvino", {"dtype": "float16"}, "the target openvino computes in 'float32'; export"),
+        ("openvino", {"weights": "float16"}, "for the cpu target; give 'int4', 'int8' or 'float32' for openvino"),
+        ("web", {"num_speculative_tokens": 1, "kv_cache_dtype": "int8"}, "steps of graphs for web are of one"),
+        ("webgpu", {"dtype": "bfloat16"}, "dtype is 'bfloat16' and the target webgpu computes in 'float32' or"),
+        ("webgpu", {"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', which WebGPU's attention does not take"),
+        ("webgpu", {"weights": "float16"}, "which is for the cpu target; give dtype='float16' for webgpu"),
+        ("tpu", {}, r"no compile target 'tpu'; choose one of .*cpu"),
     ],
 )
 def test_refused_before_any_work(
-    provider: str, options: dict[str, Any], message: str, small: Package, tmp_path: Path
+    provider: str, options: dict[str, Any], message: str, llama: Package, tmp_path: Path
 ) -> None:
     with pytest.raises(CompileError, match=message):
-        compile_package(small, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
+        compile_package(llama, tmp_path / "out", CompileOptions(provider=provider, **{"ctx_len": 32, **options}))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_package_in_half_precision_is_not_rounded_again(small: Package, tmp_path: Path) -> None:
+    half = replace(small, manifest=replace(small.manifest, interface=replace(small.interface, dtype="float16")))
+    for provider, dtype in (("cuda", "bfloat16"), ("webgpu", "float32")):
+        with pytest.raises(CompileError, match="the package was exported as float16; export it again as float32"):
+            compile_package(half, tmp_path / "out", CompileOptions(provider=provider, dtype=dtype, ctx_len=32))
 
 
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
         ("openvino", {}, r"has no OpenVINOExecutionProvider; .*`pip install qsample\[openvino\]` brings OpenVINO"),
+        ("cuda", {"dtype": "bfloat16"}, "no CUDAExecutionProvider"),
     ],
 )
 def test_a_provider_that_is_not_installed(
@@ -54,11 +75,6 @@ def test_a_provider_that_is_not_installed(
     with pytest.raises(CompileError, match=message):
         compile_package(small, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
     assert not (tmp_path / "out").exists()
-
-
-def test_unknown_provider_lists_the_targets(small: Package, tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=r"no compile target 'tpu'; choose one of .*cpu"):
-        compile_package(small, tmp_path / "device", CompileOptions(provider="tpu"))
 
 
 TOY = """

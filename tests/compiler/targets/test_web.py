@@ -14,7 +14,6 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.targets.webgpu import TARGET, host_shapes
-from qsample.errors import CompileError
 from qsample.package.package import read_package
 from qsample.runtime import load
 from tests.helpers.building import build
@@ -61,19 +60,6 @@ def test_activations_stay_in_float32(web: Path, llama_package: Path) -> None:
 def planned(path: Path, **options: Any) -> CompilePlan:
     plan = make_plan(read_package(path), CompileOptions(provider="webgpu", ctx_len=48, **options))
     return replace(plan, interface=TARGET.interface(plan))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "bfloat16"}, "dtype is 'bfloat16' and WebGPU has 'float32' and 'float16'"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'"),
-        ({"weights": "float16"}, "weights is 'float16'"),
-    ],
-)
-def test_what_webgpu_lacks_is_refused(llama_package: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(CompileError, match=message):
-        TARGET.check(planned(llama_package, **options))
 
 
 def test_the_graph_for_webgpu(llama_package: Path, tmp_path: Path) -> None:
