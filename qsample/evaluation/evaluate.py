@@ -6,7 +6,6 @@ of each token are kept. Like the runtime, this needs onnxruntime, numpy and toke
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,8 +137,16 @@ def evaluate(
         raise ValueError(
             f"against is {next(iter(references))}, the package itself; give another one to compare it with"
         )
-    _check_numbers(batch_size, confidence)
-    _check_vocabularies(models)
+    check_count("batch_size", batch_size)
+    if not is_number(confidence) or not 0 < confidence < 1:
+        raise ValueError(f"confidence is {shown(confidence)}; give a number between 0 and 1, such as 0.95")
+    sizes = {one.interface.vocab_size: one for one in models}
+    if len(sizes) > 1:
+        (size, one), (other_size, other), *_ = sizes.items()
+        raise QsampleError(
+            f"{other.path} has a vocabulary of {other_size} tokens and {one.path} one of {size}; distributions over "
+            "different tokens cannot be compared"
+        )
     documents = documents_of(text, models)
     max_length, stride = _window_size(models, max_length, stride)
     windows = cut_windows(documents, max_length, stride)
@@ -237,22 +244,6 @@ def _opened(given: Any, what: str) -> dict[Path, Package]:
     return packages
 
 
-def _check_numbers(batch_size: int, confidence: float) -> None:
-    check_count("batch_size", batch_size)
-    if not is_number(confidence) or not 0 < confidence < 1:
-        raise ValueError(f"confidence is {shown(confidence)}; give a number between 0 and 1, such as 0.95")
-
-
-def _check_vocabularies(models: Sequence[Package]) -> None:
-    first = models[0]
-    for other in models[1:]:
-        if other.interface.vocab_size != first.interface.vocab_size:
-            raise QsampleError(
-                f"{other.path} has a vocabulary of {other.interface.vocab_size} tokens and {first.path} one of "
-                f"{first.interface.vocab_size}; distributions over different tokens cannot be compared"
-            )
-
-
 def _window_size(models: Sequence[Package], max_length: int | None, stride: int | None) -> tuple[int, int]:
     """max_length and stride, checked."""
     limits = [(limit, one.path) for one in models if (limit := _longest_context(one)) is not None]
@@ -286,22 +277,20 @@ def _longest_context(package: Package) -> int | None:
 def _label(package: Package) -> str:
     """How the weights are held, in words."""
     compilation = package.manifest.compilation
-    own = package.interface.dtype
     figures: Mapping[str, Any] = (compilation.quantization if compilation else None) or {}
-    weights = str(figures.get("dtype") or own)
-    parts = [str(figures.get("method", ""))]
-    if "block_size" in figures:
-        parts.append(f"blocks of {figures['block_size']}")
-    if package.manifest.packed_weights:
-        parts.append("packed by the checkpoint")
-    if "kv_cache_dtype" in figures:
-        parts.append(f"{figures['kv_cache_dtype']} cache")
-    return ", ".join([weights, *filter(None, parts)])
+    parts = (
+        figures.get("dtype") or package.interface.dtype,
+        figures.get("method"),
+        f"blocks of {figures['block_size']}" if "block_size" in figures else None,
+        "packed by the checkpoint" if package.manifest.packed_weights else None,
+        f"{figures['kv_cache_dtype']} cache" if "kv_cache_dtype" in figures else None,
+    )
+    return ", ".join(str(part) for part in parts if part)
 
 
 def _step_time(package: Package, threads: int | None, report: Progress) -> float:
+    from qsample.runtime import load
     from qsample.runtime.bench import measure
-    from qsample.runtime.causal_lm import load
 
     report(f"{Stage.TIMING} {package.path.name}", 0.8)
     longest = _longest_context(package) or 2 * _TIMED_TOKENS
@@ -341,6 +330,11 @@ def _logits(stepper: Stepper, ids: Array, lengths: Array) -> Array:
     return stepper.read(LOGITS.name)
 
 
+def _exp(value: float) -> float:
+    with np.errstate(over="ignore"):  # infinity
+        return float(np.exp(value))
+
+
 def _log_softmax(logits: Array) -> Array:
     """[V] float64."""
     with np.errstate(invalid="ignore"):  # the caller looks for invalid numbers
@@ -348,10 +342,3 @@ def _log_softmax(logits: Array) -> Array:
         shifted -= shifted.max()
         shifted -= np.log(np.exp(shifted).sum())
     return shifted
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf

@@ -9,7 +9,7 @@ White (https://doi.org/10.1080/07474930802459016).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,7 +47,7 @@ def estimate_means(columns: Mapping[str, Array], *, confidence: float = 0.95, se
         mean = float(column.mean())
         low = high = mean
         if math.isfinite(mean):
-            means = _resampled_means(column, length, _draw(n, length, seed))
+            means = _resampled_means(column, length, seed)
             low, high = np.quantile(means, [tail, 1 - tail])
         estimates[name] = Estimate(mean, float(low), float(high))
     return estimates
@@ -60,14 +60,12 @@ def block_length(series: Array) -> int:
         return 1
     patience = max(5, math.ceil(math.sqrt(math.log10(n))))
     most = min(math.ceil(math.sqrt(n)) + patience, n - 1)
-    covariances = _autocovariances(series, most)
+    spectrum = np.fft.rfft(series - np.mean(series), 2 * n)
+    covariances = np.fft.irfft(np.abs(spectrum) ** 2)[: most + 1] / n  # at lags 0 to `most`
     bound = 2 * math.sqrt(math.log10(n) / n)
     small = np.abs(covariances[1:] / covariances[0]) < bound
-    lag = most  # after it, `patience` correlations in a row are as good as 0
-    for start in range(len(small)):
-        if small[start : start + patience].all():
-            lag = start
-            break
+    # The first lag after which `patience` correlations in a row are as good as 0.
+    lag = next((start for start in range(len(small)) if small[start : start + patience].all()), most)
     width = min(2 * max(lag, 1), most)
     distances = np.arange(1, width + 1)
     weights = np.minimum(1, 2 * (1 - distances / width)) * covariances[1 : width + 1]  # a flat-topped window
@@ -79,32 +77,16 @@ def block_length(series: Array) -> int:
     return max(1, min(math.ceil(float(best)), longest))
 
 
-def _autocovariances(series: Array, most: int) -> Array:
-    """[most + 1]: at lags 0 to `most`."""
-    n = len(series)
-    spectrum = np.fft.rfft(series - np.mean(series), 2 * n)
-    covariances: Array = np.fft.irfft(np.abs(spectrum) ** 2)[: most + 1] / n
-    return covariances
-
-
-def _draw(n: int, length: int, seed: int) -> Iterator[Array]:
-    """The starts of the blocks of each resample: arrays [resamples, blocks], RESAMPLES rows in all."""
-    rng, blocks = np.random.default_rng(seed), -(-n // length)
-    rows = max(1, _AT_ONCE // blocks)
-    for first in range(0, RESAMPLES, rows):
-        yield rng.integers(0, n, (min(rows, RESAMPLES - first), blocks))
-
-
-def _resampled_means(series: Array, length: int, draws: Iterator[Array]) -> Array:
+def _resampled_means(series: Array, length: int, seed: int) -> Array:
     """[RESAMPLES]. The series is a ring; the last block is cut off so that a resample has as many numbers."""
-    n = len(series)
-    centre = series.mean()
+    n, centre = len(series), series.mean()
     sums = np.concatenate([[0.0], np.cumsum(np.concatenate([series, series[: length - 1]]) - centre)])
-    means = []
-    for starts in draws:
-        rest = n - (starts.shape[1] - 1) * length
+    rng, blocks = np.random.default_rng(seed), -(-n // length)
+    rest, rows = n - (blocks - 1) * length, max(1, _AT_ONCE // blocks)
+    means: list[Array] = []
+    for first in range(0, RESAMPLES, rows):
+        starts = rng.integers(0, n, (min(rows, RESAMPLES - first), blocks))
         whole, last = starts[:, :-1], starts[:, -1]
         totals = (sums[whole + length] - sums[whole]).sum(1) + sums[last + rest] - sums[last]
         means.append(totals / n + centre)
-    result: Array = np.concatenate(means)
-    return result
+    return np.concatenate(means)

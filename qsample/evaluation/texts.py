@@ -35,9 +35,7 @@ def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:
 def _is_ids(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim == 1
-    return (
-        isinstance(value, list | tuple) and all(isinstance(one, int | np.integer) for one in value) and len(value) > 0
-    )
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, int | np.integer) for one in value)
 
 
 def _token_ids(document: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Array:
@@ -52,7 +50,7 @@ def _token_ids(document: Any, tokenizer: Tokenizer | None, vocab_size: int) -> A
 
 def _shared_tokenizer(packages: Sequence[Package]) -> Tokenizer:
     """The tokenizer of all packages. Raises QsampleError if a package lacks it, or has another."""
-    first: tuple[Package, Tokenizer] | None = None
+    tokenizers = []
     for package in packages:
         tokenizer = Tokenizer.of(package)
         if tokenizer is None:
@@ -60,21 +58,14 @@ def _shared_tokenizer(packages: Sequence[Package]) -> Tokenizer:
                 f"{package.path} has no tokenizer, and a text was given; export the model with its tokenizer, or give "
                 "token ids, in Python"
             )
-        if first is None:
-            first = package, tokenizer
-        elif not _alike(package, tokenizer, *first):
+        tokenizers.append(tokenizer)
+        files = (one.manifest.files[TOKENIZER_FILE].sha256 for one in (packages[0], package))
+        if len(set(files)) > 1 and tokenizer.get_vocab() != tokenizers[0].get_vocab():
             raise QsampleError(
-                f"{package.path} has another tokenizer than {first[0].path}: the same tokens mean other texts to them; "
-                "give packages of one model, or of models that share a tokenizer"
+                f"{package.path} has another tokenizer than {packages[0].path}: the same tokens mean other texts to "
+                "them; give packages of one model, or of models that share a tokenizer"
             )
-    assert first is not None
-    return first[1]
-
-
-def _alike(package: Package, tokenizer: Tokenizer, other: Package, other_tokenizer: Tokenizer) -> bool:
-    files = package.manifest.files, other.manifest.files
-    same_file = files[0][TOKENIZER_FILE].sha256 == files[1][TOKENIZER_FILE].sha256
-    return same_file or tokenizer.get_vocab() == other_tokenizer.get_vocab()
+    return tokenizers[0]
 
 
 class Window(NamedTuple):

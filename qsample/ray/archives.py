@@ -18,7 +18,6 @@ from qsample.errors import PackageError
 from qsample.package.package import MANIFEST_NAME, read_package
 
 CACHE_VARIABLE: Final = "QSAMPLE_RAY_CACHE"
-_CHUNK: Final = 2**20
 
 
 def pack(package: str | Path) -> bytes:
@@ -68,19 +67,17 @@ def open_archive(archive: Path | bytes) -> Path:
 
 
 def _hash(archive: Path | bytes) -> str:
-    if isinstance(archive, bytes):
-        return hashlib.sha256(archive).hexdigest()
-    digest = hashlib.sha256()
-    with archive.open("rb") as file:
-        while part := file.read(_CHUNK):
-            digest.update(part)
-    return digest.hexdigest()
+    with _opened(archive) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _opened(archive: Path | bytes) -> io.BytesIO | io.BufferedReader:
+    return io.BytesIO(archive) if isinstance(archive, bytes) else archive.open("rb")
 
 
 def _unpack(archive: Path | bytes, target: Path) -> None:
-    source = io.BytesIO(archive) if isinstance(archive, bytes) else archive.open("rb")
     try:
-        with source, tarfile.open(fileobj=source, mode="r:*") as opened:
+        with _opened(archive) as source, tarfile.open(fileobj=source, mode="r:*") as opened:
             opened.extractall(target, filter="data")
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:

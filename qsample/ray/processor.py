@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from qsample.errors import EngineClosedError, shown
+from qsample.errors import EngineClosedError
 from qsample.ort.options import NO_SPINNING
 from qsample.ray.archives import open_archive, pack
-from qsample.request.checks import check_count, is_number
+from qsample.request.checks import check_fields, checked, integer, is_integer, number, refuse
 from qsample.request.sampling_params import SEEDS
 from qsample.runtime import Engine, RequestOutput, load
 
@@ -26,7 +27,23 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 Row = Mapping[str, Any]
-_ERROR_COLUMN: Final = "__inference_error__"  # the name of ray.data.llm
+# Names of ray.data.llm.
+_ERROR_COLUMN: Final = "__inference_error__"
+_COLUMNS: Final[Mapping[str, Callable[[RequestOutput], Any]]] = {
+    "generated_text": lambda output: output.text,
+    "generated_tokens": lambda output: output.token_ids,
+    "finish_reason": lambda output: output.finish_reason,
+    "seed": lambda output: output.seed,
+    "num_input_tokens": lambda output: output.usage.prompt_tokens,
+    "num_generated_tokens": lambda output: output.usage.completion_tokens,
+}
+
+
+def _concurrency(name: str, value: Any) -> int | tuple[int, int]:
+    least, most = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    if not (is_integer(least, 1) and is_integer(most, least)):
+        refuse(name, value, "a number of actors, or (least, most)")
+    return (least, most) if isinstance(value, tuple) else least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +73,13 @@ class QsampleProcessorConfig:
 
     package: str
     send_package: bool = False
-    concurrency: int | tuple[int, int] = 1
-    batch_size: int = 64
-    max_concurrent_batches: int = 4
-    num_cpus: float = 1
-    num_gpus: float = 0
-    slots: int | None = None
-    prefill_chunk_size: int | None = None
+    concurrency: int | tuple[int, int] = checked(1, _concurrency)
+    batch_size: int = integer(64, 1, math.inf, "an integer >= 1")
+    max_concurrent_batches: int = integer(4, 1, math.inf, "an integer >= 1")
+    num_cpus: float = number(1, 0, math.inf, "a number, 0 or more")
+    num_gpus: float = number(0, 0, math.inf, "a number, 0 or more")
+    slots: int | None = integer(None, 1, math.inf, "an integer >= 1, or None")
+    prefill_chunk_size: int | None = integer(None, 1, math.inf, "an integer >= 1, or None")
     provider: str | None = None
     ctx_len: int | None = None
     loras: Mapping[str, str] = field(default_factory=dict)
@@ -72,15 +89,7 @@ class QsampleProcessorConfig:
     runtime_env: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_concurrent_batches", "slots", "prefill_chunk_size"):
-            check_count(name, getattr(self, name))
-        for name in ("num_cpus", "num_gpus"):
-            value = getattr(self, name)
-            if not is_number(value, 0):
-                raise ValueError(f"{name} is {shown(value)}; give a number, 0 or more")
-        actors = self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
-        if len(actors) != 2 or any(type(count) is not int for count in actors) or not 1 <= actors[0] <= actors[1]:
-            raise ValueError(f"concurrency is {shown(self.concurrency)}; give a number of actors, or (least, most)")
+        check_fields(self)
         if "seed" in self.sampling_params:
             raise ValueError("sampling_params has a seed, which every row would get; give each row its own, or an id")
 
@@ -193,17 +202,11 @@ class EngineActor:
         rows = batch.select(needed).to_pylist() if needed else [{}] * batch.num_rows
         done = await self.generate(rows)
         types = {  # they do not depend on the rows
-            "generated_text": pyarrow.string(),
             "generated_tokens": pyarrow.list_(pyarrow.int64()),
-            "finish_reason": pyarrow.string(),
-            "seed": pyarrow.int64(),
-            "num_input_tokens": pyarrow.int64(),
-            "num_generated_tokens": pyarrow.int64(),
+            **dict.fromkeys(("seed", "num_input_tokens", "num_generated_tokens"), pyarrow.int64()),
         }
-        if self._config.should_continue_on_error:
-            types[_ERROR_COLUMN] = pyarrow.string()
-        for name, kind in types.items():
-            column = pyarrow.array([row[name] for row in done], kind)
+        for name in (*_COLUMNS, *([_ERROR_COLUMN] if self._config.should_continue_on_error else [])):
+            column = pyarrow.array([row[name] for row in done], types.get(name, pyarrow.string()))
             place = batch.schema.get_field_index(name)
             batch = batch.append_column(name, column) if place < 0 else batch.set_column(place, name, column)
         yield batch
@@ -237,26 +240,13 @@ class EngineActor:
             return_errors=self._config.should_continue_on_error,
         )
         results = [request if isinstance(request, ValueError) else next(outputs) for request in requests]
-        return [_columns(result) | self._error(result) for result in results]
+        return [self._columns(result) for result in results]
 
-    def _error(self, result: RequestOutput | Exception) -> dict[str, str]:
-        if not self._config.should_continue_on_error:
-            return {}
-        return {_ERROR_COLUMN: f"{type(result).__name__}: {result}" if isinstance(result, Exception) else ""}
-
-
-def _columns(result: RequestOutput | Exception) -> dict[str, Any]:
-    if isinstance(result, Exception):
-        names = ("generated_text", "finish_reason", "seed", "num_input_tokens", "num_generated_tokens")
-        return {**dict.fromkeys(names), "generated_tokens": []}
-    return {
-        "generated_text": result.text,
-        "generated_tokens": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-        "num_input_tokens": result.usage.prompt_tokens,
-        "num_generated_tokens": result.usage.completion_tokens,
-    }
+    def _columns(self, result: RequestOutput | Exception) -> dict[str, Any]:
+        if isinstance(result, Exception):
+            error = f"{type(result).__name__}: {result}"
+            return {**dict.fromkeys(_COLUMNS), "generated_tokens": [], _ERROR_COLUMN: error}
+        return {**{name: value(result) for name, value in _COLUMNS.items()}, _ERROR_COLUMN: ""}
 
 
 def _plain(value: Any) -> Any:
