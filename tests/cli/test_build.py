@@ -1,4 +1,4 @@
-"""`qsample export` and `qsample compile`."""
+"""The commands that write files: export, compile, bake, policy and prefix."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 
 from qsample.contract.interface import Features
 from qsample.package.package import read_package
+from qsample.runtime import Engine, load
+from qsample.serve.models import ServedModel
+from qsample.serve.settings import ServeSettings
 
 
 @pytest.mark.ci
@@ -70,33 +73,6 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert seen["features"] == Features(logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=20)
 
 
-@pytest.mark.parametrize("command", ["export", "bake"])
-def test_a_filter_that_there_is_not(command: str, run: Any, tmp_path: Path) -> None:
-    status, _, err = run(command, "some/model", tmp_path / "p", "--filter", "xtc,tpyical_p")
-    assert (status, "--filter names 'tpyical_p'; did you mean 'typical_p'?" in err) == (2, True), err
-
-
-def test_export_of_a_package_is_wrong_usage(run: Any, llama_package: Path, tmp_path: Path) -> None:
-    status, _, err = run("export", llama_package, tmp_path / "p")
-    assert status == 2
-    assert "package already" in err
-
-
-def test_export_of_no_model(run: Any, tmp_path: Path) -> None:
-    status, _, err = run("export", tmp_path / "nothing", tmp_path / "p")
-    assert status == 1
-    assert "does not exist" in err
-    assert not (tmp_path / "p").exists()
-
-
-@pytest.mark.parametrize("command", ["export", "bake"])
-def test_a_folder_has_no_revision(command: str, run: Any, checkpoint: Any, tmp_path: Path) -> None:
-    folder = checkpoint("llama")
-    status, _, err = run(command, folder, tmp_path / "p", "--revision", "v2")
-    assert (status, f"--revision belongs to a hub id, and {folder} is on this machine" in err) == (2, True), err
-    assert not (tmp_path / "p").exists()
-
-
 def test_compile_takes_a_package_and_shows_what_it_took(run: Any, llama_package: Path, tmp_path: Path) -> None:
     sizes = ("--ctx-len", "64", "--batch-size", "2")
     status, printed, err = run("compile", llama_package, tmp_path / "cpu", *sizes, "--timing", "--json")
@@ -116,19 +92,28 @@ def test_compile_takes_a_package_and_shows_what_it_took(run: Any, llama_package:
         assert re.search(rf"^ *{name} +\d", err, re.MULTILINE), name
 
 
-def test_compile_for_an_unknown_target(run: Any, llama_package: Path, tmp_path: Path) -> None:
-    status, _, err = run("compile", llama_package, tmp_path / "p", "--provider", "abacus")
-    assert status == 1
-    assert "abacus" in err
-    assert "cpu" in err
+def test_components_are_written(run: Any, tmp_path: Path) -> None:
+    status, stdout, stderr = run("policy", tmp_path / "out", "--vocab-size", "40", "--provider", "cuda")
+    assert status == 0, stderr
+    assert all(Path(line).is_file() for line in stdout.split())
 
 
-def test_a_text_for_gptq_is_read_before_anything_is_loaded(run: Any, tmp_path: Path) -> None:
-    asked = ("compile", tmp_path / "nowhere", tmp_path / "out", "--weights", "int4", "--quantization-method", "gptq")
-    status, _, err = run(*asked)
-    assert (status, "give it as --calibration-text" in err) == (1, True), err
-    status, _, err = run(*asked, "--calibration-text", tmp_path / "missing")
-    assert (status, "cannot read --calibration-text" in err) == (2, True), err
-    (tmp_path / "empty").write_text("\n")
-    status, _, err = run(*asked, "--calibration-text", tmp_path / "empty")
-    assert (status, "is empty; give a file with text in it" in err) == (2, True), err
+TEXT = "ab cd ef " * 20
+
+
+def test_a_text_becomes_a_file_for_engines_and_servers(run: Any, everything: Path, tmp_path: Path) -> None:
+    out = tmp_path / "text.prefix"
+    (tmp_path / "text").write_text(TEXT)
+    status, stdout, stderr = run("prefix", everything, out, "--prompt-text", tmp_path / "text", "--json")
+    assert status == 0, stderr
+    told = json.loads(stdout)
+    assert told == {"prefix": str(out), "tokens": told["tokens"], "bytes": out.stat().st_size}
+    assert told["tokens"] >= 64
+    assert run("prefix", everything, out, "--prompt-text", tmp_path / "text", "--overwrite")[0] == 0
+    with Engine(load(everything), slots=1, prefixes=[out]) as engine:
+        assert engine.add_request(TEXT + "gh", max_new_tokens=1).result(60).usage.cached_tokens == told["tokens"]
+    served = ServedModel("m", str(everything), ServeSettings(models={"m": str(everything)}, prefixes=(str(out),)))
+    with served.engine as engine:
+        assert engine.add_request(TEXT + "gh", max_new_tokens=1).result(60).usage.cached_tokens == told["tokens"]
+    with pytest.raises(ValueError, match="give prefix_cache_dir, or one model"):
+        ServeSettings(models={"a": "x", "b": "y"}, prefixes=(str(out),))

@@ -42,63 +42,10 @@ def test_version(run: Any) -> None:
     assert run("--version")[:2] == (0, f"qsample {__version__}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nonsense"], "No such command"),
-        (["export", "only-a-model"], "Missing argument"),
-        (["compile", "a", "b", "--batch-size", "0"], "--batch-size"),
-        (["generate", "--no-such-option"], "--no-such-option"),
-        (["generate", "-p", "x", "--temperature", "warm"], "valid number"),
-        (["generate", "-p", "x", "--top-p", "1.5"], "--top-p is 1.5"),
-        (["generate", "-p", "x", "--top-p", "0"], "--top-p is 0"),
-        (["generate", "-p", "x", "--temperature", "-1"], "--temperature is -1"),
-        (["generate", "-p", "x", "--temperature", "nan"], "--temperature is nan"),
-        (["generate", "-p", "x", "--greedy", "--top-k", "5"], "--greedy chooses greedily, yet --top-k 5 is given"),
-        (["generate", "-p", "x", "--chat", "--chat-template", "{{ x }}" + " " * 300], "is not a file; give a file"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_status_2(run: Any, arguments: list[str], message: str) -> None:
-    status, out, err = run(*arguments)
-    assert (status, out) == (2, "")
-    assert message in err
-    assert err.startswith("qsample: ")
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["export", "a"], "qsample: Missing argument 'OUT'; see qsample export --help\n"),
-        (
-            ["generate", "-p", "x", "--top-p", "7"],
-            "--top-p is 7.0; give a number > 0 and <= 1 (1 = off); see qsample generate",
-        ),
-        (["nonsense"], "qsample: No such command 'nonsense'; see qsample --help\n"),
-    ],
-)
-def test_wrong_usage_names_the_help_that_helps(run: Any, arguments: list[str], line: str) -> None:
-    assert line in run(*arguments)[2]
-
-
 def test_without_a_command_the_help_is_all(run: Any) -> None:
     status, out, err = run()
     assert (status, err) == (2, "")
     assert "generate" in out
-
-
-def test_a_name_that_no_file_can_have(run: Any) -> None:
-    status, out, err = run("generate", "x" * 300, "-p", "x")
-    assert (status, out) == (1, "")
-    assert err.startswith("qsample: xxx")
-    assert err.endswith("does not exist; give a checkpoint folder, a package folder or a hub id\n")
-
-
-def test_an_error_is_one_line_and_status_1(tmp_path: Path) -> None:
-    done = qsample("inspect", tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    told = f"{tmp_path} is not a qsample package: it has no qsample.json; give a folder that export or compile wrote"
-    assert done.stderr == f"qsample: {told}\n"
 
 
 @pytest.mark.parametrize("arguments", [["--debug"], []], ids=["option", "variable"])

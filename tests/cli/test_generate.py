@@ -164,39 +164,12 @@ def test_filters_of_a_real_graph(run: Any, exported: Any) -> None:
     assert document["results"][0]["token_ids"] == output.token_ids[0]
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_an_empty_stop_string_is_refused_before_anything_is_loaded(command: str, run: Any, tmp_path: Path) -> None:
-    status, _, err = run(
-        command, tmp_path / "nowhere", *(["-p", "x"] if command == "generate" else []), "--stop-string="
-    )
-    assert (status, "--stop-string is" in err, "nowhere" in err) == (1, True, False)
-
-
 def test_generate_stops_at_a_stop_id(run: Any, llama_package: Path) -> None:
     first = json.loads(run("generate", llama_package, "-p", "One", "--json", *GENERATE)[1])["results"][0]["token_ids"]
     stop = first[2]
     document = json.loads(run("generate", llama_package, "-p", "One", "--json", *GENERATE, "--stop-id", str(stop))[1])
     assert document["results"][0]["token_ids"] == first[: first.index(stop) + 1]
     assert document["results"][0]["finish_reason"] == "stop"
-
-
-def test_generate_with_a_prompt_that_is_too_long(run: Any, llama_package: Path) -> None:
-    status, out, err = run("generate", llama_package, "-p", "x" * 400, *GENERATE)
-    assert (status, out) == (1, "")
-    assert "256" in err
-
-
-def test_generate_without_a_chat_template(run: Any, llama_package: Path) -> None:
-    status, _, err = run("generate", llama_package, "-p", "x", "--chat", *GENERATE)
-    assert status == 1
-    assert "chat template" in err
-
-
-@pytest.mark.parametrize("prompts", [["-p", "One"], ["-p", "One", "-p", "Two"], ["-p", "One", "--json"]])
-def test_generate_without_a_tokenizer(prompts: list[str], run: Any, tmp_path: Path) -> None:
-    status, _, err = run("generate", fake_package(tmp_path / "package", tokenizer=False).path, *prompts)
-    assert status == 1
-    assert 'it takes no text; give token ids, as "prompt" of a line in a --prompt-file' in err
 
 
 def test_generate_from_a_package_without_the_sampler(run: Any, exported: Any, llama_package: Path) -> None:
@@ -214,9 +187,3 @@ def test_generate_tells_once_of_compile_for_a_large_portable_package(
     monkeypatch.setattr("qsample.package.package._SLOW_FROM", 1000)
     status, _, err = run(*arguments)
     assert (status, err.count(f"`qsample compile {package} OUT --weights int4`")) == (0, 1)
-
-
-def test_generate_with_an_unknown_provider(run: Any, llama_package: Path) -> None:
-    status, _, err = run("generate", llama_package, "-p", "x", "--provider", "abacus")
-    assert status == 1
-    assert "abacus" in err

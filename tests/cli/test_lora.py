@@ -30,27 +30,6 @@ def model(package: Path, tmp_path: Path) -> CausalLM:
     return model
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--lora", "a"], "--lora is a; give NAME=DIR"),
-        (["--lora", "=a"], "--lora is =a; give NAME=DIR"),
-        (["--lora", "a=nowhere"], "nowhere has no adapter_config.json"),
-        (["--lora", "a={}", "--lora", "a={}"], "--lora names a twice"),
-        (["--lora", "a={}", "--adapter", "b"], "--adapter is b, and --lora has a"),
-        (["--adapter", "b"], "--adapter is b, and --lora has none"),
-    ],
-)
-def test_adapters_are_checked_before_a_checkpoint_is_exported(
-    arguments: list[str], told: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("qsample.cli.common.open_exported", lambda *given, **options: pytest.fail("it was exported"))
-    (tmp_path / "adapter_config.json").write_text("{}")
-    status, _, err = run("generate", "checkpoint", "-p", "x", *(text.format(tmp_path) for text in arguments))
-    assert status == 2
-    assert told in err
-
-
 @pytest.mark.ci
 def test_the_only_adapter_is_used_and_another_by_its_name(
     run: Any, package: Path, model: CausalLM, tmp_path: Path

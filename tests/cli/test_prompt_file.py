@@ -162,15 +162,6 @@ def test_files_of_something_else_are_refused_and_kept(run: Any, package: Package
     output.write_bytes(content[:-5] + b"}")
     assert run(*command, *SETTINGS)[0] == 0
     assert output.read_bytes() == content, "a torn line, whatever it ends with, is written again"
-    refused("are the same file", *command[:5], source, *SETTINGS)
-    refused("cannot write --output", *command[:5], tmp_path, *SETTINGS)
-    refused("cannot write --output", *command[:5], tmp_path / "no" / "folder", *SETTINGS)
-    refused("cannot read --prompt-file", *command[:3], tmp_path / "missing", *SETTINGS)
-    refused("is empty", *command[:3], written(tmp_path / "empty.txt", [""]), *SETTINGS)
-    array = written(tmp_path / "array.json", [json.dumps(ROWS, indent=1)])
-    refused("is a JSON array; give its objects a line each", *command[:3], array, *SETTINGS)
-    refused("give either", *command, "-p", "x")
-    refused("--output goes with --prompt-file", "generate", package.path, "--output", output)
 
 
 def test_rows_with_an_error_are_done_again(run: Any, package: Package, tmp_path: Path) -> None:
@@ -242,41 +233,6 @@ def test_a_full_disk_leaves_whole_lines(run: Any, package: Package, tmp_path: Pa
     assert output.read_bytes().count(b"\n") == 6
 
 
-def test_a_file_is_read_before_a_checkpoint_is_exported(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("qsample.cli.common.open_exported", lambda *given, **options: pytest.fail("it was exported"))
-    source = written(tmp_path / "p.jsonl", ROWS)
-    for arguments, told in (
-        (["--prompt-file", tmp_path / "missing"], "cannot read --prompt-file"),
-        (["--prompt-file", source, "--output", tmp_path / "no" / "folder"], "cannot write --output"),
-        (["--prompt-file", source, "--output", tmp_path], "cannot write --output"),
-        (["--prompt-file", source, "--output", source], "are the same file"),
-        (
-            ["--prompt-file", source, "--output", os.devnull],
-            f"cannot write --output {os.devnull}: it is not a plain file",
-        ),
-    ):
-        status, _, err = run("generate", "checkpoint", *arguments)
-        assert (status, told in err) == (2, True), err
-
-
-@pytest.mark.parametrize(
-    "option",
-    [["--system", "S"], ["--no-thinking"], ["--chat-template-kwargs", '{"a": 1}'], ["--chat-template", "tool_use"]],
-)
-def test_options_of_chats_are_refused_where_no_row_is_one(
-    option: list[str], run: Any, package: Package, tmp_path: Path
-) -> None:
-    texts = written(tmp_path / "p.txt", ["one", "two"])
-    status, out, err = run("generate", package.path, "--prompt-file", texts, *option)
-    assert (status, out) == (2, "")
-    assert "is a conversation, so --system" in err
-    assert "give --chat" in err
-    status, _, err = run("generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", ROWS[:2]), *option)
-    assert "is a conversation" not in err, "one row is"
-
-
 def test_standard_output_has_lines_alone_where_rows_have_errors(run: Any, package: Package, tmp_path: Path) -> None:
     source, output = written(tmp_path / "p.jsonl", [{"prompt": "x"}, {"prompt": 3}]), tmp_path / "out"
     status, out, err = run("generate", package.path, "--prompt-file", source, "--json", *SETTINGS)
@@ -294,13 +250,6 @@ def test_two_runs_do_not_write_to_one_file(run: Any, package: Package, tmp_path:
         status, _, err = run("generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS)
     assert status == 2
     assert "another process writes to --output" in err
-
-
-def test_nothing_is_left_of_a_run_that_could_not_begin(run: Any, package: Package, tmp_path: Path) -> None:
-    source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
-    command = ["generate", package.path, "--prompt-file", source, "--output", output, "--provider", "abacus"]
-    assert run(*command)[0] == 1
-    assert not output.exists()
 
 
 def test_a_context_that_filled_up_is_said(run: Any, tmp_path: Path) -> None:

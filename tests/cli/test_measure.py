@@ -1,4 +1,4 @@
-"""`qsample evaluate`: as a table, as JSON, with a plot, and what it refuses."""
+"""`qsample bench` and `qsample evaluate`: as tables, as JSON, with a plot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,36 @@ from typing import Any
 
 import pytest
 
+from qsample.cli import run
 from tests.helpers.fake_package import fake_package
+
+
+def test_bench_as_json_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = fake_package(tmp_path / "package")
+    arguments = ["bench", str(package.path), "--new-tokens", "4", "--prompt-tokens", "3", "--repetitions", "1"]
+    assert run([*arguments, "--batch", "1", "--batch", "2", "--temperature", "0.7", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["rows"] for row in shown["measurements"]] == [1, 2]
+    assert shown["load_seconds"] > 0
+    assert shown["package_bytes"] == sum(entry.bytes for entry in package.manifest.files.values())
+    assert shown["peak_memory_bytes"] > 10 * 2**20
+
+    assert run(arguments) == 0
+    assert "decode, tok/s" in capsys.readouterr().out
+    assert run([*arguments, "--top-p", "2"]) == 2
+    assert "--top-p is 2" in capsys.readouterr().err
+
+
+def test_guessed_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--new-tokens", "5", "--prompt-tokens", "9", "--repetitions", "2", "--prompt-lookup-num-tokens", "4"
+    options += ("--no-batch-invariant",)  # the fake's cache is float32, over which guesses change last bits
+    package = fake_package(tmp_path / "guessing", num_speculative_tokens=4)
+    assert run(["bench", str(package.path), *options, "--temperature", "0", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["measurements"]
+    assert 1 <= row["tokens_per_step"] <= 5
+    assert run(["bench", str(fake_package(tmp_path / "plain").path), *options]) == 1
+    assert "--prompt-lookup-num-tokens is 4, and the package draws a token a step" in capsys.readouterr().err
+
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps.\n"
 
@@ -56,36 +85,3 @@ def test_several_references_have_a_row_each(run: Any, text: Path, tmp_path: Path
     assert status == 0
     rows = [line.split() for line in out.splitlines() if "0 (0 to 0)" in line]
     assert ["two" in rows[0], "three" in rows[1]] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "is empty; give a file with text"), (b" \n", "is empty"), (b"ok \xff", "is not valid UTF-8 from byte 3 on")],
-)
-def test_files_without_text(content: bytes, message: str, run: Any, tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    status, out, err = run("evaluate", tmp_path, "--text", path)
-    assert (status, out) == (2, "")
-    assert message in err
-
-
-def test_what_is_refused_before_anything_is_loaded(run: Any, text: Path, tmp_path: Path) -> None:
-    package = fake_package(tmp_path / "package").path
-    for arguments, status, message in (
-        ((package,), 2, "--text"),
-        ((package, "--text", tmp_path / "missing"), 2, "cannot read --text"),
-        (
-            (tmp_path / "nowhere", "--text", text),
-            1,
-            "nowhere does not exist; give a checkpoint folder, a package folder or a hub id",
-        ),
-        ((package, "--text", text, "--plot", "quality.pdf"), 1, "--plot is 'quality.pdf'; give a file that ends in"),
-        ((package, "--text", text, "--stride", 90, "--max-length", 80), 1, "--stride is 90 and --max-length 80"),
-        ((package, "--text", text, "--confidence", 2), 1, "--confidence is 2"),
-    ):
-        got, out, err = run("evaluate", *arguments)
-        assert (got, out) == (status, ""), arguments
-        assert message in err
-    status, out, _ = run("evaluate", tmp_path / "nowhere", "--text", text, "--json")
-    assert (status, json.loads(out)["error"]["type"]) == (1, "QsampleError")
