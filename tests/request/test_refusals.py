@@ -10,11 +10,21 @@ import numpy as np
 import pytest
 
 from qsample.errors import unknown
-from qsample.request.refusals import FROM_PRETRAINED, GENERATE, IGNORED, check_from_pretrained, without_refused
+from qsample.request.refusals import (
+    APPLY_CHAT_TEMPLATE,
+    FROM_PRETRAINED,
+    GENERATE,
+    IGNORED,
+    UNSUPPORTED,
+    check_from_pretrained,
+    without_refused,
+)
 from qsample.runtime.call import KEYWORDS, SAMPLING
 
+TABLES = GENERATE, UNSUPPORTED, FROM_PRETRAINED, APPLY_CHAT_TEMPLATE
 
-@pytest.mark.parametrize(("table", "name"), [(table, name) for table in (GENERATE, FROM_PRETRAINED) for name in table])
+
+@pytest.mark.parametrize(("table", "name"), [(table, name) for table in TABLES for name in table])
 def test_a_value_that_asks_for_something_is_refused_by_name(table: Any, name: str) -> None:
     for value in ("something", 33, -0.5, [7], {"a": 1}, np.ones((2, 2)), object()):
         with pytest.raises(ValueError, match=f"^{name} is .*not supported: {re.escape(table[name].instead)}"):

@@ -26,6 +26,7 @@ from qsample.runtime.sequence import Sequence
 from qsample.text.generated_text import GeneratedText
 from tests.helpers.fake_package import POISON, VOCAB
 from tests.helpers.memory import resident
+from tests.helpers.readers import COROUTINES, THREADED, left_pending_by_its_loop
 from tests.helpers.requests import random_params, random_prompt, wait_until
 
 KEPT_BY_NOBODY = (Request, Sequence, GeneratedText, Guide, Failure, _AsyncDeltas, _Feed, RequestFailedError)
@@ -85,9 +86,8 @@ class Soak:
         self.full = 0  # times that a queue was full
         self.ways: list[Callable[[Case], None]] = [
             self.result, self.iterate, self.deltas_in_a_coroutine, self.await_, self.late, self.stop_string,
-            self.guided, self.goes_on, self.impatient, self.poisoned, self.cancel, self.break_, self.drop,
-            self.break_in_a_coroutine, self.cancelled_task, self.cancelled_reader, self.too_slow, self.loop_gone,
-            self.raising, self.waiting, self.wrong,
+            self.guided, self.goes_on, self.impatient, self.poisoned, self.cancel, *[self.given_up] * 6, self.raising,
+            self.waiting, self.wrong,
         ]  # fmt: skip
 
     def run(self, case: Case) -> Case:
@@ -183,76 +183,17 @@ class Soak:
         request.cancel()
         self.ended(case, request)
 
-    def break_(self, case: Case) -> None:
+    def given_up(self, case: Case) -> None:
+        how = case.random.choice([*THREADED, *COROUTINES])
         request = self.add(case)
-        for _ in request:
-            if case.random.random() < 0.5:
-                break
-        self.ended(case, request)
 
-    def drop(self, case: Case) -> None:
-        request = self.add(case)
-        deltas: Iterator[Any] = iter(request)
-        next(deltas)
-        cycle: list[Any] = [deltas]
-        cycle.append(cycle)  # to the garbage collector, whenever it comes
-
-    def break_in_a_coroutine(self, case: Case) -> None:
-        async def read(request: Request) -> None:
-            async for _ in request:
-                if case.random.random() < 0.5:
-                    break
-
-        request = self.add(case)
-        self.coroutine(read(request))
-        self.ended(case, request)
-
-    def cancelled_task(self, case: Case) -> None:
-        async def read(request: Request) -> None:
-            task = asyncio.ensure_future(request)
-            await asyncio.sleep(case.random.choice([0, 0.001, 0.005]))
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
-        request = self.add(case)
-        self.coroutine(read(request))
-        self.ended(case, request)
-
-    def cancelled_reader(self, case: Case) -> None:
-        async def read_some(request: Request) -> None:
-            deltas = aiter(request)
-            async for _ in deltas:
-                await asyncio.sleep(0.001)
-
-        async def read(request: Request) -> None:
-            task = asyncio.create_task(read_some(request))
-            await asyncio.sleep(case.random.choice([0, 0.002, 0.01]))
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
-        request = self.add(case)
-        self.coroutine(read(request))
-        self.ended(case, request)
-
-    def too_slow(self, case: Case) -> None:
-        async def read(request: Request) -> None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(request, case.random.choice([0.0001, 0.003]))
-
-        request = self.add(case)
-        self.coroutine(read(request))
-        self.ended(case, request)
-
-    def loop_gone(self, case: Case) -> None:
-        async def begin(request: Request) -> None:
-            task = asyncio.ensure_future(request)
-            await asyncio.sleep(0.001)
-            del task  # asyncio.run cancels it and closes the loop
-
-        request = self.add(case)
-        asyncio.run(begin(request))
+        with suppress(StopIteration, StopAsyncIteration, pytest.fail.Exception):  # it ended first
+            if how is left_pending_by_its_loop:
+                asyncio.run(how(request))
+            elif how in COROUTINES:
+                self.coroutine(how(request))  # type: ignore[arg-type]
+            else:
+                how(request)
         self.ended(case, request)
 
     def raising(self, case: Case) -> None:
