@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import os
-import pickle
 import random
 import sys
 import threading
@@ -194,65 +191,12 @@ def test_a_text_that_cannot_be_decoded_fails_its_request_alone(
         assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
 
 
-def test_an_event_loop_that_raises_harms_nobody(model: CausalLM, gate: threading.Semaphore) -> None:
-    class Loop(asyncio.SelectorEventLoop):
-        def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
-            raise SystemExit("no more calls")
-
-    with Engine(model, slots=2) as engine:
-        requests = [engine.add_request([5 + n], FREE, seed=n) for n in range(2)]
-        loop = Loop()
-        reader = aiter(requests[0])
-        task = loop.create_task(anext(reader))  # type: ignore[arg-type]
-        loop.run_until_complete(asyncio.sleep(0))
-        gate.release(1000)
-        assert [outcome(request) for request in requests] == [expected([5 + n], FREE, n) for n in range(2)]
-        task.cancel()
-        loop.run_until_complete(asyncio.wait([task]))
-        loop.close()
-
-
 def test_timeouts_beyond_those_of_threads(model: CausalLM) -> None:
     with Engine(model, slots=1) as engine:
         request = engine.add_request([5], FREE, seed=1)
         for far in (float("inf"), 10**400, np.float32(1e30)):
             assert request.result(far).finish_reason == "length"
             engine.add_request([5], FREE, timeout=far)
-
-
-def test_a_fork_is_refused_and_leaves_the_engine_alone(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process with another number; tests/runtime/test_processes.py has real ones."""
-    with Engine(model, slots=1) as engine:
-        request = engine.add_request([5], FREE, seed=1)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "getpid", lambda: -1)
-            for call in (lambda: engine.add_request([5]), lambda: engine.drain(60), lambda: request.result(60)):
-                with pytest.raises(EngineClosedError, match="and this is a fork of it"):
-                    call()
-            engine.close()
-        assert not engine.closed
-        assert outcome(request) == expected([5], FREE, 1)
-        with pytest.raises(TypeError, match="pickle its model"):
-            pickle.dumps(engine)
-    assert engine.closed
-
-
-def test_a_function_must_not_wait_for_its_engine(fake_model: Callable[..., CausalLM]) -> None:
-    refused: list[str] = []
-
-    def function(step: Any, mask: np.ndarray) -> None:
-        if step is None or len(refused) > 2:
-            return
-        for call in (lambda: engine.add_request([5], FREE), lambda: engine.drain(60), lambda: request.result(60)):
-            with pytest.raises(RuntimeError, match="waits for the engine that calls it") as error:
-                call()
-            refused.append(str(error.value))
-        engine.close()  # does not wait
-
-    with Engine(fake_model(allowed_tokens=True), slots=1) as engine:
-        request = engine.add_request([5], ENDLESS, allowed_tokens=function)
-        assert request.result(60).finish_reason == "cancelled"
-    assert len(refused) == 3
 
 
 def test_of_requests_with_a_function_those_that_ended_do_not_fail(
@@ -327,17 +271,3 @@ def test_memory_stays_flat(count: int, fake: Callable[..., Package], only_new_ga
         assert len(engine._requests) <= 72
     # A leak of one row's state, 4 KiB and more, in each request of the last three quarters.
     assert readings[-1] - readings[0] < 0.6 * count * 4096
-
-
-def test_the_interpreter_exits_with_an_engine_open(fake: Callable[..., Package]) -> None:
-    import subprocess
-
-    program = (
-        "from qsample.runtime import Engine, load\n"
-        f"engine = Engine(load({str(fake().path)!r}), slots=2)\n"
-        "request = engine.add_request([5], max_new_tokens=200, temperature=1.0)\n"
-        "reader = iter(request)\n"
-        "next(reader)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

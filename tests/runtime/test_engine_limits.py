@@ -16,8 +16,7 @@ import pytest
 
 from qsample.runtime import CausalLM, Engine, EngineClosedError, Request, RequestFailedError
 from qsample.runtime.decode.scheduler import SchedulerConfig
-from qsample.runtime.decode.slots import Slots
-from tests.helpers.fake_package import MAX_POSITIONS, PIECE_SIZE, VOCAB
+from tests.helpers.fake_package import MAX_POSITIONS, PIECE_SIZE
 from tests.helpers.requests import wait_until
 
 
@@ -63,6 +62,9 @@ def test_the_choices_of_a_caller_and_those_without_one(model: CausalLM) -> None:
         )
         assert engine.drain(60), "nothing runs"
     choices: dict[str, Any] = {"flush_every": 4, "prefill_chunk_size": 8, "saved_states": 5}
+    with Engine(model, slots=3, saved_states=0) as engine:
+        assert engine._loop is not None
+        assert engine._loop._scheduler._config.saved_states == 0
     with Engine(model, slots=3, double_buffering=False, reuse_sampled_tokens=True, **choices) as engine:
         assert engine._loop is not None
         assert engine._loop._device is None
@@ -127,23 +129,6 @@ def test_nothing_is_kept_of_a_request_with_a_deadline_and_a_function(
         request.add_done_callback(lambda request: None)
         del request
         wait_until(lambda: gc.collect() >= 0 and kept() is None)
-
-
-@pytest.mark.parametrize(("given", "places"), [(None, 6), (0, 0), (5, 5)])
-def test_the_room_of_an_engine(
-    given: int | None, places: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[int] = []
-    plain = Slots.__init__
-
-    def init(self: Slots, *args: Any, **options: Any) -> None:
-        saved.append(options["saved_states"])
-        plain(self, *args, **options)
-
-    monkeypatch.setattr(Slots, "__init__", init)
-    with Engine(model, slots=3, saved_states=given) as engine:
-        assert (engine.stats().slots, engine.stats().max_waiting) == (3, 64)
-    assert saved == [places]
 
 
 @pytest.mark.parametrize("end", [Engine.close, Engine.drain])
@@ -224,28 +209,6 @@ def test_what_a_callback_raises_ends_no_engine(
         assert ended[1:] == [request]
         with pytest.raises((kind, RuntimeWarning)):  # at once, so on the thread of whoever adds it
             request.add_done_callback(fail)
-
-
-def test_deltas_have_the_outputs_of_their_tokens(fake_model: Callable[..., CausalLM]) -> None:
-    model = fake_model(logprobs=True, top_logprobs=2)
-    with Engine(model, slots=2) as engine:
-        request = engine.add_request([5], max_new_tokens=5, seed=1)
-        deltas = list(request)
-        output = request.result()
-    for name in ("logprobs", "top_logprob_ids", "top_logprobs"):
-        parts = [delta.outputs[name] for delta in deltas if delta.token_ids]
-        np.testing.assert_array_equal(np.concatenate(parts), output.outputs[name])
-    assert output.outputs["top_logprobs"].shape == (5, 2)
-
-
-def test_a_token_keeps_no_more_than_its_own_outputs(fake_model: Callable[..., CausalLM]) -> None:
-    """Those of the other slots would be kept with it, for as long as a request runs."""
-    with Engine(fake_model(probs=True), slots=4) as engine:
-        request = engine.add_request([5], max_new_tokens=3, seed=1)
-        request.result(60)
-    kept = [output["probs"] for output in request._sequence.outputs]
-    assert [values.shape for values in kept] == [(VOCAB,)] * 3
-    assert [values.base for values in kept] == [None] * 3
 
 
 def test_an_engine_whose_close_was_interrupted_is_closed_at_exit(

@@ -137,13 +137,15 @@ def test_the_mask_keeps_its_shape_and_dtype_whatever_a_function_does(fake_model:
         assert engine.add_request([5], FREE, allowed_tokens=careless).result(60).token_ids == [37] * 20
 
 
-@pytest.mark.parametrize("wait", ["add", "result", "iterate", "await", "done"])
+@pytest.mark.parametrize("wait", ["add", "drain", "result", "iterate", "await", "done"])
 def test_a_function_that_waits_for_its_own_engine(wait: str, fake_model: Callable[..., CausalLM]) -> None:
     def waiting(step: Any, mask: np.ndarray) -> None:
         if step is None:
             return
         if wait == "add":
             engine.add_request([5], FREE)
+        elif wait == "drain":
+            engine.drain(60)
         elif wait == "result":
             other.result()
         elif wait == "iterate":

@@ -55,6 +55,7 @@ def child():
     refused(lambda: engine.add_request([5]))
     refused(lambda: list(running))
     refused(running.result)
+    refused(lambda: engine.drain(60))
     running.cancel()
     print(ended.result().finish_reason, sum(len(delta.token_ids) for delta in ended), flush=True)
     engine.close()
@@ -95,7 +96,7 @@ def test_an_engine_in_a_fork_of_its_process(how: str, fake: Callable[..., Packag
     refused = "['the', 'engine', 'runs'] True\n"
     mine = f"{expected([5], FREE, 3)[0]}\n"
     status = {"fork": "7\n", "multiprocessing": "0\n"}[how]
-    assert run(FORK, fake().path, how) == refused * 3 + "length 4\n" + mine + status + "length\n"
+    assert run(FORK, fake().path, how) == refused * 4 + "length 4\n" + mine + status + "length\n"
 
 
 SPAWN = """
@@ -192,6 +193,7 @@ def read():
         print(request.result().token_ids)
 
 threading.Thread(target=read).start()  # no daemon: the interpreter waits for it
+engine.add_request([5], max_new_tokens=200, eos_token_id=())  # open, and with a request that runs
 """
 
 

@@ -245,6 +245,12 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
     (ROW, {"pad_token_id": True}, "pad_token_id is True"),
     (ROW, {"bos_token_id": -1}, "bos_token_id is -1"),
     (ROW, {"prompt_lookup_num_tokens": 7}, r'draws a token a step; compile .*num_speculative_tokens=7 .*"int8"'),
+    ("hi", {"tools": []}, "tools go with chat messages"),
+    (ROW, {"chat_template": "x{{ 1 }}", "continue_final_message": True}, "chat_template, continue_final_message go"),
+    (IDS, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs go with chat messages"),
+    ([said("a"), "hi"], {"tools": []}, "tools go with chat messages"),
+    (said("a"), {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools, an argument of its own"),
+    (said("a"), {"chat_template_kwargs": True}, "chat_template_kwargs is True; give a mapping"),
     (ROW, {"prediction": "text"}, r'draws a token a step; compile .*num_speculative_tokens=7 .*"int8"'),
 ]  # fmt: skip
 # Features of the package before them.
@@ -256,6 +262,7 @@ OF_PACKAGES: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
     ({"manifest": {"token_ids": TokenIds(PAD, None, (EOS,))}}, [[]], {}, "prompt 0 is empty and the model has no beg"),
     ({"tokenizer": False}, ROW, {"stop_strings": "a"}, "has no tokenizer; give eos_token_id, or tokenizer"),
     ({"tokenizer": False}, "a", {}, "the package has no tokenizer, so it takes no text; give token ids"),
+    ({"tokenizer": False}, said("a"), {}, "the package has no tokenizer, so it takes no text; give token ids"),
     ({"tokenizer": False, "filters": FILTERS}, ROW, {"bad_words": ["a"]}, "bad_words has texts, and .* no tokenizer"),
     ({"filters": FILTERS}, ROW, {"dry_sequence_breakers": ["ab"]}, "has 'ab', which is 2 tokens; give texts of"),
     ({"filters": FILTERS}, ROW, {"dry_sequence_breakers": [400]}, "dry_sequence_breakers has token id 400; the"),

@@ -20,7 +20,16 @@ from qsample.runtime import (
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.sequence import Sequence
 from tests.helpers.fake_package import VOCAB
-from tests.helpers.requests import ENDLESS, FREE, expected, make_sequence, outcome, read_tokens, wait_until
+from tests.helpers.requests import (
+    ENDLESS,
+    FREE,
+    expected,
+    make_sequence,
+    outcome,
+    read_tokens,
+    wait_for_token,
+    wait_until,
+)
 
 
 def test_deltas_join_to_the_output(model: CausalLM) -> None:
@@ -78,7 +87,13 @@ def test_optional_outputs(fake_model: Callable[..., CausalLM]) -> None:
     wanted = model.generate([5, 6], FREE, seed=2)
     with Engine(model, slots=3) as engine:
         engine.add_request([9], ENDLESS, seed=7)
-        outputs = engine.add_request([5, 6], FREE, seed=2).result(60).outputs
+        request = engine.add_request([5, 6], FREE, seed=2)
+        deltas, outputs = list(request), request.result(60).outputs
+    for name in outputs:
+        parts = [delta.outputs[name] for delta in deltas if delta.token_ids]
+        np.testing.assert_array_equal(np.concatenate(parts), outputs[name])
+    # A token keeps none of the outputs of the other slots, for as long as a request runs.
+    assert {output["probs"].base for output in request._sequence.outputs} == {None}
     assert wanted.logprobs is not None
     np.testing.assert_allclose(outputs["logprobs"][:, 0], wanted.logprobs[0], rtol=1e-5)
     assert wanted.top_logprob_ids is not None
@@ -104,17 +119,31 @@ def test_async_readers_do_not_block_their_loop(model: CausalLM, gate: threading.
         asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_reader_whose_event_loop_is_gone_harms_nobody(model: CausalLM, gate: threading.Semaphore) -> None:
+class RaisingLoop(asyncio.SelectorEventLoop):
+    def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
+        raise SystemExit("no more calls")
+
+
+@pytest.mark.parametrize("make", [asyncio.new_event_loop, RaisingLoop])
+def test_a_reader_whose_event_loop_is_gone_or_raises_harms_nobody(
+    make: Callable[[], asyncio.AbstractEventLoop], model: CausalLM, gate: threading.Semaphore
+) -> None:
     with Engine(model, slots=2) as engine:
         requests = [engine.add_request([5 + n], FREE, seed=n) for n in range(2)]
-        loop = asyncio.new_event_loop()
+        loop = make()
         reader = aiter(requests[0])
+        wait_for_token(requests[0])
         loop.run_until_complete(anext(reader))
         task = loop.create_task(anext(reader))
         loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
+        if make is not RaisingLoop:
+            loop.close()
         gate.release(1000)
         assert [outcome(request) for request in requests] == [expected([5 + n], FREE, n) for n in range(2)]
+        if make is RaisingLoop:
+            task.cancel()
+            loop.run_until_complete(asyncio.wait([task]))
+            loop.close()
         del task, reader
 
 

@@ -383,26 +383,6 @@ def test_generate_and_the_engine_take_the_options_of_a_chat(model: CausalLM) -> 
     )
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options", "message"),
-    [
-        ("hi", {"tools": [WEATHER]}, "tools go with chat messages"),
-        (
-            [5, 6],
-            {"chat_template": "x{{ 1 }}", "continue_final_message": True},
-            "chat_template, continue_final_message",
-        ),
-        (np.array([[5]]), {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs go with chat messages"),
-        ([CHAT, "hi"], {"tools": [WEATHER]}, "tools go with chat messages"),
-        (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools, an argument of its own"),
-        (CHAT, {"chat_template_kwargs": True}, "chat_template_kwargs is True; give a mapping"),
-    ],
-)
-def test_options_of_a_chat_that_do_not_fit(model: CausalLM, inputs: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model.generate(inputs, **options)
-
-
 def test_without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"need jinja2: `pip install 'qsample\[chat\]'`"):

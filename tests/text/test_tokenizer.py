@@ -23,16 +23,10 @@ def test_truncation_and_padding_of_the_file_are_ignored() -> None:
     assert len(Tokenizer(inner).encode("0123456789")) == 11
 
 
-CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi <b>"}]
-
-
 def test_text_without_a_tokenizer(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(tokenizer=False)
     assert model.tokenizer is None
     assert model.generate([5, 6], max_new_tokens=2).texts is None
-    for inputs in ("hello", CHAT):
-        with pytest.raises(ValueError, match="has no tokenizer, so it takes no text; give token ids"):
-            model.generate(inputs)
 
 
 def test_texts_of_a_batch(model: CausalLM) -> None:
