@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from qsample.serve.connections import close_late, limited_protocol
+from qsample.serve.run import close_late, limited_protocol
 
 SECONDS = 1.0  # that a request may take to arrive
 TOO_SLOW = (0, "request_too_slow")
