@@ -11,9 +11,16 @@ from typing import Any, Final
 
 from qsample.contract.arrays import Array
 from qsample.runtime import CausalLM, Step
-from qsample.serve.grammar import Compiled, check_matcher, compile_grammar, fill_mask, refused
+from qsample.serve.grammar import (
+    Compiled,
+    TokenizerArguments,
+    Trial,
+    check_matcher,
+    compile_grammar,
+    fill_mask,
+    refused,
+)
 from qsample.serve.http import ApiError
-from qsample.serve.trial import TokenizerArguments, Trial
 
 _KEPT: Final = 64  # grammars
 _THREADS: Final = 2  # that compile

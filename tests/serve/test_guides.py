@@ -16,7 +16,7 @@ from qsample.runtime import CausalLM, Step
 from qsample.serve.grammar import Form, grammar_of, moved_schema
 from qsample.serve.guides import GrammarGuide, Grammars
 from qsample.serve.http import ApiError
-from tests.serve.test_trial import SLOW, chained
+from tests.serve.test_grammar import SLOW, chained
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tests.helpers.servers import ServerProcess
-from tests.serve.test_trial import SLOW, chained
+from tests.serve.test_grammar import SLOW, chained
 
 pytestmark = pytest.mark.slow
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from qsample.runtime import CausalLM
-from qsample.serve.grammar import Form, grammar_of
-from qsample.serve.trial import TokenizerArguments, Trial
+from qsample.serve.grammar import Form, TokenizerArguments, Trial, grammar_of
 
 SLOW = "(ab)?" * 100_000  # as a regular expression: minutes, and gigabytes
 
