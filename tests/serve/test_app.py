@@ -270,36 +270,6 @@ def test_arguments_of_calls_are_objects_to_a_template(local_app: LocalApp, serve
         assert "not json" in prompt("not json")  # a model may have written that
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"guided_choice": ["yes"], "ignore_eos": True}, "ignore_eos asks for tokens after the end"),
-        ({"guided_choice": ["yes"], "min_tokens": 5}, "min_tokens asks for tokens after the end"),
-        ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "no answer can follow that form"),
-        ({"structured_outputs": {"json": '{"not": {}}'}}, "no answer can follow that form"),
-        ({"guided_regex": "[^\\x00-\\U0010FFFF]"}, "no answer can follow that form"),
-        ({"guided_grammar": "start: start start"}, "no answer can follow that form"),
-        ({"guided_choice": []}, "guided_choice"),
-    ],
-)
-def test_a_form_that_nothing_follows(client: TestClient, body: dict[str, Any], message: str) -> None:
-    for _ in range(2):  # what was refused is not kept
-        answer = client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 20, **body})
-        assert answer.status_code == 400, answer.text
-        assert message in answer.json()["error"]["message"]
-
-
-def test_parameters_that_are_nested_too_deep(client: TestClient) -> None:
-    deep: dict[str, Any] = {"type": "object"}
-    for _ in range(300):  # JSON is read to this depth
-        deep = {"type": "object", "properties": {"a": deep}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
-    body = {"messages": MESSAGES, "max_tokens": 4, "tools": [tool]}
-    for choice in ("required", {"type": "function", "function": {"name": "f"}}, "auto"):
-        answer = client.post(CHAT, json={**body, "tool_choice": choice})
-        assert answer.status_code == 400, answer.text
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_sampled_token_stands_among_the_likeliest(client: TestClient, stream: bool) -> None:
     body = {"prompt": "In the", "max_tokens": 40, "seed": 1, "logprobs": 1, "ignore_eos": True, "stream": stream}

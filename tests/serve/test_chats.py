@@ -22,33 +22,10 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate({"messages": MESSAGES, **fields})
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"messages": []}, "at least 1 item"),
-        ({"messages": None}, "Field required"),
-        ({"tools": [tool("f"), tool("f")]}, "tools has two functions with the same name"),
-        ({"tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice names 'g', which is not among tools"),
-        ({"tool_choice": tool("")}, "tool_choice names '', which"),
-        ({"tool_choice": "required"}, 'tool_choice is "required" and the request has no tools'),
-        ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
-        ({"top_logprobs": 21, "logprobs": True}, "less than or equal to 20"),
-        ({"top_logprobs": -1, "logprobs": True}, "greater than or equal to 0"),
-        ({"max_completion_tokens": 0}, "greater than or equal to 1"),
-        ({"tools": [tool("a b")]}, "pattern"),
-        ({"tools": [tool("")]}, "pattern"),
-        ({"tools": [tool("a" * 65)]}, "pattern"),
-        ({"tools": [tool("f") | {"type": "custom"}]}, "'function'"),
-        ({"tool_choice": tool("f") | {"type": "custom"}}, "'function'"),
-        ({"modalities": ["audio"]}, "'text'"),
-        # Lists end with their first error.
-        *(({name: [0, 0]}, "1 validation error") for name in ("messages", "documents", "tools", "modalities")),
-    ],
-)
-def test_what_is_wrong(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError) as raised:
-        chat(**fields)
-    assert message in str(raised.value)
+@pytest.mark.parametrize("name", ["messages", "documents", "tools", "modalities"])
+def test_lists_end_with_their_first_error(name: str) -> None:
+    with pytest.raises(ValidationError, match="1 validation error"):
+        chat(**{name: [0, 0]})
 
 
 def test_what_is_right() -> None:
