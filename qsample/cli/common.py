@@ -95,9 +95,8 @@ def flags_of(
         if "repeated" in shown:
             kind, settings = GenericAlias(list, (shown["repeated"],)), {}
         default = None if unset or "repeated" in shown else entry.default
-        settings |= {"metavar": shown.get("metavar"), "rich_help_panel": shown.get("panel")}
-        text = typer.Option(*names, help=shown["help"], **settings)
-        flags[name] = Flag(Annotated[kind if default is not None else kind | None, text], default)
+        settings |= {"metavar": shown.get("metavar"), "rich_help_panel": shown.get("panel"), "default": default}
+        flags[name] = _flag(kind if default is not None else kind | None, shown["help"], *names, **settings)
     return flags
 
 
@@ -116,16 +115,18 @@ def given_of(options: type, params: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-FEATURE_FLAGS: Final[Mapping[str, Flag]] = flags_of(Features) | {
-    "for_serving": Flag(
-        Annotated[
-            bool,
-            typer.Option(
-                "--for-serving", help="All four, with 20 likeliest tokens: what qsample serve may be asked for."
-            ),
-        ],
-        False,
-    )
+def _flag(kind: Any, help: str, *names: str, default: Any = None, **settings: Any) -> Flag:
+    return Flag(Annotated[kind, typer.Option(*names, help=help, **settings)], default)
+
+
+FEATURE_FLAGS: Final[Mapping[str, Flag]] = {
+    **flags_of(Features),
+    "for_serving": _flag(
+        bool,
+        "All four, with 20 likeliest tokens: what qsample serve may be asked for.",
+        "--for-serving",
+        default=False,
+    ),
 }
 _PANEL: Final = "Sampling"
 _MEANINGS: Final = {spec.name: spec.meaning for specs in EXTRA_PARAMETERS.values() for spec in specs}
@@ -139,35 +140,19 @@ _SAMPLING: Final = {
 }
 SAMPLING_FLAGS: Final[Mapping[str, Flag]] = {
     **flags_of(SamplingParams, {name: {"panel": _PANEL} for name in OFF} | _SAMPLING, unset=True),
-    "stop_strings": Flag(
-        Annotated[
-            list[str] | None,
-            typer.Option(
-                "--stop-string",
-                help="Text that ends a row, cut off with the text after it; may be repeated.",
-                rich_help_panel=_PANEL,
-            ),
-        ]
+    "stop_strings": _flag(
+        list[str] | None,
+        "Text that ends a row, cut off with the text after it; may be repeated.",
+        "--stop-string",
+        rich_help_panel=_PANEL,
     ),
-    "greedy": Flag(
-        Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.", rich_help_panel=_PANEL)],
-        False,
-    ),
+    "greedy": _flag(bool, "Always take the likeliest token.", "--greedy", default=False, rich_help_panel=_PANEL),
 }
 CHAT_FLAGS: Final[Mapping[str, Flag]] = {
-    "system": Flag(Annotated[str | None, typer.Option(help="System prompt, in front of every conversation.")]),
+    "system": _flag(str | None, "System prompt, in front of every conversation."),
     "chat_template": Flag(Template),
-    "chat_template_kwargs": Flag(
-        Annotated[
-            str | None,
-            typer.Option(metavar="JSON", help="Other variables of the template, as a JSON object."),
-        ]
-    ),
-    "thinking": Flag(
-        Annotated[
-            bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking, for templates that read it.")
-        ]
-    ),
+    "chat_template_kwargs": _flag(str | None, "Other variables of the template, as a JSON object.", metavar="JSON"),
+    "thinking": _flag(bool | None, "enable_thinking, for templates that read it.", "--thinking/--no-thinking"),
 }
 LOAD_FLAGS: Final[Mapping[str, Flag]] = {
     "lora": Flag(Lora),

@@ -32,34 +32,28 @@ def _folder(name: str, value: Any) -> str | PathLike[str]:
 class CompileOptions:
     """The options of compile. Every field has a default; None leaves the choice to the package.
 
-    Attributes:
-        provider: the target: "cpu", "cuda", "webgpu", "web", "openvino", or an installed one
-            (`targets.target_names`).
-        batch_size: most rows of one call, 1 to 2**31 - 1; None = any number.
-        ctx_len: tokens that the state of a row holds, 2 to the model's max_position_embeddings; None = the smaller of
-            that and 4,096.
-        dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for webgpu, the package's
-            own for cpu, web and openvino; None = as exported.
+    The `help` of a field says what it is. More about some:
+
+    Args:
+        provider: a device, or the name of an installed target (`targets.target_names`).
+        dtype: "float16" or "bfloat16" for cuda, "float16" for webgpu, the package's own for cpu, web and openvino.
         weights: "int4" or "int8" quantizes every matrix that a token is multiplied by, and the embedding, but no table
             of positions; weights that are quantized in the checkpoint stay as they are. "int4_mixed" is int4 with 8
             bits for the head, the first and the last layer, which suffer most. "float16", for cpu, stores float32
-            weights in half the space; loaded, they are float32 again. None, or the package's own dtype = as exported.
-        block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256. A matrix whose inputs it does not
-            divide gets the largest smaller size that does.
-        quantization_method: "rtn" rounds to the nearest level; "k_quant" and "hqq" search each block's offset, slower
-            and closer; "gptq" fits the levels to `calibration_text`, for cpu; see `quantize.methods`.
-        calibration_text: for "gptq": a text like those that the model will read, a list of them, or token ids of the
-            same form; 128 tokens at least, of which 65,536 are read. Not the text of an evaluation.
-        kv_cache_dtype: "int8" holds keys and values with a scale a channel, measured on the model's own text: a quarter
-            of float32's memory, faster steps over long contexts, slower long prompts. None, or the package's own dtype
-            = as exported.
-        num_speculative_tokens: the most tokens, 1 to 64, that a step may guess for a row and check (7 is good),
-            or 0 for none. Needs provider="cpu" and kv_cache_dtype="int8". Each request says whether its rows guess.
-        max_divergence: in nats a token, at least 0: compile refuses quantized weights that are further off; see
-            `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a token is on average
-            e times less likely.
-        debug_dump: a new or empty folder that gets the graph after each phase of the pipeline, without large weights,
-            and the number of its nodes; see `compiler.debug_dump`. None = no dump.
+            weights in half the space; loaded, they are float32 again. The package's own dtype = as exported.
+        block_size: 16, 32, 64, 128 or 256. A matrix whose inputs it does not divide gets the largest smaller size that
+            does.
+        quantization_method: "k_quant" and "hqq" search each block's offset, slower and closer than "rtn"; "gptq" fits
+            the levels to `calibration_text`, for cpu; see `quantize.methods`.
+        calibration_text: a text like those that the model will read, a list of them, or token ids of the same form; 128
+            tokens at least, of which 65,536 are read. Not the text of an evaluation.
+        kv_cache_dtype: "int8" has a scale a channel, measured on the model's own text: a quarter of float32's memory,
+            faster steps over long contexts, slower long prompts. The package's own dtype = as exported.
+        num_speculative_tokens: needs provider="cpu" and kv_cache_dtype="int8". Each request says whether its rows
+            guess.
+        max_divergence: see `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a
+            token is on average e times less likely.
+        debug_dump: without large weights; see `compiler.debug_dump`.
 
     Raises CompileError, naming the field, if a value is outside its range. Checks that depend on the package or the
     target follow when these are known.
