@@ -86,9 +86,12 @@ def test_other_errors_pass(error: Exception, tmp_path: Path) -> None:
     assert caught.value is error
 
 
-def test_errors_on_a_disk_with_some_room_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("free", [1 << 16, None], ids=["some room", "much room"])
+def test_unclear_errors_on_a_disk_with_room_pass(
+    free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(".")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 16))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free or usage.free))
     with pytest.raises(Fail), full_disk_named(tmp_path):
         raise UNCLEAR[0]
     with pytest.raises(PackageError, match="takes no more of a file"), full_disk_named(tmp_path):
@@ -100,16 +103,36 @@ def test_sizes_as_text() -> None:
     assert [space.format_bytes(size) for size in sizes] == ["12.3 MB", "99.9 MB", "0.1 GB", "3.0 GB"]
 
 
-def test_errors_on_a_disk_with_room_pass(tmp_path: Path) -> None:
-    with pytest.raises(Fail), full_disk_named(tmp_path):
-        raise UNCLEAR[0]
-
-
 def test_a_circle_of_causes_ends(tmp_path: Path) -> None:
     first, second = ValueError("1"), ValueError("2")
     first.__cause__, second.__cause__ = second, first
     with pytest.raises(ValueError, match="1"), full_disk_named(tmp_path):
         raise first
+
+
+def test_what_was_used_longest_ago_is_trimmed(tmp_path: Path) -> None:
+    """Files and folders; what has to stay counts, and what is gone does not."""
+    for number, name in enumerate(("old", "kept", "folder", "new")):
+        path = tmp_path / name
+        if name == "folder":
+            path.mkdir()
+            path /= "deep"
+        path.write_bytes(bytes(100))
+        os.utime(tmp_path / name, (number, number))
+    asked: list[str] = []
+
+    def remove(path: Path) -> bool:
+        asked.append(path.name)
+        return path.name != "kept"
+
+    paths = [tmp_path / name for name in ("new", "folder", "gone", "kept", "old")]
+    space.trim(paths, 400, remove)
+    assert asked == []
+    space.trim(paths, 300, remove)
+    assert asked == ["old"]
+    asked.clear()
+    space.trim(paths, 250, remove)
+    assert asked == ["old", "kept", "folder"]
 
 
 def test_the_folder_that_is_named_is_the_users(tmp_path: Path) -> None:

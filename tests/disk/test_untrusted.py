@@ -223,14 +223,7 @@ CASES: dict[str, tuple[onnx.ModelProto, set[str]]] = {
     "everywhere": (
         everywhere(),
         {
-            "constant",
-            "nested",
-            "initializer",
-            "tensors",
-            "graphs",
-            "function",
-            "default",
-            "initialization",
+            *("constant", "nested", "initializer", "tensors", "graphs", "function", "default", "initialization"),
             "algorithm",
         },
     ),
