@@ -23,12 +23,13 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from checkpoints import CTX_LEN, SHAPES, can_import, make_checkpoint, make_genai_model, qsample
-from common import FLAT, MIXES, add_peer_options, describe_machine, make_parser, markdown
-from decode import ROUNDS, Part, add_options, remaining, run_cells, start
-from decode_report import OWN, Results, show, write
+from decode import ROUNDS
+from decoders import OWN, STEP, Facts, Part, Results, add_options, cell_of, cells_in, ratio, remaining, run_cells
+from decoders import start, write
+from report import Rows, describe_machine, make_parser, markdown, median
 from rich.console import Console
+from systems import ALL
 from turns import PEERS, size_of
 
 HOSTS: Final = ("logits to NumPy", "logits to transformers")
@@ -56,8 +57,7 @@ def build(options: argparse.Namespace, results: Results, console: Console) -> di
     with console.status("a checkpoint of random weights, and onnxruntime-genai's file of it"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")
         foreign = make_genai_model(checkpoint, folder / "genai", options.peers_python)
-    baked, compiled = folder / "baked", folder / "baked-cpu"
-    known = results.shape(shape)
+    baked, compiled, known = folder / "baked", folder / "baked-cpu", results.shape(shape)
     if options.again or not compiled.exists() or "bake" not in known:
         with console.status("qsample bake, qsample compile"):
             facts: dict[str, Any] = {"file_bytes": size_of(foreign)}
@@ -67,63 +67,31 @@ def build(options: argparse.Namespace, results: Results, console: Console) -> di
             facts["compile"] = timed(qsample("compile", baked, compiled, *more), folder / "compile.log")
         known["bake"] = facts
         results.save()
-    return {"qsample": compiled, "genai": foreign, **dict.fromkeys(HOSTS, foreign)}
+    return {OWN: compiled, "genai": foreign, **dict.fromkeys(HOSTS, foreign)}
 
 
 def chosen_parts(options: argparse.Namespace) -> list[Part]:
     """Greedy to everything on, at 1, 4 and 16 rows, unless the options name others."""
-    mixes = tuple(options.mix or (*MIXES, *FLAT, EVERYTHING))
-    prompts = tuple(options.prompt or [64])
     parts = []
     for rows in options.batch or [1, 4, 16]:
         rounds = options.rounds or (ROUNDS if rows < 8 else 3)
-        for mix in mixes:
+        for mix in options.mix or ALL:
             without = ("genai",) if mix == EVERYTHING else ()
-            parts.append(Part(options.shape, prompts, (rows,), (mix,), rounds, without))
+            parts.append(Part(options.shape, tuple(options.prompt or [64]), (rows,), (mix,), rounds, without))
     return parts
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    add_peer_options(parser, "bake")
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
-    add_options(parser)
-    options, console = parser.parse_args(), Console(stderr=True)
-    if missing := can_import(options.peers_python, PEERS["genai"]):
-        raise SystemExit(f"onnxruntime-genai writes the file: {missing}")
-    ends = time.perf_counter() + 60 * options.minutes
-
-    results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))
-    models = build(options, results, console)
-    todo = remaining(results, chosen_parts(options), list(models), again=options.again)
-    workers = start(models if todo else {}, options.shape, options, results, console)
-    run_cells(workers, results, todo, options.new_tokens, console, ends=ends)
-    for worker in workers.values():
-        worker.close()
-    results.save()
-    show(results, Console())
-    write(results, options.output, "The gain from baking", "bake.py", SYSTEMS)
-    gains = markdown(*gain_rows(results, options.shape))
-    with options.output.with_suffix(".md").open("a") as page:
-        page.write("\n".join(["", "## A step, in short", "", *gains, ""]))
-        page.write(describe(options.shape, results.shape(options.shape)["bake"]))
-    console.print(f"wrote {options.output.with_suffix('.md')}")
-
-
-def gain_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]]:
+def gain_rows(facts: Facts) -> Rows:
     """A line per mix and number of rows, at the shortest prompt: the baked step, and multiples of it for the others."""
-    cells = results.shape(shape)["cells"]
-    others = [*HOSTS, "genai"]
-    order = [*MIXES, *FLAT, EVERYTHING]
-    keys = {(cell["mix"], cell["batch"]) for cell in cells}
-    prompt = min((cell["prompt"] for cell in cells), default=0)
+    others, order = [*HOSTS, "genai"], list(ALL)
+    prompt = min((cell["prompt"] for cell in facts["cells"]), default=0)
     lines = []
-    for mix, rows in sorted(keys, key=lambda key: (order.index(key[0]), key[1])):
-        own = results.cell(shape, prompt, rows, mix, OWN)
-        if own is not None:
-            ratios = [results.ratio(shape, prompt, rows, mix, name, "decode") for name in others]
-            texts = ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-            lines.append([mix, str(rows), f"{np.median(own['step_ms']):.1f}", *texts])
+    for cell in sorted(cells_in(facts), key=lambda cell: (order.index(cell.mix), cell.rows)):
+        own = cell_of(facts, cell, OWN)
+        if cell.prompt == prompt and own is not None:
+            ratios = [ratio(facts, cell, name, STEP) for name in others]
+            texts = ["" if times is None else f"{times:.2f}x" for times in ratios]
+            lines.append([cell.mix, str(cell.rows), f"{median(own[STEP]):.1f}", *texts])
     return ["sampling", "rows", "baked, ms a step", *others], lines
 
 
@@ -131,12 +99,31 @@ def describe(shape: str, facts: dict[str, Any]) -> str:
     """The cost of baking, for the page."""
     size, baking = facts["file_bytes"], facts["bake"]
     text = f"\n`qsample bake` of the {shape} file ({size / 1e6:,.0f} MB) took {baking['seconds']:.1f} s"
-    if baking["peak_bytes"]:
-        times = baking["peak_bytes"] / size
-        text += (
-            f" and {baking['peak_bytes'] / 1e6:,.0f} MB of memory, mapped files included ({times:.2f} times the file)"
-        )
+    if peak := baking["peak_bytes"]:
+        text += f" and {peak / 1e6:,.0f} MB of memory, mapped files included ({peak / size:.2f} times the file)"
     return text + f"; compiling it for the CPU {facts['compile']['seconds']:.1f} s.\n"
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "bake", work="build/decode", peers=True, again=True, threads=2)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
+    add_options(parser)
+    options, console = parser.parse_args(), Console(stderr=True)
+    if missing := can_import(options.peers_python, PEERS["genai"]):
+        raise SystemExit(f"onnxruntime-genai writes the file: {missing}")
+    results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))
+    models = build(options, results, console)
+    todo = remaining(results, chosen_parts(options), models, again=options.again)
+    workers = start(models if todo else {}, options.shape, options, results, console)
+    run_cells(workers, results, todo, options.new_tokens, console)
+    for worker in workers.values():
+        worker.close()
+    results.save()
+    write(results, options.output, "The gain from baking", "bake.py", SYSTEMS)
+    facts = results.shape(options.shape)
+    with options.output.with_suffix(".md").open("a") as page:
+        page.write("\n".join(["", "## A step, in short", "", *markdown(*gain_rows(facts)), ""]))
+        page.write(describe(options.shape, facts["bake"]))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ scaled head, and leaves a tied head tied. The contributions of the layers to the
 with a tied head, the embedding in the stream would otherwise make each token predict itself.
 """
 
+# ruff: noqa: C408 - keywords read better than quoted keys in the shapes
+
 from __future__ import annotations
 
 import json
@@ -17,137 +19,71 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from systems import prompt_ids
 
 PEAK: Final = 0.5
 LAYER_GAIN: Final = 8.0
 RESIDUAL: Final = ("o_proj", "out_proj", "down_proj")  # these write to the residual stream
+SHARD: Final = 2 * 10**9  # bytes of a file of a large checkpoint
+SPREAD: Final = 0.02  # of the weights of a large checkpoint
+LOGITS: Final = 4.0
 CTX_LEN: Final = 4608  # of packages for the CPU, unless a shape has less
 ASSETS: Final = Path(__file__).resolve().parent.parent / "qsample" / "assets" / "tiny_lm"
 TOKEN_IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-# From the models' own config.json. If a context is shortened, nothing longer is measured.
-_QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
-_QWEN3 |= {"max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True}
-_LLAMA = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
-_LLAMA |= {"max_position_embeddings": 4096, "rope_theta": 5e5}
-_GATED_DELTA = {"num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "max_position_embeddings": 4096}
-_GATED_DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}}
-_QWEN3_5 = {**_GATED_DELTA, "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584}
-_QWEN3_5 |= {"num_attention_heads": 8, "linear_num_value_heads": 16, "tie_word_embeddings": True}
+# From the models' own config.json. If a context is shortened, nothing longer is measured. A slice has few of its model's
+# layers, each in full size, and the same share of its vocabulary: its step, times the ratio of the numbers of layers, is
+# about a step of the whole model.
+_QWEN3 = dict(model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960)
+_QWEN3.update(rope_theta=1e6, tie_word_embeddings=True)
+_LLAMA = dict(model_type="llama", num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, rope_theta=5e5)
+_SHORT = dict(max_position_embeddings=4096)
+_ROPE = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
+_GATED_DELTA = dict(num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, rope_parameters=_ROPE, **_SHORT)
+_QWEN3_5 = dict(model_type="qwen3_5_text", hidden_size=1024, intermediate_size=3584, num_attention_heads=8)
+_QWEN3_5.update(linear_num_value_heads=16, tie_word_embeddings=True, **_GATED_DELTA)
+_UNTIED = dict(tie_word_embeddings=False)
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int | None = None, **more: Any) -> dict[str, Any]:
+    more |= {"num_attention_heads": heads} if heads else {}
+    return dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, **more)
+
+
+_QWEN3_NEXT = dict(  # 64 of 512 experts: the time of a step follows the 10 active experts
+    model_type="qwen3_next", linear_num_value_heads=32, num_experts=64, num_experts_per_tok=10,
+    moe_intermediate_size=512, shared_expert_intermediate_size=512, **_GATED_DELTA, **_UNTIED,
+)  # fmt: skip
+_QWEN3_MOE = dict(
+    model_type="qwen3_moe", num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    moe_intermediate_size=768, norm_topk_prob=True, rope_theta=1e6, **_SHORT, **_UNTIED,
+)  # fmt: skip
+_GPT_OSS = dict(
+    model_type="gpt_oss", num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+    sliding_window=128, **_SHORT, **_UNTIED,
+)  # fmt: skip
+_TINY = dict(model_type="qwen3", num_key_value_heads=2, head_dim=32, vocab_size=4096, tie_word_embeddings=True)
 SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "qwen3-0.6b": {
-        **_QWEN3,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "qwen3-4b": {
-        **_QWEN3,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-    "llama-3.2-1b": {
-        **_LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    # Hybrids and mixtures. A slice has few of its model's layers, each in full size, and the same share of its
-    # vocabulary: its step, times the ratio of the numbers of layers, is about a step of the whole model.
-    "qwen3.5-0.8b": {**_QWEN3_5, "num_hidden_layers": 24, "vocab_size": 248320},
-    "qwen3.5-slice": {**_QWEN3_5, "num_hidden_layers": 4, "vocab_size": 41408},  # 4 of 24 layers; a multiple of 64
-    "qwen3-next-slice": {
-        **_GATED_DELTA,
-        "model_type": "qwen3_next",
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "linear_num_value_heads": 32,
-        "num_experts": 64,  # of 512: the time of a step follows the 10 active experts
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "vocab_size": 12672,  # 4 of 48 layers
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b-slice": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "vocab_size": 9536,  # 3 of 48 layers
-        "max_position_embeddings": 4096,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-    },
-    "gpt-oss-20b-slice": {
-        "model_type": "gpt_oss",
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "vocab_size": 16768,  # 2 of 24 layers
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    },
-    # To try the benchmarks themselves in seconds.
-    "tiny": {
-        "model_type": "qwen3",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 4096,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    },
+    "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16),
+    "qwen3-4b": _QWEN3 | _sizes(2560, 9728, 36, 32),
+    "llama-3.2-1b": _LLAMA | _SHORT | _sizes(2048, 8192, 16, head_dim=64, tie_word_embeddings=True),
+    "llama-3.1-8b": _LLAMA | _SHORT | _UNTIED | _sizes(4096, 14336, 32, head_dim=128),
+    "qwen3.5-0.8b": _QWEN3_5 | dict(num_hidden_layers=24, vocab_size=248320),
+    "qwen3.5-slice": _QWEN3_5 | dict(num_hidden_layers=4, vocab_size=41408),  # 4 of 24 layers; a multiple of 64
+    "qwen3-next-slice": _QWEN3_NEXT | _sizes(2048, 5120, 4, 16, vocab_size=12672),  # 4 of 48 layers
+    "qwen3-30b-a3b-slice": _QWEN3_MOE | _sizes(2048, 6144, 3, 32, vocab_size=9536),  # 3 of 48 layers
+    "gpt-oss-20b-slice": _GPT_OSS | _sizes(2880, 2880, 2, 64, vocab_size=16768),  # 2 of 24 layers
+    "tiny": _TINY | _SHORT | _sizes(128, 256, 2, 4),  # to try the benchmarks themselves in seconds
 }
 
 
-def make_checkpoint(shape: str, folder: Path, *, layers: int | None = None, peak: float | None = PEAK) -> Path:
-    """Write a bfloat16 checkpoint with a tokenizer, unless it exists.
-
-    Args:
-        shape: A key of SHAPES.
-        folder: The destination, which is returned.
-        layers: Replaces the shape's number of layers.
-        peak: The median probability of the likeliest token; None leaves the distribution flat.
-    """
+def make_checkpoint(shape: str, folder: Path) -> Path:
+    """Write a bfloat16 checkpoint with a tokenizer to `folder`, which is returned, unless it exists."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if (folder / "config.json").exists():
         return folder
     options = {**SHAPES[shape], **TOKEN_IDS}
-    if layers is not None:
-        options["num_hidden_layers"] = layers
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -155,10 +91,9 @@ def make_checkpoint(shape: str, folder: Path, *, layers: int | None = None, peak
         for name, parameter in model.model.layers.named_parameters():
             if name.removesuffix(".weight").endswith(RESIDUAL):
                 parameter.mul_(LAYER_GAIN)
-        if peak is not None:
-            weight, factor = model.model.norm.weight, peaking_factor(model, peak)
-            # Qwen3-Next and Qwen3.5 store the difference from 1.
-            weight.copy_(weight * factor if weight.any() else (1 + weight) * factor - 1)
+        weight, factor = model.model.norm.weight, peaking_factor(model)
+        # Qwen3-Next and Qwen3.5 store the difference from 1.
+        weight.copy_(weight * factor if weight.any() else (1 + weight) * factor - 1)
     model.generation_config.update(**TOKEN_IDS)
     scratch = folder.with_name(f"{folder.name}.partial")
     AutoTokenizer.from_pretrained(ASSETS).save_pretrained(scratch)
@@ -167,8 +102,8 @@ def make_checkpoint(shape: str, folder: Path, *, layers: int | None = None, peak
     return folder
 
 
-def peaking_factor(model: Any, peak: float) -> float:
-    """The factor of `model`'s logits that gives the likeliest token a median probability of `peak`."""
+def peaking_factor(model: Any) -> float:
+    """The factor of `model`'s logits that gives the likeliest token a median probability of PEAK."""
     import torch
 
     ids = torch.from_numpy(prompt_ids(4, 16, model.config.vocab_size))
@@ -178,16 +113,59 @@ def peaking_factor(model: Any, peak: float) -> float:
     low, high = 1e-3, 1e3
     for _ in range(40):
         middle = float(np.sqrt(low * high))
-        if np.median(1 / np.exp(middle * shifted).sum(-1)) < peak:
+        if np.median(1 / np.exp(middle * shifted).sum(-1)) < PEAK:
             low = middle
         else:
             high = middle
     return low
 
 
-def prompt_ids(rows: int, tokens: int, vocab_size: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[rows, tokens] int64: random ids, without special tokens."""
-    return np.random.default_rng(seed).integers(len(TOKEN_IDS), vocab_size, (rows, tokens))
+def make_large_checkpoint(shape: str, folder: Path) -> Path:
+    """Write a bfloat16 checkpoint with a single shard in memory at a time, unless it exists.
+
+    Its weights are drawn as models are initialised, and its last norm gives the logits a standard deviation of LOGITS.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if (folder / "config.json").exists():  # which is written last
+        return folder
+    options = {**SHAPES[shape], **TOKEN_IDS, "dtype": "bfloat16"}
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    folder.mkdir(parents=True, exist_ok=True)
+    generator, index, shard = torch.Generator().manual_seed(0), dict[str, str](), dict[str, Any]()
+    last = LOGITS / (SPREAD * config.hidden_size**0.5)
+
+    def flush() -> None:
+        name = f"model-{len(set(index.values())) + 1:05}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if weight.ndim == 1:
+            drawn = torch.full(weight.shape, last if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16)
+        else:
+            drawn = torch.empty(weight.shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
+        # Like real checkpoints: each expert is a separate tensor.
+        for part, tensor in revert_weight_conversion(model, {name: drawn}).items():
+            shard[part] = tensor.clone()
+            if sum(held.nbytes for held in shard.values()) >= SHARD:
+                flush()
+    if shard:
+        flush()
+    weight_map = {"metadata": {}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)
+    config.save_pretrained(folder)
+    return folder
 
 
 def qsample(*arguments: object, before: str = "") -> list[str]:

@@ -18,12 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from common import make_parser
-
 MEGABYTES: Final = 256  # per thread
 PASSES: Final = 12
-_LOOKUPS = ("Gather", "GatherBlockQuantized")  # these read a row of a table
-_TABLES = ("GroupQueryAttention", "RotaryEmbedding")  # these read a row each of cosines and sines
+# These read a row of a table, or of cosines and sines.
+_LOOKUPS: Final = ("Gather", "GatherBlockQuantized", "GroupQueryAttention", "RotaryEmbedding")
 
 
 def measure(threads: int) -> float:
@@ -57,9 +55,7 @@ def active_bytes(package: Path, experts_per_token: int, history: int) -> int:
             window = node.attributes.get_int("local_window_size", -1)
             for slot in (gqa.Slot.PAST_KEY, gqa.Slot.PAST_VALUE):
                 seen[node.inputs[slot]] = min(history, window) if window > 0 else history
-        if node.op_type in _LOOKUPS or node.op_type in _TABLES:
-            continue
-        for value in node.inputs:
+        for value in node.inputs if node.op_type not in _LOOKUPS else ():
             if value is None or value.const_value is None or not value.is_initializer():
                 continue
             sizes[value] = value.const_value.nbytes
@@ -70,10 +66,8 @@ def active_bytes(package: Path, experts_per_token: int, history: int) -> int:
 
 def _state_bytes(value: Any, history: int) -> int:
     """The bytes of a state of the model for a row; 0 for any other input."""
-    if value.name is None or not value.name.startswith("past_key_values."):
+    if not value.name.startswith("past_key_values."):
         return 0
-    assert value.shape is not None
-    assert value.dtype is not None
     sizes = [dim for dim in value.shape[1:] if isinstance(dim, int)]
     if value.name.endswith((".key", ".value")):  # [B, heads, capacity, head size]
         sizes = [sizes[0], history, sizes[-1]]
@@ -81,12 +75,10 @@ def _state_bytes(value: Any, history: int) -> int:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    threads = parser.parse_args().threads
-
     import numpy as np
+    from report import make_parser
 
+    threads = make_parser(__doc__, threads=2).parse_args().threads
     arrays = [np.ones(MEGABYTES * 2**18, np.float32) for _ in range(threads)]
     fastest = float("inf")
     with ThreadPoolExecutor(threads) as pool:

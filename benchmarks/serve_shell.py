@@ -2,9 +2,9 @@
 
     python benchmarks/serve_shell.py MODEL --port 8000 --slots 16 --threads 2
 
-It answers `/v1/models` and `/v1/completions` for prompts of token ids, as a whole or as a stream of tokens. It needs
-onnxruntime-genai, fastapi and uvicorn. The engine belongs to a single thread. On the CPU it batches statically:
-requests wait until the running batch has ended, so an idle engine waits for as long as requests keep arriving.
+It answers `/v1/models` and `/v1/completions` for prompts of token ids, as a whole or as a stream of tokens. On the CPU
+the engine batches statically: requests wait until the running batch has ended, so an idle engine waits for as long as
+requests keep arriving.
 """
 
 from __future__ import annotations
@@ -136,32 +136,26 @@ def make_app(engine: EngineThread) -> FastAPI:
     @app.post("/v1/completions", response_model=None)
     async def complete(body: Body) -> StreamingResponse | dict[str, Any]:
         answer = engine.add(body)
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         if body.stream:
-            return StreamingResponse(events(answer, head), media_type="text/event-stream")
-        tokens, text = [], ""
+            return StreamingResponse(events(answer), media_type="text/event-stream")
+        tokens = 0
         while (item := await answer.items.get()) is not None:
             if isinstance(item, str):
                 raise HTTPException(500, item)
-            tokens.append(item[0])
-            text += item[1]
-        choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": "length"}
-        usage = {"prompt_tokens": len(body.prompt), "completion_tokens": len(tokens)}
-        return {**head, "choices": [choice], "usage": usage}
+            tokens += 1
+        return {"usage": {"prompt_tokens": len(body.prompt), "completion_tokens": tokens}}
 
     return app
 
 
-async def events(answer: Answer, head: dict[str, Any]) -> AsyncIterator[bytes]:
+async def events(answer: Answer) -> AsyncIterator[bytes]:
     """A server-sent event per token."""
+    head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
     while (item := await answer.items.get()) is not None:
         if isinstance(item, str):
             yield b"data: " + json.dumps({"error": {"message": item}}).encode() + b"\n\n"
             break
         choice = {"index": 0, "text": item[1], "token_ids": [item[0]], "logprobs": None, "finish_reason": None}
-        yield b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n"
-    else:
-        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
         yield b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n"
     yield b"data: [DONE]\n\n"
 

@@ -6,7 +6,7 @@
 
 The texts are those of `speculation_texts.py`: 40 real edits of files, written again as a whole and from the middle on,
 summaries with quotes, and prose. All systems have the same random weights in 4 bits, so each is made to write the given
-answer, greedily; see `speculation_worker.py`. The systems are
+answer, greedily; see `systems/qsample.py`. The systems are
 
 - qsample: a package that draws a token a step, with an int8 cache;
 - qsample, no guesses: a package that checks guesses, of requests that make none;
@@ -30,24 +30,21 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from checkpoints import SHAPES, can_import, make_checkpoint, make_gguf, make_package
-from common import Kept, add_peer_options, describe_machine, make_parser, markdown, print_table, rotated
+from checkpoints import SHAPES, make_checkpoint, make_gguf, make_package
+from report import Kept, Rows, describe_machine, make_parser, markdown, print_table, rotated
 from rich.console import Console
 from speculation_texts import Text, make_texts
-from turns import PEERS, Worker
+from turns import Worker, available
 
 KINDS: Final = ("rewriting", "second half", "quotes", "chat")
-PLAIN, OFF, LOOKUP, LLAMA, LLAMA_LOOKUP = (
-    "qsample",
-    "qsample, no guesses",
-    "qsample, lookup",
-    "llama.cpp",
-    "llama.cpp, lookup",
-)
+PLAIN, OFF, LOOKUP = "qsample", "qsample, no guesses", "qsample, lookup"
+LLAMA, LLAMA_LOOKUP = "llama.cpp", "llama.cpp, lookup"
 SYSTEMS: Final = (PLAIN, OFF, LOOKUP, LLAMA, LLAMA_LOOKUP)
+SHARED: Final = {LOOKUP: OFF, LLAMA_LOOKUP: LLAMA}  # systems that share a process
 SAMPLED: Final = 64  # tokens of an answer
 CTX_LEN: Final = 4096
 LLAMA_GUESSES: Final = 10  # the default of llama-cpp-python
+HEADER: Final = ("text", "rows", "system", "calls", "ms a token", "over qsample", "worst text", "tokens a step")
 
 
 def last_cache_bytes() -> int:
@@ -60,31 +57,24 @@ def last_cache_bytes() -> int:
 
 
 def start(options: argparse.Namespace, evict: int, console: Console) -> dict[str, Worker]:
-    """A worker for each system; the systems of a package share one."""
+    """A worker for each system."""
     folder = options.work / options.shape
     with console.status("models"):
         checkpoint = make_checkpoint(options.shape, options.checkpoint or folder / "checkpoint")
-        int8 = ("--kv-cache-dtype", "int8")
-        guesses = ("--num-speculative-tokens", str(options.guesses))
-        plain = make_package(checkpoint, folder / "speculation-plain", "int4", *int8, ctx_len=CTX_LEN)
-        guessing = make_package(
-            checkpoint, folder / f"speculation-{options.guesses}", "int4", *int8, *guesses, ctx_len=CTX_LEN
-        )
-        models = {PLAIN: plain, OFF: guessing}
-        missing = can_import(options.peers_python, PEERS["llama.cpp"])
-        if missing is None:
+
+        def package(name: str, *more: str) -> Path:
+            more = ("--kv-cache-dtype", "int8", *more)
+            return make_package(checkpoint, folder / f"speculation-{name}", "int4", *more, ctx_len=CTX_LEN)
+
+        guesses = str(options.guesses)
+        models = {PLAIN: package("plain"), OFF: package(guesses, "--num-speculative-tokens", guesses)}
+        if available([LLAMA], options.peers_python, console):
             models[LLAMA] = make_gguf(checkpoint, folder / "q4_0.gguf", options.peers_python)
-        else:
-            console.print(f"without llama.cpp: {missing}", highlight=False)
     workers = {}
     for name, model in models.items():
-        own = name.split(",")[0]
-        python = sys.executable if own == "qsample" else options.peers_python
-        workers[name] = Worker(
-            own, model, python, options.threads, "--evict-bytes", str(evict), script="speculation_worker.py"
-        )
-    shared = {LOOKUP: OFF, LLAMA_LOOKUP: LLAMA}
-    return workers | {name: workers[other] for name, other in shared.items() if other in workers}
+        python = options.peers_python if name == LLAMA else sys.executable
+        workers[name] = Worker(name.split(",")[0], model, python, options.threads, "write", evict_bytes=evict)
+    return workers | {name: workers[other] for name, other in SHARED.items() if other in workers}
 
 
 def ask(worker: Worker, system: str, texts: list[Text], options: argparse.Namespace) -> dict[str, Any]:
@@ -93,15 +83,15 @@ def ask(worker: Worker, system: str, texts: list[Text], options: argparse.Namesp
     most = min(len(text.answer) for text in texts)
     most = most if guesses or options.whole else min(most, SAMPLED)
     rows = [{"prompt": text.prompt, "answer": text.answer[:most]} for text in texts]
-    answer = worker.ask(texts=rows, guesses=guesses)
+    answer = worker.ask("write", texts=rows, guesses=guesses)
     steps = answer.pop("seconds")
     return {**answer, "steps": len(steps), "seconds": sum(steps)}
 
 
-def figures(data: dict[str, Any]) -> list[list[str]]:
-    """The rows of the table."""
+def table_rows(measurements: dict[str, dict[str, Any]]) -> Rows:
+    """A line per kind of text, number of rows and system."""
     found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for key, entry in data["measurements"].items():
+    for key, entry in measurements.items():
         kind, rows, _, system = json.loads(key)
         found.setdefault((kind, rows, system), []).append(entry)
 
@@ -112,39 +102,16 @@ def figures(data: dict[str, Any]) -> list[list[str]]:
     for (kind, rows, system), entries in found.items():
         base = found.get((kind, rows, PLAIN), [])
         ratios = [milliseconds([one]) / milliseconds([other]) for one, other in zip(base, entries, strict=False)]
-        drafted, accepted = (sum(one[name] for one in entries) for name in ("draft_tokens", "accepted_tokens"))
-        tokens, steps = (sum(one[name] for one in entries) for name in ("tokens", "steps"))
-        table.append(
-            [
-                kind,
-                str(rows),
-                system,
-                str(len(entries)),
-                f"{milliseconds(entries):.1f}",
-                f"{milliseconds(base) / milliseconds(entries):.2f}" if base else "",
-                f"{min(ratios):.2f}" if base else "",
-                f"{tokens / rows / steps:.2f}",
-                f"{accepted / drafted:.2f}" if drafted else "",
-            ]
-        )
-    return table
-
-
-HEADER: Final = (
-    "text",
-    "rows",
-    "system",
-    "calls",
-    "ms a token",
-    "over qsample",
-    "worst text",
-    "tokens a step",
-    "guesses right",
-)
+        names = ("draft_tokens", "accepted_tokens", "tokens", "steps")
+        drafted, accepted, tokens, steps = (sum(one[name] for one in entries) for name in names)
+        over = [f"{milliseconds(base) / milliseconds(entries):.2f}", f"{min(ratios):.2f}"] if base else ["", ""]
+        shares = [f"{tokens / rows / steps:.2f}", f"{accepted / drafted:.2f}" if drafted else ""]
+        table.append([kind, str(rows), system, str(len(entries)), f"{milliseconds(entries):.1f}", *over, *shares])
+    return [*HEADER, "guesses right"], table
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, "speculation", work="build/decode", peers=True, again=True, threads=2)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--checkpoint", type=Path, help="an existing checkpoint of that shape")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
@@ -154,18 +121,16 @@ def main() -> None:
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--whole", action="store_true", help="all systems write whole answers, over equal histories")
     parser.add_argument("--warm", action="store_true", help="leave the weights in the caches between two steps")
-    add_peer_options(parser, "speculation")
     options, console = parser.parse_args(), Console()
     cache = last_cache_bytes()
     evict = 0 if options.warm else cache
     machine = f"{describe_machine(options.threads)}, last cache {cache >> 20} MiB"
     setting = {"shape": options.shape, "guesses": options.guesses, "cold": bool(evict), "whole": options.whole}
-    kept = Kept(
-        options.output.with_suffix(".json"), {"machine": machine, **setting, "measurements": {}}, ("machine", *setting)
-    )
+    data: dict[str, Any] = {"machine": machine, **setting, "measurements": {}}
+    kept = Kept(options.output.with_suffix(".json"), data, ("machine", *setting))
     if options.again:
         kept.data["measurements"] = {}
-    console.print(machine, highlight=False)
+    measurements: dict[str, dict[str, Any]] = kept.data["measurements"]
     workers = start(options, evict, console)
     with console.status("texts"):
         texts = make_texts(options.work, SHAPES[options.shape]["vocab_size"])
@@ -173,19 +138,21 @@ def main() -> None:
     for kind in options.kind:
         chosen = [text for text in texts if text.kind == kind][: options.texts]
         for rows in options.rows:
-            for index, group in enumerate(chosen[first : first + rows] for first in range(0, len(chosen), rows)):
+            # Whole groups only.
+            for index, first in enumerate(range(0, len(chosen) - rows + 1, rows)):
+                group = chosen[first : first + rows]
                 for system in rotated([name for name in options.system if name in workers], turn):
                     key = json.dumps([kind, rows, index, system])
-                    one_row = system in (LLAMA, LLAMA_LOOKUP)
-                    if len(group) < rows or (rows > 1 and one_row) or key in kept.data["measurements"]:
+                    if (rows > 1 and system in (LLAMA, LLAMA_LOOKUP)) or key in measurements:
                         continue
                     with console.status(f"{kind}, {rows} rows, {group[0].name}: {system}"):
-                        kept.data["measurements"][key] = ask(workers[system], system, list(group), options)
+                        measurements[key] = ask(workers[system], system, group, options)
                     kept.save()
                 turn += 1
-            print_table(console, HEADER, [row for row in figures(kept.data) if row[:2] == [kind, str(rows)]])
-    lines = [f"# Steps of several tokens\n\n{machine}; {'cold' if evict else 'warm'} weights, {options.shape}.\n"]
-    options.output.with_suffix(".md").write_text("\n".join([*lines, *markdown(HEADER, figures(kept.data))]) + "\n")
+    header, lines = table_rows(measurements)
+    print_table(header, lines)
+    head = f"# Steps of several tokens\n\n{machine}; {'cold' if evict else 'warm'} weights, {options.shape}.\n"
+    options.output.with_suffix(".md").write_text("\n".join([head, *markdown(header, lines)]) + "\n")
     for worker in {id(worker): worker for worker in workers.values()}.values():
         worker.close()
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import numpy as np
 from checkpoints import can_import
-from common import rotated
+from report import median, rotated
 from rich.console import Console
+from systems import Sampling
 
 PAUSE: Final = 0.1  # seconds between two systems' turns: threads of the previous system may still spin
 WARM_UP_TOKENS: Final = 64  # of the prompt before the rounds; a longer prompt would cost as much as a round
@@ -49,46 +48,33 @@ class Cell:
 
 
 class Worker:
-    """A system in its own process, which answers requests in JSON lines; see the worker scripts in this folder."""
+    """A system in its own process, which answers requests in JSON lines; see `worker.py`."""
 
     def __init__(
-        self, system: str, model: Path, python: str, threads: int, *options: str, script: str = "decode_worker.py"
+        self, system: str, model: Path, python: str, threads: int, work: str = "generate", **options: Any
     ) -> None:
-        command = [python, str(Path(__file__).with_name(script)), system, str(model), "--threads", str(threads)]
-        command += options
+        command = [python, str(Path(__file__).with_name("worker.py")), work, system, str(model)]
+        command += ["--threads", str(threads), "--options", json.dumps(options)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
         )
         self.loaded = self._answer()
-        # Seconds of a prompt of 64 tokens and of a step, for a single row; see `probe`.
-        self.first_seconds = self.step_seconds = 0.0
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """The answer to a request.
+    def ask(self, call: str = "generate", **arguments: Any) -> dict[str, Any]:
+        """The result of a method of the system.
 
         Raises:
             RuntimeError: The process ended; the message has the end of its output.
         """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # the process has ended; its output has the reason
         return self._answer()
-
-    def probe(self) -> dict[str, int]:
-        """Run a few steps, which shows the time of later requests and loads mapped weights into memory.
-
-        Returns:
-            The memory of the process afterwards, in bytes: "anonymous" and "mapped".
-        """
-        answer = self.ask(rows=1, prompt_tokens=WARM_UP_TOKENS, new_tokens=8, sampling={"temperature": 0.0})
-        self.first_seconds, self.step_seconds = answer["first_token"], float(np.median(answer["steps"]))
-        memory: dict[str, int] = answer["memory"]
-        return memory
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -110,17 +96,13 @@ def available(systems: list[str], peers_python: str, console: Console) -> list[s
     """The systems whose modules are installed; the console names the others."""
     found = []
     for name in systems:
-        missing = can_import(peers_python if PEERS[name] else sys.executable, PEERS[name])
+        needed = PEERS.get(name.split(",")[0], [])
+        missing = can_import(peers_python if needed else sys.executable, needed)
         if missing is None:
             found.append(name)
         else:
             console.print(f"without {name}: {missing}", highlight=False)
     return found
-
-
-def without_folders(reason: str) -> str:
-    """`reason` with only the last part of each absolute path: the folders of this machine are private."""
-    return re.sub(r"(?<![\w.:/])(?:/[\w.+-]+)+/([\w.+-]+)", r"\1", reason)
 
 
 def size_of(model: Path) -> int:
@@ -129,35 +111,15 @@ def size_of(model: Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def new_tokens_of(system: str, new_tokens: int) -> int:
-    """Fewer for transformers, whose eager float32 steps are long."""
-    return min(new_tokens, 8) if system == "transformers" else new_tokens
-
-
-def expected_seconds(workers: Mapping[str, Worker], cell: Cell, rounds: int, new_tokens: int) -> float:
-    """The approximate time of a cell, from the workers' probes.
-
-    The time of a prompt grows slightly faster than its length, and the time of a step with its rows and their history.
-    The constants fit a model of 0.6 B parameters on two cores, and others within a factor of two.
-    """
-    total = 0.0
-    for name, worker in workers.items():
-        reading = worker.first_seconds * cell.rows * (1 + cell.prompt / 4500)
-        step = worker.step_seconds * (1 + (cell.rows - 1) * 0.25 + cell.rows * cell.prompt / 6000)
-        per_round = reading * cell.prompt / WARM_UP_TOKENS + step * new_tokens_of(name, new_tokens) + PAUSE
-        total += rounds * per_round + reading * min(cell.prompt, WARM_UP_TOKENS) / WARM_UP_TOKENS + 4 * step + PAUSE
-    return total
-
-
 def take_turns(
     workers: dict[str, Worker],
     cell: Cell,
-    sampling: Mapping[str, float],
+    sampling: Sampling,
     rounds: int,
     new_tokens: int,
     *,
     failed: Callable[[str, RuntimeError], None],
-    after_round: Callable[[], None] | None = None,
+    after_round: Callable[[], None] = lambda: None,
 ) -> tuple[Times, Times]:
     """Measure a cell in rounds, after a round that warms up (memory is allocated, files are read).
 
@@ -166,7 +128,7 @@ def take_turns(
         cell: The prompts.
         sampling: The sampling parameters.
         rounds: Measured rounds.
-        new_tokens: Tokens per row and round.
+        new_tokens: Tokens per row and round; transformers has 8 at most, because its eager float32 steps are long.
         failed: Called with the name and the error of a system whose process ended.
         after_round: Called after each measured round.
 
@@ -179,19 +141,17 @@ def take_turns(
     for index in range(rounds + 1):
         for name in rotated(workers, index):
             time.sleep(PAUSE)
-            count = new_tokens_of(name, new_tokens) if index else 4
+            tokens = (min(new_tokens, 8) if name == "transformers" else new_tokens) if index else 4
             prompt = cell.prompt if index else min(cell.prompt, WARM_UP_TOKENS)
             try:
-                answer = workers[name].ask(
-                    rows=cell.rows, prompt_tokens=prompt, new_tokens=count, sampling=dict(sampling)
-                )
+                answer = workers[name].ask(rows=cell.rows, prompt_tokens=prompt, new_tokens=tokens, sampling=sampling)
             except RuntimeError as error:
                 failed(name, error)
                 del workers[name], first[name], steps[name]
                 continue
             if index:
                 first[name].append(1e3 * answer["first_token"])
-                steps[name].append(1e3 * float(np.median(answer["steps"])))
-        if index and after_round is not None:
+                steps[name].append(1e3 * median(answer["steps"]))
+        if index:
             after_round()
     return first, steps

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode_worker import Ids, Request
+import onnxruntime as ort
+
+from systems import Generator, Ids, Sampling
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
-class LogitsHost:
+class LogitsHost(Generator):
     """ONNX Runtime on a file of onnxruntime-genai's; keys and values stay in its memory, logits are copied.
 
-    The sampler is "numpy", or "transformers" for its logits processors and torch's multinomial.
+    sampler: "numpy", or "transformers" for its logits processors and torch's multinomial.
     """
 
-    def __init__(self, model: Path, threads: int, sampler: str) -> None:
-        import onnxruntime as ort
+    library = "onnxruntime"
 
+    def __init__(self, model: Path, threads: int, sampler: str) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        self._ort = ort
         self._session = ort.InferenceSession(model / "model.onnx", options, providers=["CPUExecutionProvider"])
         decoder = json.loads((model / "genai_config.json").read_text())["model"]["decoder"]
         self._heads, self._size = decoder["num_key_value_heads"], decoder["head_size"]
@@ -38,13 +38,13 @@ class LogitsHost:
         self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
         self._make_sampler = {"numpy": NumpySampler, "transformers": TransformersSampler}[sampler]
 
-    def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
-        value = self._ort.OrtValue.ortvalue_from_numpy
-        rows, sample = len(prompts), self._make_sampler(request.sampling)
+    def run(self, prompts: Ids, new_tokens: int, sampling: Sampling) -> tuple[list[float], list[list[int]]]:
+        value = ort.OrtValue.ortvalue_from_numpy
+        sample = self._make_sampler(sampling)
         moments, ids, history = [time.perf_counter()], prompts, prompts
-        empty = np.zeros((rows, self._heads, 0, self._size), np.float32)
+        empty = np.zeros((len(prompts), self._heads, 0, self._size), np.float32)
         past = {name: value(empty) for name in self._states.values()}
-        for _ in range(request.new_tokens):
+        for _ in range(new_tokens):
             binding = self._session.io_binding()
             binding.bind_ortvalue_input("input_ids", value(np.ascontiguousarray(ids)))
             binding.bind_ortvalue_input("attention_mask", value(np.ones(history.shape, np.int64)))
@@ -64,28 +64,20 @@ class LogitsHost:
 class NumpySampler:
     """A sampler in float32 NumPy; parameters have Hugging Face's names, and an absent parameter is off."""
 
-    def __init__(self, sampling: Mapping[str, float]) -> None:
+    def __init__(self, sampling: Sampling) -> None:
         self._sampling = {"temperature": 1.0, "top_p": 1.0, **sampling}
         self._generator = np.random.default_rng(0)
 
     def __call__(self, logits: Logits, history: Ids, start: int) -> Ids:
-        """Sample a token per row.
-
-        Args:
-            logits: [B, V] float32.
-            history: [B, T] int64, the tokens so far.
-            start: The column of the first sampled token in `history`.
-
-        Returns:
-            [B] int64.
-        """
+        """A token per row, [B] int64, of logits [B, V] after `history` [B, T], sampled from column `start` on."""
+        scores = self._penalized(logits, history, start)
         if self._sampling["temperature"] == 0:
-            return self.penalized(logits, history, start).argmax(axis=-1)
-        totals = self.weights(logits, history, start).cumsum(axis=-1)
+            return scores.argmax(axis=-1)
+        totals = self.weights(scores).cumsum(axis=-1)
         draws = self._generator.random((len(logits), 1), np.float32) * totals[:, -1:]
         return (totals < draws).sum(axis=-1).clip(0, logits.shape[-1] - 1)
 
-    def penalized(self, logits: Logits, history: Ids, start: int) -> Logits:
+    def _penalized(self, logits: Logits, history: Ids, start: int) -> Logits:
         """[B, V]: the logits after the penalties."""
         repetition = np.float32(self._sampling.get("repetition_penalty", 1.0))
         presence, frequency = (
@@ -101,10 +93,10 @@ class NumpySampler:
             row[sampled] -= presence + frequency * counts.astype(np.float32)
         return scores
 
-    def weights(self, logits: Logits, history: Ids, start: int) -> Logits:
+    def weights(self, scores: Logits) -> Logits:
         """[B, V]: the unnormalized probabilities."""
         sampling = self._sampling
-        scores = self.penalized(logits, history, start) / np.float32(sampling["temperature"])
+        scores = scores / np.float32(sampling["temperature"])
         if sampling.get("top_k"):
             k = int(sampling["top_k"])
             least = np.partition(scores, -k, axis=-1)[:, -k, None]
@@ -124,7 +116,7 @@ class NumpySampler:
 class TransformersSampler:
     """The processors and the draw of `generate`, plus the penalties by count, which transformers lacks."""
 
-    def __init__(self, sampling: Mapping[str, float]) -> None:
+    def __init__(self, sampling: Sampling) -> None:
         import torch
         import transformers as hf
 
@@ -133,17 +125,17 @@ class TransformersSampler:
         self._penalties, self._warpers = hf.LogitsProcessorList(), hf.LogitsProcessorList()
         if sampling.get("repetition_penalty", 1.0) != 1:
             self._penalties.append(hf.RepetitionPenaltyLogitsProcessor(sampling["repetition_penalty"]))
-        if sampling.get("temperature", 1.0) not in (0, 1):
-            self._warpers.append(hf.TemperatureLogitsWarper(sampling["temperature"]))
-        if sampling.get("top_k"):
-            self._warpers.append(hf.TopKLogitsWarper(int(sampling["top_k"])))
-        if sampling.get("top_p", 1.0) < 1:
-            self._warpers.append(hf.TopPLogitsWarper(sampling["top_p"]))
-        if sampling.get("min_p"):
-            self._warpers.append(hf.MinPLogitsWarper(sampling["min_p"]))
+        for name, kind, off in (
+            ("temperature", hf.TemperatureLogitsWarper, (0, 1)),
+            ("top_k", hf.TopKLogitsWarper, (0,)),
+            ("top_p", hf.TopPLogitsWarper, (1,)),
+            ("min_p", hf.MinPLogitsWarper, (0,)),
+        ):
+            if name in sampling and sampling[name] not in off:
+                self._warpers.append(kind(sampling[name]))
 
     def __call__(self, logits: Logits, history: Ids, start: int) -> Ids:
-        """Sample a token per row; see NumpySampler."""
+        """As NumpySampler."""
         scores = self.scores(logits, history, start)
         if self._greedy:
             return np.asarray(scores.argmax(dim=-1).numpy())
