@@ -25,8 +25,21 @@ from typing import Any, Final
 
 from checkpoints import CTX_LEN, SHAPES, can_import, make_checkpoint, make_genai_model, qsample
 from decode import ROUNDS
-from decoders import OWN, STEP, Facts, Part, Results, add_options, cell_of, cells_in, ratio, remaining, run_cells
-from decoders import start, write
+from decoders import (
+    OWN,
+    STEP,
+    Facts,
+    Part,
+    Results,
+    add_options,
+    cell_of,
+    cells_in,
+    ratio,
+    remaining,
+    run_cells,
+    start,
+    write,
+)
 from report import Rows, describe_machine, make_parser, markdown, median
 from rich.console import Console
 from systems import ALL

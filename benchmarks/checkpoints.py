@@ -30,9 +30,9 @@ LOGITS: Final = 4.0
 CTX_LEN: Final = 4608  # of packages for the CPU, unless a shape has less
 ASSETS: Final = Path(__file__).resolve().parent.parent / "qsample" / "assets" / "tiny_lm"
 TOKEN_IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-# From the models' own config.json. If a context is shortened, nothing longer is measured. A slice has few of its model's
-# layers, each in full size, and the same share of its vocabulary: its step, times the ratio of the numbers of layers, is
-# about a step of the whole model.
+# From the models' own config.json. If a context is shortened, nothing longer is measured. A slice has few of its
+# model's layers, each in full size, and the same share of its vocabulary: its step, times the ratio of the numbers of
+# layers, is about a step of the whole model.
 _QWEN3 = dict(model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960)
 _QWEN3.update(rope_theta=1e6, tie_word_embeddings=True)
 _LLAMA = dict(model_type="llama", num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, rope_theta=5e5)

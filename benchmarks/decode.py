@@ -80,9 +80,7 @@ def check_tokens(checkpoint: Path, results: Results, shape: str, threads: int) -
     results.shape(shape)["tokens"] = {"compared": int(tokens[0].size), "equal": equal}
 
 
-def run_shape(
-    shape: str, parts: list[Part], options: argparse.Namespace, results: Results, console: Console
-) -> None:
+def run_shape(shape: str, parts: list[Part], options: argparse.Namespace, results: Results, console: Console) -> None:
     folder, python = options.work / shape, options.peers_python
     with console.status(f"{shape}: a checkpoint of random weights"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")

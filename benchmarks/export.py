@@ -10,7 +10,8 @@ its own command, in a process of its own, with its own number of threads. The ex
 each round, and ratios are taken within a round; the result is deleted before the next turn. Each turn begins with the
 checkpoint in the system's page cache, as far as that has room, and with nothing left to be written.
 
-Memory and bytes are those of the process, sampled from /proc: Linux only. An exporter that needs more than --memory or
+Memory and bytes are those of the process, sampled from /proc, and the use of the disk that of its results and of its
+temporary files: Linux only. An exporter that needs more than --memory or
 --limit is stopped, and named. Only qsample compares its result with the model and with the float weights (the stages
 "checking", "comparing", "self-test" and "divergence"); optimum runs the graph and the model once on a short prompt.
 
@@ -27,19 +28,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import plots
-from checkpoints import SHAPES, can_import, qsample
-from common import Kept, add_output, describe_machine, make_parser, markdown, rotated
+import report
+from checkpoints import SHAPES, can_import, make_large_checkpoint, qsample
+from report import Kept, Rows, describe_machine, make_parser, markdown, median, one_line, rotated
 from rich.console import Console
-from size import disk_bytes, make_checkpoint
-from turns import without_folders
 
-INTERVAL: Final = 0.05  # seconds between two samples
+INTERVAL: Final = 0.1  # seconds between two samples
 OWN: Final = "qsample, int4"  # the exporter that the ratios refer to
 ROUNDS: Final = {"qwen3-0.6b": 3}  # others: 1
 CHECKS: Final = ("checking", "comparing", "self-test", "measuring the divergence")  # beginnings of stages
@@ -107,7 +106,7 @@ EXPORTERS: Final = {
 
 
 def measure(command: list[str], log: Path, *, limit: float, memory: float) -> dict[str, Any]:
-    """Run an exporter, with its messages in `log`.
+    """Run an exporter, with its messages in `log`, its temporary files and its result in the folder of `log`.
 
     Args:
         command: its command line.
@@ -116,15 +115,16 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
         memory: bytes of anonymous memory after which it is stopped.
 
     Returns:
-        seconds, cpu_seconds, peak_anonymous, peak_resident and written (bytes), and stdout.
+        seconds, cpu_seconds; peak_anonymous, peak_resident, peak_disk and written, in bytes; stdout.
 
     Raises:
         RuntimeError: It failed or was stopped; the message is a line.
     """
     left_out = () if command[0] == sys.executable else ("PYTHONPATH",)  # another interpreter has its own packages
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TMPDIR": str(log.parent)}
     peaks, stopped, written, output = {"VmHWM": 0, "RssAnon": 0}, "", 0, log.with_suffix(".out")
+    before = disk = disk_bytes(log.parent)
     with log.open("w") as errors, output.open("w") as results:
         begun = time.perf_counter()
         process = subprocess.Popen(command, stdout=results, stderr=errors, env=environment)
@@ -133,6 +133,7 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
             while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
                 sizes = _figures(process.pid, "status", peaks)
                 peaks = {name: max(peak, sizes.get(name, 0) * 1024) for name, peak in peaks.items()}
+                disk = max(disk, disk_bytes(log.parent))
                 if peaks["RssAnon"] > memory:
                     stopped = f"needs more than {memory / 1e9:.0f} GB of memory"
                 if time.perf_counter() - begun > limit:
@@ -156,9 +157,20 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "peak_anonymous": peaks["RssAnon"],
         "peak_resident": peaks["VmHWM"],
+        "peak_disk": disk - before,
         "written": written,
         "stdout": output.read_text(errors="replace"),
     }
+
+
+def disk_bytes(folder: Path) -> int:
+    """The disk use of the files below `folder`."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return total
 
 
 def _figures(process: int, file: str, names: Iterable[str]) -> dict[str, int]:
@@ -216,13 +228,11 @@ def versions(names: Iterable[str], options: argparse.Namespace) -> dict[str, str
 
 def run_shape(shape: str, options: argparse.Namespace, results: Kept, console: Console) -> None:
     """Let the exporters take turns on a shape; those that fail are recorded, and leave."""
-    if not (options.work / shape / "checkpoint" / "config.json").is_file():  # which is written last
-        with console.status(f"{shape}: a checkpoint of random weights"):
-            make_checkpoint(shape, options.work / shape / "checkpoint")
+    with console.status(f"{shape}: a checkpoint of random weights"):
+        make_large_checkpoint(shape, options.work / shape / "checkpoint")
     known = results.data["shapes"].setdefault(shape, {"turns": {}, "missing": {}})
     if options.again:
         known |= {"turns": {}, "missing": {}}
-    rounds = options.rounds or ROUNDS.get(shape, 1)
     running = []
     for name in options.system:
         missing = can_import(_python(EXPORTERS[name], options), list(EXPORTERS[name].modules))
@@ -230,10 +240,10 @@ def run_shape(shape: str, options: argparse.Namespace, results: Kept, console: C
         if missing is None:
             running.append(name)
         elif not known["turns"].get(name):
-            known["missing"][name] = without_folders(missing)
+            known["missing"][name] = one_line(missing)
             console.print(f"{shape} without {name}: {missing}", highlight=False)
     known["versions"] = versions(running, options)
-    for turn in range(rounds):
+    for turn in range(options.rounds or ROUNDS.get(shape, 1)):
         for name in rotated(running, turn):
             turns = known["turns"].setdefault(name, [])
             if len(turns) > turn or name in known["missing"]:
@@ -241,36 +251,34 @@ def run_shape(shape: str, options: argparse.Namespace, results: Kept, console: C
             with console.status(f"{shape}, round {turn + 1}: {name}"):
                 try:
                     turns.append(take_turn(name, shape, options))
-                    console.print(f"{shape}, {name}: {turns[-1]['seconds']:.1f} s", highlight=False)
+                    sizes = f"{turns[-1]['peak_anonymous'] / 1e9:.1f} GB of memory, {turns[-1]['peak_disk'] / 1e9:.1f}"
+                    console.print(f"{shape}, {name}: {turns[-1]['seconds']:.1f} s, {sizes} of disk", highlight=False)
                 except RuntimeError as error:
                     if name == OWN:
                         raise
-                    known["missing"][name] = without_folders(str(error))[:300]
+                    known["missing"][name] = one_line(str(error))
                     console.print(f"{shape} without {name}: {error}", highlight=False)
             results.save()
 
 
-def table_rows(known: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table_rows(known: dict[str, Any]) -> Rows:
     """A line for each exporter: medians of the rounds, and the multiple of qsample's time, taken within a round."""
     rows = []
     for name in EXPORTERS:
-        turns = known["turns"].get(name)
-        if not turns:
+        if not (turns := known["turns"].get(name)):
             continue
-        seconds, cpu = (float(np.median([turn[key] for turn in turns])) for key in ("seconds", "cpu_seconds"))
-        sizes = [
-            f"{np.median([turn[key] for turn in turns]) / 1e9:.2f}"
-            for key in ("peak_anonymous", "peak_resident", "written", "bytes")
-        ]
+        seconds, cpu = (median([turn[key] for turn in turns]) for key in ("seconds", "cpu_seconds"))
+        keys = ("peak_anonymous", "peak_resident", "written", "bytes")
+        sizes = [f"{median([turn[key] for turn in turns]) / 1e9:.2f}" for key in keys]
         pairs = zip(turns, known["turns"].get(OWN, []), strict=False)
         ratios = [turn["seconds"] / own["seconds"] for turn, own in pairs]
-        ratio = f"{np.median(ratios):.2f}x" if ratios else ""
+        ratio = f"{median(ratios):.2f}x" if ratios else ""
         rows.append([name, EXPORTERS[name].weights, f"{seconds:.1f}", ratio, f"{cpu:.1f}", *sizes])
     header = ["exporter", "weights", "seconds", f"of {OWN}", "CPU seconds"]
     return [*header, "anonymous memory, GB", "memory, GB", "written, GB", "result, GB"], rows
 
 
-def stage_rows(known: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def stage_rows(known: dict[str, Any]) -> Rows:
     """The stages of qsample's exporters: medians of the seconds, and the share of those that check the result."""
     own = [name for name in EXPORTERS if known["turns"].get(name) and "stages" in known["turns"][name][0]]
     columns = {name: _stages(known["turns"][name]) for name in own}
@@ -279,40 +287,39 @@ def stage_rows(known: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = [
         [stage, *(f"{columns[name][stage]:.1f}" if stage in columns[name] else "" for name in own)] for stage in names
     ]
-    sums = {name: [sum(part) for part in _checks_and_others(columns[name])] for name in own}
-    for index, label in enumerate(("checks together", "without the checks")):
-        rows.append([f"**{label}**", *(f"**{sums[name][index]:.1f}**" for name in own)])
+    for label, checks in (("checks together", True), ("without the checks", False)):
+        sums = [
+            sum(seconds for stage, seconds in columns[name].items() if stage.startswith(CHECKS) == checks)
+            for name in own
+        ]
+        rows.append([f"**{label}**", *(f"**{seconds:.1f}**" for seconds in sums)])
     return ["stage, seconds", *own], rows
 
 
 def _stages(turns: list[dict[str, Any]]) -> dict[str, float]:
     """Stage → median of its seconds."""
-    return {stage: float(np.median([turn["stages"][stage] for turn in turns])) for stage in turns[0]["stages"]}
+    return {stage: median([turn["stages"][stage] for turn in turns]) for stage in turns[0]["stages"]}
 
 
-def _checks_and_others(stages: dict[str, float]) -> tuple[list[float], list[float]]:
-    checks = [seconds for stage, seconds in stages.items() if stage.startswith(CHECKS)]
-    return checks, [seconds for stage, seconds in stages.items() if not stage.startswith(CHECKS)]
-
-
-def write(results: Kept, output: Path) -> None:
+def write(data: dict[str, Any], output: Path) -> None:
     """Write the page and the plot."""
     lines = [
         "# Exporting a checkpoint",
         "",
-        f"{results.data['machine']}. Made by `python benchmarks/export.py`, whose docstring describes the method.",
+        f"{data['machine']}. Made by `python benchmarks/export.py`, whose docstring describes the method.",
         "A checkpoint of random bfloat16 weights becomes an ONNX model. Medians of the rounds; the multiple of",
         "qsample's time is the median of the ratios within each round. Memory is the largest of the process, anonymous",
         "and with the pages of mapped files, which the system takes back if others need the memory.",
         "",
     ]
-    shapes = {shape: known for shape, known in results.data["shapes"].items() if known["turns"].get(OWN)}
+    shapes = {shape: known for shape, known in data["shapes"].items() if known["turns"].get(OWN)}
     for shape, known in shapes.items():
-        rounds = len(known["turns"][OWN])
         lines += [f"## {shape}", "", *markdown(*table_rows(known)), ""]
-        lines += [f"{name} is missing: {_one_line(reason)}.\n" for name, reason in known["missing"].items()]
+        missing = {name: one_line(reason).rstrip(".") for name, reason in known["missing"].items()}
+        lines += [f"{name} is missing: {reason}.\n" for name, reason in missing.items()]
         measured = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
-        lines += [f"{rounds} round{'s' * (rounds > 1)}, {measured}.", "", *markdown(*stage_rows(known)), ""]
+        rounds = report.count(len(known["turns"][OWN]), "round")
+        lines += [f"{rounds}, {measured}.", "", *markdown(*stage_rows(known)), ""]
     if shapes:
         lines += [
             "Only qsample runs these checks: the graph is compared with the model in transformers, the compiled graph",
@@ -321,38 +328,34 @@ def write(results: Kept, output: Path) -> None:
             f"![Seconds by stage]({output.name}.png)",
             "",
         ]
-        plot(shapes, output.with_suffix(".png"))
+        plot(data, output.with_suffix(".png"))
     output.with_suffix(".md").write_text("\n".join(lines))
 
 
-def _one_line(reason: str) -> str:
-    return " ".join(reason.replace("|", "/").split()).rstrip(".")
-
-
-def plot(shapes: dict[str, dict[str, Any]], path: Path) -> None:
+def plot(data: dict[str, Any], path: Path) -> None:
     """A panel for each shape, a bar for each exporter; qsample's are stacked by stage, the checks hatched and pale."""
+    shapes = {shape: known for shape, known in data["shapes"].items() if known["turns"].get(OWN)}
     names = [name for name in EXPORTERS if any(known["turns"].get(name) for known in shapes.values())]
     stages = list(dict.fromkeys(s for known in shapes.values() for name in names for s in _shown(known, name)))
-    figure, axes = plots.new_figure(len(shapes), 1, (10, 0.7 + 0.45 * len(names)))
+    figure, axes = report.new_figure(len(shapes), 1, (10, 0.7 + 0.45 * len(names)))
     for axis, (shape, known) in zip(axes[:, 0], shapes.items(), strict=True):
         for place, name in enumerate(names):
             if not known["turns"].get(name):
-                axis.text(0, place, f" {known['missing'].get(name, plots.MISSING)}", va="center", color="#555555")
+                axis.text(0, place, f" {known['missing'].get(name, report.MISSING)}", va="center", color="#555555")
             left, shown = 0.0, _shown(known, name)
             for stage, seconds in shown.items():
                 look = {"color": _shade(stages.index(stage), len(stages)), "label": stage}
                 if stage.startswith(CHECKS):
                     look |= {"hatch": "///"}
                 if len(shown) == 1:
-                    look = {"color": plots.colour(name)}
+                    look = {"color": report.colour(name)}
                 axis.barh(place, seconds, left=left, edgecolor="white", linewidth=0.8, **look)
                 left += seconds
         axis.set(title=shape, yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
         axis.set_yticklabels(names)
         axis.grid(visible=False, axis="y")
     axes[-1, 0].set_xlabel("seconds; hatched: checks, which only qsample runs")
-    plots.legend(figure)
-    plots.save(figure, path)
+    report.save_figure(figure, path)
 
 
 def _shown(known: dict[str, Any], name: str) -> dict[str, float]:
@@ -360,7 +363,7 @@ def _shown(known: dict[str, Any], name: str) -> dict[str, float]:
     if not (turns := known["turns"].get(name)):
         return {}
     stages = _stages(turns) if "stages" in turns[0] else {}
-    rest = float(np.median([turn["seconds"] for turn in turns])) - sum(stages.values())
+    rest = median([turn["seconds"] for turn in turns]) - sum(stages.values())
     return {**stages, "starting" if stages else name: max(rest, 0.0)}
 
 
@@ -369,29 +372,24 @@ def _shade(index: int, number: int) -> Any:
     from matplotlib.colors import to_rgb
 
     strength = (1.0, 0.55, 0.78, 0.35)[index % 4]
-    return tuple(1 - (1 - part) * strength * (1 - 0.25 * index / number) for part in to_rgb(plots.QSAMPLE))
+    return tuple(1 - (1 - part) * strength * (1 - 0.25 * index / number) for part in to_rgb(report.QSAMPLE))
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, "export", work="build/export", peers=True, again=True)
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "qwen3-4b"])
     parser.add_argument("--system", nargs="+", choices=list(EXPORTERS), default=list(EXPORTERS))
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
     parser.add_argument("--optimum-python", default=sys.executable, help="a Python with optimum-onnx")
-    parser.add_argument("--work", type=Path, default=Path("build/export"), help="folder for checkpoints and results")
     parser.add_argument("--rounds", type=int, help="turns of each exporter; default: 3 for qwen3-0.6b, otherwise 1")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of a turn")
     parser.add_argument("--memory", type=float, default=_available(), help="anonymous memory of an exporter, GB")
-    parser.add_argument("--again", action="store_true", help="repeat complete measurements")
-    add_output(parser, "export")
     options, console = parser.parse_args(), Console(stderr=True)
     data = {"machine": describe_machine(os.cpu_count() or 1), "shapes": {}}
     results = Kept(options.output.with_suffix(".json"), data)
     for shape in options.shape:
         run_shape(shape, options, results, console)
     results.save()
-    write(results, options.output)
-    console.print(f"wrote {options.output.with_suffix('.md')}")
+    write(results.data, options.output)
 
 
 def _available() -> float:

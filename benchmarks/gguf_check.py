@@ -6,6 +6,8 @@ For each architecture, it writes a tiny model with random weights (including nor
 random prompts. The exit status is 1 if the error of a logit exceeds TOLERANCE, relative to the largest logit.
 """
 
+# ruff: noqa: C408 - keywords read better than quoted keys in the models
+
 from __future__ import annotations
 
 import sys
@@ -15,53 +17,34 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from decode_worker import LlamaCpp
 from gguf_model import write_float
+from systems.llama_cpp import Model, closing, lib
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TOLERANCE: Final = 1e-4
 TOKENS: Final = 40  # more than the window of gpt-oss below
-COMMON: Final[dict[str, Any]] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
-EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
-GATED_DELTA: Final = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-}
+COMMON: Final[dict[str, Any]] = dict(
+    vocab_size=256, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    intermediate_size=96, max_position_embeddings=128, tie_word_embeddings=False,
+)  # fmt: skip
+EXPERTS: Final = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True)
+ROPE: Final = dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.25)
+GATED_DELTA: Final = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+    rope_parameters=ROPE,
+)  # fmt: skip
 # llama.cpp rounds the limits of YaRN's range; transformers does so with `truncate`.
-YARN: Final = {
-    "rope_type": "yarn",
-    "rope_theta": 15e4,
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": True,
-    "original_max_position_embeddings": 4096,
-}
+YARN: Final = dict(
+    rope_type="yarn", rope_theta=15e4, factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=True,
+    original_max_position_embeddings=4096,
+)  # fmt: skip
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "llama": {},
-    "qwen3": {"tie_word_embeddings": True},
+    "qwen3": dict(tie_word_embeddings=True),
     "qwen3_moe": EXPERTS,
-    "gpt_oss": {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-        "sliding_window": 16,
-        "rope_parameters": YARN,
-    },
-    "qwen3_next": EXPERTS | GATED_DELTA | {"shared_expert_intermediate_size": 64},
-    "qwen3_5_text": GATED_DELTA | {"tie_word_embeddings": True},
+    "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=3, sliding_window=16, rope_parameters=YARN),
+    "qwen3_next": EXPERTS | GATED_DELTA | dict(shared_expert_intermediate_size=64),
+    "qwen3_5_text": GATED_DELTA | dict(tie_word_embeddings=True),
 }
 
 
@@ -80,21 +63,17 @@ def make_model(kind: str) -> Any:
 
 def llama_logits(path: Path, ids: list[int]) -> np.ndarray[Any, Any]:
     """[tokens, vocabulary]: half of the prompt at once, then token by token, in the same context."""
-    system = LlamaCpp(path, 2)
-    llama_cpp = system.lib
-    options = llama_cpp.llama_context_default_params()
-    options.n_ctx, options.n_threads, options.n_threads_batch = 128, 2, 2
-    options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to float16
-    options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
-    context = llama_cpp.llama_init_from_model(system.model, options)
-    half, batch, rows = len(ids) // 2, llama_cpp.llama_batch_init(len(ids), 0, 1), []
-    for positions in (range(half), *([position] for position in range(half, len(ids)))):
-        system.decode(context, batch, [(ids[position], position, 0) for position in positions], last=True, every=True)
-        for i in range(len(positions)):
-            row = llama_cpp.llama_get_logits_ith(context, i)
-            rows.append(np.ctypeslib.as_array(row, (system.vocab_size,)).copy())
-    llama_cpp.llama_free(context)
-    llama_cpp.llama_model_free(system.model)
+    model, half, rows = Model(path, 2), len(ids) // 2, []
+    # Flash attention rounds to float16.
+    settings = {"flash_attn_type": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED}
+    settings |= {"type_k": lib.GGML_TYPE_F32, "type_v": lib.GGML_TYPE_F32}
+    with closing(model.open(128, **settings)) as context:
+        for positions in (range(half), *([position] for position in range(half, len(ids)))):
+            context.decode([(ids[position], position, 0) for position in positions], every=True)
+            for i in range(len(positions)):
+                row = lib.llama_get_logits_ith(context.handle, i)
+                rows.append(np.ctypeslib.as_array(row, (model.vocab_size,)).copy())
+    lib.llama_model_free(model.model)
     return np.stack(rows)
 
 

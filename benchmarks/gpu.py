@@ -39,23 +39,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoints import SHAPES
-from common import make_parser, print_table
 from gpu_checks import check_sampler
 from gpu_parts import PROVIDER, build, describe, look_at_the_gpu, measure, smoke
 from gpu_report import CAPTURED, HEADER, Reports, Results, comparisons, run_apart
-from gpu_systems import (
-    FIRST_TIMED,
-    MIXED,
-    MIXES,
-    PLAIN,
-    Decode,
-    Files,
-    Genai,
-    Qsample,
-    Transformers,
-    Variant,
-)
+from gpu_systems import MIXED, MIXES, PLAIN, Decode, Files, Qsample, Variant, open_genai, open_transformers
+from report import make_parser, print_table
 from rich.console import Console
+from systems import FIRST_TIMED
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 PARTS = ("smoke", "first", "checks", "rest")
@@ -225,7 +215,7 @@ class Plan:
             files,
             "genai",
             self._variant().name,
-            lambda: Genai(given or files.there(f"genai-{self._options.dtype}")),
+            lambda: open_genai(given or files.there(f"genai-{self._options.dtype}")),
             rows,
             mixes,
         )
@@ -235,10 +225,14 @@ class Plan:
             return
         device, dtype = ("cuda", self._options.dtype) if self._cuda else ("cpu", "float32")
 
-        def open_it() -> Decode:
-            return Transformers(files.there("checkpoint"), device, dtype)
-
-        yield self._measure(files, "transformers, static cache", self._variant().name, open_it, rows, self._among(FEW))
+        yield self._measure(
+            files,
+            "transformers, static cache",
+            self._variant().name,
+            lambda: open_transformers(files.there("checkpoint"), device, dtype),
+            rows,
+            self._among(FEW),
+        )
 
     def _measure(
         self,
@@ -275,44 +269,28 @@ class Plan:
 
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
+    mixes = [*MIXES, MIXED]
     parser.add_argument("--provider", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.2-1b"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument(
-        "--weights", nargs="*", choices=("int4", "int8"), default=["int4"], help="in addition to float weights"
-    )
+    more = "in addition to float weights"
+    parser.add_argument("--weights", nargs="*", choices=("int4", "int8"), default=["int4"], help=more)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 32, 64])
-    parser.add_argument("--mix", nargs="+", choices=[*MIXES, MIXED], default=[*MIXES, MIXED])
+    parser.add_argument("--mix", nargs="+", choices=mixes, default=mixes)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--genai", type=Path, help="a model folder for onnxruntime-genai, of the first shape")
-    parser.add_argument(
-        "--bandwidth", type=float, help="of the GPU's memory, in TB/s, in place of the measured bandwidth"
-    )
+    rate = "of the GPU's memory, in TB/s, in place of the measured bandwidth"
+    parser.add_argument("--bandwidth", type=float, help=rate)
     parser.add_argument("--budget-seconds", type=float, help="the limit of the run; omits parts that do not fit")
-    parser.add_argument(
-        "--work", type=Path, help="folder that keeps checkpoints and packages (default: a temporary folder)"
-    )
+    parser.add_argument("--work", type=Path, help="folder that keeps checkpoints and packages (default: temporary)")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="folder for gpu.json, gpu.md and gpu.png")
     options = parser.parse_args()
-    if options.new_tokens <= FIRST_TIMED:
-        parser.error(f"--new-tokens is {options.new_tokens}; it must be more than {FIRST_TIMED}")
-    if min(options.batch) < 1:
-        parser.error(f"--batch is {min(options.batch)}; it must be at least 1")
+    if options.new_tokens <= FIRST_TIMED or min(options.batch) < 1:
+        parser.error(f"--new-tokens must be more than {FIRST_TIMED}, and --batch at least 1")
     return options
-
-
-class Budget:
-    """The time of a run in seconds (None = unlimited), from which the ending gets a fixed share."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.perf_counter() + seconds - ENDING
-
-    @property
-    def left(self) -> float:
-        return float("inf") if self._end is None else self._end - time.perf_counter()
 
 
 def import_what_parts_need() -> Iterator[str]:
@@ -339,13 +317,13 @@ def _has_started_cuda() -> bool:
     return any(name.startswith("/dev/nvidia-uvm") for name in names)
 
 
-def run_part(part: Part, budget: Budget, take: Callable[..., None]) -> None:
-    """Run `part` in its own process within the remaining time, and report an early end."""
-    if budget.left < part.least:
+def run_part(part: Part, left: float, take: Callable[..., None]) -> None:
+    """Run `part` in its own process within the `left` seconds, and report an early end."""
+    if left < part.least:
         take("problem", f"{part.name}: omitted, the time was up")
         return
     start = time.perf_counter()
-    ended = run_apart(part.name, part.work, take, min(budget.left, part.most), part.environment)
+    ended = run_apart(part.name, part.work, take, min(left, part.most), part.environment)
     print(f"{part.name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     if ended is not None:
         take("problem", f"{part.name}: {ended}")
@@ -353,7 +331,8 @@ def run_part(part: Part, budget: Budget, take: Callable[..., None]) -> None:
 
 def main() -> None:
     options = parse_arguments()
-    budget = Budget(options.budget_seconds)
+    limit = float("inf") if options.budget_seconds is None else options.budget_seconds - ENDING
+    end = time.perf_counter() + limit
     results = Results(options.out, f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}".strip())
     results.machine = describe()
     results.save()
@@ -370,7 +349,7 @@ def main() -> None:
 
         try:
             for part in plan.parts():
-                run_part(part, budget, take)
+                run_part(part, end - time.perf_counter(), take)
         except NoGpuError as error:
             measured = False
             results.take("problem", str(error))
@@ -379,7 +358,7 @@ def main() -> None:
     except Exception as error:  # the plot is optional: matplotlib may be missing, or find no folder for its fonts
         results.take("problem", f"the plot: {type(error).__name__}: {error}")
     console = Console()
-    print_table(console, HEADER, [cell.columns for cell in results.cells])
+    print_table(HEADER, [cell.columns for cell in results.cells])
     said = [*(line for lines in results.checks.values() for line in lines), *comparisons(results.cells)]
     for line in (*said, *results.problems):
         console.print(line, highlight=False, markup=False)

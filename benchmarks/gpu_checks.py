@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from checkpoints import prompt_ids
-from common import FLAT
 from gpu_report import Reports
 from gpu_systems import MIXES, Files, Variant
+from systems import FLAT, prompt_ids
 
 from qsample.compiler.passes.capture import lower_opset
 from qsample.contract.interface import Interface

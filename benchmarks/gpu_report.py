@@ -6,7 +6,6 @@ the GPU fails. The results are rewritten with every measurement, check and error
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -20,8 +19,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import plots
-from common import markdown
+import report
+from report import markdown, write_json
 
 CAPTURED = "captured"  # the system that is compared with all others; see gpu_systems.py
 DONE = "done"
@@ -106,10 +105,10 @@ class Results:
         """Write gpu.json and gpu.md."""
         rows = [asdict(cell) | {"tokens_per_second": cell.tokens_per_second} for cell in self.cells]
         document = {"machine": self.machine, "checks": self.checks, "problems": self.problems, "rows": rows}
-        for name, text in (("gpu.json", json.dumps(document, indent=1)), ("gpu.md", "\n".join(self._page()))):
-            written = self._folder / f"{name}.part"
-            written.write_text(text + "\n")
-            written.replace(self._folder / name)  # complete at any time
+        write_json(self._folder / "gpu.json", document)
+        written = self._folder / "gpu.md.part"
+        written.write_text("\n".join([*self._page(), ""]))
+        written.replace(self._folder / "gpu.md")  # complete at any time
 
     def _page(self) -> list[str]:
         lines = ["# Decoding on a GPU", "", f"Written by `{self._command}`.", ""]
@@ -131,16 +130,15 @@ class Results:
         shapes = list(dict.fromkeys(cell.shape for cell in cells))
         if not shapes:
             return
-        figure, axes = plots.new_figure(1, len(shapes), (5, 4), sharex=True, sharey=True)
+        figure, axes = report.new_figure(1, len(shapes), (5, 4), sharex=True, sharey=True)
         for axis, shape in zip(axes[0], shapes, strict=True):
             for system in dict.fromkeys(cell.system for cell in cells):
                 points = [(c.rows, c.tokens_per_second) for c in cells if (c.shape, c.system) == (shape, system)]
                 if points:
-                    axis.plot(*zip(*sorted(points), strict=True), **plots.line_style(system))
+                    axis.plot(*zip(*sorted(points), strict=True), **report.line_style(system))
             axis.set(title=f"{shape}, {mix}", xlabel="rows", xscale="log", yscale="log")
         axes[0][0].set_ylabel("tokens/s")
-        plots.legend(figure)
-        plots.save(figure, self._folder / "gpu.png")
+        report.save_figure(figure, self._folder / "gpu.png")
         self.save()
 
 

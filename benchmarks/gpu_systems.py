@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from checkpoints import SHAPES, make_checkpoint, make_genai_model, prompt_ids
-from common import EVERYTHING
-from common import MIXES as PLAIN_MIXES
-from decode_worker import Genai as Generator
-from decode_worker import Request
+from checkpoints import SHAPES, make_checkpoint, make_genai_model
+from systems import EVERYTHING, FIRST_TIMED, Generator, prompt_ids
+from systems import MIXES as PLAIN_MIXES
 
 import qsample
 from qsample.package.package import read_package
@@ -33,7 +31,6 @@ MIXED = "half greedy, half everything"
 PROMPT_TOKENS = 64
 CTX_LEN = 1024
 _GENAI_PRECISIONS = {"float16": "fp16", "bfloat16": "bf16"}
-FIRST_TIMED = 4  # steps of transformers and genai before the clock starts
 
 
 @dataclass(frozen=True)
@@ -199,63 +196,30 @@ class Qsample:
         return (time.perf_counter() - start) / (windows * self._flush_every)
 
 
-class Transformers:
-    """`generate` over a static cache, whose step transformers compiles on a GPU."""
+class Generated:
+    """Another system, which is read after every step; see `systems`."""
 
-    def __init__(self, checkpoint: Path, device: str, dtype: str) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch, self._device = torch, device
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
-        self._model: Any = model.to(device).eval()
+    def __init__(self, system: Generator) -> None:
+        self._system = system
 
     def warm_up(self, rows: int, new_tokens: int) -> None:
-        """Compile the step for these rows and this length; sampling is not part of it."""
-        self.seconds(rows, "greedy", new_tokens)
-
-    def seconds(self, rows: int, mix: str, new_tokens: int) -> float:
-        torch, moments, steps = self._torch, [], 0
-
-        def note(ids: Any, scores: Any, **_: Any) -> Any:
-            """A stopping criterion that never stops: the only hook that `generate` calls after every step."""
-            nonlocal steps
-            steps += 1
-            if steps in (FIRST_TIMED, new_tokens):
-                if self._device == "cuda":
-                    torch.cuda.synchronize()
-                moments.append(time.perf_counter())
-            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-        options: dict[str, Any] = {"do_sample": mix != "greedy"}
-        if mix != "greedy":  # transformers lacks presence and frequency penalties
-            supported = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-            options |= {"top_k": 0} | {name: MIXES[mix][name] for name in supported if name in MIXES[mix]}
-        ids = torch.from_numpy(prompt_ids(rows, PROMPT_TOKENS, self._model.config.vocab_size)).to(self._device)
-        with torch.inference_mode():
-            self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
-                cache_implementation="static",
-                stopping_criteria=[note],
-                pad_token_id=0,
-                **options,
-            )
-        return (moments[1] - moments[0]) / (new_tokens - FIRST_TIMED)
-
-
-class Genai:
-    """onnxruntime-genai's generator."""
-
-    def __init__(self, folder: Path) -> None:
-        self._system = Generator(folder, None)
-
-    def warm_up(self, rows: int, new_tokens: int) -> None:
+        """Compile the step for these rows and this length, if the system does; sampling is not part of it."""
         self.seconds(rows, "greedy", new_tokens)
 
     def seconds(self, rows: int, mix: str, new_tokens: int) -> float:
         prompts = prompt_ids(rows, PROMPT_TOKENS, self._system.vocab_size)
-        moments, _ = self._system.generate(prompts, Request(rows, PROMPT_TOKENS, new_tokens, MIXES[mix]))
+        moments, _ = self._system.run(prompts, new_tokens, MIXES[mix])
         return (moments[-1] - moments[FIRST_TIMED]) / (new_tokens - FIRST_TIMED)
+
+
+def open_transformers(checkpoint: Path, device: str, dtype: str) -> Decode:
+    """`generate` over a static cache, whose step transformers compiles on a GPU."""
+    from systems.transformers import Transformers
+
+    return Generated(Transformers(checkpoint, None, device, dtype, cache="static"))
+
+
+def open_genai(folder: Path) -> Decode:
+    from systems.genai import Genai
+
+    return Generated(Genai(folder, None))

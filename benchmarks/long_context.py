@@ -151,9 +151,7 @@ def run_cell(cell: Cell, models: dict[str, Path], results: Kept, options: argpar
         console.print(f"  without {system}: {reason}", highlight=False)
 
     # An estimate: keys and values, the weights (some systems unpack them), and the memory of a call.
-    needed = {
-        name: cell.cache_bytes(name) + 1.5 * size_of(models[name]) + 3e8 for name in taking_part(cell, models)
-    }
+    needed = {name: cell.cache_bytes(name) + 1.5 * size_of(models[name]) + 3e8 for name in taking_part(cell, models)}
     for name in [name for name in needed if needed[name] > free]:
         leave_out(name, f"{needed.pop(name) / 1e9:.0f} GB of memory are not free here")
     together = time.strftime("%F %T") if sum(needed.values()) < free else False

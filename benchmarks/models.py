@@ -53,9 +53,7 @@ LINES: Final = (
 )
 
 
-def run_shape(
-    shape: str, systems: list[str], options: argparse.Namespace, results: Results, console: Console
-) -> None:
+def run_shape(shape: str, systems: list[str], options: argparse.Namespace, results: Results, console: Console) -> None:
     folder, python = options.work / shape, options.peers_python
     with console.status(f"{shape}: a checkpoint of random weights"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")

@@ -2,7 +2,7 @@
 
     python benchmarks/policy.py token_sampler.onnx
 
-The other file is the artifact of a component of onnx-genai.token-sampler@2, as ONNX or as textproto: that of mobius is
+The other file is the artifact of a component of onnx-genai.token-sampler@2, as ONNX or as textproto: mobius has one at
 tests/fixtures/onnx_genai_workflows/decoder/policies/token_sampler.onnx.textproto of github.com/justinchuby/onnx-genai.
 Each round runs both on the same logits, one after the other; the ratio is the median of the rounds' ratios.
 """
@@ -17,9 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-from common import describe_machine, make_parser
-from rich.console import Console
-from rich.table import Table
+from report import describe_machine, make_parser, print_table
 
 from qsample.sampler.policy import build_token_sampler
 
@@ -34,18 +32,6 @@ DTYPES: Final = {"temperature": "float32", "top_p": "float32", "min_p": "float32
 OFF: Final = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 3, "counter": 7, "active": True, "done": 0}
 
 
-def load(path: Path) -> bytes:
-    if path.suffix != ".textproto":
-        return path.read_bytes()
-    return onnx.load(path, format="textproto").SerializeToString()
-
-
-def opened(model: bytes, threads: int) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 3
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
 def milliseconds(session: ort.InferenceSession, inputs: dict[str, Any], runs: int) -> float:
     times = []
     for _ in range(runs):
@@ -56,18 +42,18 @@ def milliseconds(session: ort.InferenceSession, inputs: dict[str, Any], runs: in
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, threads=2)
     parser.add_argument("other", type=Path)
     parser.add_argument("--vocab-size", type=int, default=151_936)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    options, console = parser.parse_args(), Console()
-    ours = opened(ir.to_proto(build_token_sampler(options.vocab_size)).SerializeToString(), options.threads)
-    other = opened(load(options.other), options.threads)
-    console.print(describe_machine(options.threads), highlight=False)
-    table = Table("rows", "parameters", "the other, ms", "qsample, ms", "ratio", title=f"V = {options.vocab_size:,}")
-    rng = np.random.default_rng(0)
+    options = parser.parse_args()
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads, settings.log_severity_level = options.threads, 3
+    theirs = onnx.load(options.other, format="textproto" if options.other.suffix == ".textproto" else None)
+    own = ir.to_proto(build_token_sampler(options.vocab_size))
+    other, ours = (ort.InferenceSession(model.SerializeToString(), settings) for model in (theirs, own))
+    rng, lines = np.random.default_rng(0), []
     for batch in options.batch:
         for name, (deviation, given) in MIXES.items():
             logits = rng.normal(0, deviation, (batch, options.vocab_size)).astype(np.float32)
@@ -76,10 +62,11 @@ def main() -> None:
             for session in (ours, other):
                 session.run(None, inputs)
             rounds = [(milliseconds(other, inputs, 3), milliseconds(ours, inputs, 15)) for _ in range(options.rounds)]
-            theirs, own = np.median(rounds, axis=0)
-            ratio = np.median([slow / fast for slow, fast in rounds])
-            table.add_row(str(batch), name, f"{theirs:.2f}", f"{own:.3f}", f"{ratio:.0f}x")
-    console.print(table)
+            slow, fast = np.median(rounds, axis=0)
+            ratio = np.median([theirs / own for theirs, own in rounds])
+            lines.append([str(batch), name, f"{slow:.2f}", f"{fast:.3f}", f"{ratio:.0f}x"])
+    title = f"V = {options.vocab_size:,}; {describe_machine(options.threads)}"
+    print_table(("rows", "parameters", "the other, ms", "qsample, ms", "ratio"), lines, title)
 
 
 if __name__ == "__main__":

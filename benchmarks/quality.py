@@ -18,8 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import make_parser
-from common import markdown as table_lines
+from report import make_parser, markdown
 
 import qsample
 from qsample.evaluation import Evaluation
@@ -44,17 +43,16 @@ def texts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return held_out, training[:CALIBRATION_CHAPTERS]
 
 
-def markdown(found: Evaluation) -> str:
+def table(found: Evaluation) -> list[str]:
     rows = []
     for package in found.packages:
         weights, _, method = Path(package.path).name.partition(".")
         cells = [weights, method, f"{package.bytes / 1e3:,.0f}", f"{package.perplexity.value:.3f}"]
         for comparison in package.comparisons:
-            kl, same = comparison.kl, comparison.agreement.map(lambda value: 100 * value)
-            half = (kl.high - kl.low) / 2
-            cells += [f"{kl.value:.5f} ± {half:.5f}", f"{same.value:.1f} ± {(same.high - same.low) / 2:.1f}"]
+            for interval, digits in ((comparison.kl, 5), (comparison.agreement.map(lambda value: 100 * value), 1)):
+                cells.append(f"{interval.value:.{digits}f} ± {(interval.high - interval.low) / 2:.{digits}f}")
         rows.append([*cells, *[""] * (6 - len(cells))])
-    return "\n".join(table_lines(["weights", "method", "size, kB", "perplexity", "KL, nats", "top-1, %"], rows))
+    return markdown(["weights", "method", "size, kB", "perplexity", "KL, nats", "top-1, %"], rows)
 
 
 def main() -> None:
@@ -89,7 +87,7 @@ def main() -> None:
             model.compile(path, weights=weights, ctx_len=options.ctx_len, **chosen)
         print("evaluating", file=sys.stderr)
         found = qsample.evaluate(packages[:-1], held_out, against=packages[-1], batch_size=16)
-        print(markdown(found))
+        print("\n".join(table(found)))
         print(f"\n{found.tokens:,} tokens, windows of {found.max_length}, {found.stride} apart", file=sys.stderr)
         if options.json:
             options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")

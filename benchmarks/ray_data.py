@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from checkpoints import SHAPES
-from common import add_output, describe_machine, make_parser, markdown, print_table, write_json
+from report import describe_machine, make_parser, markdown, print_table, write_json
 from rich.console import Console
 from serve import BUNDLED, make_served
 
@@ -113,15 +113,12 @@ def write(output: Path, about: dict[str, Any], results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--work", type=Path, default=Path("build/serve"), help="folder for the models")
+    parser = make_parser(__doc__, "ray", work="build/serve", threads=2)
     parser.add_argument("--shape", choices=[BUNDLED, *SHAPES], default="qwen3-0.6b")
     parser.add_argument("--rows", type=int, default=192, help="in total; the first half is processed twice")
     parser.add_argument("--new-tokens", type=int, default=24, help="of a row, on average")
     parser.add_argument("--slots", type=int, default=16, help="in total; several actors share them")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=2, help="in total")
-    add_output(parser, "ray")
     options, console = parser.parse_args(), Console(stderr=True)
     # Actors import this folder's modules and qsample from the same places as this process.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -156,7 +153,7 @@ def main() -> None:
         equal = sum(tokens[number] == row for number, row in expected.items())
         results[system] = {**measured, "threads": shown_threads, "equal_rows": f"{equal} of {len(expected)}"}
         write(options.output, about, results)
-    print_table(Console(), HEADER, table_rows(results))
+    print_table(HEADER, table_rows(results))
 
 
 if __name__ == "__main__":

@@ -73,8 +73,16 @@ def rotated(names: Iterable[str], turn: int) -> list[str]:
     return listed[first:] + listed[:first]
 
 
+def write_json(path: Path, data: Any) -> None:
+    """Write a JSON file, which is complete at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n")
+    partial.replace(path)
+
+
 class Kept:
-    """Measurements in a JSON file, which is complete at any time.
+    """Measurements in a JSON file.
 
     Args:
         path: The JSON file.
@@ -91,9 +99,7 @@ class Kept:
                 self.data = earlier
 
     def save(self) -> None:
-        partial = self._path.with_name(f"{self._path.name}.partial")
-        partial.write_text(json.dumps(self.data, indent=1) + "\n")
-        partial.replace(self._path)
+        write_json(self._path, self.data)
 
 
 def find(cells: list[dict[str, Any]], **key: Any) -> dict[str, Any] | None:

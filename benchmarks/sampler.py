@@ -14,29 +14,24 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-import plots
+import report
 import torch
-from common import (
-    EVERYTHING,
-    add_output,
-    describe_machine,
-    make_parser,
-    markdown,
-    print_table,
-    write_json,
-)
+from report import Rows, count, describe_machine, find, make_parser, markdown, median, print_table, write_json
 from rich.console import Console
 from rich.progress import track
+from systems import EVERYTHING
 from torch import Tensor, nn
 
 from qsample.contract.interface import Interface
 from qsample.sampler import build_sampler
 
+Results = list[dict[str, Any]]
 HISTORY = 1024
 CAPACITY = 2048
 FLAT, PEAKED = "flat", "peaked"
@@ -71,15 +66,13 @@ class NaiveTopP(nn.Module):
         return ids.gather(1, drawn.clamp(max=logits.shape[-1] - 1))
 
 
-def make_session(model: ir.Model | Path, threads: int, folder: Path) -> ort.InferenceSession:
-    if isinstance(model, ir.Model):
-        path = folder / f"{id(model)}.onnx"
-        ir.save(model, path)
-        model = path
+def make_session(model: ir.Model, threads: int, folder: Path) -> ort.InferenceSession:
+    path = folder / f"{id(model)}.onnx"
+    ir.save(model, path)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    return ort.InferenceSession(model, options)
+    return ort.InferenceSession(path, options)
 
 
 def export_yardstick(module: nn.Module, *example: Tensor) -> ir.Model:
@@ -164,19 +157,16 @@ def medians(calls: dict[str, Callable[[], None]], seconds: float) -> dict[str, f
                 elapsed = time.perf_counter() - start
                 samples[name].append(elapsed * 1e3)
                 spent[name] += elapsed
-    return {name: float(np.median(values)) for name, values in samples.items()}
+    return {name: median(values) for name, values in samples.items()}
 
 
-def measure(
-    vocab: int, batches: list[int], mixes: list[str], threads: int, seconds: float, folder: Path
-) -> list[dict[str, object]]:
+def measure(vocab: int, batches: list[int], mixes: list[str], threads: int, seconds: float, folder: Path) -> Results:
     interface = Interface(vocab, ())
     sampler = make_session(build_sampler(interface, 0), threads, folder)
-    example = torch.zeros(2, vocab)
+    example, column = torch.zeros(2, vocab), torch.zeros(2, 1)
     argmax = make_session(export_yardstick(ArgMax(), example), threads, folder)
-    column = torch.zeros(2, 1)
     naive = make_session(export_yardstick(NaiveTopP(), example, column, column), threads, folder)
-    results = []
+    results: Results = []
     for batch in batches:
         logits = {kind: make_logits(kind, batch, vocab) for kind in (PEAKED, FLAT)}
         calls = {ARGMAX: plain_call(argmax, [logits[PEAKED]])}
@@ -190,32 +180,23 @@ def measure(
     return results
 
 
-def describe_run(threads: int) -> str:
-    # Other work delays graphs that use both threads, but not the single-threaded ArgMax.
-    return f"{describe_machine(threads)}, onnxruntime {ort.__version__}, load average {os.getloadavg()[1]:.1f}"
-
-
-def as_rows(results: list[dict[str, object]]) -> tuple[list[str], list[list[str]]]:
+def as_rows(results: Results) -> Rows:
     """A line per vocabulary and batch: milliseconds, and multiples of ArgMax."""
-    names = list(dict.fromkeys(str(result["name"]) for result in results))
-    cells = {(r["vocab"], r["batch"], r["name"]): float(str(r["ms"])) for r in results}
-    rows = []
-    for vocab, batch in dict.fromkeys((r["vocab"], r["batch"]) for r in results):
-        yardstick = cells[vocab, batch, ARGMAX]
-        texts = [f"{cells[vocab, batch, n]:.3f} ({cells[vocab, batch, n] / yardstick:.2f}x)" for n in names]
-        rows.append([f"{vocab:,}", str(batch), *texts])
+    names, rows = list(dict.fromkeys(result["name"] for result in results)), []
+    for vocab, batch in dict.fromkeys((result["vocab"], result["batch"]) for result in results):
+        times = [find(results, vocab=vocab, batch=batch, name=name)["ms"] for name in (ARGMAX, *names)]  # type: ignore[index]
+        rows.append([f"{vocab:,}", str(batch), *(f"{time:.3f} ({time / times[0]:.2f}x)" for time in times[1:])])
     return ["V", "B", *names], rows
 
 
-def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
-    """Write the page, the figures as JSON, and the plot."""
-    header, rows = as_rows(results)
-    machine = describe_run(threads)
-    write_json(output.with_suffix(".json"), {"machine": machine, "results": results})
+def write(data: dict[str, Any], output: Path) -> None:
+    """Print the table, and write the page and the plot."""
+    header, rows = as_rows(data["results"])
+    print_table(header, rows, "Sampler, ms per step (multiple of ArgMax)")
     lines = [
         "# Sampler benchmark",
         "",
-        f"Milliseconds per step and multiples of ArgMax over V; medians of a single run. {machine}.",
+        f"Milliseconds per step and multiples of ArgMax over V; medians of a single run. {data['machine']}.",
         "Made by `python benchmarks/sampler.py`, whose docstring describes the columns.",
         "",
         *markdown(header, rows),
@@ -224,55 +205,50 @@ def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
         "",
     ]
     output.with_suffix(".md").write_text("\n".join(lines))
-    plot(results, output.with_suffix(".png"))
+    plot(data, output.with_suffix(".png"))
 
 
-def plot(results: list[dict[str, object]], path: Path) -> None:
+def plot(data: dict[str, Any], path: Path) -> None:
     """Milliseconds by vocabulary: the sampler's parameters in shades of qsample's colour, other operators in black."""
     from matplotlib.colors import to_rgb
 
-    batches = sorted({int(str(r["batch"])) for r in results})
-    names = list(dict.fromkeys(str(result["name"]) for result in results))
+    results = data["results"]
+    batches = sorted({result["batch"] for result in results})
+    names = list(dict.fromkeys(result["name"] for result in results))
     own = [name for name in names if name not in (ARGMAX, SORT)]
-    figure, axes = plots.new_figure(1, len(batches), (3.4, 3.8), sharex=True, sharey=True)
+    ends = (to_rgb("#0a2a52"), to_rgb("#7fb8e6"))
+    figure, axes = report.new_figure(1, len(batches), (3.4, 3.8), sharex=True, sharey=True)
     for axis, batch in zip(axes[0], batches, strict=True):
         for name in names:
-            points = [
-                (int(str(r["vocab"])) / 1000, r["ms"]) for r in results if r["batch"] == batch and r["name"] == name
-            ]
+            shown = [result for result in results if (result["batch"], result["name"]) == (batch, name)]
             look: dict[str, Any] = {"color": "black", "linestyle": "--" if name == ARGMAX else ":"}
             if name in own:
                 place = own.index(name)
                 share = place / max(len(own) - 1, 1)
-                ends = (to_rgb("#0a2a52"), to_rgb("#7fb8e6"))
                 shade = tuple((1 - share) * dark + share * light for dark, light in zip(*ends, strict=True))
                 look = {"color": shade, "marker": "os^Dv*<>"[place % 8], "markersize": 5}
-            axis.plot(*zip(*points, strict=True), label=name, **look)
-        axis.set(title=plots.count(batch, "row"), xlabel="vocabulary, thousands", yscale="log")
+            axis.plot([one["vocab"] / 1000 for one in shown], [one["ms"] for one in shown], label=name, **look)
+        axis.set(title=count(batch, "row"), xlabel="vocabulary, thousands", yscale="log")
     axes[0][0].set_ylabel("ms a step")
-    plots.legend(figure)
-    plots.save(figure, path)
+    report.save_figure(figure, path)
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, "sampler", threads=2)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 128256, 151936, 262144])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.5, help="measuring time per graph, vocabulary and batch")
-    add_output(parser, "sampler")
-    options = parser.parse_args()
-
-    from tempfile import TemporaryDirectory
-
-    console, results = Console(), []
+    options, results = parser.parse_args(), Results()
     with TemporaryDirectory() as folder:
-        for vocab in track(options.vocab, "vocabularies", console=console, transient=True):
+        for vocab in track(options.vocab, "vocabularies", console=Console(stderr=True), transient=True):
             results += measure(vocab, options.batch, options.mix, options.threads, options.seconds, Path(folder))
-    header, rows = as_rows(results)
-    print_table(console, header, rows, "Sampler, ms per step (multiple of ArgMax)")
-    write(results, options.output, options.threads)
+    # Other work delays graphs that use both threads, but not the single-threaded ArgMax.
+    load = f"load average {os.getloadavg()[1]:.1f}"
+    machine = f"{describe_machine(options.threads)}, onnxruntime {ort.__version__}, {load}"
+    data = {"machine": machine, "results": results}
+    write_json(options.output.with_suffix(".json"), data)
+    write(data, options.output)
 
 
 if __name__ == "__main__":

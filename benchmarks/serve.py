@@ -30,8 +30,16 @@ from typing import Any, Final
 
 import numpy as np
 import report
-from checkpoints import SHAPES, TOKEN_IDS, can_import, make_checkpoint, make_genai_model, make_gguf
-from checkpoints import make_package, qsample
+from checkpoints import (
+    SHAPES,
+    TOKEN_IDS,
+    can_import,
+    make_checkpoint,
+    make_genai_model,
+    make_gguf,
+    make_package,
+    qsample,
+)
 from report import Kept, describe_machine, make_parser, markdown, median, print_table
 from rich.console import Console
 from turns import GENAI as GENAI_MODULES

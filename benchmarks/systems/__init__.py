@@ -27,6 +27,8 @@ MIXES: Final[dict[str, Sampling]] = {
 FLAT: Final[dict[str, Sampling]] = {"top-p 0.95, flat": {"temperature": 100.0, "top_p": 0.95}}
 ALL: Final = MIXES | FLAT | {"everything": EVERYTHING}
 
+FIRST_TIMED: Final = 4  # steps on a GPU before the clock starts; the host waits for the GPU there, and at the end
+
 # Work → system → module of this folder, its class, further arguments.
 SYSTEMS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     "generate": {

@@ -109,6 +109,8 @@ def closing(context: Context) -> Iterator[Context]:
 
 
 class LlamaCpp(Generator):
+    """A sequence and a sampler chain per row."""
+
     library = "llama_cpp"
 
     def __init__(self, model: Path, threads: int) -> None:

@@ -20,6 +20,8 @@ Moments = list[list[float]]
 
 
 class Served(ABC):
+    """A system that serves a load."""
+
     vocab_size: int
 
     def serve(self, load: Load, slots: int) -> dict[str, Any]:
@@ -67,8 +69,8 @@ class Static(Continuous):
     """The same graph, slots and loop, but a batch begins only after the previous batch has ended."""
 
     def run(self, load: Load, prompts: list[Any], slots: int) -> tuple[int, Moments]:
-        from qsample.request.call import Call
         from qsample.runtime import SamplingParams
+        from qsample.runtime.call import Call
         from qsample.runtime.decode.loop import DecodeLoop
         from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
         from qsample.runtime.decode.slots import Slots
@@ -101,9 +103,7 @@ class Static(Continuous):
             before, start = decoder.runs, time.perf_counter()
             in_batches(load, slots, start, lambda first, last: run(sequences[first:last]))
         arrivals = [start + arrival for arrival, _, _ in load]
-        moments = [
-            [moment - at for moment in came[sequence]] for sequence, at in zip(sequences, arrivals, strict=True)
-        ]
+        moments = [[moment - at for moment in came[sequence]] for sequence, at in zip(sequences, arrivals, strict=True)]
         return decoder.runs - before, moments
 
 

@@ -9,15 +9,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.request.call import Call
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import CausalLM, load
 from qsample.runtime.bench import LockStep
+from qsample.runtime.call import Call
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.prefixes import Pieces
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import parameter_row
+from qsample.runtime.prepare import parameter_row
 from qsample.runtime.sequence import NO_DRAFTS
 from systems import Generator, Ids, Rows, Sampling, prompt_ids
 
@@ -51,6 +51,8 @@ def load_watched(folder: Path, threads: int) -> CausalLM:
 
 
 class Qsample(Generator):
+    """The runtime's slots in lock step."""
+
     library = "onnxruntime"
 
     def __init__(self, model: Path, threads: int) -> None:
@@ -176,7 +178,9 @@ class QsampleWriter:
         """Seconds of each step after every row's first token, and the numbers of tokens and guesses of these steps."""
         self._scripts = [np.array([*text["prompt"], *text["answer"]]) for text in texts]
         params = [
-            SamplingParams(temperature=0.0, max_new_tokens=len(text["answer"]), eos_token_id=(), prompt_lookup_num_tokens=guesses)
+            SamplingParams(
+                temperature=0.0, max_new_tokens=len(text["answer"]), eos_token_id=(), prompt_lookup_num_tokens=guesses
+            )
             for text in texts
         ]
         prompts = [text["prompt"] for text in texts]

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from systems import Generator, Ids, Sampling
-
-FIRST_TIMED = 4  # steps of a GPU before the clock starts: it waits only there, and at the end
+from systems import FIRST_TIMED, Generator, Ids, Sampling
 
 
 class Transformers(Generator):

@@ -1,77 +1,66 @@
-"""The decode benchmark: the figures of its report, and a run on a tiny model."""
+"""The benchmarks of whole decoders: turns, results and tables, and runs on a tiny model."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("decode_report")
+Benchmark = Callable[[str], ModuleType]
 
 
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("turns")
+def cell(mix: str, system: str, first: list[float], step: list[float], rows: int = 1) -> dict[str, Any]:
+    key = {"prompt": 64, "batch": rows, "mix": mix, "system": system}
+    return key | {"first_token_ms": first, "step_ms": step}
 
 
-def test_ratios_are_taken_within_a_round(report: ModuleType, tmp_path: Path) -> None:
-    results = report.Results(tmp_path / "decode.json", "machine")
+def test_ratios_are_taken_within_a_round(benchmark: Benchmark, tmp_path: Path) -> None:
+    decoders = benchmark("decoders")
+    results = decoders.Results(tmp_path / "decode.json", "machine")
     # The machine halves its speed after the first round; the peer takes twice qsample's time in each.
-    results.add_cell("qwen3-0.6b", 64, 1, "greedy", "qsample", [100.0, 200.0, 200.0], [10.0, 20.0, 20.0])
-    results.add_cell("qwen3-0.6b", 64, 1, "greedy", "genai", [300.0, 600.0, 600.0], [20.0, 40.0, 44.0])
-    assert results.ratio("qwen3-0.6b", 64, 1, "greedy", "genai", "decode") == 2.0
-    assert results.ratio("qwen3-0.6b", 64, 1, "greedy", "genai", "prefill") == 3.0
+    facts = results.shape("qwen3-0.6b")
+    facts["cells"] += [cell("greedy", "qsample", [100.0, 200.0, 200.0], [10.0, 20.0, 20.0])]
+    facts["cells"] += [cell("greedy", "genai", [300.0, 600.0, 600.0], [20.0, 40.0, 44.0])]
+    greedy = decoders.Cell(64, 1, "greedy")
+    assert decoders.ratio(facts, greedy, "genai", "step_ms") == 2.0
+    assert decoders.ratio(facts, greedy, "genai", "first_token_ms") == 3.0
+    assert decoders.ratio(facts, greedy, "llama.cpp", "step_ms") is None
+    assert decoders.cell_rows(facts)[1] == [["64", "1", "greedy", "200.0, 20.0", "600.0 (3.00x), 40.0 (2.00x)"]]
+    facts["overhead"]["4"] = {"ms": {"greedy": 20.0, "greedy_host": 0.5}, "everything_over_greedy": 1.012}
+    facts["tokens"] = {"compared": 64, "equal": 63}
+    assert decoders.overhead_rows(facts)[1] == [["4", "1.2%", "2.5%"]]
+    assert decoders.notes(facts)[0].endswith(": 63 of 64.")
     results.save()
-    assert report.Results(tmp_path / "decode.json", "machine").data == results.data
-    assert report.Results(tmp_path / "decode.json", "another machine").data["shapes"] == {}
+    assert decoders.Results(tmp_path / "decode.json", "machine").data == results.data
+    assert decoders.Results(tmp_path / "decode.json", "another machine").data["shapes"] == {}
 
 
-def test_a_cell_that_is_measured_again_replaces_the_old_one(report: ModuleType, tmp_path: Path) -> None:
-    results = report.Results(tmp_path / "decode.json", "machine")
-    for step in (10.0, 20.0):
-        results.add_cell("tiny", 64, 1, "greedy", "qsample", [1.0], [step])
-    results.add_cell("tiny", 64, 4, "greedy", "qsample", [1.0], [30.0])
-    assert [cell["step_ms"] for cell in results.shape("tiny")["cells"]] == [[20.0], [30.0]]
-    assert results.ratio("tiny", 64, 1, "greedy", "genai", "decode") is None
-
-
-def test_overhead_is_a_share_of_a_greedy_step(report: ModuleType, tmp_path: Path) -> None:
-    results = report.Results(tmp_path / "decode.json", "machine")
-    results.add_overhead("tiny", 4, {"greedy": 20.0, "greedy_host": 0.5}, 1.012)
-    results.set_tokens("tiny", compared=64, equal=63)
-    assert report._overhead_rows(results, "tiny")[1] == [["4", "1.2%", "2.5%"]]
-    assert report._tokens(results, "tiny").endswith(": 63 of 64.")
-
-
-def test_a_run_goes_on_where_the_one_before_stopped(report: ModuleType, turns: ModuleType, tmp_path: Path) -> None:
-    results = report.Results(tmp_path / "decode.json", "machine")
-    results.add_cell("tiny", 64, 1, "greedy", "qsample", [9.0, 9.0], [1.0, 1.0])
+def test_a_run_goes_on_where_the_one_before_stopped(benchmark: Benchmark, tmp_path: Path) -> None:
+    decoders, report = benchmark("decoders"), benchmark("report")
+    results = decoders.Results(tmp_path / "decode.json", "machine")
+    results.shape("tiny")["cells"] += [cell("greedy", "qsample", [9.0, 9.0], [1.0, 1.0])]
     results.save()
-    results = report.Results(tmp_path / "decode.json", "machine")
-    cell = turns.Cell(64, 1, "greedy")
-    assert results.is_complete("tiny", cell, ["qsample"], rounds=2)
-    assert not results.is_complete("tiny", cell, ["qsample"], rounds=3)
-    assert not results.is_complete("tiny", turns.Cell(64, 4, "greedy"), ["qsample"], rounds=2)
-    assert not results.is_complete("tiny", turns.Cell(64, 1, "top-p 0.95"), ["qsample"], rounds=2)
-    assert not results.is_complete("tiny", cell, ["qsample", "genai"], rounds=2)
-    results.set_missing("tiny", "genai", "ValueError: no such model")
-    assert results.is_complete("tiny", cell, ["qsample", "genai"], rounds=2)
-    results.clear_missing("tiny", "genai")
-    assert not results.is_complete("tiny", cell, ["qsample", "genai"], rounds=2)
+    results = decoders.Results(tmp_path / "decode.json", "machine")
+    greedy = decoders.Cell(64, 1, "greedy")
+    assert results.is_complete("tiny", greedy, ["qsample"], rounds=2)
+    assert not results.is_complete("tiny", greedy, ["qsample"], rounds=3)
+    assert not results.is_complete("tiny", decoders.Cell(64, 4, "greedy"), ["qsample"], rounds=2)
+    assert not results.is_complete("tiny", greedy, ["qsample", "genai"], rounds=2)
+    results.fail(
+        "tiny", "genai", RuntimeError("first line\nValueError: no such /srv/model"), report.Console(quiet=True)
+    )
+    assert results.shape("tiny")["missing"] == {"genai": "ValueError: no such model"}
+    assert results.is_complete("tiny", greedy, ["qsample", "genai"], rounds=2)
+
+    # Complete cells of the plan are left out.
+    part = decoders.Part("tiny", (64,), (1, 4), ("greedy",), 2, without=("transformers",))
+    assert [one.rows for _, one in decoders.remaining(results, [part], ["qsample", "transformers"], again=False)] == [4]
+    assert [one.rows for _, one in decoders.remaining(results, [part], ["qsample"], again=True)] == [1, 4]
 
 
 class FakeWorker:
@@ -88,7 +77,8 @@ class FakeWorker:
         return {"first_token": 3 * self.seconds, "steps": [self.seconds] * (request["new_tokens"] - 1)}
 
 
-def test_systems_take_turns_and_one_that_ends_is_out(turns: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_take_turns_and_one_that_ends_is_out(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = benchmark("turns")
     monkeypatch.setattr(turns, "PAUSE", 0.0)
     log: list[str] = []
     failures: list[str] = []
@@ -111,37 +101,55 @@ def test_systems_take_turns_and_one_that_ends_is_out(turns: ModuleType, monkeypa
     assert steps["qsample"] == pytest.approx([1.0] * 3)
 
 
-def test_the_plan_and_a_grid(report: ModuleType, tmp_path: Path) -> None:
-    decode = importlib.import_module("decode")
+def test_the_plan_and_a_grid(benchmark: Benchmark) -> None:
+    decode = benchmark("decode")
     options = argparse.Namespace(shape=None, prompt=None, batch=None, mix=None, rounds=None)
     assert decode.chosen_parts(options) == list(decode.PLAN)
     parts = decode.chosen_parts(argparse.Namespace(**vars(options) | {"shape": ["qwen3-4b"], "rounds": 7}))
     assert [(part.shape, part.rows, part.rounds) for part in parts] == [("qwen3-4b", (1,), 7)]
     (part,) = decode.chosen_parts(argparse.Namespace(**vars(options) | {"prompt": [16], "mix": ["greedy"]}))
-    assert [str(cell) for cell in part.cells] == ["prompt 16, 1 rows, greedy", "prompt 16, 4 rows, greedy"]
+    assert [str(one) for one in part.cells] == ["prompt 16, 1 rows, greedy", "prompt 16, 4 rows, greedy"]
 
-    # Cells of the plan that have all their rounds are left out, whoever else runs.
-    part = decode.Part("tiny", (64,), (1, 4), ("greedy",), 2, without=("transformers",))
-    results = report.Results(tmp_path / "decode.json", "machine")
-    results.add_cell("tiny", 64, 1, "greedy", "qsample", [9.0, 9.0], [1.0, 1.0])
-    assert [cell.rows for _, cell in decode.remaining(results, [part], ["qsample", "transformers"], again=False)] == [4]
-    assert [cell.rows for _, cell in decode.remaining(results, [part], ["qsample"], again=True)] == [1, 4]
+
+def test_tables_of_models(benchmark: Benchmark, tmp_path: Path) -> None:
+    models, facts = benchmark("models"), benchmark("decoders").Results(tmp_path / "m.json", "machine").shape("tiny")
+    facts["cells"] += [cell("greedy", "qsample", [9.0, 9.0], [1.0, 2.0])]
+    facts["cells"] += [cell("greedy", "llama.cpp", [9.0, 9.0], [2.0, 4.0])]
+    known = {"version": "1.0", "bytes": 3_000_000, "memory": {"anonymous": 5_000_000, "mapped": 0}}
+    facts["systems"] = {"qsample": known, "llama.cpp": known}
+    facts["missing"]["genai"] = "The /srv/models/checkpoint model | is not supported"
+    header, rows = models.time_rows(facts)
+    assert header == ["", "qsample", "onnxruntime-genai", "llama.cpp"]
+    assert rows[0] == ["first token, 64 tokens", "9.0", "no", "9.0 (1.00x)"]
+    assert rows[2] == ["step, 1 row", "1.5", "no", "3.0 (2.00x)"]
+    assert rows[3] == ["step, 4 rows", "", "no", ""]
+    assert rows[-1] == ["memory, MB: own + mapped files", "5 + 0", "no", "5 + 0"]
+    assert models.missing_lines(facts) == ["onnxruntime-genai does not run it: The checkpoint model / is not supported"]
+    # 2 MB at 4 GB/s take 0.5 ms; half as fast in the second round, in which the step takes twice as long.
+    facts |= {"active": {"64": 2_000_000}, "speed": {"64": [4e9, 2e9]}}
+    assert models.floor_rows({"tiny": facts})[1] == [["tiny", "64", "2.0", "3.0", "0.67", "1.50", "2.00"]]
+
+
+@pytest.mark.ci
+def test_the_bytes_of_a_step(benchmark: Benchmark, llama_package: Path) -> None:
+    """All matrices but the table of embeddings, and the keys and values."""
+    active_bytes = benchmark("memory_speed").active_bytes
+    config = AutoConfig.from_pretrained(llama_package)
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    width = config.num_key_value_heads * hidden // config.num_attention_heads
+    layer = 2 * hidden * hidden + 2 * hidden * width + 3 * hidden * inner
+    weights = 4 * (layers * layer + hidden * config.vocab_size)
+    for history in (1, 100):
+        expected = weights + 4 * layers * 2 * width * history
+        assert expected <= active_bytes(llama_package, 0, history) < expected + 4096  # norms, constants
 
 
 @pytest.mark.slow
-def test_a_whole_run_on_a_tiny_model(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    command = [sys.executable, BENCHMARKS / "decode.py", "--shape", "tiny", "--work", tmp_path / "work"]
-    command += ["--system", "transformers", "--batch", "1", "2", "--prompt", "16", "--rounds", "2", "--new-tokens", "4"]
-    command += ["--overhead-steps", "8", "--output", tmp_path / "out" / "decode"]
-    # No cell fits into no time.
-    late = [*map(str, command), "--minutes", "0"]
-    subprocess.run(late, check=True, cwd=BENCHMARKS.parent, timeout=900)
-    assert json.loads((tmp_path / "out" / "decode.json").read_text())["shapes"]["tiny"]["cells"] == []
-    subprocess.run([str(part) for part in command], check=True, cwd=BENCHMARKS.parent, timeout=900)
-    found = json.loads((tmp_path / "out" / "decode.json").read_text())["shapes"]["tiny"]
+def test_a_whole_run_on_a_tiny_model(run: Callable[..., tuple[Any, str]]) -> None:
+    options = ["--system", "transformers", "--batch", "1", "2", "--prompt", "16", "--rounds", "2", "--new-tokens", "4"]
+    data, page = run("decode", "--shape", "tiny", *options, "--overhead-steps", "8")
+    found = data["shapes"]["tiny"]
     assert len(found["cells"]) == 2 * 2 * 4  # batches, systems, mixes
     assert found["tokens"]["equal"] == found["tokens"]["compared"] == 64
     assert found["quantization"]["dtype"] == "int4"
-    assert "| 16 | 2 | greedy |" in (tmp_path / "out" / "decode.md").read_text()
-    assert (tmp_path / "out" / "decode.png").stat().st_size > 1000
+    assert "| 16 | 2 | greedy |" in page

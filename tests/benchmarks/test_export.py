@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 WORK = """
 import os, sys, time
 held = bytearray(b"x") * (1 << 27)
@@ -26,9 +23,8 @@ while time.process_time() < 0.5:
 
 
 @pytest.fixture
-def export(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("export")
+def export(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark("export")
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux alone counts memory and bytes")
@@ -39,6 +35,7 @@ def test_the_figures_of_a_process(export: ModuleType, tmp_path: Path) -> None:
     assert 0.5 <= measured["cpu_seconds"] <= measured["seconds"] + 0.1
     assert 1 << 27 <= measured["peak_anonymous"] < (1 << 27) + (1 << 24) < 1 << 28
     assert measured["peak_anonymous"] < measured["peak_resident"] < 1 << 28
+    assert 1 << 20 <= measured["peak_disk"] < 1 << 21
     assert measured["written"] in (0, *range(1 << 20, 1 << 21)), "0 on a file system in memory"
 
     for limits, message in (
@@ -76,8 +73,7 @@ def test_tables(export: ModuleType, tmp_path: Path) -> None:
     ]
 
     pytest.importorskip("matplotlib")
-    results = export.Kept(tmp_path / "export.json", {"machine": "a machine", "shapes": {"tiny": known}})
-    export.write(results, tmp_path / "export")
+    export.write({"machine": "a machine", "shapes": {"tiny": known}}, tmp_path / "export")
     page = (tmp_path / "export.md").read_text()
     assert "mobius, float32 is missing: no such / model." in page
     assert "2 rounds, torch 1 and 2." in page
@@ -85,23 +81,11 @@ def test_tables(export: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_run_on_a_tiny_model(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    command = [
-        sys.executable,
-        BENCHMARKS / "export.py",
-        "--shape",
-        "tiny",
-        "--work",
-        tmp_path / "work",
-        "--rounds",
-        "1",
-    ]
-    command += ["--system", "qsample, int4", "genai, int4", "--output", tmp_path / "out" / "export"]
-    subprocess.run([str(part) for part in command], check=True, cwd=BENCHMARKS.parent, timeout=900)
-    found = json.loads((tmp_path / "out" / "export.json").read_text())["shapes"]["tiny"]
+def test_a_whole_run_on_a_tiny_model(run: Callable[..., tuple[Any, str]], tmp_path: Path) -> None:
+    systems = ["qsample, int4", "genai, int4"]
+    found = run("export", "--shape", "tiny", "--rounds", "1", "--system", *systems)[0]["shapes"]["tiny"]
     (measured,) = found["turns"]["qsample, int4"]
     assert measured["seconds"] > sum(measured["stages"].values()) > 1
     assert "tracing the decode graph" in measured["stages"]
-    assert found["turns"].keys() | found["missing"].keys() == {"qsample, int4", "genai, int4"}
+    assert found["turns"].keys() | found["missing"].keys() == {*systems}
     assert not (tmp_path / "work" / "tiny" / "out").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,20 +19,11 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a module of the benchmark: "gpu" or "gpu_report", for example."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if (BENCHMARKS / f"{name}.py").exists():
-            sys.modules.pop(name)
-
-
 @pytest.mark.ci
-def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(gpu: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    report = gpu("gpu_report")
+def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    report = benchmark("gpu_report")
     results = report.Results(tmp_path / "out", "python benchmarks/gpu.py")
     cell = report.Cell("0.6B", "host", 4, "greedy", 0.002, 0.0005)
     late = tmp_path / "late"
@@ -71,8 +61,8 @@ def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(gpu: Callable[[str], M
     assert not late.exists()
 
 
-def test_cells_are_compared(gpu: Callable[[str], ModuleType]) -> None:
-    report = gpu("gpu_report")
+def test_cells_are_compared(benchmark: Callable[[str], ModuleType]) -> None:
+    report = benchmark("gpu_report")
     seconds = {("captured", "greedy"): 0.002, ("captured", "everything"): 0.0021, ("host", "greedy"): 0.003}
     seconds |= {("captured, int4", "greedy"): 0.001, ("captured, int4", "everything"): 0.0011}
     cells = [report.Cell("0.6B", system, 1, mix, taken, None) for (system, mix), taken in seconds.items()]
@@ -84,11 +74,10 @@ def test_cells_are_compared(gpu: Callable[[str], ModuleType]) -> None:
 
 
 def test_builders_get_the_packages_of_their_own_interpreter(
-    gpu: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The packages of this interpreter may be in PYTHONPATH only; those of another interpreter are not."""
-    gpu("gpu_report")  # the folder of the benchmarks is importable
-    run_quietly = importlib.import_module("checkpoints").run_quietly
+    run_quietly = benchmark("checkpoints").run_quietly
     monkeypatch.setenv("PYTHONPATH", "somewhere")
     (tmp_path / "python").symlink_to(sys.executable)
     said = {}
@@ -110,9 +99,9 @@ class Sending:
 
 
 def test_where_cuda_does_not_run_it_says_why_and_ends(
-    gpu: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, plan, report = gpu("gpu_parts"), gpu("gpu"), gpu("gpu_report")
+    parts, plan, report = benchmark("gpu_parts"), benchmark("gpu"), benchmark("gpu_report")
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
     monkeypatch.setattr(parts, "execution_providers", lambda _: ("CUDAExecutionProvider", "CPUExecutionProvider"))
     monkeypatch.setattr(parts, "missing_library", lambda: "; libcublasLt.so.13: not found")
@@ -140,11 +129,11 @@ def test_where_cuda_does_not_run_it_says_why_and_ends(
     assert [part.name for part in some][:3] == ["the sampler", "tiny: export", "tiny, cuda-bfloat16: smoke test"]
 
 
-def test_the_sampler_is_checked_over_logits_of_every_kind(gpu: Callable[[str], ModuleType]) -> None:
+def test_the_sampler_is_checked_over_logits_of_every_kind(benchmark: Callable[[str], ModuleType]) -> None:
     """Two graphs, with and without control flow, on the CPU. A wrong argmax is found."""
-    sampler = gpu("gpu_checks")
+    sampler = benchmark("gpu_checks")
     sent: list[tuple[str, ...]] = []
-    reports = gpu("gpu_report").Reports(Sending(sent))
+    reports = benchmark("gpu_report").Reports(Sending(sent))
     sampler.check_sampler("cpu", reports, 9000)
     assert {kind for kind, *_ in sent} == {"check"}
     assert len(sent) == 9

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -12,26 +10,14 @@ import pytest
 
 from tests.helpers.reference import adjust, distribution
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
 OFF |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 START = 6  # tokens of the prompt
 
 
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("logits_host")
-
-
-@pytest.fixture
-def mixes(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Mapping[str, float]]:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("common").ALL
-
-
 @pytest.mark.parametrize("mix", ["greedy", "top-k 50, top-p 0.95", "top-p 0.95", "top-p 0.95, flat", "everything"])
-def test_what_is_drawn_from(host: ModuleType, mixes: Mapping[str, Mapping[str, float]], mix: str) -> None:
+def test_what_is_drawn_from(benchmark: Callable[[str], ModuleType], mix: str) -> None:
+    host, mixes = benchmark("systems.logits_host"), benchmark("systems").ALL
     rng = np.random.default_rng(0)
     logits = (4 * rng.standard_normal((3, 300))).astype(np.float32)
     history = rng.integers(0, 300, (3, 20))
@@ -49,7 +35,7 @@ def test_what_is_drawn_from(host: ModuleType, mixes: Mapping[str, Mapping[str, f
         assert np.all(np.take_along_axis(np.array(expected), sampler(logits, history, START)[:, None], axis=1) > 0)
     np.testing.assert_array_equal(logits, before)
     if mix != "greedy":
-        weights = samplers[0].weights(logits, history, START)
+        weights = samplers[0].weights(samplers[0]._penalized(logits, history, START))
         np.testing.assert_allclose(weights / weights.sum(axis=-1, keepdims=True), expected, atol=1e-6)
         scores = samplers[1].scores(logits, history, START)
         np.testing.assert_allclose(scores.softmax(dim=-1).numpy(), expected, atol=1e-6)

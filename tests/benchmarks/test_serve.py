@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SETTINGS = {"machine": "a machine", "shape": "tiny", "slots": 2, "prompt_tokens": 32, "new_tokens": 2}
 ANSWER = {
     "seconds": [2.0, 2.0],
@@ -23,61 +22,88 @@ ANSWER = {
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("serve_report")
+def serve(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark("serve")
 
 
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("serve_client")
-
-
-def test_figures(report: ModuleType) -> None:
+def test_figures(serve: ModuleType) -> None:
     """Five tokens in four seconds; first tokens after 0.5 and 0.7 s; gaps of 0.1 and 0.3 s."""
-    one = report.figures(ANSWER)
+    one = serve.figures(ANSWER)
     assert one["tokens_per_second"] == 1.25
     assert one["first_ms"] == pytest.approx([600, 698])
     assert one["gap_ms"] == pytest.approx([200, 298])
     assert one["cpu_us_per_token"] == pytest.approx(2000)
-    nothing = report.figures({**ANSWER, "streams": []})
+    nothing = serve.figures({**ANSWER, "streams": []})
     assert nothing["tokens_per_second"] == 0
     assert nothing["first_ms"] is nothing["gap_ms"] is None
 
 
-def test_a_run_goes_on_where_the_one_before_stopped(report: ModuleType, tmp_path: Path) -> None:
+def test_a_run_goes_on_where_the_one_before_stopped(serve: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "new" / "serve.json"
-    results = report.ServeResults(path, SETTINGS)
-    results.add("server", 8, report.figures(ANSWER))
-    results.fail("server", 64, "no\nroom")
+    results = serve.ServeResults(path, SETTINGS)
+    results.cell("server", 8)["rounds"].append(serve.figures(ANSWER))
     results.save()
-    results = report.ServeResults(path, SETTINGS)
-    assert len(results.rounds("server", 8)) == 1
-    assert results.rounds("server", 64) == []
-    assert results.failed("server", 64) == "no room"
-    results.add("server", 64, report.figures(ANSWER))
-    assert results.failed("server", 64) is None
+    assert len(serve.ServeResults(path, SETTINGS).cell("server", 8)["rounds"]) == 1
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"other settings \(slots\); give another --output"):
-        report.ServeResults(path, {**SETTINGS, "slots": 3})
+        serve.ServeResults(path, {**SETTINGS, "slots": 3})
     assert path.read_bytes() == before
 
 
-def test_page(report: ModuleType, tmp_path: Path) -> None:
-    results = report.ServeResults(tmp_path / "serve.json", SETTINGS)
+class System:
+    """Answers, or fails while it starts or runs."""
+
+    def __init__(self, started: list[str], name: str, failing: str = "") -> None:
+        self.name, self.failing = name, failing
+        started.append(name)
+        if failing == "start":
+            raise RuntimeError("it did not start")
+
+    def measure(self, streams: int, waves: int, seconds: float) -> dict[str, Any]:
+        if self.failing == f"at {streams}":
+            raise RuntimeError("no\nroom")
+        return {**ANSWER, "streams": [[[0.5, 2]]] * streams * waves}
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_system_that_fails_leaves_the_cell(serve: ModuleType, tmp_path: Path) -> None:
+    results, started = serve.ServeResults(tmp_path / "serve.json", SETTINGS), list[str]()
+    start = {
+        "good": lambda: System(started, "good"),
+        "weak": lambda: System(started, "weak", "at 64"),
+        "bad": lambda: System(started, "bad", "start"),
+    }
+    options = SimpleNamespace(rounds=2, streams=[8, 64], cell_seconds=9, new_tokens=2)
+    serve.run(start, results, options, serve.Console(quiet=True))
+    counts = {
+        name: [len(results.cell(name, streams)["rounds"]) for streams in (8, 64)] for name in results.data["cells"]
+    }
+    assert counts == {"good": [2, 2], "weak": [2, 0], "bad": [0, 0]}
+    assert results.cell("weak", 64)["failed"] == "no room"
+    assert results.cell("bad", 8)["failed"] == "it did not start"
+    assert started == ["good", "weak", "bad", "weak"], (
+        "a process that failed is replaced, one that did not start is not"
+    )
+
+
+def test_page(serve: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = serve.ServeResults(tmp_path / "serve.json", SETTINGS)
     for number, factor in enumerate((1, 2, 3)):
-        if number:  # the first round of the engine failed
-            results.add(report.ENGINE, 1, report.figures({**ANSWER, "cpu_seconds": 0.01 * factor}) | {"round": number})
-        results.add("qsample serve", 1, report.figures({**ANSWER, "cpu_seconds": 0.02 * factor}) | {"round": number})
-    results.fail("qsample serve", 200, "not done after 9 s")
+        for system, cost in ((serve.ENGINE, 0.01), ("qsample serve", 0.02)):
+            if number or system != serve.ENGINE:  # the first round of the engine failed
+                one = serve.figures({**ANSWER, "cpu_seconds": cost * factor}) | {"round": number}
+                results.cell(system, 1)["rounds"].append(one)
+    results.cell("qsample serve", 200)["failed"] = "not done after 9 s"
     results.data["missing"]["other"] = "it is not installed"
-    assert report.table_rows(results) == [
+    assert serve.table_rows(results.data)[1] == [
         ["engine alone", "1", "1.2", "600.0 / 698.0", "200.0 / 298.0", "5000", "", "2"],
         ["qsample serve", "1", "1.2", "600.0 / 698.0", "200.0 / 298.0", "8000", "2.00", "3"],
         ["qsample serve", "200", "failed", "", "", "", "", ""],
     ]
-    report.write(results, tmp_path / "serve", "Servers", "An explanation.")
+    serve.write(results.data, tmp_path / "serve")
     page = (tmp_path / "serve.md").read_text()
     assert "medians of 3 rounds" in page
     assert "Without other: it is not installed" in page
@@ -104,7 +130,8 @@ ANSWERS = {
 }
 
 
-def test_client_counts_tokens_refusals_and_failures(client: ModuleType) -> None:
+def test_client_counts_tokens_refusals_and_failures(benchmark: Callable[[str], ModuleType]) -> None:
+    client = benchmark("serve_client")
     asked: list[dict[str, Any]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
