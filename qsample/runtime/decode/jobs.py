@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from qsample.contract.arrays import Array
 from qsample.runtime.adapters import Adapter
-from qsample.runtime.decode.stored_prefixes import Held
+from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.sequence import Sequence
 
 
@@ -37,7 +37,7 @@ class Admission:
     sequence: Sequence
     copy: Copy
     moved: tuple[int, Array] | None
-    stored: Held | None = None
+    stored: PrefixFile | None = None
     adapter: Adapter | None = None
 
 

@@ -23,9 +23,10 @@ from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
 from qsample.request.checks import check_count
 from qsample.runtime.decode.jobs import Admission, Copy, Read, Save, Window, slot_of
+from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots, Snapshot
-from qsample.runtime.decode.stored_prefixes import Held, StoredPrefixes
+from qsample.runtime.decode.stored_prefixes import StoredPrefixes
 from qsample.runtime.sequence import PrefixStats, Sequence
 
 _CACHE_IS_VALID: Final = (STOPPED, LENGTH)
@@ -181,7 +182,7 @@ class DecodeLoop:
         elif copy.place is not None:
             self._slots.saved.restore(copy.place, slot)
 
-    def _load(self, sequence: Sequence, slot: int, held: Held) -> None:
+    def _load(self, sequence: Sequence, slot: int, held: PrefixFile) -> None:
         """Load the beginning of a prompt into its slot; if it is gone, the prompt will be read."""
         assert self._stored is not None
         parts = self._stored.read(held, sequence.reused)

@@ -24,8 +24,8 @@ from qsample.ort.rounding import RowCounts
 from qsample.ort.session import Sessions
 from qsample.runtime.decode.adapter_use import AdapterPlaces, Marks, extended, unmarked
 from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Save, Window, slot_of, span_of
+from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix
-from qsample.runtime.decode.stored_prefixes import Held
 from qsample.runtime.sequence import Sequence
 
 # The cost of a run without its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
@@ -146,7 +146,7 @@ class Scheduler:
         sequence.marked = self._marks.mark(sequence.prompt, sequence.adapter)
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
-    def admit(self, held: Callable[[], abc.Sequence[Held]] | None = None) -> list[Admission]:
+    def admit(self, held: Callable[[], abc.Sequence[PrefixFile]] | None = None) -> list[Admission]:
         """Give free slots to those who waited longest. held: returns the beginnings that can be loaded into a slot."""
         admitted: list[Admission] = []
         passed: list[Sequence] = []
@@ -182,7 +182,7 @@ class Scheduler:
         self._waiting.extendleft(reversed(passed))
         return admitted
 
-    def _best_stored(self, stored: abc.Sequence[Held], sequence: Sequence) -> tuple[Held | None, int]:
+    def _best_stored(self, stored: abc.Sequence[PrefixFile], sequence: Sequence) -> tuple[PrefixFile | None, int]:
         """The stored prefix that has most of a prompt, and how many tokens of it."""
         own = "" if sequence.adapter is None else sequence.adapter.sha256
         loadable = [(self._loadable(one.tokens, sequence.prompt), one) for one in stored if one.adapter == own]

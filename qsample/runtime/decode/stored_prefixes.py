@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -38,25 +38,6 @@ DEFAULT_BYTES: Final = 8 << 30
 _NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors")
 _UNWRITTEN: Final = 2  # prefixes in memory that wait for the disk; more are not kept
 _log: Final = logging.getLogger("qsample.prefixes")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """The beginning of a prompt, in a file.
-
-    Attributes:
-        tokens: [end] int64, from the first.
-        start: the first token whose keys and values the file has.
-        path: of the file.
-        adapter: the sha256 of the adapter that the tokens were read with; "" = none.
-        file: of the caller, which stays open; None = a file of the folder.
-    """
-
-    tokens: Array
-    start: int
-    path: Path
-    adapter: str = ""
-    file: PrefixFile | None = None
 
 
 class Part(NamedTuple):
@@ -97,16 +78,16 @@ class StoredPrefixes:
         self._interface, self._pieces = package.interface, Pieces.of(sessions)
         self._signature = signature_of(package, sessions)
         self._key = hashlib.sha256(json.dumps(self._signature, sort_keys=True).encode()).hexdigest()[:16]
-        self._given: list[Held] = []
+        self._given: list[PrefixFile] = []
         for path in files:
             file = PrefixFile.open(Path(path), self._signature, self._interface)
             file.verify()
             if file.start:
                 raise PackageError(f"{path} is a part of a conversation; give a file that `qsample prefix` wrote")
-            self._given.append(Held(file.tokens, 0, file.path, file.adapter, file))
+            self._given.append(file)
         self._folder = None if folder is None else _usable(Path(folder))
         self._max_bytes = max_bytes
-        self._kept: dict[str, Held] = {}  # by file name
+        self._kept: dict[str, PrefixFile] = {}  # by file name
         self._unwritten: set[str] = set()
         self._queue: queue.Queue[_Unwritten | None] = queue.Queue(_UNWRITTEN)
         self._writer: threading.Thread | None = None
@@ -116,12 +97,12 @@ class StoredPrefixes:
         """Whether `keep` keeps anything."""
         return self._folder is not None
 
-    def held(self) -> list[Held]:
-        """All prefixes that are there now."""
+    def held(self) -> list[PrefixFile]:
+        """All prefixes that are there now, files of the folder without their states."""
         self._look()
         return [*self._given, *self._kept.values()]
 
-    def read(self, held: Held, count: int) -> list[Part]:
+    def read(self, held: PrefixFile, count: int) -> list[Part]:
         """The states of the first `count` tokens of a prefix, verified, the last part first; [] if files of it are
         damaged or gone. With recurrent states, `count` is all of its tokens."""
         parts: list[Part] = []
@@ -129,12 +110,13 @@ class StoredPrefixes:
         stop, at = count, held
         try:
             while True:
-                file = at.file
-                if file is None:
+                states = at.states
+                if not states:
                     file = PrefixFile.open(at.path, self._signature, self._interface)
-                    paths.append(at.path)
                     file.verify()
-                parts.append(Part(at.start, stop, file.states))
+                    paths.append(at.path)
+                    states = file.states
+                parts.append(Part(at.start, stop, states))
                 if at.start == 0:
                     break
                 stop, before = at.start, self._before(at)
@@ -157,7 +139,7 @@ class StoredPrefixes:
         Args:
             tokens: [n] int64, whole pieces.
             read: returns a copy of the states of the tokens [start, stop), as in `PrefixFile.states`.
-            adapter: see `Held`.
+            adapter: see `PrefixFile`.
         """
         assert self._folder is not None
         self._look()
@@ -202,7 +184,7 @@ class StoredPrefixes:
             else:
                 self._kept[held.path.name] = held
 
-    def _opened(self, path: Path) -> Held | None:
+    def _opened(self, path: Path) -> PrefixFile | None:
         """A file that is new in the folder; None = it is deleted, or was."""
         try:
             file = PrefixFile.open(path, self._signature, self._interface)
@@ -211,9 +193,9 @@ class StoredPrefixes:
                 _log.warning("a kept prefix is not used: %s", error)
                 _delete(path)
             return None
-        return Held(np.array(file.tokens), file.start, path, file.adapter)
+        return replace(file, tokens=np.array(file.tokens), states={})  # which lets the system close it
 
-    def _before(self, held: Held) -> Held | None:
+    def _before(self, held: PrefixFile) -> PrefixFile | None:
         """A file with the states before those of `held`."""
         kept = (one for one in self._kept.values() if one.adapter == held.adapter)
         return next((one for one in kept if one.start < held.start <= shared_prefix(one.tokens, held.tokens)), None)
