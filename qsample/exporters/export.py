@@ -29,10 +29,11 @@ from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.lowering import adapt_layers, align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.exporters.portable import Draft, write_draft
 from qsample.exporters.trace import trace
-from qsample.huggingface.facade import GENERATION_CONFIG_FILE, dtype_name
+from qsample.huggingface.facade import dtype_name
 from qsample.package import package
 from qsample.progress import Progress, Stage, Stages, metered
 from qsample.request.checks import is_integer
+from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 from qsample.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms, state_shapes

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from qsample.contract.interface import Features
@@ -73,7 +71,6 @@ def _name(value: Any) -> str | None:
     return _SHORT.get(text, text)
 
 
-GENERATION_CONFIG_FILE: Final = "generation_config.json"
 _OWN: Final = ("do_sample", "pad_token_id", "bos_token_id", "return_dict_in_generate", "prefill_chunk_size")
 _FIELDS: Final = frozenset({*OFF, *UNSUPPORTED, *GENERATE, *BOOKKEEPING, *_OWN})
 # Fields of all of transformers' configurations.
@@ -107,24 +104,9 @@ class GenerationConfig(dict[str, Any]):
     to_diff_dict = to_dict  # a file has what differs from transformers' defaults
 
 
-def read_generation_config(given: Any) -> dict[str, Any]:
-    """The fields that are set in `given`: a mapping, an object with to_dict() such as transformers.GenerationConfig,
-    or the path of a generation_config.json or of its folder. Raises ValueError for anything else."""
-    if isinstance(given, str | Path):
-        path = Path(given)
-        file = path / GENERATION_CONFIG_FILE if path.is_dir() else path
-        try:
-            given = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"generation_config is {str(path)!r}, and {file} cannot be read: {error}") from error
-        if not isinstance(given, dict):
-            raise ValueError(f"generation_config is {str(path)!r}, and {file} is not a JSON object")
-    return {name: value for name, value in settings_of(given).items() if value is not None}
-
-
 def as_generation_config(given: Any) -> GenerationConfig:
-    """`given` itself if it is a GenerationConfig; otherwise the result of `read_generation_config` as such."""
-    return given if isinstance(given, GenerationConfig) else GenerationConfig(read_generation_config(given))
+    """`given` itself if it is a GenerationConfig; otherwise the result of `settings_of` as such."""
+    return given if isinstance(given, GenerationConfig) else GenerationConfig(settings_of(given))
 
 
 class ModelConfig(Mapping[str, Any]):

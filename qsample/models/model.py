@@ -17,7 +17,6 @@ from qsample.contract.interface import Features, Interface
 from qsample.disk.scratch import Destination, ScratchFolder, scratch_near
 from qsample.errors import QsampleError
 from qsample.huggingface.facade import (
-    GENERATION_CONFIG_FILE,
     Device,
     GenerationConfig,
     ModelConfig,
@@ -29,6 +28,7 @@ from qsample.huggingface.facade import (
 from qsample.models.cache import Recipe, open_cached
 from qsample.package.package import Package, check_not_source, copy_package
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
+from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 
 if TYPE_CHECKING:
     from qsample.checkpoints.checkpoint import Checkpoint

@@ -6,9 +6,11 @@ Names and meanings are Hugging Face's. The effect of each value on the logits is
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Final
 
 from qsample.contract.tensors import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
@@ -16,6 +18,7 @@ from qsample.errors import ArgumentError, shown, unknown
 from qsample.request.checks import check_fields, checked, integer, is_integer, is_number, number, plain, refuse
 from qsample.request.refusals import UNSUPPORTED, without_refused
 
+GENERATION_CONFIG_FILE: Final = "generation_config.json"
 DEFAULT_NEW_TOKENS: Final = 256  # if neither the model nor the caller says how much to generate
 HF_DEFAULT_TOP_K: Final = 50  # transformers samples with it if top_k is not set
 SEEDS: Final = 2**63  # the number of seeds, from 0 on
@@ -251,9 +254,9 @@ class SamplingParams:
         """The parameters of a model's generation_config, with `overrides` on top.
 
         Args:
-            config: the contents of generation_config.json, or an object with `to_dict()`. The defaults of its fields
-                are those of transformers: greedy unless do_sample is true, and top_k = 50 if it samples and top_k is
-                not set. Keys that transformers does not know are ignored, as it ignores them.
+            config: the contents of generation_config.json, its path, or an object with `to_dict()`. The defaults of
+                its fields are those of transformers: greedy unless do_sample is true, and top_k = 50 if it samples and
+                top_k is not set. Keys that transformers does not know are ignored, as it ignores them.
             overrides: fields of this class, or do_sample. None switches a field off. One of SAMPLING_FIELDS implies
                 do_sample=True. A max_length or min_length beats a max_new_tokens or min_new_tokens of the config.
 
@@ -353,18 +356,28 @@ SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The fields of a generation_config: of a mapping, or of an object with `to_dict()`; None has no fields.
+    """The fields of a generation_config that are set, not None: of a mapping, of an object with `to_dict()` such as
+    transformers.GenerationConfig, or of the file at a path, which may be that of its folder; None has no fields.
 
     Raises ValueError for anything else.
     """
-    if config is None or isinstance(config, Mapping):
-        return dict(config or {})
-    if not callable(getattr(config, "to_dict", None)):
+    if isinstance(config, str | Path):
+        path = Path(config)
+        file = path / GENERATION_CONFIG_FILE if path.is_dir() else path
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"generation_config is {str(path)!r}, and {file} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"generation_config is {str(path)!r}, and {file} is not a JSON object")
+    elif config is None or callable(getattr(config, "to_dict", None)):
+        config = {} if config is None else config.to_dict()
+    elif not isinstance(config, Mapping):
         raise ValueError(
             f"generation_config is a {type(config).__name__}; give a mapping, a transformers.GenerationConfig, or the "
             "path of a generation_config.json or its folder"
         )
-    return dict(config.to_dict())
+    return {name: value for name, value in config.items() if value is not None}
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:

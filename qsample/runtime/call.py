@@ -10,11 +10,10 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.errors import shown, unknown
-from qsample.huggingface.facade import read_generation_config
 from qsample.package.manifest import TokenIds
 from qsample.request.checks import is_integer, is_number, plain, refuse
 from qsample.request.refusals import BOOKKEEPING, GENERATE, UNSUPPORTED, without_refused
-from qsample.request.sampling_params import OFF, SamplingParams, layered
+from qsample.request.sampling_params import OFF, SamplingParams, layered, settings_of
 from qsample.text.chat import CHAT_OPTIONS, ChatOptions
 from qsample.text.tokenizer import Tokenizer
 
@@ -128,7 +127,7 @@ def _like_transformers(
     config = rest.pop("generation_config", None)
     if callable(getattr(params, "to_dict", None)):  # transformers' second positional argument
         config, params = params, None
-    given = {} if config is None else read_generation_config(config)
+    given = {} if config is None else settings_of(config)
     if given and params is not None:
         raise ValueError("params and generation_config were given; put everything into either")
     without_refused(GENERATE, {name: given[name] for name in _OUTPUTS if name in given})
@@ -171,6 +170,8 @@ def _inputs(inputs: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
             raise ValueError(
                 f"inputs has {', '.join(sorted(map(repr, others)))}; give a mapping of input_ids and attention_mask"
             )
+        mask = inputs.get("attention_mask") if mask is None else mask
+        inputs = inputs["input_ids"]
     return ([[]] if inputs is None else inputs), mask
 
 
@@ -231,9 +232,8 @@ def parse_prompts(
     """The prompts of a call, every id in [0, vocab_size).
 
     Args:
-        call: its `inputs` are a text, token ids, a 1-D or 2-D integer array, chat messages, a list of any of these, or
-            a mapping with input_ids (and attention_mask), as a Hugging Face tokenizer returns. Its `attention_mask` has
-            the shape of the token ids.
+        call: its `inputs` are a text, token ids, a 1-D or 2-D integer array, chat messages, or a list of any of these;
+            its `attention_mask` has the shape of the token ids.
         tokenizer: for texts and chat messages.
         vocab_size: of the model.
         bos: the token id that an empty prompt becomes; None = an empty prompt is not valid.
@@ -241,11 +241,7 @@ def parse_prompts(
 
     Raises ValueError for an input of another kind.
     """
-    inputs, attention_mask = call.inputs, call.attention_mask
-    if isinstance(inputs, Mapping) and "input_ids" in inputs:
-        attention_mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
-        inputs = inputs["input_ids"]
-    items = _items(inputs)
+    items, attention_mask = _items(call.inputs), call.attention_mask
     if not len(items):
         raise ValueError("no prompt was given; give at least a single prompt")
     rows = [_row(index, item, tokenizer, call.chat) for index, item in enumerate(items)]

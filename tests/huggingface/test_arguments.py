@@ -37,6 +37,9 @@ def test_inputs_under_both_names_and_as_a_mapping(model: CausalLM) -> None:
     assert model.generate(input_ids=PROMPTS, **FREE).token_ids == wanted
     assert model.generate(inputs=PROMPTS, **FREE).token_ids == wanted
     assert model.generate({"input_ids": PROMPTS}, **FREE).token_ids == wanted
+    padded = {"input_ids": np.array([[0, 5], [6, 7]]), "attention_mask": np.array([[0, 1], [1, 1]])}
+    assert model.generate(padded, **FREE).prompt_lengths == [1, 2]
+    assert model.generate(padded, SamplingParams(max_new_tokens=1)).prompt_lengths == [1, 2]
     mask = [[1] * len(prompt) for prompt in PROMPTS]
     assert model.generate(input_ids=PROMPTS, attention_mask=mask, **FREE).token_ids == wanted
 

@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 
-from qsample.huggingface.facade import (
-    GenerationConfig,
-    ModelConfig,
-    as_generation_config,
-    read_generation_config,
-)
+from qsample.huggingface.facade import GenerationConfig, ModelConfig, as_generation_config
+from qsample.request.sampling_params import settings_of
 
 
 def test_a_generation_config_by_attribute() -> None:
@@ -51,27 +47,27 @@ def test_the_forms_of_a_generation_config(as_path: Any, tmp_path: Path) -> None:
     wanted = {"max_new_tokens": 5, "eos_token_id": [2, 3]}
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({**wanted, "top_p": None}))
-    assert read_generation_config(wanted) == wanted
-    assert read_generation_config(as_path(tmp_path)) == read_generation_config(as_path(file)) == wanted
+    assert settings_of(wanted) == wanted
+    assert settings_of(as_path(tmp_path)) == settings_of(as_path(file)) == wanted
     transformers = pytest.importorskip("transformers")
-    theirs = read_generation_config(transformers.GenerationConfig(**wanted))
+    theirs = settings_of(transformers.GenerationConfig(**wanted))
     assert {name: theirs[name] for name in wanted} == wanted
     transformers.GenerationConfig(**wanted).save_pretrained(tmp_path)
-    assert wanted.items() <= read_generation_config(as_path(tmp_path)).items()
+    assert wanted.items() <= settings_of(as_path(tmp_path)).items()
 
 
 def test_what_is_no_generation_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="generation_config is a int; give a mapping"):
-        read_generation_config(5)
+        settings_of(5)
     with pytest.raises(ValueError, match=r"nowhere.*cannot be read"):
-        read_generation_config(tmp_path / "nowhere")
+        settings_of(tmp_path / "nowhere")
     for text in ("{", "[" * 100_000, "\xff"):
         (tmp_path / "bad.json").write_text(text, encoding="latin-1")
         with pytest.raises(ValueError, match=r"bad\.json cannot be read"):
-            read_generation_config(tmp_path / "bad.json")
+            settings_of(tmp_path / "bad.json")
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"list\.json is not a JSON object"):
-        read_generation_config(str(tmp_path / "list.json"))
+        settings_of(str(tmp_path / "list.json"))
 
 
 def test_a_model_config_by_attribute() -> None:

@@ -39,8 +39,6 @@ def rows(inputs: Any, mask: Any = None, pad: int | None = None) -> list[list[int
         ([[]], [[1]]),
         ([[5], []], [[5], [1]]),
         (np.zeros((2, 0), dtype=np.int64), [[1], [1]]),
-        ({"input_ids": [[5, 6], [7]]}, [[5, 6], [7]]),
-        ({"input_ids": np.array([[0, 5], [6, 7]]), "attention_mask": np.array([[0, 1], [1, 1]])}, [[5], [6, 7]]),
     ],
 )
 def test_forms_of_prompts(inputs: Any, expected: list[list[int]]) -> None:
