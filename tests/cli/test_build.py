@@ -29,34 +29,21 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
         raise ValueError("seen")
 
     monkeypatch.setattr("qsample.models.auto_model.AutoModelForCausalLM.from_pretrained", spy)
-    defaults = {
-        "include_sampler": True,
-        "return_pdfs": False,
-        "logit_bias": False,
-        "allowed_tokens": False,
-        "logprobs": False,
-        "top_logprobs": 0,
-        "for_serving": False,
-        "filters": (),
-        "filter_order": "huggingface",
-        "seed_input": False,
-        "max_loras": 0,
-        "max_lora_rank": 16,
-        "dtype": "float32",
-        "tokenizer": "auto",
-        "revision": None,
-        "adapter": None,
-    }
-    assert run("export", "some/model", tmp_path / "p")[0] == 1
-    assert seen == {**defaults, "model": "some/model"}
-    run("export", "some/model", tmp_path / "p", "--no-sampler", "--dtype", "float16", "--revision", "v2")
-    assert seen == {**defaults, "model": "some/model", "include_sampler": False, "dtype": "float16", "revision": "v2"}
+    defaults = {"dtype": "float32", "tokenizer": "auto", "revision": None, "adapter": None, "for_serving": False}
+    for name, option in Features.__dataclass_fields__.items():
+        if "help" in option.metadata:
+            defaults[option.metadata.get("argument", name)] = option.default
     filters = ("--filter", "xtc,dry", "--filter", "typical_p", "--filter-order", "llama.cpp", "--seed-input")
-    run("export", "some/model", tmp_path / "p", *filters)
     chosen = {"filters": ("xtc", "dry", "typical_p"), "filter_order": "llama.cpp", "seed_input": True}
-    assert seen == {**defaults, **chosen, "model": "some/model"}
-    run("export", "some/model", tmp_path / "p", "--for-serving")
-    assert seen == {**defaults, "for_serving": True, "model": "some/model"}
+    for given, expected in (
+        ((), {}),
+        (("--no-sampler", "--dtype", "float16"), {"include_sampler": False, "dtype": "float16"}),
+        (("--revision", "v2", "--return-pdfs"), {"revision": "v2", "return_pdfs": True}),
+        (filters, chosen),
+        (("--for-serving", "--max-loras", "2"), {"for_serving": True, "max_loras": 2}),
+    ):
+        assert run("export", "some/model", tmp_path / "p", *given)[0] == 1
+        assert seen == {**defaults, **expected, "model": "some/model"}
 
 
 def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -162,49 +162,38 @@ def test_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "options", "message"),
     [
-        ("", "text is empty"),
-        ([], "text is empty"),
-        (["", ""], "text is empty"),
-        ([[5]], "no token to score"),
-        ([1.5, 2.5], r"give a text, token ids"),
-        (7, "give a text, token ids"),
-        ([5, 320], "give integers from 0 to 319"),
-        ([5, -1], "give integers from 0 to 319"),
-        (np.array([0.5, 2.0]), "give integers from 0 to 319"),
-        ("half \ud800", "lone surrogate"),
+        ("", {}, "text is empty"),
+        ([], {}, "text is empty"),
+        (["", ""], {}, "text is empty"),
+        ([[5]], {}, "no token to score"),
+        ([1.5, 2.5], {}, r"give a text, token ids"),
+        (7, {}, "give a text, token ids"),
+        ([5, 320], {}, "give integers from 0 to 319"),
+        ([5, -1], {}, "give integers from 0 to 319"),
+        (np.array([0.5, 2.0]), {}, "give integers from 0 to 319"),
+        ("half \ud800", {}, "lone surrogate"),
+        (TEXT, {"max_length": 49}, "max_length is 49 and .*package holds 48"),
+        (TEXT, {"max_length": 1}, "max_length is 1"),
+        (TEXT, {"max_length": 10, "stride": 11}, "stride is 11 and max_length 10"),
+        (TEXT, {"stride": 0}, "stride is 0"),
+        (TEXT, {"batch_size": 0}, "batch_size is 0"),
+        (TEXT, {"confidence": 95}, "confidence is 95"),
+        (TEXT, {"against": 3}, "3 is not a reference"),
+        (TEXT, {"against": "package"}, "the package itself; give another one to compare it with"),
+        (TEXT, {"against": ["link", "package"]}, "the package itself; give another one to compare it with"),
+        (TEXT, {"intra_op_num_threads": 0}, "intra_op_num_threads is 0"),
     ],
 )
-def test_texts_that_cannot_be_scored(text: Any, message: str, tmp_path: Path) -> None:
+def test_what_is_refused(
+    text: Any, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = fake_package(tmp_path / "package", compilation=compilation())
+    (tmp_path / "link").symlink_to(package.path)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        evaluate(fake_package(tmp_path / "package"), text)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_length": 49}, "max_length is 49 and .*package holds 48"),
-        ({"max_length": 1}, "max_length is 1"),
-        ({"max_length": 10, "stride": 11}, "stride is 11 and max_length 10"),
-        ({"stride": 0}, "stride is 0"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"confidence": 95}, "confidence is 95"),
-        ({"against": 3}, "3 is not a reference"),
-        ({"intra_op_num_threads": 0}, "intra_op_num_threads is 0"),
-    ],
-)
-def test_arguments_out_of_range(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        evaluate(fake_package(tmp_path / "package", compilation=compilation()), TEXT, **options)
-
-
-def test_a_package_against_itself(tmp_path: Path) -> None:
-    first = fake_package(tmp_path / "first")
-    (tmp_path / "link").symlink_to(first.path)
-    for against in (first, tmp_path / "link", [first, tmp_path / "link"]):
-        with pytest.raises(ValueError, match="the package itself; give another one to compare it with"):
-            evaluate(first, TEXT, against=against)
+        evaluate(package, text, **options)
 
 
 def test_packages_that_do_not_go_together(tmp_path: Path) -> None:
@@ -223,23 +212,15 @@ def test_packages_that_do_not_go_together(tmp_path: Path) -> None:
     alike = fake_package(tmp_path / "alike", files={"tokenizer.json": written_again})
     assert evaluate(first, TEXT, against=alike).packages[0].comparisons[0].kl.value == 0
 
+    larger = fake_package(tmp_path / "larger", interface=replace(fake_interface(), vocab_size=2048))
+    with pytest.raises(QsampleError, match=r"a vocabulary of 320 tokens and .* one of 2048"):
+        evaluate(larger, TEXT, against=first)
+    with pytest.raises(QsampleError, match=r"first gives logits that are not numbers, at scored token 3;"):
+        evaluate(first, [5, 6, 7, POISON, 8])
     with pytest.raises(PackageError, match="missing"):
         evaluate(first, TEXT, against=tmp_path / "nowhere")
     with pytest.raises(ValueError, match="no package was given"):
         evaluate([], TEXT)
-
-
-def test_another_vocabulary(tmp_path: Path, fake: Callable[..., Package]) -> None:
-    larger = replace(fake_interface(), vocab_size=2048)
-    other = fake_package(tmp_path / "other", interface=larger)
-    with pytest.raises(QsampleError, match=r"a vocabulary of 320 tokens and .* one of 2048"):
-        evaluate(other, TEXT, against=fake())
-
-
-def test_logits_that_are_no_numbers(tmp_path: Path) -> None:
-    package = fake_package(tmp_path / "package")
-    with pytest.raises(QsampleError, match=r"package gives logits that are not numbers, at scored token 3;"):
-        evaluate(package, [5, 6, 7, POISON, 8])
 
 
 def test_the_same_package_twice_is_one(tmp_path: Path) -> None:

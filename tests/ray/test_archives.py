@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,52 +74,53 @@ def test_what_lost_files_is_unpacked_again(tmp_path: Path, cache: Path, lost: li
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_damaged_package_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
-    package = write(tmp_path / "package")
-    (package.path / sorted(FILES)[0]).unlink()
-    archive = tmp_path / "package.tar"
-    with tarfile.open(archive, "w") as file:
-        file.add(package.path, ".")
-    with pytest.raises(PackageError, match="damaged package.*" + sorted(FILES)[0]):
-        open_archive(archive)
-    assert list(cache.iterdir()) == []
-
-
-def test_what_is_no_package_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as file:
-        file.addfile(tarfile.TarInfo("other.txt"))
-    with pytest.raises(PackageError, match="does not hold a package"):
-        open_archive(buffer.getvalue())
-    with pytest.raises(PackageError, match="not a tar archive"):
-        open_archive(b"x" * 3000)
-    assert list(cache.iterdir()) == []
-
-
-@pytest.mark.parametrize("mode", ["w:gz", "w:xz", "w:bz2"])
-def test_a_damaged_compressed_archive_is_told(mode: str, tmp_path: Path, cache: Path) -> None:
-    package = write(tmp_path / "package")
-    (package.path / "more.bin").write_bytes(np.random.default_rng(0).bytes(200_000))
+def archive_of(path: Path | None, *members: tuple[str, bytes], mode: str = "w") -> bytes:
+    """An archive of a folder's files, if one is given, and of further members."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode) as file:  # type: ignore[call-overload]
-        file.add(package.path, ".")
-    damaged = bytearray(buffer.getvalue())
-    for at in range(len(damaged) // 3, len(damaged), 1000):
-        damaged[at] ^= 255
-    with pytest.raises(
-        PackageError, match=r"not a tar archive|does not hold a package|holds a damaged package"
-    ):  # parts may be read
-        open_archive(bytes(damaged))
+        if path is not None:
+            file.add(path, ".")
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def damaged(mode: str) -> Any:
+    def make(package: Path) -> bytes:
+        (package / "more.bin").write_bytes(np.random.default_rng(0).bytes(200_000))
+        content = bytearray(archive_of(package, mode=mode))
+        for at in range(len(content) // 3, len(content), 1000):
+            content[at] ^= 255
+        return bytes(content)
+
+    return make
+
+
+def without_a_file(package: Path) -> bytes:
+    (package / sorted(FILES)[0]).unlink()
+    return archive_of(package)
+
+
+DAMAGED = r"not a tar archive|does not hold a package|holds a damaged package"  # parts may be read
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (without_a_file, "damaged package.*" + sorted(FILES)[0]),
+        (lambda package: archive_of(None, ("other.txt", b"")), "does not hold a package"),
+        (lambda package: archive_of(None, ("../../outside.txt", b"x")), "not a tar archive"),
+        (lambda package: b"x" * 3000, "not a tar archive"),
+        *((damaged(mode), DAMAGED) for mode in ("w:gz", "w:xz", "w:bz2")),
+    ],
+)
+def test_what_is_no_whole_package_is_refused_and_leaves_nothing(
+    make: Callable[[Path], bytes], message: str, tmp_path: Path, cache: Path
+) -> None:
+    content = make(write(tmp_path / "package").path)
+    with pytest.raises(PackageError, match=message):
+        open_archive(content)
     assert list(cache.iterdir()) == []
-
-
-def test_an_archive_cannot_write_elsewhere(tmp_path: Path, cache: Path) -> None:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as file:
-        member = tarfile.TarInfo("../../outside.txt")
-        member.size = 1
-        file.addfile(member, io.BytesIO(b"x"))
-    with pytest.raises(PackageError, match="not a tar archive"):
-        open_archive(buffer.getvalue())
     assert not (tmp_path / "outside.txt").exists()
-    assert list(cache.iterdir()) == []
