@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Final
 
@@ -27,6 +27,9 @@ WITHOUT_ADDRESSES: Final = ("webgpu",)  # devices whose memory is a handle
 class Buffer:
     """Memory of a tensor, or of some rows of it, that graphs are bound to by its address.
 
+    This class is a device's memory: small graphs copy rows there. `HostBuffer` is NumPy's, `Handle` has no address.
+    An array of bfloat16, which NumPy lacks, has uint16 of the same bits.
+
     Attributes:
         owner: keeps the memory alive.
         dtype: the contract's name.
@@ -41,55 +44,59 @@ class Buffer:
     address: int
     device: str
 
-    @classmethod
-    def allocate(cls, spec: TensorSpec, sizes: Mapping[str, int], device: str) -> Buffer:
+    @staticmethod
+    def allocate(spec: TensorSpec, sizes: Mapping[str, int], device: str) -> Buffer:
         """Zeros for `spec`; `sizes` gives each of its named axes. On the CPU, the system hands the memory out as it is
         touched: a cache uses no more than the tokens in it need."""
-        shape = spec.shape(dict(sizes))
-        dtype = DTYPES[spec.dtype]
+        shape, dtype = spec.shape(dict(sizes)), DTYPES[spec.dtype]
         zeros = sparse_zeros(shape, dtype.numpy)
+        if device == "cpu":
+            owner = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, dtype.onnx)
+            return HostBuffer(owner, spec.dtype, shape, owner.data_ptr(), device, zeros)
         if device in WITHOUT_ADDRESSES:
-            return Handle.of(zeros, device)
-        owner = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, dtype.onnx) if device == "cpu" else None
-        if owner is None:
-            owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype.onnx, device)
-            owner.update_inplace(zeros)
-        return cls(owner, spec.dtype, shape, owner.data_ptr(), device)
+            return Buffer.of(zeros, device)
+        owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype.onnx, device)
+        owner.update_inplace(zeros)
+        return Buffer(owner, spec.dtype, shape, owner.data_ptr(), device)
 
-    @classmethod
-    def of(cls, array: Array, device: str) -> Buffer:
+    @staticmethod
+    def of(array: Array, device: str) -> Buffer:
         """A copy of `array` on `device`."""
-        owner = ort.OrtValue.ortvalue_from_numpy(np.array(array, order="C"), device)
+        values = np.array(array, order="C")
+        owner, dtype = ort.OrtValue.ortvalue_from_numpy(values, device), values.dtype.name
+        if device == "cpu":  # `owner` is over the array's memory
+            return HostBuffer(owner, dtype, values.shape, owner.data_ptr(), device, values)
         if device in WITHOUT_ADDRESSES:
-            return Handle(owner, array.dtype.name, array.shape, 0, device)
-        return cls(owner, array.dtype.name, array.shape, owner.data_ptr(), device)
+            return Handle(owner, dtype, values.shape, 0, device)
+        return Buffer(owner, dtype, values.shape, owner.data_ptr(), device)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return DTYPES[self.dtype].itemsize
 
     def rows(self, start: int, count: int = 1) -> Buffer:
         """`count` rows from `start` on, over the same memory."""
-        step = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
-        return replace(self, shape=(count, *self.shape[1:]), address=self.address + start * step)
+        step = math.prod(self.shape[1:]) * self.itemsize
+        return self._view((count, *self.shape[1:]), self.address + start * step)
 
     def reshaped(self, *shape: int) -> Buffer:
         """Its first numbers in another shape, over the same memory."""
-        return replace(self, shape=shape)
+        return self._view(shape, self.address)
+
+    def _view(self, shape: tuple[int, ...], address: int) -> Buffer:
+        return replace(self, shape=shape, address=address)
 
     def read(self) -> Array:
-        """A copy of the whole tensor that was allocated, whichever rows these are."""
+        """A copy of the values; on a device, of the whole tensor that was allocated, whichever rows these are."""
         return np.array(self.owner.numpy())
 
     def write(self, array: Array) -> None:
-        """Replace the whole tensor's values; the address stays."""
+        """Replace the values, of the whole tensor on a device; the address stays."""
         self.owner.update_inplace(np.ascontiguousarray(array))
 
     def write_at(self, index: Index, values: Any) -> None:
         """Replace the values of some rows, or of some columns of a row. Nothing else is copied to the device."""
-        if self.device == "cpu":
-            self.owner.numpy()[index] = values  # the memory itself
-        else:
-            self._copy_to(index, values)
-
-    def _copy_to(self, index: Index, values: Any) -> None:
-        """`write_at` as a copy into that part of the memory."""
         part = self._part(index)
         if math.prod(part.shape):
             given = np.broadcast_to(np.asarray(values, DTYPES[self.dtype].numpy), part.shape)
@@ -103,16 +110,12 @@ class Buffer:
         if columns is None:
             return part
         first, end, _ = columns.indices(self.shape[1])
-        step = math.prod(self.shape[2:]) * DTYPES[self.dtype].itemsize
+        step = math.prod(self.shape[2:]) * self.itemsize
         return replace(part, shape=(1, max(end - first, 0), *self.shape[2:]), address=part.address + first * step)
 
     def clear_row(self, row: int) -> None:
         """Write zeros over a row; on a device, from a buffer of zeros that stays there."""
-        if self.device == "cpu":
-            self.owner.numpy()[row] = 0
-        else:
-            zeros = _zeros(self.shape[1:], self.dtype, self.device)
-            copy_on_device(zeros, self.rows(row))
+        copy_on_device(_zeros(self.shape[1:], self.dtype, self.device), self.rows(row))
 
     def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
         """Write row `source` over row `target`.
@@ -122,36 +125,27 @@ class Buffer:
             index: a NumPy index of the row; nothing else has to be copied.
             of: the tensor of `source`; None = this tensor.
         """
-        of = of or self
-        if self.device == "cpu" and self.dtype != "bfloat16":  # which NumPy does not have
-            self.owner.numpy()[target][index] = of.owner.numpy()[source][index]
-        else:
-            copy_on_device(of.rows(source), self.rows(target))
+        copy_on_device((of or self).rows(source), self.rows(target))
 
     def read_row(self, row: int) -> Array:
-        """The values of a row, of the shape without the batch axis: on the CPU its memory itself, otherwise a copy;
-        bfloat16 as uint16 of its bits."""
-        if self.device == "cpu" and self.dtype != "bfloat16":
-            values: Array = self.owner.numpy()[row]
-            return values
+        """The values of a row, of the shape without the batch axis: on the CPU its memory itself, otherwise a copy."""
         plain = self._as_plain()
-        copied = Buffer.of(np.zeros((1, *self.shape[1:]), DTYPES[plain.dtype].numpy), self.device)
+        copied = Buffer.of(np.zeros((1, *self.shape[1:]), plain.dtype), self.device)
         copy_on_device(plain.rows(row), copied)
         result: Array = copied.read()[0]
         return result.view(DTYPES[self.dtype].numpy)
 
     def write_columns(self, row: int, parts: Iterable[tuple[slice, Array]]) -> None:
         """Write `values` to the columns, along the second axis of a row, of each (columns, values). The other columns
-        may become anything. Values are as in `read_row`."""
-        if self.device == "cpu" and self.dtype != "bfloat16":
-            for columns, values in parts:
-                self.owner.numpy()[row][:, columns] = values
-            return
-        plain = self._as_plain()
+        may become anything."""
         whole = np.zeros((1, *self.shape[1:]), DTYPES[self.dtype].numpy)
         for columns, values in parts:
             whole[0][:, columns] = values
-        copy_on_device(Buffer.of(whole.view(DTYPES[plain.dtype].numpy), self.device), plain.rows(row))
+        self._write_row(row, whole)
+
+    def _write_row(self, row: int, whole: Array) -> None:
+        plain = self._as_plain()
+        copy_on_device(Buffer.of(whole.view(plain.dtype), self.device), plain.rows(row))
 
     def _as_plain(self) -> Buffer:
         """The same memory, in a dtype of the same size that NumPy has: a copy does not look at the bits."""
@@ -159,13 +153,7 @@ class Buffer:
 
     def swap_rows(self, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
         """Swap two rows, on the CPU. columns: how many of each, from the start of its second axis; None = all."""
-        values = self.owner.numpy()
-        if columns is None:
-            values[[one, other]] = values[[other, one]]
-            return
-        aside = values[other][:, : columns[1]].copy()
-        values[other][:, : columns[0]] = values[one][:, : columns[0]]
-        values[one][:, : columns[1]] = aside
+        raise NotImplementedError(self.device)
 
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
         binding.bind_input(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
@@ -174,17 +162,61 @@ class Buffer:
         binding.bind_output(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
 
 
+@dataclass(frozen=True, slots=True)
+class HostBuffer(Buffer):
+    """Memory of the CPU. values: that memory, of `shape`."""
+
+    values: Array = field(compare=False)
+
+    def _view(self, shape: tuple[int, ...], address: int) -> Buffer:
+        first = (address - self.address) // self.itemsize
+        values = self.values.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
+        return replace(self, shape=shape, address=address, values=values)
+
+    def read(self) -> Array:
+        return self.values.copy()
+
+    def write(self, array: Array) -> None:
+        self.values[...] = array
+
+    def write_at(self, index: Index, values: Any) -> None:
+        self.values[index] = values
+
+    def clear_row(self, row: int) -> None:
+        self.values[row] = 0
+
+    def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
+        self.values[target][index] = (of or self).read_row(source)[index]
+
+    def read_row(self, row: int) -> Array:
+        result: Array = self.values[row]
+        return result
+
+    def write_columns(self, row: int, parts: Iterable[tuple[slice, Array]]) -> None:
+        for columns, values in parts:
+            self.values[row][:, columns] = values
+
+    def swap_rows(self, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
+        values = self.values
+        if columns is None:
+            values[[one, other]] = values[[other, one]]
+            return
+        aside = values[other][:, : columns[1]].copy()
+        values[other][:, : columns[0]] = values[one][:, : columns[0]]
+        values[one][:, : columns[1]] = aside
+
+
 class Handle(Buffer):
     """Memory of a device that hands out tensors without addresses, such as WebGPU's: they are bound whole.
 
-    `address` counts from the start of `owner`. Some rows are a part, which a graph can only run over in a tensor of its
-    own: `take` copies them there and `put` back, on the device.
+    `address` counts from the start of `owner`. Some rows are a part, over which a graph can only run in a separate
+    tensor: `take` copies them there and `put` back, on the device.
     """
 
     @property
     def is_part(self) -> bool:
         size: int = self.owner.tensor_size_in_bytes()
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize != size
+        return math.prod(self.shape) * self.itemsize != size
 
     def staged(self) -> ort.OrtValue:
         """A tensor of the part's shape."""
@@ -192,26 +224,25 @@ class Handle(Buffer):
 
     def take(self, value: ort.OrtValue) -> ort.OrtValue:
         """Copy these rows of the tensor to `value`, and return it."""
-        session = _session(small_graphs.rows(DTYPES[self.dtype].onnx), self.device)
-        binding = session.io_binding()
-        binding.bind_ortvalue_input("x", self.owner)
-        binding.bind_cpu_input("rows", self._numbers())
-        binding.bind_ortvalue_output("y", value)
-        session.run_with_iobinding(binding)
+        self._run(small_graphs.rows(DTYPES[self.dtype].onnx), self._numbers(), value)
         return value
 
     def put(self, value: ort.OrtValue) -> None:
         """Copy `value` to these rows of the tensor."""
-        session = _session(small_graphs.rows_replaced(DTYPES[self.dtype].onnx), self.device)
+        graph = small_graphs.rows_replaced(DTYPES[self.dtype].onnx)
+        self._run(graph, self._numbers()[:, None], self.owner, new=value)
+
+    def _run(self, graph: bytes, rows: Array, result: ort.OrtValue, **more: ort.OrtValue) -> None:
+        session = _session(graph, self.device)
         binding = session.io_binding()
-        binding.bind_ortvalue_input("x", self.owner)
-        binding.bind_cpu_input("rows", self._numbers()[:, None])
-        binding.bind_ortvalue_input("new", value)
-        binding.bind_ortvalue_output("y", self.owner)
+        binding.bind_cpu_input("rows", rows)
+        for name, value in {"x": self.owner, **more}.items():
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_ortvalue_output("y", result)
         session.run_with_iobinding(binding)
 
     def _numbers(self) -> Array:
-        first = self.address // (math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize)
+        first = self.address // (math.prod(self.shape[1:]) * self.itemsize)
         return np.arange(first, first + self.shape[0])
 
     def read(self) -> Array:
@@ -227,25 +258,16 @@ class Handle(Buffer):
         self.write_columns(row, [])
 
     def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
-        given = (of or self).rows(source)
-        assert isinstance(given, Handle)
-        self._row(target).put(given.take(given.staged()))
+        given = _part_of(of or self, source)
+        _part_of(self, target).put(given.take(given.staged()))
 
     def read_row(self, row: int) -> Array:
-        part = self._row(row)
+        part = _part_of(self, row)
         whole: Array = _on_host(part.take(part.staged()), self.dtype)[0]
         return whole
 
-    def write_columns(self, row: int, parts: Iterable[tuple[slice, Array]]) -> None:
-        whole = np.zeros((1, *self.shape[1:]), DTYPES[self.dtype].numpy)
-        for columns, values in parts:
-            whole[0][:, columns] = values
-        self._row(row).put(ort.OrtValue.ortvalue_from_numpy(whole, self.device))
-
-    def _row(self, row: int) -> Handle:
-        part = self.rows(row)
-        assert isinstance(part, Handle)
-        return part
+    def _write_row(self, row: int, whole: Array) -> None:
+        _part_of(self, row).put(ort.OrtValue.ortvalue_from_numpy(whole, self.device))
 
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
         assert not self.is_part
@@ -254,6 +276,12 @@ class Handle(Buffer):
     def bind_output(self, binding: ort.IOBinding, name: str) -> None:
         assert not self.is_part
         binding.bind_ortvalue_output(name, self.owner)
+
+
+def _part_of(buffer: Buffer, row: int) -> Handle:
+    part = buffer.rows(row)
+    assert isinstance(part, Handle)
+    return part
 
 
 def _on_host(value: ort.OrtValue, dtype: str) -> Array:
@@ -271,13 +299,7 @@ class RetainedState:
     """
 
     def __init__(self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]) -> None:
-        """Allocate zeros.
-
-        Args:
-            specs: each state and its device.
-            sizes: of every named axis of the states.
-            turns: names of the states with two buffers.
-        """
+        """Allocate zeros. specs: each state and its device. turns: names of the states with two buffers."""
         first = {spec.name: Buffer.allocate(spec, sizes, device) for spec, device in specs.items()}
         second = {
             spec.name: Buffer.allocate(spec, sizes, device) if spec.name in turns else first[spec.name]
@@ -310,7 +332,7 @@ class RetainedState:
         others = [] if written is None else [slice(written.start), slice(written.stop, None)]
         for rows in others:
             for name in self._turns:
-                then[name].write_at(rows, now[name].owner.numpy()[rows])
+                then[name].write_at(rows, now[name].read()[rows])
         self.side = 1 - self.side
 
 
@@ -320,14 +342,7 @@ class SavedRows:
     def __init__(
         self, state: RetainedState, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], places: int
     ) -> None:
-        """Allocate `places` places.
-
-        Args:
-            state: holds the rows.
-            specs: each of these states and its device.
-            sizes: of their named axes.
-            places: their number.
-        """
+        """state: holds the rows. specs: each of these states and its device."""
         self._state = state
         self._saved = {
             spec.name: Buffer.allocate(spec, {**sizes, BATCH: places}, device)

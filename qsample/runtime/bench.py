@@ -82,8 +82,7 @@ class LockStep:
         self._sequences: list[Sequence] = []
         self._slots = Slots(sessions, len(self._rows), capacity)
         for row, values in enumerate(parameters):  # they decide which graphs are captured
-            for name, value in values.items():
-                self._slots.set_parameter(row, name, value)
+            self._slots.set_parameters(row, values)
         if not self._slots.prepared:
             self._slots.prepare()
         scheduler = Scheduler(len(self._rows), SchedulerConfig.of(sessions, interleave=False))
@@ -110,7 +109,7 @@ class LockStep:
     def set_parameter(self, name: str, values: Array) -> None:
         """Replace a parameter of every row, from the next call on."""
         for row, value in enumerate(values):
-            self._slots.set_parameter(row, name, value)
+            self._slots.set_parameters(row, {name: value})
 
     def _newest(self) -> Array:
         return np.array([sequence.sampled[-1] for sequence in self._sequences], dtype=np.int64)

@@ -382,7 +382,7 @@ class CausalLM(ModelMethods):
         own = find_adapter(adapter, self._adapters, self.interface)
         slots = Slots(self.sessions, 1, capacity)
         if own is not None:
-            slots.write_adapter(1, own)
+            slots.adapters.put(1, own)
         slots.begin(0, tokens, 0, {}, adapter=0 if own is None else 1)
         stages = Stages(progress, {Stage.READING_PROMPT: 1.0})
         advance = stages.begin(Stage.READING_PROMPT)

@@ -30,11 +30,17 @@ def test_every_dtype_of_the_contract_has_memory(dtype: str) -> None:
     assert (buffer.rows(2).shape, buffer.rows(1, 2).shape) == ((1, 12), (2, 12))
 
 
+def as_device(buffer: Buffer) -> Buffer:
+    """The same memory, used as a device's."""
+    return Buffer(buffer.owner, buffer.dtype, buffer.shape, buffer.address, buffer.device)
+
+
+@pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
-def test_rows_are_written_and_read_in_columns(dtype: str) -> None:
-    """bfloat16, which NumPy lacks, goes the way of a device's memory."""
+def test_rows_are_written_and_read_in_columns(dtype: str, device: bool) -> None:
     numpy = DTYPES[dtype].numpy
     buffer = Buffer.allocate(TensorSpec("x", dtype, (BATCH, 2, CAPACITY, 4), ""), SIZES, "cpu")
+    buffer = as_device(buffer) if device else buffer
     first, rest = (np.arange(2 * n * 4).reshape(2, n, 4).astype(numpy) for n in (5, 4))
     buffer.write_columns(1, [(slice(5, 9), rest), (slice(0, 5), first)])
     row = buffer.read_row(1)
@@ -73,7 +79,7 @@ def test_a_part_is_written_where_the_memory_is(dtype: str, index: Any, shape: tu
     before = generator.integers(0, 2, (3, 12)).astype(dtype)
     buffer.write(before)
     values = 1 - generator.integers(0, 2, shape)
-    buffer._copy_to(index, values)
+    as_device(buffer).write_at(index, values)
     before[index] = values
     assert buffer.read().tolist() == before.tolist()
 

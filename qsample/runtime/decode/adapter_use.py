@@ -1,7 +1,10 @@
-"""Which adapter is in which of the graph's places for adapters, and which tokens were read with which. No tensors here.
+"""Which adapter is in which of the graph's places for adapters, its memory there, and which tokens it has read.
 
 Keys, values and states depend on the adapter. So tokens are compared with the mark of their adapter in their upper
 bits: beginnings that were read with different adapters have no token in common.
+
+The matrices of the adapters lie one below the other, as the graph takes them. A call is bound to as many as its rows
+need, none at best: products with nothing cost next to nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +15,13 @@ from typing import Final
 import numpy as np
 
 from qsample.contract.arrays import Array
+from qsample.contract.interface import Interface, adapter_ids, adapter_names, ranks_axis
+from qsample.contract.tensors import ADAPTER, BATCH
+from qsample.ort.buffers import Buffer
 from qsample.runtime.adapters import Adapter
 
 _BITS: Final = 32  # of a token
+_NONE: Final = -1  # the number of no adapter
 _MOST_MARKS: Final = 1024  # adapters whose tokens are recognised; one that is forgotten gets a new mark
 
 
@@ -92,3 +99,115 @@ class AdapterPlaces:
     def leave(self, place: int) -> None:
         """A row has ended."""
         self._rows[place] -= 1
+
+
+class AdapterRows:
+    """The memory of up to `Features.max_loras` adapters, numbered from 1, and the number of each row's adapter.
+
+    No method may be called while a graph runs.
+    """
+
+    def __init__(self, interface: Interface, rows: int, device: str) -> None:
+        """rows: of the batch. device: of the buffers."""
+        self._device = device
+        self._places: list[Adapter | None] = [None] * interface.features.max_loras
+        self._number_of_row = [0] * rows
+        self._most = interface.features.max_loras * interface.features.max_lora_rank
+        self._captured = interface.captured  # such a graph reads the same memory at every step: all of it
+        self._specs = {spec.name: spec for spec in interface.adapter_inputs}
+        # Kind → the layers' paths, each with the names of its matrices.
+        self._layers: dict[str, dict[str, tuple[str, str]]] = {kind: {} for kind in interface.adapter_kinds}
+        for target in interface.adapters:
+            self._layers[target.kind][target.path] = adapter_names(target.path)
+        # Of each number of places, from 0 on, the number of ranks in each kind of layers.
+        self._ends = [dict.fromkeys(self._layers, 0)] * (len(self._places) + 1)
+        self._buffers: dict[str, Buffer] = {}
+        if self._layers:
+            self._buffers[ADAPTER.name] = Buffer.allocate(ADAPTER, {BATCH: rows}, device)
+        for kind in self._layers:
+            self._allocate(kind, self._most if self._captured else 0)
+
+    def begin(self, row: int, number: int) -> None:
+        """Let a row use the adapter in a place; 0 = none."""
+        if self._places:
+            self._number_of_row[row] = number
+            self._buffers[ADAPTER.name].write_at(row, number)
+
+    def stop(self, rows: int | slice) -> None:
+        """Let rows use no adapter."""
+        for row in range(len(self._number_of_row))[rows] if isinstance(rows, slice) else (rows,):
+            self.begin(row, 0)
+
+    def swap_rows(self, one: int, other: int) -> None:
+        """Let two rows use each other's adapters."""
+        numbers = self._number_of_row[one], self._number_of_row[other]
+        self.begin(one, numbers[1])
+        self.begin(other, numbers[0])
+
+    def used(self, rows: range) -> bool:
+        """Whether some of these rows use an adapter."""
+        return any(self._number_of_row[rows.start : rows.stop])
+
+    def key(self, rows: range) -> tuple[tuple[str, int], ...]:
+        """Identifies the memory that a call over `rows` is bound to."""
+        if not self._places:
+            return ()
+        if self._captured:
+            return tuple((kind, self._most) for kind in self._layers)
+        return tuple(self._ends[max(self._number_of_row[rows.start : rows.stop])].items())
+
+    def inputs(self, rows: range) -> dict[str, Buffer]:
+        """The inputs of a call over `rows`, by name."""
+        if not self._places:
+            return {}
+        bound = {ADAPTER.name: self._buffers[ADAPTER.name].rows(rows.start, len(rows))}
+        for kind, end in self.key(rows):
+            for name in self._names(kind):
+                bound[name] = self._buffers[name].rows(0, end)
+        return bound
+
+    def put(self, number: int, adapter: Adapter) -> None:
+        """Write an adapter into a place that no row uses. Those in later places move if it has other ranks than the
+        adapter that was there."""
+        self._places[number - 1] = adapter
+        before, self._ends = self._ends, [self._ranks(end) for end in range(len(self._places) + 1)]
+        for kind in self._layers:
+            ids, ends = self._buffers[adapter_ids(kind).name], [end[kind] for end in self._ends]
+            first, last = number - 1, number
+            if ends[-1] > ids.shape[0]:
+                ids = self._allocate(kind, self._most)
+                first, last = 0, len(self._places)
+            elif ends[number] != before[number][kind]:
+                last = len(self._places)
+            for place in range(first, last):
+                resident = self._places[place]
+                if resident is not None and ends[place] < ends[place + 1]:
+                    ids.write_at(slice(ends[place], ends[place + 1]), place + 1)
+                    self._write(resident, kind, ends[place], ends[place + 1])
+            ids.write_at(slice(ends[-1], None), _NONE)
+
+    def _ranks(self, places: int) -> dict[str, int]:
+        """The number of ranks that the first `places` places have in each kind of layers."""
+        ranks = [adapter.ranks for adapter in self._places[:places] if adapter is not None]
+        return {kind: sum(own.get(kind, 0) for own in ranks) for kind in self._layers}
+
+    def _write(self, adapter: Adapter, kind: str, start: int, stop: int) -> None:
+        """Write the matrices of a kind of layers to the ranks from `start` to `stop`, and zeros after them."""
+        for path, names in self._layers[kind].items():
+            matrices = adapter.matrices.get(path, ())
+            filled = start + (len(matrices[0]) if matrices else 0)
+            for name, matrix in zip(names, matrices, strict=False):
+                self._buffers[name].write_at(slice(start, filled), matrix)
+            for name in names:
+                self._buffers[name].write_at(slice(filled, stop), 0)
+
+    def _names(self, kind: str) -> list[str]:
+        return [adapter_ids(kind).name, *(name for pair in self._layers[kind].values() for name in pair)]
+
+    def _allocate(self, kind: str, ranks: int) -> Buffer:
+        """Make the memory of a kind of layers, and return that of its adapters' numbers."""
+        for name in self._names(kind):
+            self._buffers[name] = Buffer.allocate(self._specs[name], {ranks_axis(kind): ranks}, self._device)
+        ids = self._buffers[adapter_ids(kind).name]
+        ids.write_at(slice(None), _NONE)
+        return ids

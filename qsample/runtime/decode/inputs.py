@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from qsample.contract.tensors import (
     SEARCHED_ROWS,
     SEQUENCE,
     Axis,
-    TensorSpec,
 )
 from qsample.ort.buffers import Buffer
 from qsample.ort.rounding import RowCounts
@@ -43,58 +42,57 @@ class ParameterRows:
         buffers: by name, of the parameter's dtype, [B], or [B, N] and [B, Q, L] if a row has several values; the widest
             row decides N, Q and L. Columns that a row lacks are off, after its values; before them along
             BAD_WORD_LENGTH.
+        searched: the rows whose parameters need a search.
     """
 
     def __init__(
-        self,
-        specs: Iterable[TensorSpec],
-        sizes: Mapping[str, int],
-        device: str,
-        searched: SearchedRows,
-        *,
-        narrow: bool = True,
+        self, interface: Interface, sizes: Mapping[str, int], device: str, *, narrow: bool, needed: bool
     ) -> None:
         """Turn all parameters off.
 
         Args:
-            specs: the parameters.
-            sizes: of every named axis of them.
+            interface: of the graph.
+            sizes: of every named axis.
             device: of the buffers.
-            searched: is notified of every value.
             narrow: also give up columns when no row has so many values: each step reads all of them.
+            needed: the graph takes no empty list of searched rows.
         """
-        self._specs = {spec.name: spec for spec in specs}
-        self._sizes, self._device = dict(sizes), device
-        self._searched, self._narrow = searched, narrow
+        self._specs = {spec.name: spec for spec in interface.parameters}
+        self._off = {name: np.array(spec.off or 0, spec.dtype) for name, spec in self._specs.items()}
+        self._sizes, self._device, self._narrow = dict(sizes), device, narrow
         self._widths = {axis: [1] * self._sizes[BATCH] for axis in ROW_AXES}  # of each row
-        self.buffers = {name: Buffer.of(self._off(spec), device) for name, spec in self._specs.items()}
+        self.searched = SearchedRows(interface, self._sizes[BATCH], device, needed=needed)
+        self.buffers = {name: Buffer.of(self._all_off(name), device) for name in self._specs}
 
-    def set(self, name: str, row: int, values: Array) -> bool:
-        """Replace a row's value, or its values, [n] or [q, l]. Returns whether that took other memory, because the
-        widest row has become wider, or much narrower."""
-        self._searched.set(name, row, values)
-        if np.ndim(values) == 0:
+    def set(self, row: int, parameters: Mapping[str, Array]) -> bool:
+        """Replace a row's value, or its values, [n] or [q, l], of each parameter. Returns whether a buffer was
+        replaced, because the widest row has become wider, or much narrower."""
+        self.searched.set(row, parameters)
+        resized = False
+        for name, values in parameters.items():
+            shape = np.shape(values)
+            if shape:
+                axes = [str(axis) for axis in self._specs[name].axes[1:]]
+                for axis, width in zip(axes, shape, strict=True):
+                    resized |= self._fit(axis, row, width)
+                padded = np.full(self.buffers[name].shape[1:], self._off[name])
+                padded[_place(axes, shape)] = values
+                values = padded
             self.buffers[name].write_at(row, values)
-            return False
-        axes = [str(axis) for axis in self._specs[name].axes[1:]]
-        resized = [self._fit(axis, row, width) for axis, width in zip(axes, np.shape(values), strict=True)]
-        padded = np.full(self.buffers[name].shape[1:], self._specs[name].off, self._specs[name].dtype)
-        padded[_place(axes, np.shape(values))] = values
-        self.buffers[name].write_at(row, padded)
-        return any(resized)
+        return resized
 
     def clear(self, rows: int | slice) -> None:
         """Turn everything off for some rows."""
-        for name, spec in self._specs.items():
-            self._searched.set(name, rows, spec.off)
-            self.buffers[name].write_at(rows, spec.off or 0)
+        self.searched.set(rows, self._off)
+        for name, off in self._off.items():
+            self.buffers[name].write_at(rows, off)
         for widths in self._widths.values():
             for row in range(len(widths))[rows] if isinstance(rows, slice) else (rows,):
                 widths[row] = 1
 
     def swap_rows(self, one: int, other: int) -> None:
         """On the CPU."""
-        self._searched.swap_rows(one, other)
+        self.searched.swap_rows(one, other)
         for buffer in self.buffers.values():
             buffer.swap_rows(one, other)
         for widths in self._widths.values():
@@ -115,14 +113,14 @@ class ParameterRows:
         self._sizes[axis] = needed
         for name, spec in self._specs.items():
             if axis in spec.axes:
-                old, new = self.buffers[name].read(), self._off(spec)
+                old, new = self.buffers[name].read(), self._all_off(name)
                 common = _place(spec.axes, [min(sizes) for sizes in zip(old.shape, new.shape, strict=True)])
                 new[common] = old[common]
                 self.buffers[name] = Buffer.of(new, self._device)
         return True
 
-    def _off(self, spec: TensorSpec) -> Array:
-        return np.full(spec.shape(self._sizes), spec.off or 0, dtype=spec.dtype)
+    def _all_off(self, name: str) -> Array:
+        return np.full(self._specs[name].shape(self._sizes), self._off[name])
 
 
 def _place(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[slice, ...]:
@@ -136,24 +134,25 @@ class SearchedRows:
     """The rows of a batch whose filters may keep more tokens than the candidates; none if the graph takes no list.
 
     A captured graph has to search them, and they are known from their parameters before a step. A search costs in
-    proportion to the rows in its list, and each length of the list is a captured graph of its own. So the list of a
+    proportion to the rows in its list, and each length of the list is a separate captured graph. So the list of a
     batch is padded to a power of two.
     """
 
     def __init__(self, interface: Interface, count: int, device: str, *, needed: bool = True) -> None:
         """count: rows of the batch. device: of the list. needed: the graph takes no empty list."""
-        specs = [spec for spec in interface.parameters if spec.name in _READ]
+        specs = [spec for spec in interface.parameters if spec.name in _READ and interface.captured]
         self._values = {spec.name: np.full(count, spec.off, spec.dtype) for spec in specs}
-        self._captured, self._count = interface.captured, count
+        self._count = count
         # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
         self._default = [0] if needed and interface.captured else []
         self._batch, self._chunk = (Buffer.allocate(SEARCHED_ROWS, {SEARCHED: count}, device) for _ in range(2))
         self._written: list[int] = []
 
-    def set(self, name: str, slots: int | slice, value: Any) -> None:
-        """Note a parameter of some rows; those that make no difference are ignored."""
-        if name in self._values:
-            self._values[name][slots] = value
+    def set(self, rows: int | slice, parameters: Mapping[str, Array]) -> None:
+        """Note parameters of some rows; those that make no difference are ignored."""
+        for name, values in self._values.items():
+            if name in parameters:
+                values[rows] = parameters[name]
 
     def swap_rows(self, one: int, other: int) -> None:
         for values in self._values.values():
@@ -182,15 +181,13 @@ class SearchedRows:
         return self._chunk.reshaped(len(chosen))
 
     def _listed(self, rows: range) -> list[int]:
-        return np.flatnonzero(self._needs_search()[rows.start : rows.stop]).tolist() or self._default
-
-    def _needs_search(self) -> Array:
-        """[B] bool. A greedy row draws nothing, and the tokens that a small top-k keeps are among the candidates."""
-        temperature, top_k = self._values["temperature"], self._values["top_k"]
-        beyond = top_k > CANDIDATES
-        nucleus = np.any([self._values[name] < 1 for name in _NUCLEI if name in self._values], axis=0)
-        needs: Array = (temperature > 0) & (beyond | (nucleus & (top_k <= 0)))
-        return needs & self._captured
+        """A greedy row draws nothing, and the tokens that a small top-k keeps are among the candidates."""
+        if not self._values:
+            return []
+        part = {name: values[rows.start : rows.stop] for name, values in self._values.items()}
+        nucleus = np.any([part[name] < 1 for name in _NUCLEI if name in part], axis=0)
+        beyond = (part["top_k"] > CANDIDATES) | (nucleus & (part["top_k"] <= 0))
+        return np.flatnonzero((part["temperature"] > 0) & beyond).tolist() or list(self._default)
 
 
 class PromptInputs:

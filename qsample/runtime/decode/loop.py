@@ -118,7 +118,7 @@ class DecodeLoop:
     def set_parameter(self, sequence: Sequence, name: str, values: Array) -> None:
         """Replace a parameter of a guided sequence before its next token."""
         if sequence.slot is not None:
-            self._slots.set_parameter(sequence.slot, name, values)
+            self._slots.set_parameters(sequence.slot, {name: values})
 
     def step(self) -> None:
         """Run a job on the device, and deliver the tokens that were read."""
@@ -149,7 +149,7 @@ class DecodeLoop:
         for sequence in self._scheduler.in_slots:
             if sequence.prediction is not None and sequence.sampled:
                 draft = sequence.prediction.draft(sequence.sampled, self._most - 1)
-                self._slots.set_parameter(slot_of(sequence), DRAFT_IDS.name, draft)
+                self._slots.set_parameters(slot_of(sequence), {DRAFT_IDS.name: draft})
 
     def _stop_left(self) -> None:
         """Make the slots idle that were left since the last job."""
@@ -173,7 +173,7 @@ class DecodeLoop:
         if admission.stored is not None:
             self._load(sequence, slot, admission.stored)
         if admission.adapter is not None:
-            self._slots.write_adapter(sequence.adapter_place, admission.adapter)
+            self._slots.adapters.put(sequence.adapter_place, admission.adapter)
         self._slots.begin(
             slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused, sequence.adapter_place
         )

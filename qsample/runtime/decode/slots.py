@@ -44,9 +44,8 @@ from qsample.ort.bound_graph import BoundGraph
 from qsample.ort.buffers import WITHOUT_ADDRESSES, Buffer, RetainedState, SavedRows, rows_of, run_on_device
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
-from qsample.runtime.adapters import Adapter
-from qsample.runtime.decode.adapter_rows import AdapterRows
-from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, SearchedRows, uniforms
+from qsample.runtime.decode.adapter_use import AdapterRows
+from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, uniforms
 from qsample.runtime.sequence import DraftStats
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
@@ -167,9 +166,8 @@ class Slots:
         for side in self._outputs:
             side[NEXT_IDS.name].write_at(slice(None), 0)  # for idle rows
         given = "cpu" if sessions.sampler is not None else sessions.input_device
-        self._searched = SearchedRows(interface, rows, given, needed=device == "cpu")
         narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
-        self._parameters = ParameterRows(interface.parameters, self._sizes, given, self._searched, narrow=narrow)
+        self._parameters = ParameterRows(interface, self._sizes, given, narrow=narrow, needed=device == "cpu")
         self.adapters = AdapterRows(interface, rows, sessions.device)
         self._logits: dict[str, Buffer] = {}  # between the graphs of a package that has two
         if sessions.sampler is not None:
@@ -244,7 +242,7 @@ class Slots:
             parameters: the row of every name of `Interface.parameters` but `seed`: scalars, or [E], [N], [W], [D],
                 [Q, L].
             reused: how many tokens of the prompt the slot's cache holds already, from its start; less than n.
-            adapter: the place of the row's adapter, see `write_adapter`; 0 = none.
+            adapter: the place of the row's adapter, see `AdapterRows.put`; 0 = none.
         """
         self.adapters.begin(slot, adapter)
         for spec in self._interface.sampler_states:
@@ -252,20 +250,11 @@ class Slots:
                 self._state[spec.name].write_at(slot, uniforms(seed, self.capacity, NOISE_STREAMS[spec.name]))
             elif spec not in (LENGTHS, STATUS, TOKENS):
                 self._state[spec.name].clear_row(slot)
-        if self._interface.features.seed:
-            self.set_parameter(slot, SEED.name, np.array(seed, np.int64))
         if self._drafts is not None:
             self._drafts.clear(slot)
         self._write_history(slot, prompt[:reused])
-        for name, values in parameters.items():
-            self.set_parameter(slot, name, values)
-
-    def write_adapter(self, place: int, adapter: Adapter) -> None:
-        """Write an adapter into a place that no slot uses.
-
-        place: from 1 to `Features.max_loras`.
-        """
-        self.adapters.put(place, adapter)
+        own_seed = {SEED.name: np.array(seed, np.int64)} if self._interface.features.seed else {}
+        self.set_parameters(slot, {**parameters, **own_seed})
 
     def copy(self, source: int, slot: int, prompt: Array, place: int | None = None) -> None:
         """Copy `source` to a slot as far as it is after `prompt`.
@@ -314,8 +303,7 @@ class Slots:
     @property
     def narrows(self) -> bool:
         """Whether steps can be over fewer rows, and rows be moved for it."""
-        plain = all(state.dtype != "bfloat16" for state in self._interface.cache_states)
-        return plain and self._sessions.step_rows is not None
+        return self._sessions.step_rows is not None
 
     def move(self, slot: int, target: int, kept: int) -> None:
         """Put a row into an idle slot, and the first `kept` tokens of that slot into its; between two calls."""
@@ -341,11 +329,11 @@ class Slots:
         row[: len(tokens)] = tokens
         self._state[TOKENS.name].write_at(slot, row)
 
-    def set_parameter(self, slot: int, name: str, values: Array) -> None:
-        """Replace a row of a parameter, from the next call on. The widest row decides the buffer's width."""
-        if name in _GUESSES and not self._sessions.guesses:
-            return
-        if self._parameters.set(name, slot, values):
+    def set_parameters(self, slot: int, parameters: Mapping[str, Array]) -> None:
+        """Replace a row of some parameters, from the next call on. The widest row decides a buffer's width."""
+        if not self._sessions.guesses:
+            parameters = {name: values for name, values in parameters.items() if name not in _GUESSES}
+        if self._parameters.set(slot, parameters):
             self._bound.clear()
 
     def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
@@ -365,7 +353,7 @@ class Slots:
         for graph in graphs:
             graph.bind_input(INPUT_IDS.name, tokens)
             if emit:
-                graph.bind_input(SEARCHED_ROWS.name, self._searched.of_rows(rows))
+                graph.bind_input(SEARCHED_ROWS.name, self._parameters.searched.of_rows(rows))
         # To its end: the next chunk is written to the same memory.
         self._run(graphs, rows if emit else None)
 
@@ -380,7 +368,7 @@ class Slots:
         key = self._key(rows, self.side)
         if key not in self._bound and self._sessions.replays is not None:
             self.prepare()
-        self._searched.of_batch()  # writes it if it changed; nothing else runs then
+        self._parameters.searched.of_batch()  # writes it if it changed; nothing else runs then
         self._run(self._graphs(key, partial(self._bind_batch, rows)), rows, wait=wait)
         if self._drafts is not None:
             self._drafts.count(self.side, self._outputs[1 - self.side], rows)
@@ -399,7 +387,7 @@ class Slots:
 
     def _key(self, rows: range, side: int) -> tuple[object, ...]:
         """Identifies the memory that `decode` is bound to."""
-        return side, self._searched.size, rows, self.adapters.key(rows)
+        return side, self._parameters.searched.size, rows, self.adapters.key(rows)
 
     def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
         """A copy for the host after the last call.
@@ -445,7 +433,7 @@ class Slots:
         call = {INPUT_IDS.name: now[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
         states = self._state.inputs() | self._state.outputs()
         buffers = rows_of(self._parameters.buffers | self._logits | states | then | call, rows)
-        buffers[SEARCHED_ROWS.name] = self._searched.of_batch()
+        buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_batch()
         return self._bind(buffers | self.adapters.inputs(rows), captured=True)
 
     def _bind_rows(self, rows: range, emit: bool) -> list[BoundGraph]:
@@ -455,7 +443,7 @@ class Slots:
         status = self._chunk_status.rows(0, len(rows))
         buffers |= self._chunk.of_rows(len(rows)) | {
             EMIT.name: self._emit[emit].rows(0, len(rows)),
-            SEARCHED_ROWS.name: self._searched.of_rows(range(0)),
+            SEARCHED_ROWS.name: self._parameters.searched.of_rows(range(0)),
             STATUS.name: status,
         }
         if not emit:

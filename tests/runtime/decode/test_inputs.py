@@ -44,15 +44,13 @@ def listed(rows: SearchedRows, count: int) -> list[int]:
 )
 def test_rule(parameters: dict[str, float], searched: bool) -> None:
     rows = SearchedRows(INTERFACE, 3, "cpu")
-    for name, value in parameters.items():
-        rows.set(name, 1, np.float32(value))
+    rows.set(1, {name: np.float32(value) for name, value in parameters.items()})
     assert listed(rows, 3) == ([1] if searched else [0])  # on the CPU a list has some row
 
 
 def test_a_graph_without_the_list_needs_none() -> None:
     rows = SearchedRows(Interface(1000, ()), 2, "cpu")
-    for name in ("top_p", "typical_p"):  # which it lacks as well
-        rows.set(name, slice(None), 0.5)
+    rows.set(slice(None), {"top_p": np.array(0.5), "typical_p": np.array(0.5)})  # it lacks the second as well
     assert listed(rows, 2) == []
     assert rows.size == 0
 
@@ -63,7 +61,7 @@ def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
     sizes = []
     address = rows.of_batch().address
     for slot in range(11):
-        rows.set("top_p", slot, 0.9)
+        rows.set(slot, {"top_p": np.array(0.9)})
         buffer = rows.of_batch()
         assert buffer.address == address  # which was captured
         values = buffer.read()[: buffer.shape[0]]
@@ -73,7 +71,7 @@ def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
     assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 11, 11, 11]
     buffer.write_at(slice(1), [7])
     assert rows.of_batch().read()[0] == 7, "what has not changed is not written again"
-    rows.set("top_p", slice(3, None), 1.0)
+    rows.set(slice(3, None), {"top_p": np.array(1.0)})
     assert rows.of_batch().read()[: rows.size].tolist() == [0, 1, 2, 0]
     assert rows.of_rows(range(2, 5)).read()[:1].tolist() == [0]  # counted from the first of them
 

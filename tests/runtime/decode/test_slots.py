@@ -13,7 +13,7 @@ import pytest
 
 from qsample.contract.tensors import BATCH, RUNNING, STOPPED
 from qsample.contract.tensors import CAPACITY as ROW_CAPACITY
-from qsample.ort.buffers import Buffer, copy_on_device
+from qsample.ort.buffers import Buffer, HostBuffer, copy_on_device
 from qsample.ort.rounding import RowCounts
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode import slots as slots_module
@@ -335,7 +335,7 @@ def test_a_row_goes_on_from_a_copy(
     """Of a row that runs, that is half read, or that ended; into a slot that holds NaN. Either goes its own way."""
     if on_device:
         monkeypatch.setattr(
-            Buffer, "copy_row", lambda self, source, target, _: copy_on_device(self.rows(source), self.rows(target))
+            HostBuffer, "copy_row", lambda self, source, target, _: copy_on_device(self.rows(source), self.rows(target))
         )
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 3, CAPACITY)
