@@ -24,7 +24,6 @@ from qsample.package.package import Package, foreign_files, read_package
 PORTABLE: Final = "portable"
 _LARGEST: Final = 1 << 20
 # The first that is available here is loaded.
-_PREFERRED: Final = ("cuda", "webgpu", "openvino", "cpu")
 
 
 def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool = False) -> list[str]:
@@ -108,11 +107,10 @@ def package_in(path: str | Path, provider: str | Sequence[str] | None = None) ->
     elif provider is not None:
         wanted = [PORTABLE]  # the names of ONNX Runtime's providers are for portable packages
     else:
-        from qsample.ort.providers import available_providers, execution_providers  # which load ONNX Runtime
+        from qsample.ort.providers import PROVIDERS, available_providers, short_name  # which load ONNX Runtime
 
         here = available_providers()
-        wanted = [name for name in _PREFERRED if name in variants and execution_providers(name)[0] in here]
-        wanted += [PORTABLE, *variants]
+        wanted = [short_name(provider) for provider in PROVIDERS if provider in here] + [PORTABLE, *variants]
     for name in wanted:
         if name in variants:
             return folder / variants[name]

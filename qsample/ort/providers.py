@@ -1,7 +1,8 @@
-"""Execution providers: their names, whether this installation has them, and sessions that run on them.
+"""Execution providers: their names, whether this installation has them, what the manifest of a package may ask of them,
+and sessions that run on them.
 
 Some are part of ONNX Runtime. Others are plugins: libraries of separate packages, which have to be registered first
-(https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries).
+(https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries). `PROVIDERS` has what qsample knows of each.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import onnxruntime as ort
 
-from qsample.errors import QsampleError
+from qsample.errors import PackageError, QsampleError
 from qsample.ort.options import session_options
+from qsample.package.package import Package
 
 CPU: Final = "CPUExecutionProvider"
 CUDA: Final = "CUDAExecutionProvider"
@@ -25,41 +28,74 @@ OPENVINO: Final = "OpenVINOExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
 WEBGPU: Final = "WebGpuExecutionProvider"
 DEVICE: Final = "device_type"  # the option that chooses a device of OpenVINO
-ON_HOST: Final = (
-    "forceCpuNodeNames"  # the option of WebGPU that names nodes for the host; here with spaces between them
-)
+# The option of WebGPU that names nodes for the host; here with spaces between them.
+ON_HOST: Final = "forceCpuNodeNames"
+TARGETS: Final = "qsample.targets"  # the group of entry points of installed compile targets
+
+
+class Provider(NamedTuple):
+    """What qsample knows of an execution provider.
+
+    Attributes:
+        install: advice on its installation.
+        options: those that a manifest may set, each with its values as a pattern of the whole text: those that
+            compile's own targets write, and precision. None = no manifest may name the provider.
+        memory: the device of a session's buffers.
+        fallbacks: providers before the CPU's for the nodes that it leaves over.
+    """
+
+    install: str = ""
+    options: Mapping[str, str] | None = None
+    memory: str = "cpu"
+    fallbacks: tuple[str, ...] = ()
+
+
+# The best first.
+PROVIDERS: Final[Mapping[str, Provider]] = {
+    CUDA: Provider(
+        "`pip install qsample[gpu]`, in place of qsample[cpu], brings CUDA",
+        {"enable_cuda_graph": "[01]", "use_tf32": "[01]"},
+        memory="cuda",
+    ),
+    WEBGPU: Provider(
+        "`pip install qsample[webgpu]` brings WebGPU",
+        {"enableInt64": "[01]", ON_HOST: r"[\w.:/ -]*"},
+        memory="webgpu",
+    ),
+    OPENVINO: Provider(
+        "`pip install qsample[openvino]` brings OpenVINO",
+        {DEVICE: "CPU|GPU|NPU", "INFERENCE_PRECISION_HINT": "f32|f16|bf16"},
+    ),
+    CPU: Provider(options={}),
+    TENSORRT: Provider(
+        "`pip install qsample[gpu]`, in place of qsample[cpu], and NVIDIA's TensorRT libraries bring TensorRT",
+        fallbacks=(CUDA,),
+    ),
+}
 _SUFFIX: Final = "ExecutionProvider"
 _PLUGIN_PREFIX: Final = "onnxruntime_ep_"
-_SUGGESTED: Final = ("cpu", "cuda", "openvino", "tensorrt", "webgpu")  # short names for messages
-# The provider before the CPU for the nodes that a provider leaves over.
-_FALLBACKS: Final[Mapping[str, tuple[str, ...]]] = {TENSORRT: (CUDA,)}
-_INSTALL: Final[Mapping[str, str]] = {
-    CUDA: "`pip install qsample[gpu]`, in place of qsample[cpu], brings CUDA",
-    OPENVINO: "`pip install qsample[openvino]` brings OpenVINO",
-    TENSORRT: "`pip install qsample[gpu]`, in place of qsample[cpu], and NVIDIA's TensorRT libraries bring TensorRT",
-    WEBGPU: "`pip install qsample[webgpu]` brings WebGPU",
-}
 
 
 def execution_providers(name: str) -> tuple[str, ...]:
     """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's last.
 
-    A short name is ONNX Runtime's own without `ExecutionProvider`, in lower case. It stands for a provider that ONNX
-    Runtime knows, or for that of an installed plugin `onnxruntime_ep_<name>`. Raises QsampleError for any other name.
+    A short name stands for a provider that ONNX Runtime knows, or that an installed plugin `onnxruntime_ep_<name>`
+    brings. Raises QsampleError for any other name.
     """
-    known = {_short_name(provider): provider for provider in ort.get_all_providers()}
+    known = {short_name(provider): provider for provider in ort.get_all_providers()}
     provider = known.get(name) or next(iter(_plugin_providers(_PLUGIN_PREFIX + name)), None)
     if provider is None:
         raise QsampleError(
-            f"no provider {name!r}; choose {' or '.join(map(repr, _SUGGESTED))}, or give a list of ONNX Runtime's "
-            f"names: {', '.join(available_providers())}"
+            f"no provider {name!r}; choose {' or '.join(sorted(repr(short_name(one)) for one in PROVIDERS))}, or give "
+            f"a list of ONNX Runtime's names: {', '.join(available_providers())}"
         )
-    return tuple(dict.fromkeys((provider, *_FALLBACKS.get(provider, ()), CPU)))
+    return tuple(dict.fromkeys((provider, *_known(provider).fallbacks, CPU)))
 
 
 def device_of(providers: Sequence[str]) -> str:
     """The device of the buffers of a session on `providers`: "cuda", "webgpu" or "cpu"."""
-    return "cuda" if CUDA in providers else "webgpu" if WEBGPU in providers else "cpu"
+    devices = [_known(provider).memory for provider in providers]
+    return next((device for device in ("cuda", "webgpu") if device in devices), "cpu")
 
 
 def available_providers() -> list[str]:
@@ -91,19 +127,22 @@ def check_version(least: str) -> None:
 
 
 def is_plugin(provider: str) -> bool:
-    """Whether an installed plugin brings the provider, by the name that ONNX Runtime's guide gives such packages.
-
-    https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/packaging.html
-    """
+    """Whether an installed plugin brings the provider, by the name that ONNX Runtime's guide gives such packages
+    (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/packaging.html)."""
     return provider in _plugin_providers(_plugin_module(provider))
 
 
-def _short_name(provider: str) -> str:
+def _known(provider: str) -> Provider:
+    return PROVIDERS.get(provider, Provider())
+
+
+def short_name(provider: str) -> str:
+    """ONNX Runtime's name without `ExecutionProvider`, in lower case."""
     return provider.removesuffix(_SUFFIX).lower()
 
 
 def _plugin_module(provider: str) -> str:
-    return _PLUGIN_PREFIX + _short_name(provider)
+    return _PLUGIN_PREFIX + short_name(provider)
 
 
 def _plugin_providers(module: str) -> list[str]:
@@ -116,7 +155,76 @@ def _plugin_providers(module: str) -> list[str]:
 
 def _install_advice(provider: str) -> str:
     general = f"Install an onnxruntime that is built with it, or its plugin, the module {_plugin_module(provider)}"
-    return _INSTALL.get(provider, general)
+    return _known(provider).install or general
+
+
+def check_manifest_options(package: Package, provider: object, chosen: Mapping[str, str]) -> None:
+    """Raise PackageError if the manifest of a device package names a provider or an option that a package may not: a
+    manifest is data that may come from anybody, and some options of a provider load libraries or write files.
+
+    An installed compile target that the package was made for (entry point group `qsample.targets`) may have every
+    option that it writes. The caller's own options are not checked.
+
+    Args:
+        package: of any kind.
+        provider: the caller's, by short name or in a list: it is allowed.
+        chosen: the caller's options, which replace the manifest's.
+    """
+    compilation = package.manifest.compilation
+    if compilation is None:
+        return
+    allowed = {name: known.options for name, known in PROVIDERS.items() if known.options is not None}
+    for name in _named_by(provider, compilation.provider):
+        allowed.setdefault(name, {})
+    unknown = [name for name in compilation.execution_providers if name not in allowed]
+    first = next(iter(compilation.execution_providers), "")
+    patterns = allowed.get(first, {})
+    refused = [
+        name
+        for name, value in compilation.provider_options.items()
+        if name not in chosen and not (name in patterns and re.fullmatch(patterns[name], value))
+    ]
+    if unknown or refused:
+        providers, options = _of_installed_target(compilation.provider)
+        unknown = [name for name in unknown if name not in providers]
+        refused = [name for name in refused if options.get(name) != compilation.provider_options[name]]
+    if unknown:
+        raise PackageError(
+            f"{package.path} asks for the execution provider {unknown[0]!r:.80}, which a package may not by itself; if "
+            "you trust it, name its providers yourself: provider=[...]"
+        )
+    if refused:
+        name = refused[0]
+        raise PackageError(
+            f"{package.path} sets {first}'s option {name!r:.80} to {compilation.provider_options[name]!r:.80}, which a "
+            "package may not; if you trust it, pass the option yourself: provider_options={...}"
+        )
+
+
+def _named_by(provider: Any, target: str) -> tuple[str, ...]:
+    """The execution providers that the caller names; none for the name of a target that ONNX Runtime does not know."""
+    if provider is None:
+        return ()
+    if not isinstance(provider, str):
+        return tuple(provider)
+    try:
+        return execution_providers(provider)
+    except QsampleError:
+        if provider != target:
+            raise
+        return ()
+
+
+def _of_installed_target(name: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """The providers and options that an installed target writes; nothing if it cannot be imported here."""
+    for point in entry_points(group=TARGETS):
+        if point.name == name:
+            try:
+                target = point.load().TARGET
+            except ImportError:  # of a library that only exporting needs
+                break
+            return tuple(target.execution_providers), dict(target.provider_options)
+    return (), {}
 
 
 def open_session(

@@ -22,10 +22,17 @@ from qsample.ort.bound_graph import Replays
 from qsample.ort.buffers import WITHOUT_ADDRESSES
 from qsample.ort.linux_memory import in_huge_pages, release_pages
 from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options
-from qsample.ort.providers import CPU, check_available, check_version, device_of, execution_providers, open_session
+from qsample.ort.providers import (
+    CPU,
+    check_available,
+    check_manifest_options,
+    check_version,
+    device_of,
+    execution_providers,
+    open_session,
+)
 from qsample.ort.rounding import ANY_ROWS, Rounding, RowCounts, measured
 from qsample.ort.small_graphs import one_more_output
-from qsample.ort.trusted_options import check_manifest_options
 from qsample.package.package import Package
 
 _CAPTURE: Final = "enable_cuda_graph"

@@ -19,8 +19,7 @@ from qsample.compiler.plan import CompilePlan
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, MODEL_DTYPES
 from qsample.errors import CompileError, QsampleError
-from qsample.ort.providers import check_available
-from qsample.ort.trusted_options import TARGETS
+from qsample.ort.providers import TARGETS, check_available
 
 
 class Target(ABC):
@@ -30,7 +29,7 @@ class Target(ABC):
         name: the value of `CompileOptions.provider`.
         execution_providers: ONNX Runtime's names, first the provider that compiles for the device.
         provider_options: of the first provider, in the session that runs the package. The manifest names them; a
-            session takes them if `ort.trusted_options` lists them for that provider, or if this target is installed.
+            session takes them if `ort.providers` lists them for that provider, or if this target is installed.
         default_options: fields of CompileOptions for a model that is given directly (`models.SourceModel.cached`).
         dtypes: those that the device's kernels compute in.
         converts: whether the phases make another dtype of a float32 graph.
