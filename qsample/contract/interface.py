@@ -249,7 +249,13 @@ class GraphSpec:
 
     @property
     def output_names(self) -> list[str]:
-        return [spec.name for spec in self.outputs] + list(self.retained.values())
+        return [spec.name for spec in self.results]
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        """`outputs`, and the next value of each state under the name of its output."""
+        after = (replace(spec, name=retained_name(spec.name)) for spec in self.states if not spec.read_only)
+        return (*self.outputs, *after)
 
     @property
     def retained(self) -> dict[str, str]:

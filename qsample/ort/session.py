@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from qsample.contract.arrays import DTYPES
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, TensorSpec, retained_name
+from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, TensorSpec
 from qsample.errors import PackageError, QsampleError, shown
 from qsample.ort.bound_graph import Replays
 from qsample.ort.buffers import WITHOUT_ADDRESSES
@@ -317,10 +317,9 @@ def _made_by_newer(package: Package) -> str:
 
 def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
     """Raise PackageError unless the names, dtypes and shapes of the session's tensors are those of `spec`."""
-    retained = [_renamed(state, retained_name(state.name)) for state in spec.states if not state.read_only]
     for side, values, wanted in (
         ("input", session.get_inputs(), (*spec.inputs, *spec.states)),
-        ("output", session.get_outputs(), (*spec.outputs, *retained)),
+        ("output", session.get_outputs(), spec.results),
     ):
         actual = {value.name: value for value in values}
         missing = [tensor.name for tensor in wanted if tensor.name not in actual]
@@ -338,10 +337,6 @@ def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mappi
                 raise PackageError(
                     f"{graph_name} does not fit the manifest: {side} {tensor.name} {problem}; export it again"
                 )
-
-
-def _renamed(state: TensorSpec, name: str) -> TensorSpec:
-    return TensorSpec(name, state.dtype, state.axes, state.meaning)
 
 
 def _mismatch(value: Any, spec: TensorSpec, sizes: Mapping[str, int], *, shape_known: bool) -> str | None:

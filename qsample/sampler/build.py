@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 import onnx_ir as ir
@@ -13,9 +12,8 @@ from qsample.contract.interface import GraphSpec, Interface
 from qsample.contract.tensors import ADJUSTED_LOGITS, CANDIDATES, TensorSpec, retained_name
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.call import Call
-from qsample.sampler.commit import next_states
+from qsample.sampler.commit import next_states, results
 from qsample.sampler.draw import draw
-from qsample.sampler.outputs import results
 from qsample.sampler.tensor import Tensor, building, op
 
 OPSET: Final = 20
@@ -50,8 +48,7 @@ def build_sampler(
         drawn = draw(call, adjusted, num_candidates)
         states = {retained_name(name): state for name, state in next_states(call, drawn).items()}
         found = results(call, drawn, pad_token_id) | states | {ADJUSTED_LOGITS.name: adjusted}
-        retained = [replace(state, name=retained_name(state.name)) for state in spec.states if not state.read_only]
-        set_outputs(graph, interface, [*spec.outputs, *retained], found)
+        set_outputs(graph, interface, spec.results, found)
     return finished(graph)
 
 

@@ -28,8 +28,8 @@ from qsample.sampler.guess import (
     TOKENS_AT,
     VERIFIED,
     build_drafter,
+    build_verifier,
 )
-from qsample.sampler.verify import build_verifier
 
 _PREFIX: Final = "guess."
 _CONTROL: Final = (Slot.SEQLENS_K, Slot.TOTAL_SEQUENCE_LENGTH)
@@ -43,7 +43,7 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
     1. The nodes of `sampler.guess` come first, and the model reads their tokens in place of `input_ids`.
     2. Every layer attends through GroupQueryAttention, which gets the number of tokens of each row.
     3. If `pack`, the model's other nodes read the tokens packed, unless more than positions tells rows apart.
-    4. The logits are those after each token that a draw follows, for `sampler.verify` in place of the sampler.
+    4. The logits are those after each token that a draw follows, for the verifier in place of the sampler.
 
     Returns True. Raises CompileError if more than each row's last hidden state leads to the logits.
     """
