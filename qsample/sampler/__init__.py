@@ -2,8 +2,8 @@
 
 The flow of a step, in `build`: `adjust` changes the logits; `blocks` finds the largest of them; in `draw`, `filters`
 take tokens away from a pool (`pools`), with thresholds from `search`, and the pool draws; `commit` gives the next
-states and the outputs. `tensor` has the operators that all of them use. If a step checks guesses, `guess` has the graph before the
-model, and the sampler after it.
+states and the outputs. `tensor` has the operators that all of them use. If a step checks guesses, `guess` has the
+graph before the model, and the sampler after it.
 """
 
 from qsample.sampler.build import build_sampler
