@@ -39,25 +39,23 @@ def adjusted_logits(call: Call) -> Tensor:
     """The logits that filters and the argmax see, [B, V] float32."""
     logits, chosen = call["logits"], call.features
     if chosen.allowed_tokens:
-        logits = mask_disallowed(logits, call["allowed_tokens"], call.vocab, narrow=call.for_webgpu)
+        logits = _mask_disallowed(logits, call["allowed_tokens"], call.vocab, narrow=call.for_webgpu)
     if chosen.logit_bias:
-        logits = add_bias(logits, call["logit_bias_ids"], call["logit_bias"], call.vocab)
-    past = _past(call) if call.uses("bad_words_ids", "no_repeat_ngram_size", "dry") else None
-    if past is not None:
+        logits = _add_bias(logits, call["logit_bias_ids"], call["logit_bias"], call.vocab)
+    past = None
+    if call.uses("bad_words_ids", "no_repeat_ngram_size", "dry"):
+        tokens = call.row_tokens()
+        past = Past(tokens, minimum(call.total.unsqueeze().to(INT64), call.capacity))
         logits = _forbid(call, logits, past)
     # A single scatter for stops and penalties: if the logits are in a buffer of the graph's own, it is in place.
     logits = logits.scatter(*_block_and_penalize(call, logits))
     return logits if past is None else _dry(call, logits, past)
 
 
-def mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narrow: bool = False) -> Tensor:
-    """Set the logits of tokens that the bitmask forbids to -inf.
+def _mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narrow: bool) -> Tensor:
+    """Set the logits of tokens that the bitmask, [B, ceil(V / 32)] int32, forbids to -inf.
 
-    Args:
-        logits: [B, V] float32.
-        allowed_tokens: [B, ceil(V / 32)] int32; bit i of word w allows token 32 w + i; -1 allows all 32.
-        vocab: V.
-        narrow: with integers of 32 bits, which takes the CPU twice as long.
+    narrow: with integers of 32 bits, which takes the CPU twice as long.
     """
     # A table with a row for each byte, because bit shifts have no kernel on some execution providers.
     bits = np.unpackbits(np.arange(_BYTE_VALUES, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -83,43 +81,29 @@ def _bytes_narrow(words: Tensor) -> Tensor:
     return shifted - shifted / _BYTE_VALUES * _BYTE_VALUES + where(negative, sign_bit, 0)
 
 
-def add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
-    """Add `bias` at `ids`; the biases of an id that occurs twice add up.
-
-    Args:
-        logits: [B, V] float32.
-        ids: [B, N] int32; entries outside of [0, V) are padding.
-        bias: [B, N] float32; -inf forbids a token.
-        vocab: V.
-    """
+def _add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
+    """Add `bias` [B, N] float32 at `ids` [B, N] int32, of which those outside [0, V) are padding; the biases of an id
+    that occurs twice add up."""
     valid = (ids >= 0) & (ids < vocab)
     return logits.scatter(where(valid, ids, 0).to(INT64), where(valid, bias, 0.0), reduction="add")
 
 
-def penalize(
-    logits: Tensor, ids: Tensor, output_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """The logits at `ids` after the repetition, presence and frequency penalties, [B, h] float32.
+def _penalized(call: Call, logits: Tensor, ids: Tensor) -> Tensor:
+    """The logits [B, h] float32 at `ids` [B, h] int64 after the repetition, presence and frequency penalties.
 
     Gathered at the ids and not over the vocabulary; duplicates read and get the same value. Sampled tokens are in
     the history too, so that covers every non-zero count.
 
     Repetition: Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, in its sign-aware form: l * r if l < 0, else
     l / r.
-
-    Args:
-        logits: [B, V] float32.
-        ids: [B, h] int64, in [0, V), duplicates welcome: the row's history.
-        output_counts: [B, V] float32, how often each token was sampled.
-        repetition: [B, 1] float32, > 0; 1 = off.
-        presence, frequency: [B, 1] float32; 0 = off.
     """
+    output_counts, (repetition, presence, frequency) = call["output_counts"], call.columns(*_PENALTIES)
     seen, counts = logits.gather(ids), output_counts.gather(ids)
     seen = where(seen < 0, seen * repetition, seen / repetition)
     return seen - (frequency * counts + presence * minimum(counts, 1.0))
 
 
-def block(values: Tensor, ids: Tensor, blocked: Tensor) -> Tensor:
+def _blocked(values: Tensor, ids: Tensor, blocked: Tensor) -> Tensor:
     """`values` [B, h] float32 of the tokens `ids` [B, h] int64; -inf if an id is among `blocked` [B, E] int64."""
     # Counted in float32: CUDA has no maximum of bools.
     matches = ids.unsqueeze().equals(blocked.unsqueeze(1)).to(FLOAT).max(keep=False)
@@ -128,8 +112,7 @@ def block(values: Tensor, ids: Tensor, blocked: Tensor) -> Tensor:
 
 def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The stop ids below the minimum length, and the history with its penalties: ids [B, h] and their logits."""
-    strengths = [f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")]
-    off = [call[name].equals(float(name == "repetition_penalty")) for name in strengths]
+    off = [call[name].equals(float(name == "repetition_penalty")) for name in _PENALTIES]
     unpenalized = off[0] & off[1] & off[2]
     too_short = call.total < call["min_length"]
 
@@ -142,29 +125,24 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
 
     def without_stops() -> Tensors:
         ids = seen()
-        return ids, penalize(logits, ids, call["output_counts"], *call.columns(*strengths))
+        return ids, _penalized(call, logits, ids)
 
     def with_stops() -> Tensors:
         ids = seen()
         stops = where(too_short.unsqueeze(), call["stop_ids"], -1).to(INT64)
         ids = concat(ids, where(stops >= 0, stops, ids.last()))
-        return ids, block(penalize(logits, ids, call["output_counts"], *call.columns(*strengths)), ids, stops)
+        return ids, _blocked(_penalized(call, logits, ids), ids, stops)
 
     def nothing() -> Tensors:
         return call["input_ids"].columns(0, 0), logits.columns(0, 0)
 
     if call.captured:
         ids, values = with_stops()
-    else:
-        some_too_short = too_short.any()
-        found = branch(some_too_short, with_stops, nothing)
-        ids, values = branch(op("Or", some_too_short, unpenalized.all()), lambda: found, without_stops)
+        return ids, values
+    some_too_short = too_short.any()
+    found = branch(some_too_short, with_stops, nothing)
+    ids, values = branch(op("Or", some_too_short, unpenalized.all()), lambda: found, without_stops)
     return ids, values
-
-
-def _past(call: Call) -> Past:
-    tokens = call.row_tokens()
-    return Past(tokens, minimum(call.total.unsqueeze().to(INT64), call.capacity))
 
 
 def _forbid(call: Call, logits: Tensor, past: Past) -> Tensor:
@@ -189,6 +167,7 @@ def _dry(call: Call, logits: Tensor, past: Past) -> Tensor:
     return call.branch(call["dry_multiplier"] > 0, penalized, lambda: (logits,))[0]
 
 
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LARGEST_PENALTY = 1e30  # in place of infinity, which would make an invalid logit
 
 
@@ -207,20 +186,15 @@ class Past:
     def end(self, count: int | Tensor, *, ahead: int = 0) -> tuple[Tensor, Tensor]:
         """The newest `count` tokens, the newest first: [B, count], and whether there are so many: bool.
 
-        Args:
-            count: how many.
-            ahead: how many columns come before the newest token; their content means nothing.
+        ahead: how many columns come before the newest token; their content means nothing.
         """
         back = indices(count) if isinstance(count, int) else op("Range", 0, count, 1)
         places = self.lengths - 1 + ahead - back.unsqueeze(0)
         return self.tokens.gather(op("Clip", places, 0, op("Squeeze", size(self.tokens, 1)) - 1)), places >= 0
 
     def matches(self, longest: Tensor) -> Tensor:
-        """m(i), [B, h] float32: 0 from the newest token on.
-
-        Args:
-            longest: [B, 1] int64, the most tokens of the end that may be compared, at most LONGEST_MATCH.
-        """
+        """m(i), [B, h] float32: 0 from the newest token on. longest: [B, 1] int64, the most tokens of the end that may
+        be compared, at most LONGEST_MATCH."""
         end, there = self.end(LONGEST_MATCH)
         wanted = there & (indices(LONGEST_MATCH) < longest)
         # [B, h, LONGEST_MATCH]: the token that many before each position; before the first position, none.
@@ -244,13 +218,9 @@ def dry(logits: Tensor, past: Past, row: Mapping[str, Tensor]) -> Tensor:
 
     https://github.com/oobabooga/text-generation-webui/pull/5677, in llama.cpp's form: a match of at least
     `allowed_length` tokens counts, the end of the row is compared back to the newest breaker, and no breaker is
-    penalized.
+    penalized. `dry_multiplier` 0, `dry_base` below 1 and `dry_penalty_last_n` 0 switch it off.
 
-    Args:
-        logits: [B, V] float32.
-        past: the row's tokens.
-        row: DRY's inputs by name, [B, 1] each and `dry_sequence_breakers` [B, D]. `dry_multiplier` 0, `dry_base` below
-            1 and `dry_penalty_last_n` 0 switch it off; `dry_penalty_last_n` -1 looks back at all tokens.
+    row: DRY's inputs by name, [B, 1] each and `dry_sequence_breakers` [B, D].
     """
     multiplier, base, breakers = row["dry_multiplier"], row["dry_base"], row["dry_sequence_breakers"]
     last_n, allowed = row["dry_penalty_last_n"], row["dry_allowed_length"].to(FLOAT)
@@ -277,13 +247,8 @@ def _is_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def forbid_repeated_ngrams(logits: Tensor, past: Past, ngram: Tensor) -> Tensor:
-    """Forbid each token that would complete an n-gram that the row holds already.
-
-    Args:
-        logits: [B, V] float32.
-        past: the row's tokens.
-        ngram: [B, 1] int32, n from 1 to LONGEST_MATCH + 1; 0 = off.
-    """
+    """Forbid each token that would complete an n-gram that the row holds already. ngram: [B, 1] int32, n from 1 to
+    LONGEST_MATCH + 1; 0 = off."""
     before = maximum(ngram - 1, 0)
     lengths = past.matches(constant(np.array([[LONGEST_MATCH]])))
     # Of a single token, each that occurred: the newest one as well.
@@ -294,13 +259,8 @@ def forbid_repeated_ngrams(logits: Tensor, past: Past, ngram: Tensor) -> Tensor:
 
 
 def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
-    """Forbid the last token of each sequence whose other tokens the row ends with.
-
-    Args:
-        logits: [B, V] float32.
-        past: the row's tokens.
-        bad_words: [B, Q, L] int32, sequences of ids, each padded with -1 at its beginning.
-    """
+    """Forbid the last token of each sequence whose other tokens the row ends with. bad_words: [B, Q, L] int32, each
+    padded with -1 at its beginning."""
     newest_first = op("Slice", bad_words.to(INT64), [-1], [-(2**31)], [2], [-1])  # [B, Q, L]
     completing = op("Slice", newest_first, [0], [1], [2])
     # In place of the token that would complete the sequence, any token fits.
@@ -313,5 +273,5 @@ def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
 
 
 def forbid(logits: Tensor, ids: Tensor, forbidden: Tensor) -> Tensor:
-    """Add -inf at `ids` ([B, h] int64, in [0, V)) that are `forbidden` ([B, h] bool)."""
+    """Add -inf at `ids` [B, h] int64, in [0, V), that are `forbidden` [B, h] bool."""
     return logits.scatter(ids, where(forbidden, constant(np.array(-np.inf, np.float32)), 0.0), reduction="add")

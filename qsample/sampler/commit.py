@@ -159,12 +159,6 @@ def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: 
     "The model's own": log-softmax of the logits as they came, before masks, biases, penalties, temperature and filters.
     vLLM reports it by default (`logprobs_mode="raw_logprobs"`), and it scores a text independently of how it was
     sampled; the distribution that was sampled from is the output `probs`.
-
-    Args:
-        logits: [B, V] float32, of the model.
-        normalizer: of the same logits.
-        next_ids: [B, 1] int64, in [0, V).
-        emitted: [B, 1] bool.
     """
     return where(emitted, normalizer.log_softmax(logits.gather(next_ids)), 0.0)
 
@@ -172,24 +166,15 @@ def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: 
 def top_logprobs(
     split: Blocks, normalizer: Normalizer, count: int, emitted: Tensor, *, replayed: bool
 ) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens by the model's own log-probability, likeliest first, lower ids first on a tie.
-
-    Returns:
-        Ids [B, M] int32 and log-probabilities [B, M] float32; -1 and 0 for a row that emitted nothing.
-    """
+    """The `count` likeliest tokens by the model's own log-probability, likeliest first, lower ids first on a tie: ids
+    [B, M] int32 and log-probabilities [B, M] float32; -1 and 0 for a row that emitted nothing."""
     values, ids = blocks.top_candidates(split, count, replayed=replayed)
     found = where(values > FLOOR, normalizer.log_softmax(values), _MASKED)
     return where(emitted, ids.to(INT32), NO_TOKEN), where(emitted, found, 0.0)
 
 
 def probabilities(drawn_from: Tensor, drawn: Tensor, greedy: Tensor, ids: Tensor) -> Tensor:
-    """The distribution that the tokens were drawn from, [B, V] float32; zeros for a row that emitted nothing.
-
-    Args:
-        drawn_from: [B, V] float32, the distribution of rows that drew; any number in others.
-        drawn: [B, 1] bool, rows that drew.
-        greedy: [B, 1] bool, rows whose token was the argmax: a single 1 at `ids`.
-        ids: [B, 1] int64, in [0, V).
-    """
+    """The distribution that the tokens were drawn from, [B, V] float32: `drawn_from` in rows that drew; a single 1 in
+    greedy rows, at `ids` [B, 1] int64; zeros in rows that emitted nothing."""
     probs = where(drawn, drawn_from, 0.0)
     return probs.scatter(ids, where(greedy, 1.0, probs.gather(ids)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from qsample.sampler.repetition import Past
+from qsample.sampler.adjust import Past
 
 from qsample.contract.interface import Features, Interface
 from qsample.contract.tensors import EXTRA_PARAMETERS, INVALID_LOGITS
