@@ -6,7 +6,6 @@ read names, dtypes and shapes from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -200,12 +199,10 @@ class AdapterTarget:
 
     def tensors(self, dtype: str) -> tuple[TensorSpec, TensorSpec]:
         """The matrices A and B of all bound adapters, one below the other."""
-        ranks, names = ranks_axis(self.kind), adapter_names(self.path)
+        ranks, (a, b) = ranks_axis(self.kind), adapter_names(self.path)
         return (
-            TensorSpec(names[0], dtype, (ranks, self.in_features), "A of all bound adapters"),
-            TensorSpec(
-                names[1], dtype, (ranks, self.out_features), "B of all bound adapters, transposed, times its scale"
-            ),
+            TensorSpec(a, dtype, (ranks, self.in_features), "A of all bound adapters"),
+            TensorSpec(b, dtype, (ranks, self.out_features), "B of all bound adapters, transposed, times its scale"),
         )
 
 
@@ -330,17 +327,15 @@ class Interface:
 
     @property
     def cache_states(self) -> tuple[TensorSpec, ...]:
-        return tuple(self._cache_states())
-
-    def _cache_states(self) -> Iterator[TensorSpec]:
-        dtype = self.kv_cache_dtype or self.dtype
+        dtype, states = self.kv_cache_dtype or self.dtype, list[TensorSpec]()
         for layer, shape in zip(self.cache_layers, self.key_values, strict=True):
             axes = (BATCH, shape.num_key_value_heads, CAPACITY, shape.head_dim)
             for kind in ("key", "value"):
-                yield TensorSpec(f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}")
+                states.append(TensorSpec(f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}"))
         for state in self.recurrent:
             meaning = f"{state.kind.replace('_', ' ')} of layer {state.layer}"
-            yield TensorSpec(state.name, state.dtype, (BATCH, *state.shape), meaning)
+            states.append(TensorSpec(state.name, state.dtype, (BATCH, *state.shape), meaning))
+        return tuple(states)
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
@@ -395,20 +390,19 @@ class Interface:
     @property
     def token_outputs(self) -> tuple[TensorSpec, ...]:
         """The outputs next to the token ids, each as it is for a single token a row."""
-        plain = replace(self.features, num_speculative_tokens=0)
-        return replace(self, features=plain).sampler_outputs[1:]
+        return self.without_guesses().sampler_outputs[1:]
 
     @property
     def decoder(self) -> GraphSpec:
         """`decoder.onnx`: token ids in; next-token ids out (or logits, without the sampler)."""
         if self.features.sampler:
-            inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters, *self._search_inputs, *self.adapter_inputs)
+            inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self._sampling, *self.adapter_inputs)
             return GraphSpec(inputs, (*self.sampler_states, *self.cache_states), self.sampler_outputs)
         return self.model
 
     @property
-    def _search_inputs(self) -> tuple[TensorSpec, ...]:
-        return (SEARCHED_ROWS,) if self.captured else ()
+    def _sampling(self) -> tuple[TensorSpec, ...]:
+        return (*self.parameters, SEARCHED_ROWS) if self.captured else self.parameters
 
     @property
     def model(self) -> GraphSpec:
@@ -424,7 +418,7 @@ class Interface:
     @property
     def sampler(self) -> GraphSpec:
         """`sampler.onnx`: the sampler alone, logits in. Packages without a baked sampler run it on the host."""
-        inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters, *self._search_inputs)
+        inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self._sampling)
         # Log-probabilities are of the logits as they came, and read them last: those may not be written over.
         reads_logits_last = self.features.logprobs or self.features.top_logprobs
         outputs = self.sampler_outputs if reads_logits_last else (*self.sampler_outputs, ADJUSTED_LOGITS)

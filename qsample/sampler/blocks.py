@@ -64,10 +64,6 @@ def is_valid(blocks: Blocks, largest: Tensor) -> Tensor:
     A sum is NaN if any term is; ONNX Runtime's ReduceMax drops NaN. If the largest is infinite, so is the sum,
     with the same sign, and their difference is NaN. (A sum that overflows is infinite and not NaN, unless logits beyond
     2**110 of either sign are in the same row.)
-
-    Args:
-        blocks: the logits.
-        largest: [B] float32, the largest logit.
     """
     difference = block_sums(blocks.values).sum(keep=False) - largest
     return difference.equals(difference)
@@ -80,14 +76,8 @@ def argmax(blocks: Blocks, *, replayed: bool) -> Tensor:
 
 
 def top_candidates(blocks: Blocks, count: int, *, replayed: bool) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits, largest first, and their ids; at equal values the lowest ids.
-
-    Args:
-        replayed: without GatherND, which CUDA does not replay.
-
-    Returns:
-        Values [B, K] float32, at least `FLOOR`, and ids [B, K] int64.
-    """
+    """The `count` largest logits [B, K] float32, at least `FLOOR`, largest first, and their ids [B, K] int64; at equal
+    values the lowest ids. replayed: without GatherND, which CUDA does not replay."""
     most = min(count, axis_size(blocks.values, 1))
     _, chosen = top(maximum(blocks.maxima, FLOOR), most)
     chosen, _ = top(chosen, most, largest=False)

@@ -29,12 +29,7 @@ class Columns(Mapping[str, Tensor]):
 
 
 class Call:
-    """The inputs of one call, and values that all parts of the step share.
-
-    Args:
-        interface: the vocabulary and the features. `captured`: no If and no Loop.
-        inputs: the tensors of `Interface.sampler`, by name.
-        for_webgpu: if captured: an If around each search skips it if no row is listed, and no number has 64 bits.
+    """The inputs of one call, by the names of `Interface.sampler`, and values that all parts of the step share.
 
     Attributes:
         total: [B] int32, how many tokens each row has after this call's inputs.
@@ -79,8 +74,7 @@ class Call:
     def history(self, length: Tensor) -> Tensor:
         """Ids of every token of each row, this call's inputs included: [B, length + S] int64, padded with duplicates.
 
-        Args:
-            length: int64, how many columns of `tokens` to read: at least the largest `start` that matters.
+        length: int64, how many columns of `tokens` to read: at least the largest `start` that matters.
         """
         start, lengths = self.start.unsqueeze(), self["input_lengths"].unsqueeze()
         ids = self["input_ids"]

@@ -9,10 +9,10 @@ With control flow, each part is under a branch that asks whether any row needs i
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Sequence
+from functools import partial, reduce
 from typing import NamedTuple
 
 from qsample.contract.tensors import (
@@ -53,12 +53,9 @@ class Draw(NamedTuple):
 
 
 def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
-    """The token of each row that has to emit a token.
+    """The token of each row that has to emit a token, of `num_candidates` (K) or of all tokens.
 
-    Args:
-        call: the inputs.
-        adjusted: [B, V] float32, the logits after step 2.
-        num_candidates: K.
+    adjusted: [B, V] float32, the logits after step 2.
     """
     split = blocks.split(adjusted, call.vocab, block_size(call.vocab))
     largest = split.maxima.max(keep=False)
@@ -74,16 +71,7 @@ def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
 
 
 class _RandomRows:
-    """The random rows of one call.
-
-    Args:
-        call: the inputs.
-        split: the adjusted logits.
-        largest: [B] float32, the largest of each row.
-        random: [B] bool.
-        greedy: [B, 1] int64, the token of all other rows.
-        num_candidates: K.
-    """
+    """The random rows of one call. greedy: [B, 1] int64, the token of all other rows."""
 
     def __init__(
         self, call: Call, split: Blocks, largest: Tensor, random: Tensor, greedy: Tensor, num_candidates: int
@@ -133,13 +121,8 @@ class _RandomRows:
             (with_filters, without_top_k),
             (plain, [filters.temperature]),
         ):
-            found = self._branch_to_vocabulary(some, found, unsettled, chosen)
+            found = branch(some, partial(self._from_vocabulary, found, unsettled, chosen), partial(tuple, found))
         return found
-
-    def _branch_to_vocabulary(
-        self, some: Tensor, found: Tensors, unsettled: Tensor, chosen: Sequence[filters.Filter]
-    ) -> Tensors:
-        return branch(some, lambda: self._from_vocabulary(found, unsettled, chosen), lambda: found)
 
     def _from_candidates(self, tried: Tensor, total: Tensor) -> Tensors:
         """The results of rows that the candidates settle; and which random rows they do not, [B] bool."""
@@ -269,7 +252,7 @@ class _RandomRows:
             names.add("dynatemp")
         first = [EXTRA_PARAMETERS[name][0] for name in sorted(names)]
         on = [~self._call[parameter.name].equals(parameter.off or 0.0) for parameter in first]
-        return functools.reduce(operator.or_, on) if on else None
+        return reduce(operator.or_, on) if on else None
 
 
 def _needs_search(call: Call, num_candidates: int) -> Tensor:

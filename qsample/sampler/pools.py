@@ -160,16 +160,11 @@ class Pool(ABC):
 
 
 class Candidates(Pool):
-    """The K largest logits, largest first.
-
-    Args:
-        x: [B, K] float32, descending.
-        ids: [B, K] int64.
-        complete: [B, 1] bool, rows that cannot draw any other token.
-        whole: [B, 1] float32, the weight of the whole vocabulary; read in other rows that have top-p.
-    """
+    """The K largest logits, x [B, K] float32, largest first, and their ids [B, K] int64."""
 
     def __init__(self, x: Tensor, ids: Tensor, complete: Tensor, whole: Tensor) -> None:
+        """complete: [B, 1] bool, rows that cannot draw any other token. whole: [B, 1] float32, the weight of the whole
+        vocabulary; read in other rows that have top-p."""
         super().__init__(x)
         self.ids = ids
         self._complete, self._whole = complete, whole
@@ -214,16 +209,10 @@ class Candidates(Pool):
 
 
 class Vocabulary(Pool):
-    """All tokens.
-
-    Args:
-        x: [B, n, C] float32, in blocks.
-        searched: [B, 1] bool, rows whose thresholds matter.
-        search: finds them.
-        replayed: whether the graph is captured.
-    """
+    """All tokens: x [B, n, C] float32, in blocks."""
 
     def __init__(self, x: Tensor, searched: Tensor, search: Search, *, replayed: bool) -> None:
+        """searched: [B, 1] bool, rows whose thresholds matter; `search` finds them. replayed: the graph is captured."""
         super().__init__(x)
         self._searched, self._search, self._replayed = searched, search, replayed
         self._lowest: Tensor | None = None

@@ -50,16 +50,12 @@ EVERYTHING = -3.4e38  # a threshold that every finite key passes
 
 
 class Search:
-    """Finds thresholds among the keys of some rows.
-
-    Args:
-        listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow, those
-            that a call names.
-        skipped: an If around each search of listed rows skips it if there are none. Its condition is a shape, which the
-            host knows.
-    """
+    """Finds thresholds among the keys of some rows."""
 
     def __init__(self, listed: Tensor | None, *, skipped: bool = False) -> None:
+        """listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow,
+        those that a call names. skipped: an If around each search of listed rows skips it if there are none; its
+        condition is a shape, which the host knows."""
         self._listed, self._skipped = listed, skipped
 
     def by_weight(
@@ -79,9 +75,7 @@ class Search:
     def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
         """The `count`-th largest key, or one that all keys pass if there are fewer: [B, 1] float32.
 
-        Args:
-            keys, searched: as above; the largest key is 0.
-            count: [B, 1] float32, at least 1.
+        keys, searched: as in `by_weight`; the largest key is 0. count: [B, 1] float32, at least 1.
         """
         return self._find(searched, _Bracket.of_counts, keys, count)
 
@@ -257,7 +251,8 @@ def _sort(bracket: _Bracket, low: Tensor, high: Tensor, excess_high: Tensor) -> 
     """The threshold, if no more than the candidates are between low and high: [B, 1]."""
     outside = bracket.above(high) * _FAR
     values = (bracket.keys - outside).squeeze(1)
-    keys, ids = top_candidates(Blocks(values, values.max(keep=False)), min(CANDIDATES, _count(values)), replayed=False)
+    count = min(CANDIDATES, axis_size(values, 1) * axis_size(values, 2))
+    keys, ids = top_candidates(Blocks(values, values.max(keep=False)), count, replayed=False)
     inside = keys > low
     weights = inside.to(FLOAT)
     if bracket.weights is not None:
@@ -284,7 +279,3 @@ def _step_through(bracket: _Bracket, low: Tensor, high: Tensor, searched: Tensor
 def _inside(pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The pivots, at least `low` and below `high`: at most the next number below `high`, which is not positive."""
     return maximum(minimum(pivots, high * (1 + 2.0**-23) - 2.0**-126), low)
-
-
-def _count(values: Tensor) -> int:
-    return axis_size(values, 1) * axis_size(values, 2)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from qsample.sampler.adjust import Past
 
 from qsample.contract.interface import Features, Interface
 from qsample.contract.tensors import EXTRA_PARAMETERS, INVALID_LOGITS
+from qsample.sampler.adjust import Past
 from tests.helpers.computed import computed
 from tests.helpers.reference import adjust
 from tests.helpers.sampler_cases import check_steps, interface, make_inputs, sampler
