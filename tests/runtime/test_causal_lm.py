@@ -12,21 +12,8 @@ import pytest
 
 from qsample.package.package import Package
 from qsample.runtime import CausalLM, SamplingParams, load
-from tests.helpers import fake_reference
 from tests.helpers.fake_cases import GREEDY, PROMPTS, RANDOM, mixed
 from tests.helpers.fake_package import BOS, MAX_POSITIONS, PAD, POISON, VOCAB, compilation
-
-
-@pytest.mark.parametrize("sampler", [True, False])
-@pytest.mark.parametrize("params", [GREEDY, RANDOM, mixed()], ids=["greedy", "random", "mixed"])
-def test_tokens_are_those_of_the_reference(params: Any, sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
-    output = fake_model(sampler=sampler).generate(PROMPTS, params, seed=40)
-    for row, prompt in enumerate(PROMPTS):
-        own = params[row] if isinstance(params, list) else params
-        expected = fake_reference.generate(prompt, own, 40 + row, MAX_POSITIONS)
-        assert (output.token_ids[row], output.finish_reasons[row]) == expected
-    assert output.prompt_lengths == [3, 11, 1, 5]
-    assert output.seeds == [40, 41, 42, 43]
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -110,16 +97,6 @@ def test_default_length_and_the_models_own_limit(model: CausalLM) -> None:
     assert len(model.generate([5], temperature=0, eos_token_id=None).token_ids[0]) == MAX_POSITIONS - 1
 
 
-def test_a_row_with_invalid_logits_ends_alone(fake_model: Callable[..., CausalLM]) -> None:
-    for sampler in (True, False):
-        model = fake_model(sampler=sampler)
-        wanted = model.generate(PROMPTS[:2], GREEDY)
-        with pytest.warns(UserWarning, match=r"rows \[1\] ended early: the model gave NaN"):
-            output = model.generate([PROMPTS[0], [5, POISON, 6], PROMPTS[1]], GREEDY)
-        assert output.finish_reasons[1] == "invalid"
-        assert output.token_ids == [wanted.token_ids[0], [], wanted.token_ids[1]]
-
-
 def test_logits_that_turn_invalid_later(fake_model: Callable[..., CausalLM]) -> None:
     """A row forced to sample the poisonous token at its second step keeps what it had sampled before."""
     model = fake_model(logit_bias=True)
@@ -156,20 +133,6 @@ def test_logit_bias_and_allowed_tokens(chunk: int | None, fake_model: Callable[.
     options = {"seed": 1, "allowed_tokens": mask, "prefill_chunk_size": chunk}
     output = model.generate(PROMPTS, SamplingParams(temperature=5.0, max_new_tokens=40, eos_token_id=()), **options)
     assert set(itertools.chain(*output.token_ids)) == allowed
-
-
-def test_device_package(fake_model: Callable[..., CausalLM]) -> None:
-    model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
-    wanted = fake_model().generate(PROMPTS[:2], RANDOM, seed=1)
-    assert model.generate(PROMPTS[:2], RANDOM, seed=1).token_ids == wanted.token_ids
-    # More prompts than rows take turns.
-    wanted = fake_model().generate(PROMPTS, mixed(), seed=1)
-    got = model.generate(PROMPTS, mixed(), seed=1)
-    assert got.token_ids == wanted.token_ids
-    assert got.finish_reasons == wanted.finish_reasons
-    with pytest.raises(ValueError, match="prompt has 48 tokens and the context length is 48; give at most 47"):
-        model.generate([[5] * 48], RANDOM)
-    assert len(model.generate([[5] * 40], temperature=0, eos_token_id=None).token_ids[0]) == 8
 
 
 def test_a_large_portable_package_says_once_that_compile_makes_it_faster(

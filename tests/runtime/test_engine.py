@@ -148,14 +148,12 @@ def test_a_step_is_one_run_of_the_graph_whatever_the_rows_ask_for(
         assert output.token_ids[row] == expected([5 + row], params[row], row)[0]
 
 
-def test_a_compiled_package(fake_model: Callable[..., CausalLM]) -> None:
+def test_the_slots_of_a_compiled_package(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
     with pytest.raises(ValueError, match="slots is 3 and the package was compiled for 2 rows at most"):
         Engine(model, slots=3)
-    with Engine(model) as chosen, Engine(model, slots=2) as engine:
-        assert (chosen.slots, engine.slots, engine.capacity) == (2, 2, 48)
-        requests = [engine.add_request([5 + n], FREE, seed=n) for n in range(5)]
-        assert [outcome(request) for request in requests] == [expected([5 + n], FREE, n) for n in range(5)]
+    with Engine(model) as engine:
+        assert (engine.slots, engine.capacity) == (2, 48)
 
 
 @pytest.mark.parametrize("slots", [1, 4])

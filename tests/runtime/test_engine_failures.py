@@ -27,7 +27,7 @@ from qsample.runtime import (
 )
 from qsample.runtime.decode.slots import Slots
 from qsample.text.tokenizer import Tokenizer
-from tests.helpers.fake_package import POISON, VOCAB
+from tests.helpers.fake_package import VOCAB
 from tests.helpers.memory import resident
 from tests.helpers.requests import (
     ENDLESS,
@@ -49,14 +49,6 @@ def test_what_fits_is_decided_by_the_slot_and_not_by_the_request(fake: Callable[
             engine.add_request([5] * 4096, max_new_tokens=10)
         request = engine.add_request([5] * 4090, max_new_tokens=50, eos_token_id=(), temperature=0)
         assert (request.result().finish_reason, len(request.result().token_ids)) == ("length", 6)
-
-
-def test_a_poisoned_request_ends_alone_and_its_slot_is_used_again(model: CausalLM) -> None:
-    with Engine(model, slots=1, prefill_chunk_size=2) as engine:
-        poisoned = engine.add_request([5, POISON, 6, 7, 8], FREE, seed=1)
-        after = [engine.add_request([5, 9, 6, 7][:n], FREE, seed=2) for n in (1, 4)]
-        assert outcome(poisoned) == ([], "invalid")
-        assert [outcome(request) for request in after] == [expected([5, 9, 6, 7][:n], FREE, 2) for n in (1, 4)]
 
 
 def test_nothing_is_kept_of_a_row_that_had_no_token_to_sample(fake_model: Callable[..., CausalLM]) -> None:
