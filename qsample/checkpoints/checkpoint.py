@@ -47,7 +47,7 @@ from qsample.transforms.decoder import apply_transforms, state_shapes
 from qsample.transforms.deferred import deferring, numbers
 
 _IN_BLOCKS: Final = "the copy of the quantized weights in blocks"
-# Errors of a layer that meets a cache of another kind than its own; a missing value raises others.
+# Errors of a layer that meets a cache of an unexpected kind; a missing value raises further kinds.
 _OF_THE_MODEL: Final = (AttributeError, ValueError)
 
 
@@ -58,7 +58,7 @@ class Outline:
     Attributes:
         config: the configuration to load the checkpoint with, without a quantization that transformers cannot undo.
         quantization: of GPTQ or AWQ weights; None = float weights, or weights that transformers turns into float.
-        kind: the model's class; None = the repository's own code, which needs memory to make a model.
+        kind: the model's class; None = the repository's code, and making a model needs memory.
         model_config: the configuration of `kind`: of the text model, if `config` describes several models.
         shapes: of every weight, by name.
         transposed: last names of the layers that hold their weight as [in, out].
@@ -77,8 +77,8 @@ class Checkpoint:
 
     Attributes:
         model_id: a hub id or a folder.
-        adapter: a folder or hub id of a LoRA adapter, which is merged into the weights; None = none.
-        tokenizer_id: "auto" = the checkpoint's own, another id or folder, or None for token ids only.
+        adapter: a folder or hub id of a LoRA adapter to merge into the weights; None = no adapter.
+        tokenizer_id: "auto" = the checkpoint's, another id or folder, or None for token ids only.
         hub: how the hub is read.
     """
 
@@ -95,7 +95,7 @@ class Checkpoint:
         Args:
             model_id: a hub id or a folder.
             dtype: of the weights: "float32", "float16", or "auto" for float16 if the checkpoint is stored so, else
-                float32, which holds bfloat16 exactly.
+                float32, because it holds bfloat16 exactly.
             tokenizer: see `tokenizer_id`.
             adapter: see the attribute.
             hub: how the hub is read; None = `HubOptions()`.
@@ -113,7 +113,7 @@ class Checkpoint:
 
     @property
     def revision(self) -> str | None:
-        """The revision of the hub; None for a folder, which has none."""
+        """The revision of the hub; None for a folder."""
         return None if os.path.isdir(self.model_id) else self.hub.revision
 
     @cached_property
@@ -142,8 +142,8 @@ class Checkpoint:
     def generation_config(self) -> GenerationConfig:
         """The checkpoint's settings of generate, from generation_config.json or else from config.json.
 
-        Not to be changed. Raises QsampleError for a damaged file, which transformers would pass over, and its stop
-        tokens with it.
+        Not to be changed. Raises QsampleError for a damaged file: transformers would pass over the file, and lose
+        its stop tokens.
         """
         _ = self.config  # is there such a checkpoint?
         options = self.hub.downloading()
@@ -197,7 +197,7 @@ class Checkpoint:
     def outline(self) -> Outline:
         """The model without weights, made on torch's meta device and asked which states it keeps.
 
-        Questions that need weights are left to the export, which asks again with them.
+        Questions that need weights are left to the export: it asks again with them.
 
         Raises:
             UnsupportedModelError: for a model that keeps a state in a place that no retained buffer can take, a
@@ -215,7 +215,7 @@ class Checkpoint:
                         copy.deepcopy(config), attn_implementation="eager", trust_remote_code=remote
                     ).eval()
             except Exception:
-                if remote and quantization is None:  # the model's own code may need memory
+                if remote and quantization is None:  # the model's code may need memory
                     return Outline(config, None, None, config, {}, frozenset())
                 raise
             outline = Outline(
@@ -302,7 +302,7 @@ class Checkpoint:
 
     def _can_be_mapped(self) -> bool:
         """Whether float weights can become placeholders; otherwise transformers has to load this checkpoint itself."""
-        # A model's own code lies with its weights, and quantized weights mean nothing without their scales.
+        # A model's code lies with its weights, and quantized weights mean nothing without their scales.
         config = self.outline.config
         named = getattr(config, "transformers_weights", None)  # files of other names
         quantized = getattr(config, "quantization_config", None) is not None
@@ -405,7 +405,7 @@ def transformers_generation_config(settings: Mapping[str, Any]) -> GenerationCon
 
 
 def _check_states(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if `model`, which is transformed in place, cannot keep its states in buffers."""
+    """Transform `model` in place; raise UnsupportedModelError if it cannot keep its states in buffers."""
     context = DecodeContext()
     try:
         with torch.device("meta"):

@@ -2,7 +2,7 @@
 for the layers of the loaded model.
 
 Neither the library that quantized the checkpoint nor a GPU is needed. A float weight is a placeholder
-(`transforms.deferred`), which identifies its layer wherever transformers puts it. Weights that transformers merges, or
+(`transforms.deferred`). It identifies its layer wherever transformers puts it. Weights that transformers merges, or
 an adapter changes, stay float.
 """
 
@@ -168,8 +168,8 @@ class QuantizedCheckpoint:
     Attributes:
         weights: every tensor by name; a quantized tensor is a placeholder.
         layers: the placeholders of the quantized layers, with their names.
-        without_blocks: names of the layers that no block size fits, which stay float.
-        biases: names of the layers' biases, but for zeros, which some tools write everywhere.
+        without_blocks: names of the layers that no block size fits; they stay float.
+        biases: names of the layers' biases, except zeros: some tools write these everywhere.
         blocks: of the other layers, by name.
     """
 
@@ -180,7 +180,7 @@ class QuantizedCheckpoint:
     blocks: BlockStore
 
     def attach(self, model: PreTrainedModel) -> int:
-        """Give each layer of `model` whose weight was read from blocks those blocks, which stay mapped from their file.
+        """Give each layer of `model` whose weight was read from blocks those blocks, still mapped from their file.
 
         Warns of layers that stay float. Returns how many layers have blocks.
         """
@@ -291,7 +291,7 @@ def bytes_in_blocks(files: list[Path], quantization: Quantization, dtype: torch.
 
 
 def _layer_bytes(words: int, rows: int, quantization: Quantization, dtype: torch.dtype) -> int:
-    """words: 32 bits each, in that many rows."""
+    """words: of 32 bits, in each of `rows`."""
     levels, stored = words * WORD // quantization.bits, max(4, quantization.bits)
     inputs = rows if quantization.method == "awq" else rows * WORD // quantization.bits
     group = inputs if quantization.group_size == -1 else quantization.group_size
@@ -322,7 +322,7 @@ def conv1d_names(model: nn.Module) -> frozenset[str]:
 
 
 def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> None:
-    """shapes: of the model's weights, by name; without those that transformers renames, which its loading checks."""
+    """shapes: of the model's weights, by name, except renamed weights: transformers' loading checks those."""
     wanted = shapes.get(f"{layer}.weight")
     if wanted is not None and weight.shape != wanted:
         raise QsampleError(
@@ -332,7 +332,7 @@ def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -
 
 
 def _check_names(names: Collection[str], layers: set[str], source: Path) -> None:
-    """Every part of quantized weights must be known: a scale that nobody applies would go unnoticed."""
+    """Every part of quantized weights must be known: a scale that is never applied would go unnoticed."""
     incomplete = sorted(layer for layer in layers if f"{layer}.scales" not in names)
     known = {f"{layer}.{part}" for layer in layers for part in _STORED_PARTS}
     strays = sorted(name for name in names if name.rpartition(".")[2] in _STORED_PARTS and name not in known)

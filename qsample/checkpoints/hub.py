@@ -35,8 +35,8 @@ class HubOptions:
 
     Attributes:
         revision: a branch, tag or commit; None = "main".
-        cache_dir: the folder of downloads; None = Hugging Face's own.
-        token: for repositories that need one; None = that of the user who is logged in.
+        cache_dir: the folder of downloads; None = Hugging Face's default.
+        token: for repositories that need one; None = the token of the user who is logged in.
         local_files_only: download nothing.
         trust_remote_code: run the Python code of the repository.
 
@@ -58,7 +58,7 @@ class HubOptions:
                 raise ValueError(f"{name} is of type {type(value).__name__}; it must be {accepted}")
 
     def for_another_repository(self) -> HubOptions:
-        """The same options without the revision, which belongs to the model's repository."""
+        """The same options without the revision: it belongs to the model's repository."""
         return replace(self, revision=None)
 
     def loading(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class HubOptions:
         return options | {"revision": self.revision or "main"}
 
     def downloading(self) -> dict[str, Any]:
-        """The keywords of a download, which runs no code: transformers' `cached_file`, huggingface_hub's functions."""
+        """The keywords of a download; it runs no code: transformers' `cached_file`, huggingface_hub's functions."""
         options = self.loading()
         del options["trust_remote_code"]
         return options
@@ -115,7 +115,7 @@ def check_links(paths: Iterable[Path], folders: Iterable[Path]) -> None:
 
 
 def downloaded_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str | None:
-    """The commit of a hub id that was downloaded last; None if `file` of it was not. Asks nobody."""
+    """The commit of a hub id that was downloaded last; None if `file` of it was not. Uses no network."""
     from huggingface_hub import try_to_load_from_cache
 
     if _COMMIT.fullmatch(hub.revision or ""):
@@ -127,7 +127,7 @@ def downloaded_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str | N
 
 
 def newest_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str:
-    """The commit of a hub id that the hub has now, which `downloaded_commit` finds from then on: `file` is downloaded.
+    """The hub's newest commit of a hub id. Downloads `file`, so that `downloaded_commit` finds the commit from then on.
 
     If the hub cannot be reached, that which was downloaded last. Raises QsampleError if there is none.
     """

@@ -1,6 +1,6 @@
 """The weights of safetensors files, mapped: nothing of them is copied, to memory or to the disk.
 
-Those that have another float dtype than the model shall compute in become placeholders (`transforms.deferred`), which
+Those that have another float dtype than the model shall compute in become placeholders (`transforms.deferred`) that
 remember the place of their numbers; a graph can refer to it.
 """
 
@@ -26,7 +26,7 @@ SINGLE: Final = "model.safetensors"
 _FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _NO_THREADS: Final = "HF_DEACTIVATE_ASYNC_LOAD"
 _LENGTH_BYTES: Final = 8  # in front of a file's header
-_LARGEST_HEADER: Final = 100 << 20  # safetensors' own limit
+_LARGEST_HEADER: Final = 100 << 20  # safetensors' limit
 
 
 class Place(NamedTuple):
@@ -63,7 +63,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def places(file: Path) -> dict[str, Place]:
     """The place of each tensor of a safetensors file (https://huggingface.co/docs/safetensors)."""
-    real = file.resolve()  # ONNX Runtime opens no links, such as those of the hub's cache
+    real = file.resolve()  # ONNX Runtime opens no links, and the hub's cache consists of links
     with real.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         header: dict[str, Any] = json.loads(opened.read(min(length, _LARGEST_HEADER)))
@@ -87,8 +87,8 @@ def open_weights(file: Path) -> Any:
 
 
 def mapped_weights(files: list[Path]) -> dict[str, Tensor]:
-    """Every tensor of the files by name; those of float32 and of half precision in float32, as placeholders unless they
-    are small."""
+    """Every tensor of the files by name; tensors of float32 and of half precision in float32, as placeholders unless
+    small."""
     weights: dict[str, Tensor] = {}
     for file in files:
         with open_weights(file) as tensors:
@@ -99,7 +99,7 @@ def mapped_weights(files: list[Path]) -> dict[str, Tensor]:
 
 
 def in_float32(tensor: Tensor, place: Place) -> Tensor:
-    """`tensor`, which is mapped from `place`, as `mapped_weights` has it."""
+    """`tensor`, mapped from `place`, as `mapped_weights` has it."""
     if tensor.dtype not in _FLOATS:
         return tensor
     if tensor.numel() < SMALLEST:
@@ -109,7 +109,7 @@ def in_float32(tensor: Tensor, place: Place) -> Tensor:
 
 @contextmanager
 def loading_in_this_thread() -> Iterator[None]:
-    """Keep transformers from reading weights in threads of its own, to which `deferring` does not reach."""
+    """Keep transformers from reading weights in other threads: `deferring` does not reach them."""
     before = os.environ.get(_NO_THREADS)
     os.environ[_NO_THREADS] = "1"
     try:

@@ -18,7 +18,10 @@ from qsample.checkpoints.hub import ADAPTER, CONFIG, HubOptions, downloaded_comm
 _READ_WHOLE: Final = 1 << 24  # bytes; of larger files, the weights, size, time of change and a sample are looked at
 _SAMPLES: Final = 16  # from a large file
 _SAMPLE: Final = 1 << 12  # bytes
-_FOLDERS: Final = ("onnx", "additional_chat_templates")  # whose files belong to a model, besides its own folder's
+_FOLDERS: Final = (
+    "onnx",
+    "additional_chat_templates",
+)  # whose files belong to a model, besides the files of its folder
 _BESIDE: Final = re.compile(r".*config\.json|token.*|.*\.jinja|special_tokens_map\.json")  # of a decoder in `onnx/`
 _IGNORED: Final = (".md", ".lock")
 

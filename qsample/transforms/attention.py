@@ -1,7 +1,7 @@
 """Attention over retained buffers: GroupQueryAttention, or a masked product if that operator does not fit.
 
-This takes a model that uses transformers' attention interface. Any other model keeps its own attention, and its cache
-hands it the buffers. A mask of transformers is a function of (batch, head, query position, key position), which holds
+This takes a model that uses transformers' attention interface. Any other model keeps its attention, and its cache
+hands it the buffers. A mask of transformers is a function of (batch, head, query position, key position). It holds
 for buffers as it does for a growing cache: `MaskRule`.
 
 The interface is documented at https://huggingface.co/docs/transformers/attention_interface and the operator at
@@ -45,7 +45,7 @@ class MaskRule:
     def is_causal(self, window: int | None) -> bool:
         """Whether a query sees itself and the keys before it, `window` in all (None: all of them), and nothing else.
 
-        Judged at positions around the powers of two and the window, which are the edges of windows and chunks.
+        Judged at positions around the powers of two and the window: the edges of windows and chunks.
         """
         near = [2**exponent for exponent in range(_LARGEST_EXPONENT + 1)] + ([window, 2 * window] if window else [])
         at = torch.tensor(sorted({max(0, position + offset) for position in near for offset in (-2, -1, 0, 1)}))
@@ -104,7 +104,7 @@ def use_retained_attention(model: PreTrainedModel, context: DecodeContext) -> No
 
 
 def use_own_attention(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Give `model` its own attention back; its cache then hands it the buffers."""
+    """Give `model` its original attention back; its cache then hands it the buffers."""
     context.buffered = True
     model.set_attn_implementation("eager")
 
@@ -138,7 +138,7 @@ def group_query_attention(
         [B, S, heads, D] with the D of the values, and None for the weights.
 
     Raises:
-        UnsupportedModelError: If the attention is not causal, or adds numbers of its own to the scores.
+        UnsupportedModelError: If the attention is not causal, or adds further numbers to the scores.
     """
     context: DecodeContext = getattr(module, _CONTEXT)
     _check_supported(module, query, key, value, attention_mask, options)

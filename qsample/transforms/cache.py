@@ -1,7 +1,7 @@
 """The retained key-value cache as transformers sees it: buffers of fixed capacity in place of a growing cache.
 
 `PassThroughLayer` hands new keys and values straight through, for attention that writes into the buffers itself.
-`BufferedLayer` writes them into the buffers and returns those, for attention that reads whatever the cache returns.
+`BufferedLayer` writes them into the buffers and returns those, for attention that reads what the cache returns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DecodeContext:
         present: layer → their next values.
         updated: the layer whose keys and values were handed to the cache last, until its attention runs.
         given: layer → the new keys and values of its attention.
-        buffered: the model's own attention runs over buffers; otherwise the attention interface does.
+        buffered: the model's attention runs over buffers; otherwise the attention interface does.
         masked: layers that GroupQueryAttention cannot express.
         states, next_states: (layer, kind, index) → a state of another kind.
         running: [B] bool, rows that advance.
@@ -89,7 +89,7 @@ class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[n
     """One layer of the cache; `update` returns the new keys and values unchanged.
 
     Convolutional and recurrent states are kept as transformers keeps them, and noted when a layer makes them. Only the
-    shape probe does so: in a decoder call such layers have a cache of their own, `recurrent.StepCache`.
+    shape probe does so: in a decoder call such layers have a separate cache, `recurrent.StepCache`.
     """
 
     is_sliding = False
@@ -98,7 +98,7 @@ class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[n
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
         LinearAttentionLayer.__init__(self, number_of_states=_STATES)
         self._context, self._index = context, index
-        self.keys = self.values = torch.empty(0)  # nothing that a layer could take for its own
+        self.keys = self.values = torch.empty(0)  # nothing that a layer could take for a state
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ class LastTokenHead(nn.Module):
         lengths = self.context.input_lengths
         if lengths is not None:
             last = (lengths.to(torch.int64) - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-            # [B, 1, hidden] and not [B, hidden]: a 2-D product becomes Gemm, which weight quantizers skip.
+            # [B, 1, hidden] and not [B, hidden]: a 2-D product becomes Gemm, and weight quantizers skip Gemm.
             hidden = torch.gather(hidden, 1, last)
         logits: Tensor = self.head(hidden)
         return logits
@@ -146,7 +146,7 @@ def state_shapes(
 ) -> tuple[tuple[KeyValueShape, ...], tuple[RecurrentShape, ...]]:
     """The cache shape of every attention layer and every other state, in layer order; makes `context`'s choices.
 
-    If transformers' attention interface does not carry the attention of `model`, it gets its own back.
+    If transformers' attention interface does not carry the attention of `model`, the model gets its attention back.
 
     Raises:
         UnsupportedModelError: If a layer attends to later tokens, or keeps a state of another kind.
@@ -175,7 +175,7 @@ def _probe(
         recurrent = _recurrent_shapes(context, cache)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # a layer that meets a cache of another kind than its own may raise anything
+    except Exception as error:  # a layer that meets a cache of an unexpected kind may raise anything
         raise UnsupportedModelError(
             f"{name} keeps its state in a way that retained buffers cannot serve ({type(error).__name__}: {error}); "
             f"{_ELSE}"
@@ -238,7 +238,7 @@ def _takes_positions(model: PreTrainedModel) -> bool:
 
 
 def _first_position(model: PreTrainedModel) -> int:
-    """The number of the first position: RoBERTa and its like begin after that of the padding."""
+    """The number of the first position: RoBERTa and its like begin after the padding's position."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             return int(module.padding_idx) + 1  # type: ignore[arg-type]
@@ -281,7 +281,7 @@ class Decoder(nn.Module):
         context.input_lengths, context.positions = inputs["input_lengths"], positions
         if past:
             capacity = past[0].shape[2]
-            # Padding beyond the capacity has no position of its own; its results are never used.
+            # Padding beyond the capacity has no position; its results are never used.
             context.positions = positions = positions.clamp(max=capacity - 1)
             context.seqlens_k = lengths + (length - 1)
             context.total_length = _total_length(batch, length, capacity, lengths)
@@ -309,7 +309,7 @@ def _total_length(batch: int, length: int, capacity: int, lengths: Tensor) -> Te
 
     The operator accepts a batch of prompts only as a first prefill, total == S; a single row, or a token a row, if it
     is the capacity. For later pieces of several rows it is more than S, and the operator refuses them: it would read
-    them as first pieces, over the rows' own beginnings.
+    them as first pieces, over the beginnings of the rows.
     """
     any_position = torch.logical_or(torch.scalar_tensor(batch) == 1, torch.scalar_tensor(length) == 1)
     longest = torch.scalar_tensor(length) + lengths.max()

@@ -131,7 +131,7 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _stored(self, found: Deferred) -> Tensor:
-        """Numbers in a file are mapped; others are kept a while, because experts are read in turn."""
+        """Numbers in a file are mapped; computed numbers are kept a while, because experts are read in turn."""
         if found.place is not None and not isinstance(found.place, Joined):
             return found.stored()
         if found not in self._newest:
@@ -183,7 +183,7 @@ def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, dict[int, Deferred
 
 
 def _filled(func: Any, flat: list[Any], found: dict[int, Deferred]) -> bool:
-    """Whether `func` writes to a placeholder, which then gets memory and its numbers, and is a plain tensor."""
+    """Whether `func` writes to a placeholder. If so, the placeholder gets memory and numbers, and is a plain tensor."""
     if not func._schema.is_mutable or 0 not in found:
         return False
     written, stored = flat[0], found[0].stored().reshape(-1)

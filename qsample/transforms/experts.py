@@ -1,11 +1,11 @@
 """Mixtures of experts, whose loops a static graph cannot express, as one operator: each row through its chosen expert.
 
-Each choice of a token is a row of its own; the router's weights are applied after the operator. So it does not matter
+Each choice of a token is a separate row; the router's weights are applied after the operator. So it does not matter
 how a family routes (softmax or sigmoid, before or after the choice, normalised or scaled), a weight may be any number,
-and the sum over a token's experts has one order in any batch. In a trace the operator is a marker, which
+and the sum over a token's experts has one order in any batch. In a trace the operator is a marker that
 `exporters.lowering` turns into ONNX Runtime's MoE. Run eagerly, the experts compute as before.
 
-`route_experts` serves the classes that transformers' experts implementations reach, `replace_own_experts` others.
+`route_experts` serves the classes that transformers' experts implementations reach, `replace_own_experts` the rest.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def find_swiglu(gate: Gate, size: int) -> SwiGLU | None:
 
     Args:
         gate: the function between the two products of an expert.
-        size: outputs of `gate`, which may treat each differently.
+        size: outputs of `gate`; it may treat each differently.
     """
     return _fitted(gate, size, interleaved=False) or _fitted(gate, size, interleaved=True)
 
@@ -107,7 +107,7 @@ def _parts(joint: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 class ExpertWeights:
     """Parameters of `count` experts with I hidden units each, for inputs and outputs of H.
 
-    The first axis may be merged with the second, and may have more experts, which are never chosen.
+    The first axis may be merged with the second, and may have more experts that are never chosen.
 
     Attributes:
         gate: [count, 2 * I, H] with up in it, as `activation` says; [count, I, H] if `up` is apart.
@@ -116,7 +116,7 @@ class ExpertWeights:
         down_bias: [count, H].
         up: [count, I, H].
         gate_transposed: the last two axes of gate and up are swapped.
-        down_transposed: those of down are.
+        down_transposed: the last two axes of down are swapped.
     """
 
     activation: SwiGLU
@@ -191,7 +191,7 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
 def route_experts(model: PreTrainedModel) -> None:
     """Select the operator for all experts that transformers' experts implementations reach.
 
-    Experts with another activation run as transformers' own `batched_mm`, which gathers the weights of each row's
+    Experts with another activation run as transformers' `batched_mm`: it gathers the weights of each row's
     expert.
     """
     if not model._can_set_experts_implementation() or model.config._experts_implementation == IMPLEMENTATION:
@@ -303,7 +303,7 @@ def _longcat_expert(module: Any, expert: int, states: Tensor) -> Tensor:
 
 
 def _llama4(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama 4's own runs every expert on every token, and applies the router's scores to the experts' inputs."""
+    """Llama 4's class runs every expert on every token, and applies the router's scores to the experts' inputs."""
     if not _traced(module):
         eager: tuple[Tensor, Tensor] = type(module).forward(module, hidden_states)
         return eager
@@ -323,7 +323,7 @@ def _llama4_weights(module: Any) -> ExpertWeights:
 
 
 def _jetmoe(module: Any, layer_input: Tensor) -> Tensor:
-    """JetMoE's own sorts the tokens by their experts. layer_input: [B, S, H]. Returns [B, S, H]."""
+    """JetMoE's class sorts the tokens by their experts. layer_input: [B, S, H]. Returns [B, S, H]."""
     if not _traced(module):
         eager: Tensor = type(module).forward(module, layer_input)
         return eager

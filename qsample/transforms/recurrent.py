@@ -1,9 +1,9 @@
-"""Recurrent and convolutional layers over retained states, which padding and rows that have ended leave alone.
+"""Recurrent and convolutional layers over retained states. Padding and rows that have ended change no state.
 
 A layer whose forward calls nothing but functions that `recurrent_operators` replaces runs once over all tokens of a
-call: its own forward, with these functions replaced, over a cache that believes that the layer begins. Any other layer
+call: its forward, with these functions replaced, over a cache that believes that the layer begins. Any other layer
 runs token by token: exact for ragged rows, since a token that does not count changes no state. In a traced graph that
-loop is an ONNX Scan, which `exporters.lowering` makes from two markers.
+loop is an ONNX Scan, made by `exporters.lowering` from two markers.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class LayerCall:
 
 
 def recurrence_of(module: type[nn.Module]) -> tuple[str, ...] | None:
-    """The functions of a layer's forward that `recurrent_operators` replaces; None if its states need others."""
+    """The functions of a layer's forward that `recurrent_operators` replaces; None if its states need more."""
     names = _code(module).co_names
     replaced = []
     if "update_conv_state" in names:
@@ -127,7 +127,7 @@ def _run_whole(module: nn.Module, call: LayerCall) -> Any:
     recurrent = [state for (_, kind, _), state in call.states.items() if kind == "recurrent_state"]
     chunk = Chunk(call.real, state=recurrent[0] if recurrent else None)
     cache = ChunkCache(call, chunk)
-    # Padding has no meaning, but it must not be a NaN, which no factor of 0 would stop.
+    # Padding has no meaning, but it must not be a NaN: no factor of 0 would stop it.
     hidden = torch.where(call.real[..., None], call.hidden, 0.0)
     return _forward(module, chunk)(module, hidden_states=hidden, **call.options, **{call.cache: cache})
 
@@ -184,7 +184,7 @@ def _code(module: type[nn.Module]) -> CodeType:
 
 
 def _forward(module: nn.Module, chunk: Chunk) -> FunctionType:
-    """The forward of `module`'s class, with those of `recurrent_operators` in place of transformers' functions."""
+    """The forward of `module`'s class, with the functions of `recurrent_operators` in place of transformers'."""
     own = inspect.unwrap(type(module).forward)
     assert isinstance(own, FunctionType)
     rules: Mapping[str, Any] = {CONVOLUTION: convolve, **RECURRENCES}
@@ -234,7 +234,7 @@ def _run_by_token(own: Forward, call: LayerCall) -> Any:
 
 
 def where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` in those rows, `old` in the others. rows: [B] bool."""
+    """`new` in `rows`, `old` in the rest. rows: [B] bool."""
     return torch.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new.to(old.dtype), old)
 
 

@@ -1,4 +1,4 @@
-"""Layers that compute the same, each from its own weights: the layers of a decoder in groups.
+"""Layers that compute the same from different weights: the layers of a decoder in groups.
 
 Weights are compared by name, shape and dtype, and everything else that a layer's modules hold by value or identity.
 """
@@ -31,7 +31,7 @@ class DecoderLayers:
 
     Attributes:
         count: how many there are.
-        states: the index of a layer → its retained states: key and value, then those of other kinds.
+        states: the index of a layer → its retained states: key and value, then states of other kinds.
         context: of the decoder's calls.
     """
 
@@ -51,7 +51,7 @@ class RepeatedLayers:
     Attributes:
         path: the name of the list.
         first: the index of the layer that is traced.
-        others: those of the layers that repeat it.
+        others: the indices of the layers that repeat it.
         weights: the names, in a layer, of the parameters and buffers that no other module has.
     """
 
@@ -123,7 +123,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _registered(module: nn.Module) -> dict[str, Tensor | None]:
-    """The parameters and buffers of a module itself, with None for those that it lacks."""
+    """The parameters and buffers of a module itself, with None for a missing one."""
     return {**vars(module)["_parameters"], **vars(module)["_buffers"]}
 
 
