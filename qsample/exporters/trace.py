@@ -24,6 +24,7 @@ from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import BATCH, CAPACITY, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.repetition import NotRepeatedError, Repetition, open_weights, repeat_layers
+from qsample.graph.edit import cast, put_behind
 from qsample.graph.operators import OPSET
 from qsample.transforms.decoder import linear_layers_marked
 from qsample.transforms.markers import ADAPTED_PATH
@@ -212,23 +213,12 @@ def compute_in_float32(model: ir.Model) -> bool:
         assert node.graph is not None
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype == _BFLOAT16:
-                cast = _cast(value, _FLOAT)
-                node.graph.insert_before(node, cast)
-                node.replace_input_with(index, cast.outputs[0])
+                node.replace_input_with(index, cast(value, _FLOAT, node))
         for value in node.outputs:
             if value.dtype == _BFLOAT16:
-                rounding = _cast(value, _BFLOAT16)
+                put_behind(value, "Cast", attributes={"to": _BFLOAT16}, dtype=_BFLOAT16)
                 value.type = ir.TensorType(_FLOAT)
-                value.replace_all_uses_with(rounding.outputs[0], replace_graph_outputs=True)
-                rounding.replace_input_with(0, value)
-                node.graph.insert_after(node, rounding)
     return modified
-
-
-def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Node:
-    cast = ir.node("Cast", [value], {"to": dtype})
-    cast.outputs[0].shape, cast.outputs[0].type = value.shape, ir.TensorType(dtype)
-    return cast
 
 
 @contextmanager

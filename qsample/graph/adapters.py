@@ -22,7 +22,7 @@ from onnx_ir.passes import common as common_passes
 from qsample.contract.interface import Interface, adapter_ids, adapter_names, kind_of, ranks_axis
 from qsample.contract.tensors import ADAPTER, BATCH
 from qsample.errors import CompileError
-from qsample.graph.edit import copy_node, initializer, insert, producer, replace_outputs, reshape_target
+from qsample.graph.edit import copy_node, initializer, insert, producer, put_behind, replace_outputs, reshape_target
 from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib, is_matmul_nbits
 from qsample.graph.weights import JoinedTensor
 
@@ -63,41 +63,32 @@ class _Adapters:
         model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
         zero = np.zeros((), self._dtype.numpy())
         self._zero = initializer(model.graph, f"adapter_zero_{interface.dtype}", zero)
-        first, shape = next(iter(model.graph)), reshape_target(model.graph, [-1, 1, 1])
-        row = _node(
-            "Reshape", [self._inputs[ADAPTER.name], shape], "adapter.row", _like([BATCH, 1, 1], ir.DataType.INT32)
-        )
-        none, nobody = (initializer(model.graph, f"adapter_{n}", np.array(n, np.int32)) for n in (0, _NOBODY))
+        first, graph, int32, boolean = next(iter(model.graph)), model.graph, ir.DataType.INT32, ir.DataType.BOOL
+        given, shape, rows = self._inputs[ADAPTER.name], reshape_target(graph, [-1, 1, 1]), (BATCH, 1, 1)
+        row = insert(first, "Reshape", [given, shape], rows, dtype=int32, name="adapter.row")
+        none, nobody = (initializer(graph, f"adapter_{n}", np.array(n, np.int32)) for n in (0, _NOBODY))
         # Adapter 0 always means no adapter, whatever ids the host gives to unused ranks.
-        has = _node("Greater", [row.outputs[0], none], "adapter.any", _like([BATCH, 1, 1], ir.DataType.BOOL))
-        own = _node("Where", [has.outputs[0], row.outputs[0], nobody], "adapter.number", row.outputs[0])
-        nodes, self._masks = [row, has, own], {}
+        has = insert(first, "Greater", [row, none], rows, dtype=boolean, name="adapter.any")
+        own = insert(first, "Where", [has, row, nobody], rows, dtype=int32, name="adapter.number")
+        self._masks = {}
         for kind in interface.adapter_kinds:
-            mask = _like([BATCH, 1, ranks_axis(kind)], ir.DataType.BOOL)
-            nodes.append(
-                _node("Equal", [own.outputs[0], self._inputs[adapter_ids(kind).name]], f"adapter.{kind}", mask)
-            )
-            self._masks[kind] = nodes[-1].outputs[0]
-        model.graph.insert_before(first, nodes)
+            shape_of_mask, ids = (BATCH, 1, ranks_axis(kind)), self._inputs[adapter_ids(kind).name]
+            self._masks[kind] = insert(first, "Equal", [own, ids], shape_of_mask, dtype=boolean, name=f"adapter.{kind}")
 
     def add(self, layers: Iterable[Sequence[Layer]]) -> None:
         """layers: alone, or several whose results lie next to each other in a joint result."""
         for parts in layers:
             result, name = parts[0].result, f"adapter.{parts[0].path}"
-            made = result.producer()
-            assert made is not None
-            assert made.graph is not None
-            products = [self._products(part) for part in parts]
-            nodes = [node for chain in products for node in chain]
-            if len(parts) > 1:
-                changes = [chain[-1].outputs[0] for chain in products]
-                nodes.append(_node("Concat", changes, f"{name}.joint", result, {"axis": -1}))
-            total = _node("Add", [result, nodes[-1].outputs[0]], name, result)
-            result.replace_all_uses_with(total.outputs[0], replace_graph_outputs=True)
-            total.replace_input_with(0, result)
-            made.graph.insert_after(made, [*nodes, total])
+            total = put_behind(result, "Add", [self._zero], name=name)
+            total.name, node = name, total.producer()
+            assert node is not None
+            changes = [self._product(node, part) for part in parts]
+            change = changes[0]
+            if len(changes) > 1:
+                change = insert(node, "Concat", changes, result.shape, {"axis": -1}, name=f"{name}.joint")
+            node.replace_input_with(1, change)
 
-    def _products(self, layer: Layer) -> list[ir.Node]:
+    def _product(self, before: ir.Node, layer: Layer) -> ir.Value:
         name, kind = f"adapter.{layer.path}", kind_of(layer.path)
         a, b = (self._inputs[one] for one in adapter_names(layer.path))
         assert layer.states.shape is not None
@@ -105,28 +96,15 @@ class _Adapters:
         assert b.shape is not None
         batch, *sizes = layer.states.shape
         rows = [batch, sizes[-1 if layer.transposed else 0]]
-        turned = {"transA": int(layer.transposed), "transB": 1}
-        narrow, wide = _like([*rows, a.shape[0]], self._dtype), _like([*rows, b.shape[1]], self._dtype)
-        down = _node(_FUSED, [layer.states, a], f"{name}.down", narrow, turned, CONTRIB_DOMAIN)
-        own = _node("Where", [self._masks[kind], down.outputs[0], self._zero], f"{name}.own", narrow)
-        up = _node(_FUSED, [own.outputs[0], b], f"{name}.up", wide, {"alpha": layer.factor}, CONTRIB_DOMAIN)
-        return [down, own, up]
+        turned, narrow = {"transA": int(layer.transposed), "transB": 1}, [*rows, a.shape[0]]
 
+        def put(op_type: str, inputs: list[ir.Value], shape: list[Any], part: str, **more: Any) -> ir.Value:
+            return insert(before, op_type, inputs, shape, dtype=self._dtype, name=f"{name}.{part}", **more)
 
-def _node(
-    op_type: str,
-    inputs: Sequence[ir.Value],
-    name: str,
-    like: ir.Value,
-    attributes: dict[str, Any] | None = None,
-    domain: str = "",
-) -> ir.Node:
-    """A node whose output has its name, and the shape and dtype of `like`."""
-    node = ir.node(op_type, inputs, attributes, domain=domain, name=name)
-    output = node.outputs[0]
-    output.name, output.type = name, like.type
-    output.shape = None if like.shape is None else like.shape.copy()
-    return node
+        down = put(_FUSED, [layer.states, a], narrow, "down", attributes=turned, domain=CONTRIB_DOMAIN)
+        own = put("Where", [self._masks[kind], down, self._zero], narrow, "own")
+        factor = {"alpha": layer.factor}
+        return put(_FUSED, [own, b], [*rows, b.shape[1]], "up", attributes=factor, domain=CONTRIB_DOMAIN)
 
 
 def _like(shape: Sequence[int | str | ir.SymbolicDim], dtype: ir.DataType, name: str | None = None) -> ir.Value:
@@ -287,11 +265,8 @@ def _added(total: ir.Node, kinds: dict[ir.Value, str]) -> set[ir.Node]:
 
 def _any_ranks(graph: ir.Graph, ids: list[ir.Value]) -> ir.Value:
     """A bool scalar: whether any of these inputs has a value."""
-    sizes = [insert(graph[0], "Size", [value], []) for value in ids]
-    for size in sizes:
-        size.dtype = ir.DataType.INT64
+    sizes = [insert(graph[0], "Size", [value], [], dtype=ir.DataType.INT64) for value in ids]
     first = next(node for node in graph if node.op_type != "Size")
     most = insert(first, "Max", sizes, []) if len(sizes) > 1 else sizes[0]
-    bound = insert(first, "Greater", [most, initializer(graph, "no_ranks", np.zeros((), np.int64))], [])
-    bound.dtype = ir.DataType.BOOL
-    return bound
+    zero = initializer(graph, "no_ranks", np.zeros((), np.int64))
+    return insert(first, "Greater", [most, zero], [], dtype=ir.DataType.BOOL)

@@ -1,6 +1,7 @@
 """Edits of graphs: constants and nodes with their shapes and dtypes recorded, what a node reads, and named axes.
 
-onnx_ir.tape builds nodes in rows, too, but records no shapes and dtypes, and appends; here, nodes go before others.
+`insert`, `cast` and `put_behind` are how nodes get into a graph. onnx_ir.tape and onnxscript's GraphBuilder make nodes,
+too, but at the end of a graph; here, they go before or after others.
 """
 
 from __future__ import annotations
@@ -44,21 +45,71 @@ def insert(
     before: ir.Node,
     op_type: str,
     inputs: Sequence[ir.Value | None],
-    shape: Iterable[int | ir.SymbolicDim | None],
+    shape: Iterable[int | str | ir.SymbolicDim | None] | None,
     attributes: dict[str, Any] | None = None,
     domain: str = "",
     dtype: ir.DataType | None = None,
+    name: str | None = None,
 ) -> ir.Value:
-    """Put a node with an output of `shape` before `before`; return that output. dtype: None = the first input's."""
-    node = ir.node(op_type, inputs, attributes, domain=domain)
-    output = node.outputs[0]
-    output.shape = ir.Shape(list(shape))
-    dtype = inputs[0].dtype if dtype is None and inputs[0] is not None else dtype
-    if dtype is not None:
-        output.type = ir.TensorType(dtype)  # of its own: a type can be changed in place
+    """Put a node with an output of `shape` before `before`; return that output.
+
+    dtype: None = the first input's. name: of the node and its output.
+    """
+    output = _output(ir.node(op_type, inputs, attributes, domain=domain, name=name), shape, dtype)
+    output.name = name
     assert before.graph is not None
-    before.graph.insert_before(before, node)
+    before.graph.insert_before(before, output.producer())  # type: ignore[arg-type]
     return output
+
+
+def _output(node: ir.Node, shape: Iterable[Any] | None, dtype: ir.DataType | None) -> ir.Value:
+    output, first = node.outputs[0], node.inputs[0]
+    output.shape = None if shape is None else ir.Shape(list(shape))
+    dtype = first.dtype if dtype is None and first is not None else dtype
+    if dtype is not None:
+        output.type = ir.TensorType(dtype)  # not the input's: a type can be changed in place
+    return output
+
+
+def cast(value: ir.Value, dtype: ir.DataType, before: ir.Node | None = None) -> ir.Value:
+    """`value` as `dtype`, cast right after it is computed, or before `before`; `value` itself if it is that already."""
+    if value.dtype == dtype:
+        return value
+    if before is not None:
+        return insert(before, "Cast", [value], value.shape, {"to": dtype}, dtype=dtype)
+    output = _output(ir.node("Cast", [value], {"to": dtype}), value.shape, dtype)
+    _insert_behind(value, output)
+    return output
+
+
+def put_behind(
+    value: ir.Value,
+    op_type: str,
+    others: Sequence[ir.Value] = (),
+    attributes: dict[str, Any] | None = None,
+    *,
+    dtype: ir.DataType | None = None,
+    name: str | None = None,
+) -> ir.Value:
+    """Let everything that reads `value` read the output of a new node right after it; return that output.
+
+    others: the node's further inputs. dtype: of the output, which has the shape of `value`; None = that of `value`.
+    """
+    node = ir.node(op_type, [value, *others], attributes, name=name)
+    output = _output(node, value.shape, dtype)
+    value.replace_all_uses_with(output, replace_graph_outputs=True)
+    node.replace_input_with(0, value)
+    _insert_behind(value, output)
+    return output
+
+
+def _insert_behind(value: ir.Value, output: ir.Value) -> None:
+    """Put the node that computes `output` right after that of `value`."""
+    first, second = value.producer(), output.producer()
+    assert first is not None
+    assert second is not None
+    assert first.graph is not None
+    first.graph.insert_after(first, second)
 
 
 def reshape(before: ir.Node, source: ir.Value, sizes: Sequence[int]) -> ir.Value:

@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from qsample.contract.arrays import Array
 from qsample.disk.space import check_free
-from qsample.graph.edit import all_initializers, constant, constant_value, initializer
+from qsample.graph.edit import all_initializers, constant, constant_value, initializer, put_behind
 
 _JOINED: Final = "_joined"  # of the name of a Concat that `write_joined` made
 _RESHAPED: Final = "_reshaped"  # of the Reshape after it
@@ -436,17 +436,10 @@ def _swapped(tensor: StoredTensor, name: str) -> ir.TensorProtocol:
 def _cast_behind(node: ir.Node, table: ir.Value) -> None:
     """Let `node`, a Gather of float32, look up in `table`, and cast the result."""
     old = node.outputs[0]
-    graph = node.graph
-    assert graph is not None
-    cast = ir.Node("", "Cast", [old], [ir.AttrInt64("to", _FLOAT)], name=f"{node.name}_cast")
-    new = cast.outputs[0]
-    new.shape, new.type = old.shape, ir.TensorType(ir.DataType.FLOAT)
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    cast.replace_input_with(0, old)
+    new = put_behind(old, "Cast", attributes={"to": _FLOAT}, dtype=ir.DataType.FLOAT, name=f"{node.name}_cast")
     new.name, old.name = old.name, f"{old.name}{SUFFIX}"
     old.type = ir.TensorType(table.dtype)  # type: ignore[arg-type]
     node.replace_input_with(0, table)
-    graph.insert_after(node, cast)
 
 
 def _is_lookup(node: ir.Node, index: int) -> bool:

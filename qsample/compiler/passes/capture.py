@@ -16,7 +16,7 @@ import onnx.defs
 import onnx_ir as ir
 
 from qsample.errors import CompileError
-from qsample.graph.edit import constant, initializer, insert
+from qsample.graph.edit import cast, constant, initializer, insert
 from qsample.graph.gqa import OP_TYPE as ATTENTION
 from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.operators import CONTRIB_DOMAIN
@@ -200,13 +200,15 @@ def _number(before: ir.Node, value: ir.Value, limit: int) -> ir.Value:
     """The host's number `value`, a scalar or [1], cut out of a constant."""
     graph = before.graph
     assert graph is not None
-    start = _vector(before, _as(before, value, ir.DataType.INT64))
+    start = cast(value, ir.DataType.INT64, before)
+    if not value.shape:
+        start = insert(before, "Unsqueeze", [start, _int64(graph, 0)], [1])
     end = insert(before, "Add", [start, _int64(graph, 1)], [1])
     numbers = initializer(graph, "numbers", np.arange(limit, dtype=np.int64))
     number = insert(before, "Slice", [numbers, start, end], [1])
     if not value.shape:
         number = insert(before, "Squeeze", [number, _int64(graph, 0)], [])
-    return _as(before, number, value.dtype)
+    return number if value.dtype is None else cast(number, value.dtype, before)
 
 
 def _behind(value: ir.Value) -> ir.Node:
@@ -216,22 +218,6 @@ def _behind(value: ir.Value) -> ir.Node:
     assert producer.graph is not None
     following = list(producer.graph)
     return following[following.index(producer) + 1]
-
-
-def _vector(before: ir.Node, value: ir.Value) -> ir.Value:
-    """A scalar as [1]."""
-    if value.shape:
-        return value
-    assert before.graph is not None
-    return insert(before, "Unsqueeze", [value, _int64(before.graph, 0)], [1])
-
-
-def _as(before: ir.Node, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
-    if dtype is None or value.dtype == dtype:
-        return value
-    result = insert(before, "Cast", [value], value.shape or [], {"to": dtype})
-    result.dtype = dtype
-    return result
 
 
 def _int64(graph: ir.Graph, number: int) -> ir.Value:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from qsample.contract.tensors import INPUT_IDS, ROW_MULTIPLE
 from qsample.graph import moe
-from qsample.graph.edit import initializer, insert
+from qsample.graph.edit import initializer, insert, put_behind
 from qsample.graph.operators import is_contrib
 
 _EXPERTS: Final = (moe.OP_TYPE, moe.QUANTIZED_OP_TYPE)
@@ -46,12 +46,8 @@ def repeat_expert_rows(model: ir.Model) -> bool:
             assert len(value.shape) == 2
             node.replace_input_with(slot, insert(node, "Tile", [value, repeats], [None, value.shape[1]]))
         output = node.outputs[0]
-        kept = ir.node("Slice", [output, zero, count, zero], name=f"{node.name}_rows")
-        output.replace_all_uses_with(kept.outputs[0], replace_graph_outputs=True)
-        kept.replace_input_with(0, output)
-        kept.outputs[0].type, kept.outputs[0].shape = output.type, output.shape
+        put_behind(output, "Slice", [zero, count, zero], name=f"{node.name}_rows")
         output.shape = None
-        graph.insert_after(node, kept)
     return True
 
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.graph.edit import initializer, insert, replace_node
+from qsample.graph.edit import cast, initializer, insert, put_behind, replace_node
 
 _BOOL: Final = (ir.DataType.BOOL,)
 _INTEGERS: Final = (ir.DataType.INT32, ir.DataType.INT64)
@@ -62,8 +62,7 @@ def _broadcast(node: ir.Node) -> bool:
     if base.shape[-1] == exponent.shape[-1] and isinstance(base.shape[-1], int):
         return False
     for index, other in ((0, exponent), (1, base)):
-        sizes = insert(node, "Shape", [other], [len(other.shape or ())])
-        sizes.dtype = ir.DataType.INT64
+        sizes = insert(node, "Shape", [other], [len(other.shape or ())], dtype=ir.DataType.INT64)
         node.replace_input_with(index, insert(node, "Expand", [node.inputs[index], sizes], node.outputs[0].shape or ()))
     return True
 
@@ -96,7 +95,7 @@ def _shape_of_float(node: ir.Node) -> bool:
     start, end = (node.attributes.get_int(name, default) for name, default in (("start", 0), ("end", rank)))
     for name, place in (("start", start), ("end", end)):
         node.attributes[name] = ir.AttrInt64(name, min(place + rank if place < 0 else place, rank))
-    floats = _cast(node, value, ir.DataType.FLOAT)
+    floats = cast(value, ir.DataType.FLOAT, node)
     node.replace_input_with(0, insert(node, "Unsqueeze", [floats, column], [*value.shape, 1]))
     return True
 
@@ -110,16 +109,11 @@ def _in_float32(node: ir.Node) -> bool:
     for index in places:
         value = node.inputs[index]
         assert value is not None
-        node.replace_input_with(index, _cast(node, value, ir.DataType.FLOAT))
+        node.replace_input_with(index, cast(value, ir.DataType.FLOAT, node))
     dtype = output.dtype or data.dtype
-    assert node.graph is not None
-    back = ir.node("Cast", [output], {"to": dtype})
-    back.outputs[0].shape, back.outputs[0].type = output.shape, ir.TensorType(dtype)
-    output.replace_all_uses_with(back.outputs[0], replace_graph_outputs=True)
-    back.replace_input_with(0, output)
-    back.outputs[0].name, output.name = output.name, f"{output.name}_as_float"
+    back = put_behind(output, "Cast", attributes={"to": dtype}, dtype=dtype)
+    back.name, output.name = output.name, f"{output.name}_as_float"
     output.type = ir.TensorType(ir.DataType.FLOAT)
-    node.graph.insert_after(node, back)
     return True
 
 
@@ -129,12 +123,6 @@ def _is_shape(value: ir.Value) -> bool:
     if producer is None:
         return value.is_initializer()
     return producer.op_type in ("Shape", "Size") or all(_is_shape(one) for one in producer.inputs if one is not None)
-
-
-def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    result = insert(before, "Cast", [value], value.shape or [], {"to": dtype})
-    result.shape, result.type = value.shape, ir.TensorType(dtype)
-    return result
 
 
 def _without(node: ir.Node) -> None:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.tensors import LOGITS
-from qsample.graph.edit import drop_unread, lazy_initializer, producer
+from qsample.graph.edit import cast, drop_unread, lazy_initializer, producer, put_behind
 from qsample.graph.operators import is_contrib
 
 HALF_DTYPES: Final = ("float16", "bfloat16")
@@ -58,7 +58,7 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
             modified = True
             if value in exact or value.is_initializer():
                 if value not in casts:
-                    casts[value] = _rounded(graph, value, half) if value.is_initializer() else _cast(value, half)
+                    casts[value] = _rounded(graph, value, half) if value.is_initializer() else cast(value, half)
                 node.replace_input_with(index, casts[value])
         for output in node.outputs:
             if output.dtype == ir.DataType.FLOAT:
@@ -72,7 +72,7 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype == half:
                 if value not in widened:
-                    widened[value] = _cast(value, ir.DataType.FLOAT)
+                    widened[value] = cast(value, ir.DataType.FLOAT)
                 node.replace_input_with(index, widened[value])
     drop_unread(graph, casts)
     _widen_logits(graph)
@@ -143,33 +143,15 @@ def _rounded(graph: ir.Graph, value: ir.Value, half: ir.DataType) -> ir.Value:
     return rounded
 
 
-def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """`value` as `dtype`, right after it is computed."""
-    node = ir.node("Cast", [value], attributes={"to": dtype})
-    node.outputs[0].shape, node.outputs[0].dtype = value.shape, dtype
-    producer = value.producer()
-    assert producer is not None
-    assert producer.graph is not None
-    producer.graph.insert_after(producer, node)
-    return node.outputs[0]
-
-
 def _run_in_float32(node: ir.Node, half: ir.DataType) -> None:
     """Cast the inputs of `node` to float32, and its results back: exact, because it only chooses or moves values."""
-    assert node.graph is not None
     for index, value in enumerate(node.inputs):
         if value is not None and value.dtype == half:
-            cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT})
-            cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, ir.DataType.FLOAT
-            node.graph.insert_before(node, cast)
-            node.replace_input_with(index, cast.outputs[0])
+            node.replace_input_with(index, cast(value, ir.DataType.FLOAT, node))
     for output in node.outputs:
         if output.dtype == half:
             output.dtype = ir.DataType.FLOAT
-            readers = list(output.uses())
-            rounded = _cast(output, half)
-            for user, index in readers:
-                user.replace_input_with(index, rounded)
+            put_behind(output, "Cast", attributes={"to": half}, dtype=half)
 
 
 def _widen_logits(graph: ir.Graph) -> None:
@@ -178,6 +160,6 @@ def _widen_logits(graph: ir.Graph) -> None:
     if logits.dtype == ir.DataType.FLOAT:
         return
     logits.name = f"{LOGITS.name}_half"
-    widened = _cast(logits, ir.DataType.FLOAT)
+    widened = cast(logits, ir.DataType.FLOAT)
     widened.name = LOGITS.name
     graph.outputs[index] = widened

@@ -70,6 +70,5 @@ def _some_row_begins(graph: ir.Graph) -> ir.Value:
     assert lengths.shape is not None
     sums = insert(first, "Add", [lengths, inputs[STATUS.name]], lengths.shape)
     least = insert(first, "ReduceMin", [sums], [], {"keepdims": 0})
-    begins = insert(first, "Equal", [least, initializer(graph, "begins_at", np.zeros((), LENGTHS.dtype))], [])
-    begins.dtype = ir.DataType.BOOL
-    return begins
+    begin = initializer(graph, "begins_at", np.zeros((), LENGTHS.dtype))
+    return insert(first, "Equal", [least, begin], [], dtype=ir.DataType.BOOL)

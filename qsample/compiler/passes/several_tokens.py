@@ -15,7 +15,7 @@ from qsample.compiler.passes.expert_rows import row_multiple
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, INPUT_IDS, INPUT_LENGTHS, LENGTHS, LOGITS, ROW_MULTIPLE
 from qsample.errors import CompileError
-from qsample.graph.edit import ancestors, initializer, insert, reads, reshape_target
+from qsample.graph.edit import ancestors, cast, initializer, insert, put_behind, reads, reshape_target
 from qsample.graph.gqa import Slot, attentions, get_input, set_inputs
 from qsample.graph.join import append_sampler, choice_of_position, cut_at_logits, prepend
 from qsample.sampler.guess import (
@@ -75,9 +75,8 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
         ids = _packed(first, ids, values)
         for node in positions:
             place = _packed(first, values[POSITIONS.name], values)
-            if (dtype := node.outputs[0].dtype) is not None and dtype != place.dtype:
-                place = insert(first, "Cast", [place], [1, None], {"to": dtype})
-                place.dtype = dtype
+            if (dtype := node.outputs[0].dtype) is not None:
+                place = cast(place, dtype, first)
             node.outputs[0].replace_all_uses_with(place)
         for node in attentions(graph):
             _pad_around(node, values)
@@ -153,13 +152,7 @@ def _pad_around(attention: ir.Node, values: Values) -> None:
         if (source := get_input(attention, slot)) is not None:
             padded = insert(attention, "GatherND", [source, values[PADDED_AT.name]], [None, None, None])
             set_inputs(attention, {slot: padded})
-    output = attention.outputs[0]
-    pack = ir.node("GatherND", [output, values[TOKENS_AT.name]])
-    output.replace_all_uses_with(pack.outputs[0])
-    pack.replace_input_with(0, output)
-    pack.outputs[0].type = output.type
-    assert attention.graph is not None
-    attention.graph.insert_after(attention, pack)
+    put_behind(attention.outputs[0], "GatherND", [values[TOKENS_AT.name]])
 
 
 def _choose(graph: ir.Graph, choice: ir.Node, logits: ir.Value, values: Values) -> None:

@@ -38,7 +38,7 @@ from qsample.compiler.targets import Target
 from qsample.compiler.write import cut_weights, join_flat_sampler, load_written, misplaced_nodes, placement_of
 from qsample.contract.interface import Interface
 from qsample.errors import CompileError
-from qsample.graph.edit import initializer, insert, replace_node
+from qsample.graph.edit import cast, initializer, insert, replace_node
 from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.operators import is_contrib
 from qsample.ort.providers import CPU, ON_HOST, WEBGPU, plugin_devices
@@ -106,12 +106,10 @@ def take_total_from_shape(model: ir.Model) -> bool:
     The host reads it, and must not have to wait for the lengths. Returns whether there was one."""
     nodes = attentions(model.graph)
     for node in nodes:
-        shape = insert(node, "Shape", [node.inputs[Slot.PAST_KEY]], [1], {"start": 2, "end": 3})
-        shape.dtype = ir.DataType.INT64
-        total = insert(node, "Squeeze", [shape], [])
-        narrow = insert(node, "Cast", [total], [], {"to": ir.DataType.INT32})
-        narrow.dtype = ir.DataType.INT32
-        set_inputs(node, {Slot.TOTAL_SEQUENCE_LENGTH: narrow})
+        axis, int64 = {"start": 2, "end": 3}, ir.DataType.INT64
+        shape = insert(node, "Shape", [node.inputs[Slot.PAST_KEY]], [1], axis, dtype=int64)
+        total = cast(insert(node, "Squeeze", [shape], []), ir.DataType.INT32, node)
+        set_inputs(node, {Slot.TOTAL_SEQUENCE_LENGTH: total})
     return bool(nodes)
 
 
