@@ -227,14 +227,14 @@ def branch_where_adapters_are(model: ir.Model, interface: Interface) -> bool:
     inputs = {value.name: value for value in graph.inputs}
     kinds = {inputs[adapter_names(target.path)[1]]: target.kind for target in interface.adapters}  # of each matrix B
     order = {node: place for place, node in enumerate(graph)}
-    found = [(node, products) for node in order if (products := _added(node, kinds))]
+    found = [(node, sorted(made, key=order.__getitem__)) for node in order if (made := _added(node, kinds))]
     conditions: dict[tuple[str, ...], ir.Value] = {}
     for total, products in found:
         own = tuple(dict.fromkeys(kinds[value] for node in products for value in node.inputs if value in kinds))
         if own not in conditions:
             conditions[own] = _any_ranks(graph, [inputs[adapter_ids(kind).name] for kind in own])
         copies: dict[ir.Value, ir.Value] = {}
-        added = [copy_node(node, copies, "branch") for node in (*sorted(products, key=order.__getitem__), total)]
+        added = [copy_node(node, copies, "branch") for node in (*products, total)]
         same = ir.node("Identity", [total.inputs[0]], name=f"{total.name}.none")
         same.outputs[0].name, same.outputs[0].type = same.name, total.outputs[0].type
         sides = [

@@ -15,6 +15,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features
 from qsample.exporters.export import export_model
 from qsample.graph.runner import GraphRunner
+from qsample.graph.weights import load_graph
 from qsample.models.model import PackagedModel
 from qsample.package.package import read_package
 from tests.architectures.configs import tiny_model
@@ -102,7 +103,7 @@ def test_keys_of_padding_in_heads_as_wide_as_models_have_them(tmp_path: Path) ->
     compiled = compile_package(package, tmp_path / "compiled", CompileOptions(ctx_len=16))
     ids, logits = np.array([[5, 9, 31, 7], [120, 44, 3, 3]]), []
     for path in (package.path, compiled.path):
-        runner = GraphRunner(path / "decoder.onnx", path / "initial_state.onnx", package.interface, 16)
+        runner = GraphRunner(load_graph(path / "decoder.onnx"), path, package.interface, 16)
         state = runner.start(2)
         logits.append([runner.step(ids, np.array([4, 2]), state)["logits"]])
         logits[-1].append(runner.step(ids[:, :1], np.ones(2), state)["logits"])

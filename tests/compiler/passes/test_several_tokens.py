@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from qsample.graph.runner import GraphRunner
+from qsample.graph.weights import load_graph
 from qsample.package.package import Package, read_package
 from qsample.runtime import load
 from tests.helpers.fake_graphs import GUESSING_CAPACITY as CAPACITY
@@ -44,9 +45,8 @@ def guessing(guessing_package: Path) -> Guessing:
     package = read_package(guessing_package)
     compilation = package.manifest.compilation
     assert compilation is not None
-    runner = GraphRunner(
-        package.path / "decoder.onnx", package.path / "initial_state.onnx", package.interface, compilation.ctx_len
-    )
+    model = load_graph(package.file("decoder.onnx"))
+    runner = GraphRunner(model, package.path, package.interface, compilation.ctx_len)
     text = Tokenizer.from_file(str(package.path / "tokenizer.json")).encode(TEXT).ids
     return Guessing(package, runner, text, np.full(-(-package.interface.vocab_size // 32), -1))
 
