@@ -70,53 +70,41 @@ class ReasoningReader:
         clients that want none, both marks."""
         prompt = prompt.rstrip()
         self._form = form
-        self._text = ""  # not returned yet
-        closed = prompt.endswith(form.end)
-        self._opened = prompt.endswith(form.start) or (form.from_start and not closed)
-        self._read: Callable[[], tuple[str, str]] = self._read_answer if closed else self._read_start
-        self._after_mark = False  # whether blanks that come now are dropped
+        self._answering = prompt.endswith(form.end)
+        self._opened = prompt.endswith(form.start) or (form.from_start and not self._answering)
+        self._text = ""  # before the answer
+        self._told = 0  # characters of thoughts that were returned
+        self._after_mark = False  # blanks that come now are dropped
 
-    def put(self, text: str) -> tuple[str, str]:
-        """The thoughts, and the text of the answer, that have become certain."""
+    def put(self, text: str, last: bool = False) -> tuple[str, str]:
+        """The thoughts, and the text of the answer, that have become certain. last: no text follows."""
+        if self._answering:
+            if self._after_mark:
+                text = text.lstrip()
+                self._after_mark = not text
+            return "", text
         self._text += text
-        return self._read()
+        start, end = self._form.start, self._form.end
+        rest = self._text.lstrip()
+        if not rest.startswith(start):
+            if start.startswith(rest) and not last:
+                return "", ""
+            if not self._opened:
+                self._answering = True
+                return "", self._text
+        thoughts, mark, answer = rest.removeprefix(start).lstrip().partition(end)
+        if not mark and not last:
+            thoughts = thoughts[: len(thoughts) - _open_end(thoughts, end)]
+        thoughts = thoughts.rstrip()
+        new, self._told = thoughts[self._told :], len(thoughts)
+        if mark:
+            self._answering = self._after_mark = True
+            _, answer = self.put(answer)
+        return new, answer
 
     def end(self) -> tuple[str, str]:
         """The rest of both."""
-        text, self._text = self._text, ""
-        if self._read == self._read_start and self._opened:
-            return text.strip(), ""
-        return (text.rstrip(), "") if self._read == self._read_thoughts else ("", text)
-
-    def _read_start(self) -> tuple[str, str]:
-        text = self._text.lstrip()
-        if not text.startswith(self._form.start) and self._form.start.startswith(text):
-            return "", ""
-        if text.startswith(self._form.start):
-            self._text, self._opened = text.removeprefix(self._form.start), True
-        self._read = self._read_thoughts if self._opened else self._read_answer
-        self._after_mark = self._opened
-        return self._read()
-
-    def _read_thoughts(self) -> tuple[str, str]:
-        self._drop_blanks()
-        thoughts, mark, rest = self._text.partition(self._form.end)
-        if not mark:
-            certain = self._text[: len(self._text) - _open_end(self._text, self._form.end)].rstrip()
-            self._text = self._text[len(certain) :]
-            return certain, ""
-        self._text, self._read, self._after_mark = rest, self._read_answer, True
-        return thoughts.rstrip(), self._read_answer()[1]
-
-    def _read_answer(self) -> tuple[str, str]:
-        self._drop_blanks()
-        text, self._text = self._text, ""
-        return "", text
-
-    def _drop_blanks(self) -> None:
-        if self._after_mark:
-            self._text = self._text.lstrip()
-            self._after_mark = not self._text
+        return self.put("", last=True)
 
 
 @dataclass(frozen=True, slots=True)

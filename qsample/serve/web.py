@@ -10,8 +10,9 @@ import os
 import re
 import socket
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from typing import Any, BinaryIO, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -49,13 +50,13 @@ _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _PIECE: Final = 1 << 20  # bytes of a file in memory
 
 
-class WebServer(ThreadingHTTPServer):
+class WebServer(ThreadingTCPServer):  # an HTTPServer looks for the name of its address, which may take seconds
     """Serves the page at /, and the package's files at /package/. port 0 takes a free port.
 
     Raises QsampleError if the page is not built, the package does not run in browsers, or the address cannot be used.
     """
 
-    daemon_threads = True
+    daemon_threads = allow_reuse_address = True
 
     def __init__(self, package: Package, host: str = "127.0.0.1", port: int = 8080, page: Path = PAGE) -> None:
         check_built(page)
@@ -72,13 +73,6 @@ class WebServer(ThreadingHTTPServer):
             reason = getattr(error, "strerror", None) or error
             raise QsampleError(f"cannot listen on {host}, port {port} ({reason}); give another host or port") from None
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
-
-    def server_bind(self) -> None:
-        """As socketserver does it; http.server would also look for the name of the address, which may take seconds."""
-        socket.socket.setsockopt(self.socket, socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: a browser closes connections as it likes."""
