@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from qsample.serve.grammar import Form, moved_schema
+from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import with_objects
 from qsample.serve.requests import CHAT, Body, Count, GenerationRequest, Objects, TokenId
@@ -167,22 +167,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
             raise ApiError(400, "response_format and tool_choice both constrain the answer; give either")
         if self.demanded_function is not None:
             return Form("json_schema", self.tool_parameters[self.demanded_function])
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": name},
-                    "parameters": moved_schema(name, schema, f"#/items/anyOf/{index}/properties/parameters"),
-                },
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for index, (name, schema) in enumerate(self.tool_parameters.items())
-        ]
-        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-        if self.parallel_tool_calls is False:
-            schema["maxItems"] = 1
-        return Form("json_schema", schema)
+        return Form("call" if self.parallel_tool_calls is False else "calls", self.tool_parameters)
 
 
 class TokenizeRequest(ChatPrompt):

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
@@ -33,11 +33,12 @@ class Form(NamedTuple):
     """The form that an answer has to follow.
 
     kind: "json_schema" (value: a schema, true for any JSON, or a schema's text), "regex" (value: an expression of
-    Rust's regex crate, for the whole answer), "choice" (value: a list of texts) or "grammar" (value: Lark's notation as
-    llguidance reads it, or llama.cpp's GBNF).
+    Rust's regex crate, for the whole answer), "choice" (value: a list of texts), "grammar" (value: Lark's notation as
+    llguidance reads it, or llama.cpp's GBNF), "call" or "calls" (value: name → schema of a function's arguments): a
+    list of a single call, or of several.
     """
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "call", "calls"]
     value: Any
 
 
@@ -58,6 +59,8 @@ def grammar_of(form: Form) -> str:
             raise ApiError(400, "a choice is empty; give texts of at least a character")
         texts = (json.dumps(choice, ensure_ascii=False) for choice in value)
         return _made(LLMatcher.grammar_from_lark, "start: " + " | ".join(texts))
+    if kind in ("call", "calls"):
+        return _made(lambda: LLMatcher.grammar_from_lark(_list_of_calls(value, several=kind == "calls")))
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -67,6 +70,16 @@ def grammar_of(form: Form) -> str:
         raise ApiError(400, f"the schema is {json.dumps(value):.60}; give an object, or true for any JSON")
     schema = {} if value is True else value
     return _made(lambda: LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON))
+
+
+def _list_of_calls(functions: Mapping[str, Any], several: bool) -> str:
+    """Lark's notation. Each schema is a document of its own, so its references to its parts lead where they should."""
+    calls = []
+    for name, schema in functions.items():
+        start = json.dumps(f'{{"name": "{name}", "parameters": ')
+        calls.append(f'{start} %json {json.dumps({**schema, "x-guidance": _JSON})} "}}"')
+    more = ' (", " call)*' if several else ""
+    return f'start: "[" call{more} "]"\ncall: {" | ".join(calls)}'
 
 
 def _from_gbnf(grammar: str) -> str:
@@ -90,33 +103,6 @@ def refused(reason: str) -> ApiError:
     """The error of a grammar that is invalid or too large."""
     text = " ".join(reason.split())
     return ApiError(400, f"no answer can follow that form: {text:.300}", code="invalid_grammar")
-
-
-def moved_schema(name: str, schema: Any, place: str) -> Any:
-    """A JSON schema as a part of another schema: its references to its own parts follow it.
-
-    Args:
-        name: the function whose arguments it describes, for the error.
-        schema: the schema, or a part of it.
-        place: its place in the other schema, "#/items" for instance.
-
-    Raises ApiError if it is nested too deep.
-    """
-
-    def moved(part: Any) -> Any:
-        if isinstance(part, list):
-            return [moved(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        changed = {key: moved(value) for key, value in part.items()}
-        if isinstance(reference := changed.get("$ref"), str) and reference.startswith("#"):
-            changed["$ref"] = place + reference[1:]
-        return changed
-
-    try:
-        return moved(schema)
-    except RecursionError:
-        raise ApiError(400, f"the parameters of {name} are nested too deep; give less", param="tools") from None
 
 
 def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> Compiled:

@@ -7,13 +7,14 @@ import signal
 import threading
 from typing import Any
 
+import llguidance
 import llguidance.gbnf_to_lark
 import llguidance.numpy
 import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Step
-from qsample.serve.grammar import Form, grammar_of, moved_schema
+from qsample.serve.grammar import Form, grammar_of
 from qsample.serve.guides import GrammarGuide, Grammars
 from qsample.serve.http import ApiError
 from tests.serve.test_grammar import SLOW, chained
@@ -118,10 +119,28 @@ def test_a_grammar_that_failed_is_tried_again(
     assert asyncio.run(run())._compiled.mask.any()
 
 
-def test_references_follow_a_schema_into_another() -> None:
-    schema = {"$ref": "#", "items": [{"$ref": "#/$defs/a"}, {"$ref": "https://x.y/#/z"}], "enum": ["#"]}
-    moved = {"$ref": "#/at", "items": [{"$ref": "#/at/$defs/a"}, {"$ref": "https://x.y/#/z"}], "enum": ["#"]}
-    assert moved_schema("f", schema, "#/at") == moved
+@pytest.mark.parametrize(
+    ("kind", "text", "whole"),
+    [
+        ("calls", '[{"name": "f", "parameters": {"x": 2}}]', True),
+        ("calls", '[{"name": "f", "parameters": {"x": 2}}, {"name": "g.h", "parameters": {}}]', True),
+        ("call", '[{"name": "f", "parameters": {"x": 2}}]', True),
+        ("call", '[{"name": "f", "parameters": {"x": 2}}, {"name": "g.h", "parameters": {}}]', False),
+        ("calls", '[{"name": "f", "parameters": {"x": 4}}]', False),  # by the definition that its schema refers to
+        ("calls", '[{"name": "f", "parameters": {"x":2}}]', False),  # blanks as json.dumps writes them
+        ("calls", '[{"name": "e", "parameters": {}}]', False),
+        ("calls", "[]", False),
+    ],
+)
+def test_calls_follow_the_functions(served_model: CausalLM, kind: Any, text: str, whole: bool) -> None:
+    one_to_three = {"description": 'a "::=" // \n', "type": "integer", "minimum": 1, "maximum": 3}
+    f = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"], "$defs": {"a": one_to_three}}
+    grammar = grammar_of(Form(kind, {"f": f | {"x-guidance": {}}, "g.h": {"type": "object"}}))
+    assert served_model.tokenizer is not None
+    tokenizer = llguidance.LLTokenizer(served_model.tokenizer.to_json(), eos_token=[1])
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    tokens = tokenizer.tokenize_str(text)
+    assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == whole
 
 
 def test_a_choice_may_look_like_a_grammar(grammars: Grammars) -> None:
