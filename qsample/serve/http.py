@@ -25,7 +25,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qsample.errors import ArgumentError, QsampleError
@@ -250,31 +250,22 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
         leaving.cancel()
 
 
-class EventStream(Response):
-    """Server-sent events. Starlette's StreamingResponse notices that a client has gone only when it sends, and a
-    request may wait long for its first token."""
-
-    media_type = "text/event-stream"
+class EventStream(StreamingResponse):
+    """Server-sent events. Starlette notices that a client has gone only when it sends, and a request may wait long for
+    its first token."""
 
     def __init__(self, events: AsyncIterator[bytes], end: Callable[[], object]) -> None:
         """end: called at the end, however it comes."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send(send))
+            with suppress(OSError):  # the client has gone
+                await while_connected(receive, self.stream_response(send))
         finally:
             self._end()
-
-    async def _send(self, send: Send) -> None:
-        with suppress(OSError):  # the client has gone
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 _PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="qsample-json")  # its thread begins with the first body
