@@ -126,41 +126,45 @@ def failed(self: object, *arguments: object) -> None:
     raise KeyError("a mistake of the server's")
 
 
-def test_a_page_of_another_origin_reads_every_answer(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_sizes_and_what_a_page_of_another_origin_reads(
+    local_app: LocalApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     origin, body = "https://a.example", {"messages": MESSAGES, "max_tokens": 4}
-    with local_app(cors_origins=(origin,), api_keys=("one",), max_body_bytes=500) as client:
-        own = {"Origin": origin, "Authorization": "Bearer one"}
+    with local_app(cors_origins=(origin,), api_keys=("one", " two\n"), max_body_bytes=500) as client:
 
-        def status(headers: dict[str, str], body: dict[str, Any]) -> int:
-            answer = client.post(CHAT, json=body, headers=headers)
+        def ask(key: str, body: dict[str, Any] | None = None, content: Any = None) -> tuple[int, str]:
+            headers = {"Origin": origin, "Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            answer = client.post(CHAT, json=body, content=content, headers=headers)
             assert answer.headers["access-control-allow-origin"] == origin
-            assert "error" in answer.json() or answer.status_code == 200
-            return answer.status_code
+            assert answer.headers["access-control-expose-headers"] == "Retry-After, X-Request-Id"
+            return answer.status_code, answer.json()["error"]["code"] if answer.status_code != 200 else ""
 
-        assert status(own, body) == 200
-        assert status(own, {}) == 400
-        assert status({"Origin": origin}, body) == 401
-        assert status(own, body | {"user": "x" * 500}) == 413
+        assert ask("one", body) == ask("two", body) == (200, "")
+        assert ask("three", body) == ask("on", body) == (401, "invalid_api_key")
+        assert ask("one", {}) == (400, "missing_required_parameter")
+        assert ask("one", body | {"user": "x" * 500}) == (413, "request_too_large")
+        assert ask("one", content=(b" " * 100 for _ in range(6))) == (413, "request_too_large")  # of no announced size
+        assert client.get("/v1/models", headers={"Authorization": "Bearer two"}).status_code == 200
+        foreign = client.get("/health", headers={"Origin": "https://b.example"})
+        assert (foreign.status_code, "access-control-allow-origin" in foreign.headers) == (200, False)
+        text = client.get("/metrics").text
+        for status, reason, count in (
+            *((200, "", 2), (401, "invalid_api_key", 2), (413, "request_too_large", 2)),
+            (400, "missing_required_parameter", 1),
+        ):
+            labels = f'handler="{CHAT}",reason="{reason}",status="{status}"'
+            assert f"qsample:http_requests_total{{{labels}}} {count:.1f}\n" in text
         monkeypatch.setattr(ChatChoice, "whole", failed)
-        assert status(own, body) == 500  # nothing expected it
+        assert ask("one", body) == (500, "internal_error")  # nothing expected it
         # An answer that has begun is what it is: no second one behind it.
         monkeypatch.setattr(EventStream, "__call__", begun_and_failed)
-        answer = client.post(CHAT, json=body | {"stream": True}, headers=own)
+        answer = client.post(CHAT, json=body | {"stream": True}, headers={"Authorization": "Bearer one"})
         assert (answer.status_code, answer.content) == (200, b"")
 
 
 async def begun_and_failed(self: object, scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
     raise KeyError("a mistake of the server's")
-
-
-@pytest.mark.parametrize("keys", [("one\n",), (" one ", "two")])
-def test_blanks_around_a_key_are_no_part_of_it(local_app: LocalApp, keys: tuple[str, ...]) -> None:
-    """A header cannot have them there, and what is read from a file often does."""
-    with local_app(api_keys=keys) as client:
-        for key, status in (("one", 200), ("on", 401), ("", 401)):
-            headers = {"Authorization": f"Bearer {key}"}
-            assert client.get("/v1/models", headers=headers).status_code == status
 
 
 def test_a_package_that_is_replaced_while_it_is_served(
