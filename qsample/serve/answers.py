@@ -25,20 +25,8 @@ class Answers:
     """The answers to an HTTP request: those of the first prompt, then those of the next."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        body: GenerationRequest,
-        metrics: Metrics,
-        choices: Sequence[Choice],
+        self, model: ServedModel, body: GenerationRequest, metrics: Metrics, choices: Sequence[Choice]
     ) -> None:
-        """Prepare them.
-
-        Args:
-            model: answers.
-            body: the request.
-            metrics: counts them.
-            choices: the answers on the wire.
-        """
         self._model = model
         self._body = body
         self._metrics = metrics
@@ -69,7 +57,7 @@ class Answers:
             prompts: token ids, which have passed the model's `check_count` and `check_room`.
             params: of every answer.
             make_guide: makes the guide of an answer; None = any text.
-            max_time: seconds that an answer may take; None = no limit.
+            max_time: seconds that an answer may take.
             prediction: tokens that every answer is expected to have.
 
         Raises ApiError, QueueFullError or ValueError.

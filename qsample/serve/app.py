@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,6 @@ import qsample
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
 from qsample.serve.choices import ChatChoice, CompletionChoice
-from qsample.serve.grammar import Form, grammar_of
-from qsample.serve.guides import GrammarGuide
 from qsample.serve.http import (
     ApiError,
     ApiKeys,
@@ -176,15 +174,7 @@ class _Server:
     async def complete(self, body: CompletionRequest) -> Response:
         """Continue a text, or several."""
         model = self._served().find(body.model)
-        if body.logprobs is not None:
-            model.check_logprobs(body.logprobs, "logprobs")
-        if body.scores_prompt:
-            model.check_scoring(
-                body.prompt_logprobs or 0, "echo" if body.prompt_logprobs is None else "prompt_logprobs"
-            )
-        make_guide = _guide(model, body.form)
-        params = model.sampling_params(body)
-        prompts = body.prompts
+        make_guide, params, prompts = model.guides(body.form), model.sampling_params(body), body.prompts
         model.check_count(len(prompts) * body.requests)  # before a million of them are encoded
         for prompt in prompts:
             model.check_length(prompt)  # before a text that is much too long is encoded
@@ -213,12 +203,7 @@ class _Server:
     async def _converse(self, body: ChatCompletionRequest, items: ResponsesRequest | None = None) -> Response:
         """Answer a conversation; with `items`, the same as a request for items, in items."""
         model = self._served().find(body.model)
-        if body.logprobs:
-            model.check_logprobs(body.top_logprobs or 0, "top_logprobs")
-        if body.prompt_logprobs is not None:
-            model.check_scoring(body.prompt_logprobs, "prompt_logprobs")
-        make_guide = _guide(model, body.form)
-        params = model.sampling_params(body)
+        make_guide, params = model.guides(body.form), model.sampling_params(body)
         model.check_count(body.requests)
         prompt = await self._encode_chat(model, body, body.offers_tools, check=model.check_length)
         model.check_room(prompt)
@@ -329,15 +314,6 @@ class _Server:
 def _docs_folder() -> Path | None:
     found = importlib.util.find_spec(_DOCS_PACKAGE)
     return None if found is None or found.origin is None else Path(found.origin).parent
-
-
-def _guide(model: ServedModel, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
-    """A function that makes the guide of an answer; None = any text. Raises ApiError if the model cannot follow the
-    form."""
-    if form is None:
-        return None
-    model.check_forms()
-    return partial(model.grammars.guide, grammar_of(form))
 
 
 async def _response(answers: Answers, body: GenerationRequest) -> Response:

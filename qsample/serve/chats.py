@@ -103,6 +103,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """
 
     refusals = CHAT
+    top_field = "top_logprobs"
 
     max_completion_tokens: Count | None = None
     logprobs: StrictBool | None = None
@@ -137,6 +138,10 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     def limit(self) -> int | None:
         """The most tokens of an answer; None = not given."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def offers_tools(self) -> bool:

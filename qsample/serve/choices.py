@@ -36,13 +36,10 @@ class Choice(ABC):
     chunk: ClassVar[str]
     prefix: ClassVar[str]
 
-    def __init__(
-        self, index: int, model: ServedModel, body: GenerationRequest, prompt: Sequence[int], top_logprobs: int | None
-    ) -> None:
-        """top_logprobs: alternatives of each token; None = no log-probabilities."""
+    def __init__(self, index: int, model: ServedModel, body: GenerationRequest, prompt: Sequence[int]) -> None:
         self._index = index
         self._model = model
-        self._top = top_logprobs
+        self._top = body.top
         self._prompt_top = body.prompt_logprobs
         self._prompt_ids = prompt if body.return_token_ids else None
         self.scores: PromptScores | None = None
@@ -92,7 +89,7 @@ class ChatChoice(Choice):
     kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, index: int, model: ServedModel, body: ChatCompletionRequest, prompt: Sequence[int]) -> None:
-        super().__init__(index, model, body, prompt, (body.top_logprobs or 0) if body.logprobs else None)
+        super().__init__(index, model, body, prompt)
         self._shows_thoughts = body.include_reasoning
         # A constrained answer contains no thoughts, and a message that is continued is past them.
         thinks = body.form is None and not body.continue_final_message
@@ -193,7 +190,7 @@ class CompletionChoice(Choice):
         self, index: int, model: ServedModel, body: CompletionRequest, prompt: Sequence[int], echo: str | None
     ) -> None:
         """echo: the prompt's text before the answer, None = without it."""
-        super().__init__(index, model, body, prompt, body.logprobs)
+        super().__init__(index, model, body, prompt)
         self._echo = echo
         self._offset = len(echo or "")
 

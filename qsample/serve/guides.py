@@ -94,7 +94,7 @@ class Grammars:
             return self._tokenizer
 
     def _tokenizer_arguments(self) -> TokenizerArguments:
-        assert self._model.tokenizer is not None  # see `ServedModel.check_forms`
+        assert self._model.tokenizer is not None  # see `ServedModel.guides`
         ends = list(self._model.package.manifest.token_ids.eos)
         return TokenizerArguments(
             tokenizer=self._model.tokenizer.to_json(), n_vocab=self._model.interface.vocab_size, eos_token=ends

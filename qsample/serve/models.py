@@ -7,10 +7,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,8 @@ from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.call import Call
 from qsample.runtime.prepare import check_features
-from qsample.serve.guides import Grammars
+from qsample.serve.grammar import Form, grammar_of
+from qsample.serve.guides import GrammarGuide, Grammars
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import ReasoningReader, find_reasoning_format, find_tool_format
 from qsample.serve.requests import GenerationRequest
@@ -150,8 +151,10 @@ class ServedModel:
     def sampling_params(self, request: GenerationRequest) -> SamplingParams:
         """The sampling parameters of every answer: the request's fields on top of `defaults`.
 
-        Raises ArgumentError for a value out of its range, and for fields that contradict each other.
+        Raises ApiError for what the package cannot do, and ArgumentError for a value out of its range, and for fields
+        that contradict each other.
         """
+        self._check_logprobs(request)
         fields = {**self.defaults, **request.sampling_fields()}
         if "max_new_tokens" not in fields:
             limit = request.default_limit
@@ -163,31 +166,37 @@ class ServedModel:
             fields["eos_token_id"] = (*ends, *(request.stop_token_ids or ()))
         return SamplingParams(**fields)
 
-    def check_logprobs(self, top: int, param: str) -> None:
-        """Raise ApiError if the package does not return log-probabilities with `top` alternatives of each token, for
-        which the field `param` asks."""
-        features = self.interface.features
-        if not features.logprobs:
-            raise without_feature("logprobs", param)
-        if self.model.tokenizer is None:
-            text = "log-probabilities come with the texts of tokens, and this package has no tokenizer; leave them out"
-            raise ApiError(400, text, param=param)
-        if top > features.top_logprobs:
-            raise ApiError(
-                400,
-                f"{top} alternatives were requested and this package returns {features.top_logprobs}; request fewer, "
-                f"or export it with --top-logprobs {top}",
-                param=param,
+    def _check_logprobs(self, request: GenerationRequest) -> None:
+        """Raise ApiError if the package does not return the log-probabilities that a request asks for."""
+        asked = [] if request.top is None else [(request.top_field, request.top)]
+        if request.scores_prompt:
+            asked.append(
+                ("echo", 0) if request.prompt_logprobs is None else ("prompt_logprobs", request.prompt_logprobs)
             )
+        features = self.interface.features
+        for param, top in asked:
+            if not features.logprobs:
+                raise without_feature("logprobs", param)
+            if self.model.tokenizer is None:
+                text = (
+                    "log-probabilities come with the texts of tokens, and this package has no tokenizer; leave them out"
+                )
+                raise ApiError(400, text, param=param)
+            if top > features.top_logprobs:
+                raise ApiError(
+                    400,
+                    f"{top} alternatives were requested and this package returns {features.top_logprobs}; request "
+                    f"fewer, or export it with --top-logprobs {top}",
+                    param=param,
+                )
+        if request.scores_prompt and not features.allowed_tokens:
+            raise without_feature("allowed_tokens", asked[-1][0], ", which log-probabilities of a prompt need")
 
-    def check_scoring(self, top: int, param: str) -> None:
-        """As `check_logprobs`, for the log-probabilities of a prompt."""
-        self.check_logprobs(top, param)
-        if not self.interface.features.allowed_tokens:
-            raise without_feature("allowed_tokens", param, ", which log-probabilities of a prompt need")
-
-    def check_forms(self) -> None:
-        """Raise ApiError if answers of this model cannot be constrained."""
+    def guides(self, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
+        """A function that makes the guide of an answer that follows `form`; None = any text. Raises ApiError if answers
+        of this model cannot follow it."""
+        if form is None:
+            return None
         needed = ", which an answer that follows a schema needs"
         if not self.interface.features.allowed_tokens:
             raise without_feature("allowed_tokens", use=needed)
@@ -198,6 +207,7 @@ class ServedModel:
         if importlib.util.find_spec("llguidance") is None:
             text = f"this server lacks llguidance{needed}; install qsample[serve] on its machine"
             raise ApiError(501, text, code="missing_module")
+        return partial(self.grammars.guide, grammar_of(form))
 
     def check_count(self, count: int) -> None:
         """Raise ApiError if that many answers can never have places at once."""

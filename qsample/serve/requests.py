@@ -224,6 +224,7 @@ class GenerationRequest(FilterFields):
     """
 
     default_limit: ClassVar[int | None] = None  # tokens of an answer; None = as many as the context has room for
+    top_field: ClassVar[str]  # the field of `top`
 
     model: StrictStr | None = None
     temperature: Annotated[Number, Field(ge=0)] | None = None
@@ -310,6 +311,11 @@ class GenerationRequest(FilterFields):
         if self.best_of is not None and self.best_of != self.choices:
             raise ValueError("best_of is not done here; give n alone")
         return self
+
+    @property
+    def top(self) -> int | None:
+        """How many alternatives of each token an answer tells; None = no log-probabilities."""
+        raise NotImplementedError
 
     @property
     def choices(self) -> int:
@@ -441,6 +447,7 @@ class CompletionRequest(GenerationRequest):
 
     refusals = COMPLETIONS
     default_limit = 16  # OpenAI's
+    top_field = "logprobs"
 
     prompt: Prompt = ""
     max_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
@@ -456,6 +463,10 @@ class CompletionRequest(GenerationRequest):
         if self.max_tokens == 0 and self.min_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens} and max_tokens 0; leave out either")
         return self
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
 
     @property
     def scores_prompt(self) -> bool:
