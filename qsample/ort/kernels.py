@@ -102,13 +102,31 @@ def read_kernels(data: Any, columns: int) -> frozenset[Product | Attention]:
     Raises ValueError, IndexError or KeyError if it is no ONNX file, or none of a model.
     """
     found = set[Product | Attention]()
-    for number, content in fields(data, 0, len(data)):
-        if number == _MODEL_GRAPH and isinstance(content, range):
-            for kernel in _Graph(data, content, columns).kernels():
-                found.add(kernel)
-                if len(found) > _MOST_KINDS:
-                    raise ValueError(f"it has more than {_MOST_KINDS} kinds of products")
+    for graph in _parts(_message(data, range(len(data))), _MODEL_GRAPH):
+        for kernel in _Graph(data, graph, columns).kernels():
+            found.add(kernel)
+            if len(found) > _MOST_KINDS:
+                raise ValueError(f"it has more than {_MOST_KINDS} kinds of products")
     return frozenset(found)
+
+
+_Message = dict[int, list[int | range]]
+"""Number of a field → its contents: integers, or the places of the rest."""
+
+
+def _message(data: Any, part: range) -> _Message:
+    found: _Message = {}
+    for number, content in fields(data, part.start, part.stop):
+        found.setdefault(number, []).append(content)
+    return found
+
+
+def _parts(message: _Message, number: int) -> list[range]:
+    return [content for content in message.get(number, ()) if isinstance(content, range)]
+
+
+def _integers(message: _Message, number: int) -> list[int]:
+    return [content for content in message.get(number, ()) if isinstance(content, int)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +150,16 @@ class _Graph:
     def __init__(self, data: Any, content: range, columns: int, outer: Mapping[str, _Operand] | None = None) -> None:
         self._data, self._columns = data, columns
         self._known = dict(outer or {})
-        self._nodes = []
-        for number, part in self._fields(content):
-            if number == _GRAPH_NODE:
-                self._nodes.append(part)
-            elif number == _GRAPH_CONSTANT:
-                name, operand = self._constant(part)
-                self._known[name] = operand
-            elif number == _GRAPH_INPUT:
-                self._known.setdefault(*self._input(part))
+        graph = _message(data, content)
+        self._nodes = _parts(graph, _GRAPH_NODE)
+        self._known |= map(self._constant, _parts(graph, _GRAPH_CONSTANT))
+        for name, operand in map(self._input, _parts(graph, _GRAPH_INPUT)):
+            self._known.setdefault(name, operand)
 
     def kernels(self) -> Iterator[Product | Attention]:
         for part in self._nodes:
-            inner: dict[int, list[range]] = {}
-            for number, content in self._fields(part):
-                inner.setdefault(number, []).append(content)
-            inputs, outputs, operators, attributes = (inner.get(number, []) for number in _OF_NODE)
+            inner = _message(self._data, part)
+            inputs, outputs, operators, attributes = (_parts(inner, number) for number in _OF_NODE)
             operator = self._text(operators[0]) if operators else ""
             if operator in _FOLDED or operator in _READERS:
                 names = map(self._text, inputs)
@@ -164,40 +176,29 @@ class _Graph:
                     yield from _Graph(self._data, graph, self._columns, self._known).kernels()
 
     def _constant(self, part: range) -> tuple[str, _Operand]:
-        dims, name, dtype = list[int](), "", 0
-        for number, inner in fields(self._data, part.start, part.stop):
-            if number == 1:
-                dims += [inner] if isinstance(inner, int) else []
-            elif number == 2 and isinstance(inner, int):
-                dtype = inner
-            elif number == 8 and isinstance(inner, range):
-                name = self._text(inner)
-        return name, _Operand(tuple(dims), _NAMES.get(dtype, ""))
+        """TensorProto { dims, data_type, name }."""
+        tensor = _message(self._data, part)
+        dtype = [0, *_integers(tensor, 2)][-1]
+        return self._name(tensor, 8), _Operand(tuple(_integers(tensor, 1)), _NAMES.get(dtype, ""))
 
     def _input(self, part: range) -> tuple[str, _Operand]:
         """ValueInfoProto { name, type { tensor_type { elem_type, shape { dim { dim_value } } } } }."""
-        name, dtype, dims = "", "", list[int]()
-        for number, inner in self._fields(part):
-            if number == 1:
-                name = self._text(inner)
+        dtype, dims = "", list[int]()
         for tensor_type in self._inside([part], 2, 1):
-            kinds = (kind for key, kind in fields(self._data, tensor_type.start, tensor_type.stop) if key == 1)
-            dtype = next((_NAMES.get(kind, "") for kind in kinds if isinstance(kind, int)), "")
+            kinds = _integers(_message(self._data, tensor_type), 1)
+            dtype = _NAMES.get(kinds[0], "") if kinds else ""
             for dim in self._inside([tensor_type], 2, 1):
-                sizes = (size for key, size in fields(self._data, dim.start, dim.stop) if key == 1)
-                dims.append(next((size for size in sizes if isinstance(size, int)), 0))
-        return name, _Operand(tuple(dims), dtype, given=True)
+                dims.append([*_integers(_message(self._data, dim), 1), 0][0])
+        return self._name(_message(self._data, part), 1), _Operand(tuple(dims), dtype, given=True)
 
     def _inside(self, parts: list[range], *numbers: int) -> list[range]:
         """The messages that a path of field numbers leads to."""
         for number in numbers:
-            parts = [inner for part in parts for key, inner in self._fields(part) if key == number]
+            parts = [inner for part in parts for inner in _parts(_message(self._data, part), number)]
         return parts
 
-    def _fields(self, part: range) -> Iterator[tuple[int, range]]:
-        for number, inner in fields(self._data, part.start, part.stop):
-            if isinstance(inner, range):
-                yield number, inner
+    def _name(self, message: _Message, number: int) -> str:
+        return "".join(map(self._text, _parts(message, number)[-1:]))
 
     def _text(self, part: range) -> str:
         text: bytes = self._data[part.start : part.stop]
@@ -302,10 +303,6 @@ def _checked(inputs: int) -> int:
 
 def integer_of(attribute: bytes) -> tuple[str, int]:
     """The name and the integer of an AttributeProto; 0 if it has none."""
-    name, number = "", 0
-    for key, content in fields(attribute, 0, len(attribute)):
-        if key == 1 and isinstance(content, range):
-            name = attribute[content.start : content.stop].decode("utf-8", "replace")
-        elif key == 3 and isinstance(content, int):
-            number = content
-    return name, number
+    message = _message(attribute, range(len(attribute)))
+    name = [attribute[part.start : part.stop].decode("utf-8", "replace") for part in _parts(message, 1)]
+    return "".join(name[-1:]), [0, *_integers(message, 3)][-1]

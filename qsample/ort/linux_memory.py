@@ -5,7 +5,7 @@ A decode step reads all weights once, hundreds of megabytes, and processors pref
 them, so they are put together after it has allocated.
 
 A graph's weights are mapped, and a session reads all of them to lay them out for its kernels. The pages count as this
-process's own until somebody needs the memory, although only a table that rows are looked up in is read again.
+process's until the memory is needed, although only a table that rows are looked up in is read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPS: Final = Path("/proc/self/maps")
 
 _DONT_NEED: Final = 4  # Linux's MADV_DONTNEED
-_MAPPING: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+ +(.*)")
+# Addresses, permissions, inode and file of a mapping, in both of Linux's lists.
+_MAPPING: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+) *(.*)")
 
 Mapping = tuple[int, int]  # start and end, in bytes
 
@@ -67,13 +68,9 @@ def _allowed() -> bool:
 
 def _anonymous_mappings() -> list[Mapping]:
     """Private memory of no file that may be written, the stacks of threads included; in order."""
-    mappings = []
-    for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
-        addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
-        if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-            start, _, end = addresses.partition("-")
-            mappings.append((int(start, 16), int(end, 16)))
-    return mappings
+    found = map(_MAPPING.match, _MAPS.read_text(encoding="utf-8", errors="replace").splitlines())
+    private = [match for match in found if match and match[3] == "rw-p" and match[4] == "0"]
+    return [(int(match[1], 16), int(match[2], 16)) for match in private if match[5] in ("", "[heap]")]
 
 
 def _without(mapping: Mapping, others: Iterable[Mapping]) -> Iterator[Mapping]:
@@ -104,13 +101,13 @@ def release_pages(path: Path) -> None:
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONT_NEED)
 
 
-def _unchanged_mappings(path: Path) -> Iterator[tuple[int, int]]:
-    """Start and end of each mapping of `path` without a page of its own."""
-    mapping: tuple[int, int] | None = None
+def _unchanged_mappings(path: Path) -> Iterator[Mapping]:
+    """Start and end of each mapping of `path` without a changed page."""
+    mapping: Mapping | None = None
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             match = _MAPPING.match(line)
             if match:
-                mapping = (int(match[1], 16), int(match[2], 16)) if match[3].rstrip("\n") == str(path) else None
+                mapping = (int(match[1], 16), int(match[2], 16)) if match[5] == str(path) else None
             elif mapping is not None and line.startswith("Anonymous:") and int(line.split()[1]) == 0:
                 yield mapping
