@@ -36,9 +36,26 @@ def request(prompt: list[int], most: int = 10, *, guided: bool = False) -> Seque
     return Sequence(np.array(prompt, dtype=np.int64), parameters, 0, guided)
 
 
-def read(scheduler: Scheduler, wanted: Sequence) -> None:
-    """Pretend that the whole prompt was fed and the first token sampled."""
-    wanted.consumed, wanted.issued = len(wanted.prompt), 1
+def admitted(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[Sequence]:
+    """Requests that all get slots."""
+    sequences = [request(prompt, **options) for prompt in prompts]
+    for one in sequences:
+        scheduler.add(one)
+    assert admit(scheduler) == sequences
+    return sequences
+
+
+def read(wanted: Sequence, *sampled: int) -> None:
+    """Pretend that the whole prompt was fed and the first token sampled, and that these tokens were read."""
+    wanted.consumed, wanted.issued, wanted.sampled = len(wanted.prompt), 1, [*sampled]
+
+
+def running(scheduler: Scheduler, *prompts: list[int]) -> list[Sequence]:
+    """Requests in slots that have sampled a token, and go on for long."""
+    sequences = admitted(scheduler, *prompts, most=1000)
+    for one in sequences:
+        read(one, 99)
+    return sequences
 
 
 def test_first_come_first_served() -> None:
@@ -61,14 +78,10 @@ def test_first_come_first_served() -> None:
 @pytest.mark.parametrize("reuse_sampled", [False, True])
 def test_a_prompt_goes_where_most_of_it_is_kept(reuse_sampled: bool) -> None:
     scheduler = Scheduler(3, reuse_sampled=reuse_sampled)
-    held = [request([1, 2, 3, 4]), request([1, 2, 9]), request([7])]
-    for one in held:
-        scheduler.add(one)
-    scheduler.admit()
+    held = admitted(scheduler, [1, 2, 3, 4], [1, 2, 9], [7])
     slots = [one.slot for one in held]
     for one, new in zip(held, ([5, 6], [8], [3]), strict=True):
-        read(scheduler, one)
-        one.sampled = new
+        read(one, *new)
         scheduler.leave(one)
     for prompt, slot, reused in (
         # Token 5 was sampled; token 6, too, but it was never fed.
@@ -76,9 +89,7 @@ def test_a_prompt_goes_where_most_of_it_is_kept(reuse_sampled: bool) -> None:
         ([1, 2, 9], slots[1], 2),  # never the whole prompt: its last token has to be fed
         ([8, 8], slots[2], 0),  # nothing anywhere: the one that was left longest ago
     ):
-        one = request(prompt)
-        scheduler.add(one)
-        assert admit(scheduler) == [one]
+        (one,) = admitted(scheduler, prompt)
         assert (one.slot, one.reused, one.consumed) == (slot, reused, reused)
 
 
@@ -88,8 +99,7 @@ def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None
     def admit(prompt: list[int]) -> Admission:
         scheduler.add(request(prompt))
         (admission,) = scheduler.admit()
-        read(scheduler, admission.sequence)
-        admission.sequence.sampled = [99]
+        read(admission.sequence, 99)
         return admission
 
     def held(one: Admission) -> tuple[int | None, int, int]:
@@ -131,13 +141,7 @@ def steps_until_a_move(scheduler: Scheduler, most: int = 100) -> tuple[int, Move
 
 def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
     scheduler = Scheduler(6, step_rows=RowCounts(1))
-    ones = [request([n] * size, most=1000) for n, size in enumerate((200, 9, 9, 9, 9, 64))]
-    for one in ones:
-        scheduler.add(one)
-    scheduler.admit()
-    for one in ones:
-        read(scheduler, one)
-        one.sampled = [99]
+    ones = running(scheduler, *([n] * size for n, size in enumerate((200, 9, 9, 9, 9, 64))))
     assert steps_until_a_move(scheduler) == (100, None)  # slots 0 to 5 all run
     for slot in (1, 4, 3, 2):
         scheduler.leave(ones[slot])
@@ -170,13 +174,7 @@ def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
 )
 def test_the_move_that_costs_least_for_what_it_saves(sizes: dict[int, int], move: Move, saved: int) -> None:
     scheduler = Scheduler(8, step_rows=RowCounts(1))
-    ones = [request([n] * sizes.get(n, 9), most=1000) for n in range(8)]
-    for one in ones:
-        scheduler.add(one)
-    scheduler.admit()
-    for one in ones:
-        read(scheduler, one)
-        one.sampled = [99]
+    for one in running(scheduler, *([n] * sizes.get(n, 9) for n in range(8))):
         if one.slot not in sizes:
             scheduler.leave(one)
     count, found = steps_until_a_move(scheduler, 1000)
@@ -187,12 +185,7 @@ def test_the_move_that_costs_least_for_what_it_saves(sizes: dict[int, int], move
 def test_rows_stay_where_a_step_is_over_all() -> None:
     for counts in (None, RowCounts(6)):
         scheduler = Scheduler(6, step_rows=counts)
-        ones = [request([n] * 9, most=1000) for n in range(6)]
-        for one in ones:
-            scheduler.add(one)
-        scheduler.admit()
-        for one in ones:
-            read(scheduler, one)
+        for one in running(scheduler, *([n] * 9 for n in range(6))):
             if one.slot not in (0, 5):
                 scheduler.leave(one)
         assert steps_until_a_move(scheduler) == (100, None)
@@ -214,25 +207,17 @@ def test_conversations_that_take_turns_are_not_forgotten(step_rows: RowCounts | 
         number = generator.choice([one for one in turns if one not in [busy for busy, _ in in_slots]])
         before = len(turns[number])
         turns[number].append(number)
-        one = request(turns[number])
-        scheduler.add(one)
-        assert admit(scheduler) == [one]
+        (one,) = admitted(scheduler, turns[number])
         assert one.reused == (before if before > 1 else 0)
-        read(scheduler, one)
+        read(one)
         in_slots.append((number, one))
 
 
 def test_two_rows_are_as_cheap_as_one_where_a_step_has_two() -> None:
     """Slots 2 and 4 are no further off than slot 3 itself would be; what they hold decides."""
     scheduler = Scheduler(5, step_rows=RowCounts(3))
-    ones = [request([n] * 9) for n in range(1, 6)]
-    for one in ones:
-        scheduler.add(one)
-    scheduler.admit()
-    for one in ones:
-        read(scheduler, one)
-        one.sampled = [99]
-        if one is not ones[2]:
+    for number, one in enumerate(running(scheduler, *([n] * 9 for n in range(1, 6)))):
+        if number != 2:
             scheduler.leave(one)
     again = request([5] * 9)
     scheduler.add(again)
@@ -255,10 +240,7 @@ def test_what_is_kept_of_a_request_that_left_early() -> None:
 
 def test_chunks_and_windows_take_turns() -> None:
     scheduler = Scheduler(3, flush_every=4, prefill_chunk_size=2)
-    first, second = request([1]), request([2, 3, 4, 5, 6])
-    for one in (first, second):
-        scheduler.add(one)
-    scheduler.admit()
+    first, second = admitted(scheduler, [1], [2, 3, 4, 5, 6])
     seen = []
     for _ in range(7):
         job = scheduler.next_job()
@@ -325,21 +307,15 @@ def test_tails_behind_different_beginnings_are_read_together() -> None:
     scheduler.next_job()
     assert scheduler.next_job() == chunk(others[2], (range(1),))
     # The same of a beginning that a slot kept: what is copied anyway waits for its copy.
-    first, same, other = (request(prompt) for prompt in ([*range(8), 7, 7], [*range(8), 8], [9]))
     scheduler = Scheduler(3, piece_size=8, join_prompts=True, ragged=True, interleave=False)
-    for one in (first, same, other):
-        scheduler.add(one)
-    scheduler.admit()
+    first, same, other = admitted(scheduler, [*range(8), 7, 7], [*range(8), 8], [9])
     assert scheduler.next_job() == chunk(first, (range(8), range(8, 10)))
     assert scheduler.next_job() == Read((same, other), (range(8, 9), range(1)), (Copy(same, 0, 8),))
 
 
 def test_whole_prompts_are_read_together() -> None:
     scheduler = Scheduler(4, prefill_chunk_size=8, piece_size=8, join_prompts=True)
-    long, *short = (request(prompt) for prompt in ([5] * 9, [1, 2, 3], [3, 4, 5], [6]))
-    for one in (long, *short):
-        scheduler.add(one)
-    scheduler.admit()
+    long, *short = admitted(scheduler, [5] * 9, [1, 2, 3], [3, 4, 5], [6])
     assert scheduler.next_job() == chunk(long, (range(8),))
     assert scheduler.next_job() == chunk(long, (range(8, 9),))
     assert scheduler.next_job() == Window((long,), 1)
@@ -349,9 +325,7 @@ def test_whole_prompts_are_read_together() -> None:
 def test_chunks_are_whole_pieces() -> None:
     for asked, ends in ((None, [11]), (1, [4, 8, 11]), (4, [4, 8, 11]), (7, [4, 8, 11]), (8, [8, 11]), (12, [11])):
         scheduler = Scheduler(1, prefill_chunk_size=asked, piece_size=4)
-        one = request([*range(11)])
-        scheduler.add(one)
-        scheduler.admit()
+        (one,) = admitted(scheduler, [*range(11)])
         seen = []
         while (start := one.consumed) < 11:
             job = scheduler.next_job()
@@ -359,14 +333,6 @@ def test_chunks_are_whole_pieces() -> None:
             assert job.pieces == tuple(piece for piece in Pieces(4).cut(0, 11) if start <= piece.start < one.consumed)
             seen.append(one.consumed)
         assert seen == ends, asked
-
-
-def admitted(scheduler: Scheduler, *prompts: list[int]) -> list[Sequence]:
-    sequences = [request(prompt) for prompt in prompts]
-    for one in sequences:
-        scheduler.add(one)
-    assert admit(scheduler) == sequences
-    return sequences
 
 
 def test_what_another_slot_holds_is_copied() -> None:
@@ -379,10 +345,9 @@ def test_what_another_slot_holds_is_copied() -> None:
     scheduler.leave(first, keep=False)
     scheduler.next_job()
     assert scheduler.next_job() == chunk(longer, (range(8, 12),), (Copy(longer, 1, 8),))
-    same.sampled = [5, 6]
-    scheduler.leave(same)
-    longer.sampled = [5, 6]
-    scheduler.leave(longer)
+    for one in (same, longer):
+        one.sampled = [5, 6]
+        scheduler.leave(one)
     assert scheduler.next_job() == chunk(other, (range(2, 4),), (Copy(other, 1, 2),))  # from a slot that is free
 
 
@@ -424,8 +389,7 @@ def test_recurrent_states_are_copied_while_they_are_those_of_the_common_beginnin
 def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
     scheduler = Scheduler(2, piece_size=2, join_prompts=True)
     (first,) = admitted(scheduler, [1, 2, 3])
-    read(scheduler, first)
-    first.sampled = [4, 5]
+    read(first, 4, 5)
     scheduler.leave(first)
     goes_on, fresh = admitted(scheduler, [1, 2, 3], [7])
     assert scheduler.next_job() == chunk(goes_on, (range(2, 3),))
@@ -435,44 +399,33 @@ def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
 
 def test_every_prompt_first_without_interleaving() -> None:
     scheduler = Scheduler(2, prefill_chunk_size=1, interleave=False)
-    for prompt in ([1, 2], [3]):
-        scheduler.add(request(prompt))
-    scheduler.admit()
+    admitted(scheduler, [1, 2], [3])
     for kind in (Read, Read, Read, Window):
         assert isinstance(scheduler.next_job(), kind)
 
 
 def test_a_guided_request_makes_windows_of_one_step() -> None:
     scheduler = Scheduler(2, flush_every=8)
-    free, guided = request([1]), request([2], guided=True)
-    for one in (free, guided):
-        scheduler.add(one)
-    scheduler.admit()
-    read(scheduler, free)
+    (free,), (guided,) = admitted(scheduler, [1]), admitted(scheduler, [2], guided=True)
+    read(free)
     guided.consumed = 1
     assert scheduler.next_job() == Window((free,), 8)
-    read(scheduler, guided)
+    read(guided)
     assert scheduler.next_job() == Window((free, guided), 1)
 
 
 def test_nothing_to_do() -> None:
     scheduler = Scheduler(2)
     assert scheduler.next_job() is None
-    one = request([1], most=1)
-    scheduler.add(one)
-    scheduler.admit()
-    read(scheduler, one)  # its only token is on the way
+    (one,) = admitted(scheduler, [1], most=1)
+    read(one)  # its only token is on the way
     assert scheduler.next_job() is None
 
 
 def test_recurrent_states_that_were_not_saved_are_not_gone_on_from() -> None:
     scheduler = Scheduler(1, recurrent=True)
-    first, second = request([1, 2, 3]), request([1, 2, 3, 4])
-    scheduler.add(first)
-    scheduler.admit()
-    read(scheduler, first)
-    first.sampled.append(9)
+    (first,) = admitted(scheduler, [1, 2, 3])
+    read(first, 9)
     scheduler.leave(first)
-    scheduler.add(second)
-    scheduler.admit()
+    (second,) = admitted(scheduler, [1, 2, 3, 4])
     assert (second.slot, second.reused) == (0, 0)

@@ -38,6 +38,17 @@ def feed(slots: Slots, slot: int, prompt: list[int], chunk: int = 100, start: in
         slots.prefill(slot, ids, emit=first + chunk >= len(prompt))
 
 
+def start(slots: Slots, model: CausalLM, slot: int, prompt: list[int], params: SamplingParams) -> None:
+    """Start a slot, and read its whole prompt."""
+    begin(slots, model, slot, prompt, params)
+    feed(slots, slot, prompt)
+
+
+def step(slots: Slots, count: int) -> None:
+    for _ in range(count):
+        slots.decode()
+
+
 def new_tokens(slots: Slots, slot: int, prompt: list[int]) -> list[int]:
     snapshot = slots.read()
     return snapshot.tokens[slot, len(prompt) : snapshot.lengths[slot] + 1].tolist()
@@ -54,8 +65,7 @@ def test_a_row_that_joins_between_the_steps_of_others(sampler: bool, fake_model:
     slots = Slots(model.sessions, 3, CAPACITY)
     prompts = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7], [77, 78]]
     params = [FREE, SamplingParams(temperature=0.7, repetition_penalty=1.3, max_new_tokens=20, eos_token_id=()), FREE]
-    begin(slots, model, 0, prompts[0], params[0])
-    feed(slots, 0, prompts[0])
+    start(slots, model, 0, prompts[0], params[0])
     begin(slots, model, 1, prompts[1], params[1])
     for index, token in enumerate(prompts[1]):
         slots.decode()
@@ -63,12 +73,9 @@ def test_a_row_that_joins_between_the_steps_of_others(sampler: bool, fake_model:
     assert new_tokens(slots, 1, prompts[1]) == expected(prompts[1], params[1], 1)[:1]
     slots.stop(0)
     assert new_tokens(slots, 0, prompts[0]) == expected(prompts[0], params[0], 0)[:8]
-    for _ in range(5):
-        slots.decode()
-    begin(slots, model, 0, prompts[2], params[2])
-    feed(slots, 0, prompts[2])
-    for _ in range(30):
-        slots.decode()
+    step(slots, 5)
+    start(slots, model, 0, prompts[2], params[2])
+    step(slots, 30)
     assert new_tokens(slots, 1, prompts[1]) == expected(prompts[1], params[1], 1)
     assert new_tokens(slots, 0, prompts[2]) == expected(prompts[2], params[2], 0)
     assert slots.read().status.tolist() == [2, 2, STOPPED]
@@ -94,8 +101,7 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
             slots.stop(slot)
         elif slot not in running:
             prompt, params = random_prompt(generator), random_params(generator)
-            begin(slots, model, slot, prompt, params)
-            feed(slots, slot, prompt)
+            start(slots, model, slot, prompt, params)
             running[slot] = prompt, params
         if running:
             rows = range(min(running), max(running) + 1)
@@ -135,8 +141,7 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
 def test_rows_of_a_step(counts: RowCounts | None, rows: range, step: range, model: CausalLM) -> None:
     sessions = replace(model.sessions, step_rows=counts, batch_rows=RowCounts(1, 2))
     slots = Slots(sessions, 5, CAPACITY)
-    begin(slots, model, rows[-1], [5, 6, 7], FREE)
-    feed(slots, rows[-1], [5, 6, 7])
+    start(slots, model, rows[-1], [5, 6, 7], FREE)
     for _ in range(3):
         slots.decode(rows)
         (shape,) = {graph._buffers["input_ids"].shape for key, (graph,) in slots._bound.items() if step in key}
@@ -231,17 +236,14 @@ def test_columns_that_no_row_needs_any_more_are_given_up(fake_model: Callable[..
             eos_token_id=tuple(range(310 - stops, 310)),
             logit_bias=dict.fromkeys(range(320 - stops, 320), -1.0),
         )
-        begin(slots, model, slot, prompt, params)
-        feed(slots, slot, prompt)
+        start(slots, model, slot, prompt, params)
         running[slot] = prompt, params
         buffers = slots._parameters.buffers
         (shape,) = {buffers[name].shape for name in ("stop_ids", "logit_bias_ids", "logit_bias")}
         widths.append(shape[1])
-        for _ in range(2):
-            slots.decode()
+        step(slots, 2)
     assert widths == [1, *[256] * 6, 32, 32, 32, 32, 32]  # few cost nothing
-    for _ in range(20):
-        slots.decode()
+    step(slots, 20)
     for slot, (prompt, params) in running.items():
         assert new_tokens(slots, slot, prompt) == expected(prompt, params, slot)
 
@@ -253,13 +255,10 @@ def test_columns_go_with_a_row_that_is_moved(model: CausalLM) -> None:
     # It ends at the last of 290 stop tokens, and it does not sample the others first.
     others = [token for token in range(3, 319) if token not in free][:289]
     params = replace(FREE, eos_token_id=(*others, free[9]))
-    begin(slots, model, 2, [5, 6, 7], params)
-    feed(slots, 2, [5, 6, 7])
+    start(slots, model, 2, [5, 6, 7], params)
     slots.move(2, 1, 0)
-    begin(slots, model, 2, [9], FREE)
-    feed(slots, 2, [9])
-    for _ in range(20):
-        slots.decode()
+    start(slots, model, 2, [9], FREE)
+    step(slots, 20)
     assert new_tokens(slots, 1, [5, 6, 7]) == free[: free.index(free[9]) + 1]
     assert new_tokens(slots, 2, [9]) == expected([9], FREE, 2)
 
@@ -271,14 +270,12 @@ def test_prompts_that_are_read_in_one_run(sampler: bool, fake_model: Callable[..
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 5, CAPACITY)
     running, half = [5, 6, 7], [9, 8, 7, 6]
-    begin(slots, model, 0, running, FREE)
-    feed(slots, 0, running)
+    start(slots, model, 0, running, FREE)
     begin(slots, model, 4, half, FREE)
     slots.prefill(4, np.array(half[:2]), emit=False)
     for turn, lengths in enumerate(((3, 9, 8), (1, 1, 1), (12, 1, 4))):
         for slot in (1, 2, 3):
-            begin(slots, model, slot, [8, POISON, *range(20, 50)], random_params(generator))
-            feed(slots, slot, [8, POISON, *range(20, 50)])
+            start(slots, model, slot, [8, POISON, *range(20, 50)], random_params(generator))
         slots.decode()
         prompts = [[generator.randrange(3, 290) for _ in range(n)] for n in lengths]
         params = [random_params(generator) for _ in prompts]
@@ -289,14 +286,12 @@ def test_prompts_that_are_read_in_one_run(sampler: bool, fake_model: Callable[..
         for slot, prompt in enumerate(prompts, start=1):
             assert history[slot, : len(prompt)].tolist() == prompt
             assert (history[slot, len(prompt) + 1 :] == prompt[0]).all()
-        for _ in range(24):
-            slots.decode()
+        step(slots, 24)
         for slot, (prompt, row_params) in enumerate(zip(prompts, params, strict=True), start=1):
             assert new_tokens(slots, slot, prompt) == expected(prompt, row_params, slot), turn
     assert new_tokens(slots, 0, running) == expected(running, FREE, 0)
     slots.prefill(4, np.array(half[2:]), emit=True)
-    for _ in range(20):
-        slots.decode()
+    step(slots, 20)
     assert new_tokens(slots, 4, half) == expected(half, FREE, 4)
 
 
@@ -305,8 +300,7 @@ def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model:
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 2, CAPACITY)
     first = [9, 200, 31, 4]
-    begin(slots, model, 1, first, FREE)
-    feed(slots, 1, first)
+    start(slots, model, 1, first, FREE)
     for _ in range(25):  # the row ends, and idle rows write past their end
         slots.decode()
     whole = [*first, *new_tokens(slots, 1, first)]
@@ -318,8 +312,7 @@ def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model:
             row = slots.read().tokens[1]
             assert row[: len(prompt)].tolist() == prompt
             assert (row[len(prompt) + 1 :] == prompt[0]).all()
-            for _ in range(20):
-                slots.decode()
+            step(slots, 20)
             assert new_tokens(slots, 1, prompt) == expected(prompt, penalised, 1)
             whole_again = [*prompt, *new_tokens(slots, 1, prompt)]
             # Put the longer history back for the next case.
@@ -342,12 +335,10 @@ def test_a_row_goes_on_from_a_copy(
     prompt = [9, 200, 31, 4, 5, 6]
     penalised = SamplingParams(repetition_penalty=1.4, presence_penalty=0.3, max_new_tokens=15, eos_token_id=())
     for steps, read, tokens in ((0, 6, 4), (3, 6, 5), (30, 6, 3), (0, 4, 4), (1, 5, 2)):
-        begin(slots, model, 2, [8, POISON, *range(20, 50)], FREE)
-        feed(slots, 2, [8, POISON, *range(20, 50)])
+        start(slots, model, 2, [8, POISON, *range(20, 50)], FREE)
         begin(slots, model, 0, prompt, FREE)
         slots.prefill(0, np.array(prompt[:read]), emit=read == 6)
-        for _ in range(steps):
-            slots.decode()
+        step(slots, steps)
         own = [*prompt[:tokens], 44, 45]
         begin(slots, model, 2, own, penalised)
         slots.copy(0, 2, np.array(own[:tokens]))
@@ -356,8 +347,7 @@ def test_a_row_goes_on_from_a_copy(
         feed(slots, 2, own, start=tokens)
         if read < 6:
             slots.prefill(0, np.array(prompt[read:]), emit=True)
-        for _ in range(20):
-            slots.decode()
+        step(slots, 20)
         assert new_tokens(slots, 2, own) == expected(own, penalised, 2)
         assert new_tokens(slots, 0, prompt) == expected(prompt, FREE, 0)
 
@@ -380,33 +370,13 @@ def test_what_a_slot_held_before_does_not_matter(model: CausalLM) -> None:
     generator = random.Random(1)
     slots = Slots(model.sessions, 2, CAPACITY)
     for _ in range(12):
-        begin(slots, model, 1, [5, POISON, *range(10, 20)], random_params(generator))
-        feed(slots, 1, [5, POISON, *range(10, 20)])
+        start(slots, model, 1, [5, POISON, *range(10, 20)], random_params(generator))
         slots.decode()
         prompt, params = random_prompt(generator), random_params(generator)
         begin(slots, model, 1, prompt, params)
         feed(slots, 1, prompt, 3)
-        for _ in range(params.max_new_tokens or 0):
-            slots.decode()
+        step(slots, params.max_new_tokens or 0)
         assert new_tokens(slots, 1, prompt) == expected(prompt, params, 1)
-
-
-def test_a_row_with_more_stop_ids_and_biases_than_any_before(fake_model: Callable[..., CausalLM]) -> None:
-    model = fake_model(logit_bias=True)
-    slots = Slots(model.sessions, 2, CAPACITY)
-    narrow = SamplingParams(temperature=0.9, max_new_tokens=12, eos_token_id=(299,), logit_bias={20: 2.0})
-    wide = SamplingParams(
-        temperature=0.9, max_new_tokens=12, eos_token_id=range(200, 219), logit_bias=dict.fromkeys(range(60, 67), 3.0)
-    )
-    begin(slots, model, 0, [5, 6, 7], narrow)
-    feed(slots, 0, [5, 6, 7])
-    slots.decode()
-    begin(slots, model, 1, [8, 9], wide)
-    feed(slots, 1, [8, 9])
-    for _ in range(12):
-        slots.decode()
-    assert new_tokens(slots, 0, [5, 6, 7]) == expected([5, 6, 7], narrow, 0)
-    assert new_tokens(slots, 1, [8, 9]) == expected([8, 9], wide, 1)
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -431,8 +401,7 @@ def test_a_row_that_runs_keeps_its_stop_ids_and_biases_when_another_brings_more(
         "biases": SamplingParams(temperature=0.9, max_new_tokens=9, logit_bias=dict.fromkeys(range(60, 67), 3.0)),
     }[wide]
     for slot, params in enumerate(rows):
-        begin(slots, model, slot, prompt, params)
-        feed(slots, slot, prompt)
+        start(slots, model, slot, prompt, params)
     slots.decode()
     before = {name: slots._parameters.buffers[name].read()[:3] for name in ("stop_ids", "logit_bias_ids", "logit_bias")}
     begin(slots, model, 3, [8, 9], brings_more)
@@ -441,8 +410,7 @@ def test_a_row_that_runs_keeps_its_stop_ids_and_biases_when_another_brings_more(
         assert (now[:, : values.shape[1]] == values).all(), name
         assert (now[:, values.shape[1] :] == slots._parameters._specs[name].off).all(), name
     feed(slots, 3, [8, 9])
-    for _ in range(20):
-        slots.decode()
+    step(slots, 20)
     assert new_tokens(slots, 0, prompt) == free[: stop + 1]
     assert new_tokens(slots, 1, prompt) == [20] * 8
     held_back = new_tokens(slots, 2, prompt)
@@ -458,16 +426,14 @@ def test_nothing_is_bound_again_after_the_first_steps(
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 2, CAPACITY)
     for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10])):
-        begin(slots, model, slot, prompt, FREE)
-        feed(slots, slot, prompt)
+        start(slots, model, slot, prompt, FREE)
     slots.decode(), slots.decode()
-    with monkeypatch.context() as patch:
-        patch.setattr(Buffer, "bind_input", lambda *_: pytest.fail("bound again"))
-        patch.setattr(Buffer, "allocate", lambda *_: pytest.fail("allocated again"))
-        patch.setattr(Buffer, "of", lambda *_: pytest.fail("allocated again"))
-        for _ in range(6):
-            slots.decode()
-            slots.read()
+    for way in ("allocate", "of"):
+        monkeypatch.setattr(Buffer, way, lambda *_: pytest.fail("allocated again"))
+    monkeypatch.setattr(Buffer, "bind_input", lambda *_: pytest.fail("bound again"))
+    for _ in range(6):
+        slots.decode()
+        slots.read()
 
 
 def test_requests_that_come_and_go_allocate_nothing(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,8 +446,8 @@ def test_requests_that_come_and_go_allocate_nothing(model: CausalLM, monkeypatch
         slots.stop(1)
 
     one([5, 6, 7]), one([5, 6, 7])
-    monkeypatch.setattr(Buffer, "allocate", lambda *_: pytest.fail("allocated again"))
-    monkeypatch.setattr(Buffer, "of", lambda *_: pytest.fail("allocated again"))
+    for way in ("allocate", "of"):
+        monkeypatch.setattr(Buffer, way, lambda *_: pytest.fail("allocated again"))
     for _ in range(5):
         one([9, 10, 11, 12, 13])
 
@@ -490,10 +456,8 @@ def test_retained_tokens_are_the_whole_history(model: CausalLM) -> None:
     slots = Slots(model.sessions, 2, CAPACITY)
     prompts = [[5, 6, 7], [8, 9, 10]]
     for slot, prompt in enumerate(prompts):
-        begin(slots, model, slot, prompt, FREE)
-        feed(slots, slot, prompt)
-    for _ in range(25):
-        slots.decode()
+        start(slots, model, slot, prompt, FREE)
+    step(slots, 25)
     snapshot = slots.read()
     for slot, prompt in enumerate(prompts):
         assert snapshot.tokens[slot, :23].tolist() == [*prompt, *expected(prompt, FREE, slot)]
@@ -505,8 +469,7 @@ def test_retained_tokens_are_the_whole_history(model: CausalLM) -> None:
 def test_a_row_that_ended_stays_as_it_was(model: CausalLM) -> None:
     slots = Slots(model.sessions, 2, CAPACITY)
     for slot, (prompt, count) in enumerate((([5, 6, 7], 2), ([8, 9, 10], 9))):
-        begin(slots, model, slot, prompt, SamplingParams(temperature=0, max_new_tokens=count, eos_token_id=()))
-        feed(slots, slot, prompt)
+        start(slots, model, slot, prompt, SamplingParams(temperature=0, max_new_tokens=count, eos_token_id=()))
     slots.decode()
     names = ("lengths", "status", "tokens", "output_counts")
     ended = {name: slots._state[name].read()[0] for name in names}
@@ -531,8 +494,7 @@ def test_the_newest_tokens_of_a_snapshot() -> None:
 def test_the_newest_tokens_are_gathered_for_each_row(model: CausalLM) -> None:
     slots = Slots(model.sessions, 2, CAPACITY)
     for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10, 11, 12])):
-        begin(slots, model, slot, prompt, FREE)
-        feed(slots, slot, prompt)
+        start(slots, model, slot, prompt, FREE)
     slots.decode()
     whole = slots.read(newest=2)
     assert (whole.newest, whole.tokens.shape) == (None, (2, CAPACITY)), "they are in the host's memory anyway"
@@ -548,8 +510,7 @@ def test_states_that_are_unloaded_are_loaded_elsewhere(exported: Callable[..., P
     model = load(exported("qwen3_5_text", logprobs=True), ctx_len=CAPACITY)
     slots = Slots(model.sessions, 2, CAPACITY, saved_states=1)
     prompt = [*range(20, 40)]
-    begin(slots, model, 0, prompt, FREE)
-    feed(slots, 0, prompt)
+    start(slots, model, 0, prompt, FREE)
     states = slots.unload(0, 0, 20)
     sizes = {spec.name: spec.shape({BATCH: 1, ROW_CAPACITY: 20})[1:] for spec in model.interface.cache_states}
     assert {name: array.shape for name, array in states.items()} == sizes
