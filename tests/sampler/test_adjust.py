@@ -171,37 +171,32 @@ def letters(*words: str) -> list[list[list[int]]]:
     return [[[ord(c) - ord("a") if c != "." else -1 for c in word] for word in words]]
 
 
-@pytest.mark.parametrize(
-    ("changes", "penalties"),
-    [
-        # llama.cpp's example: after a, b, c comes c; after c alone b; after b, c comes y.
-        ({}, {"c": 4, "b": 1, "y": 2}),
-        ({"dry_allowed_length": 2}, {"c": 2, "y": 1}),
-        ({"dry_allowed_length": 4}, {}),
-        ({"dry_multiplier": 0.5, "dry_base": 3}, {"c": 4.5, "b": 0.5, "y": 1.5}),
-        ({"dry_penalty_last_n": 6}, {"y": 2}),  # b c y a b c
-        ({"dry_penalty_last_n": 5}, {"y": 1}),  # c y a b c: the match is c alone
-        ({"dry_penalty_last_n": 1}, {}),
-        ({"dry_sequence_breakers": [[-1, 0]]}, {"c": 2, "b": 1, "y": 2}),
-        ({"dry_sequence_breakers": [[1, -1]]}, {"c": 1, "y": 1}),  # b itself is never penalized
-        ({"dry_sequence_breakers": [[-1, 2]]}, {}),
-        ({"dry_penalty_last_n": 0}, {}),
-        ({"dry_base": 1}, {"c": 1, "b": 1, "y": 1}),
-        ({"dry_base": 0.9}, {}),
-        ({"dry_multiplier": 0}, {}),
-        ({"dry_multiplier": -1}, {}),
-    ],
-)
-def test_dry(changes: dict[str, Any], penalties: dict[str, float]) -> None:
+EXAMPLE = "abccbcyabc"  # llama.cpp's: after a, b, c comes c; after c alone b; after b, c comes y
+DRY: list[tuple[str, dict[str, Any], dict[str, float]]] = [
+    (EXAMPLE, {}, {"c": 4, "b": 1, "y": 2}),
+    (EXAMPLE, {"dry_allowed_length": 2}, {"c": 2, "y": 1}),
+    (EXAMPLE, {"dry_allowed_length": 4}, {}),
+    (EXAMPLE, {"dry_multiplier": 0.5, "dry_base": 3}, {"c": 4.5, "b": 0.5, "y": 1.5}),
+    (EXAMPLE, {"dry_penalty_last_n": 6}, {"y": 2}),  # b c y a b c
+    (EXAMPLE, {"dry_penalty_last_n": 5}, {"y": 1}),  # c y a b c: the match is c alone
+    (EXAMPLE, {"dry_penalty_last_n": 1}, {}),
+    (EXAMPLE, {"dry_sequence_breakers": [-1, 0]}, {"c": 2, "b": 1, "y": 2}),
+    (EXAMPLE, {"dry_sequence_breakers": [1, -1]}, {"c": 1, "y": 1}),  # b itself is never penalized
+    (EXAMPLE, {"dry_sequence_breakers": [-1, 2]}, {}),
+    (EXAMPLE, {"dry_penalty_last_n": 0}, {}),
+    (EXAMPLE, {"dry_base": 1}, {"c": 1, "b": 1, "y": 1}),
+    (EXAMPLE, {"dry_base": 0.9}, {}),
+    (EXAMPLE, {"dry_multiplier": 0}, {}),
+    # The longest match has 64 tokens.
+    *(("a" * count, {}, {"a": 2.0 ** (min(count - 1, 64) - 1)}) for count in (2, 40, 64, 65, 100)),
+    ("a", {}, {}),
+]
+
+
+@pytest.mark.parametrize(("text", "changes", "penalties"), [*DRY, (EXAMPLE, {"dry_multiplier": -1}, {})])
+def test_dry(text: str, changes: dict[str, Any], penalties: dict[str, float]) -> None:
     parameters = {"dry_multiplier": 1, "dry_base": 2, "dry_allowed_length": 1, **changes}
-    assert changed("abccbcyabc", **parameters) == penalties
-
-
-@pytest.mark.parametrize(("count", "penalty"), [(1, 0), (2, 1), (40, 2.0**38), (64, 2.0**62), (100, 2.0**63)])
-def test_the_longest_match_has_64_tokens(count: int, penalty: float) -> None:
-    assert changed("a" * count, dry_multiplier=1, dry_base=2, dry_allowed_length=1) == (
-        {"a": penalty} if penalty else {}
-    )
+    assert changed(text, **parameters) == penalties
 
 
 def test_the_largest_penalty_is_no_mask() -> None:

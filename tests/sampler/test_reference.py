@@ -14,6 +14,8 @@ from tests.helpers.reference_adjust import dry_penalties
 from tests.helpers.reference_filters import survivors
 from tests.helpers.sampler_cases import interface, make_inputs, random_step
 from tests.helpers.transformers_processors import PROCESSORS, WARPERS, draw, padded, scores
+from tests.sampler.test_adjust import DRY
+from tests.sampler.test_filters import by_hand
 
 Array = np.ndarray
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
@@ -51,65 +53,12 @@ def test_adjustments_are_those_of_transformers() -> None:
 LOGITS = np.log(np.array([4, 2, 1, 1])).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "weights"),
-    [
-        # sigma = 0.575, and l[0] - l[1] = 0.693.
-        ({"top_n_sigma": 1.2}, [1, 0, 0, 0]),
-        ({"top_n_sigma": 1.3}, [2, 1, 0, 0]),
-        ({"top_n_sigma": 2.5}, [4, 2, 1, 1]),
-        # Distances from the entropy 3/4, 1/4, 5/4, 5/4: tokens 1, 0, then both of 2 and 3.
-        ({"typical_p": 0.01}, [0, 1, 0, 0]),
-        ({"typical_p": 0.26}, [2, 1, 0, 0]),
-        ({"typical_p": 0.74}, [2, 1, 0, 0]),
-        ({"typical_p": 0.76}, [4, 2, 1, 1]),
-        ({"epsilon_cutoff": 0.2}, [2, 1, 0, 0]),
-        ({"epsilon_cutoff": 0.9}, [1, 0, 0, 0]),
-        ({"eta_cutoff": 0.2}, [2, 1, 0, 0]),  # sqrt(0.2) exp(-H) = 0.133 is smaller than 0.2
-        ({"eta_cutoff": 0.1}, [4, 2, 1, 1]),  # 0.094
-        ({"xtc_probability": 1, "xtc_threshold": 0.1}, [0, 0, 1, 1]),  # the least likely of all four are two
-        ({"xtc_probability": 1, "xtc_threshold": 0.2}, [0, 2, 1, 1]),
-        ({"xtc_probability": 1, "xtc_threshold": 0.3}, [4, 2, 1, 1]),  # one token alone reaches it
-        ({"xtc_probability": 0.5, "xtc_threshold": 0.2}, [4, 2, 1, 1]),  # its u is 0.5
-        # The entropy is 7/8 of the largest possible: 1/2 + 7/8 of the way to 3/2.
-        ({"dynatemp_range": 0.5}, 2 ** (np.array([2, 1, 0, 0]) / 1.375)),
-        ({"dynatemp_range": 0.5, "dynatemp_exponent": 2.0}, 2 ** (np.array([2, 1, 0, 0]) / (0.5 + 49 / 64))),
-        ({"dynatemp_range": 3.0}, 2 ** (np.array([2, 1, 0, 0]) / 3.5)),  # from 0, not from -2
-        ({"dynatemp_range": 0.5, "temperature": 0.0}, [1, 0, 0, 0]),
-        # mu is 2 tau until it is set.
-        ({"mirostat_tau": 0.4, "mirostat_mu": 0.0}, [1, 0, 0, 0]),
-        ({"mirostat_tau": 1.1, "mirostat_mu": 0.0}, [2, 1, 0, 0]),
-        ({"mirostat_tau": 0.4, "mirostat_mu": 3.1}, [4, 2, 1, 1]),
-        ({"mirostat_tau": 0.4, "mirostat_mu": -2000.0}, [1, 0, 0, 0]),
-    ],
-)
 @pytest.mark.parametrize("order", FILTER_ORDERS)
-def test_extra_filters(order: str, parameters: dict[str, float], weights: Any) -> None:
-    probs = distribution(LOGITS, {**OFF, **parameters}, order, xtc_uniform=0.5)
-    np.testing.assert_allclose(probs, weights / np.sum(weights), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "huggingface", "llama_cpp"),
-    [
-        # Temperature 1/2 squares the weights: 16, 4, 1, 1 of 22, before the filters or after them.
-        ({"temperature": 0.5, "top_p": 0.6}, [1, 0, 0, 0], [4, 1, 0, 0]),
-        ({"temperature": 0.5, "min_p": 0.24}, [4, 1, 0, 0], [16, 4, 1, 1]),
-        ({"temperature": 0.5, "epsilon_cutoff": 0.2}, [1, 0, 0, 0], [4, 1, 0, 0]),
-        # top_p leaves tokens 0 and 1, the first of which is the more typical; or typical_p leaves 1 and 0.
-        ({"top_p": 0.7, "typical_p": 0.3}, [1, 0, 0, 0], [2, 1, 0, 0]),
-        # Temperature follows the entropy of all four tokens, or of the two that top_k leaves.
-        (
-            {"top_k": 2, "dynatemp_range": 1.0},
-            [2 ** (1 / 1.75), 1, 0, 0],
-            [2 ** (1 / (2 * (np.log2(3) - 2 / 3))), 1, 0, 0],
-        ),
-    ],
-)
-def test_orders(parameters: dict[str, float], huggingface: list[float], llama_cpp: list[float]) -> None:
-    for order, weights in zip(FILTER_ORDERS, (huggingface, llama_cpp), strict=True):
-        probs = distribution(LOGITS, {**OFF, **parameters}, order)
-        np.testing.assert_allclose(probs, weights / np.sum(weights), rtol=1e-6, err_msg=order)
+def test_filters_by_hand(order: str) -> None:
+    """The cases that the graph is tested with."""
+    for parameters, weights in by_hand(order):
+        probs = distribution(LOGITS, {**OFF, "mirostat_mu": 0.0, **parameters}, order, xtc_uniform=0.5)
+        np.testing.assert_allclose(probs, weights / np.sum(weights), rtol=1e-6, atol=1e-30, err_msg=str(parameters))
 
 
 def test_ties_at_the_edge_of_top_k() -> None:
@@ -128,34 +77,13 @@ def test_float32_differences_decide_ties() -> None:
         np.testing.assert_allclose(probs, [1 / 3, 1 / 3, 1 / 3, 0])
 
 
-@pytest.mark.parametrize(
-    ("changes", "penalties"),
-    [
-        # llama.cpp's example: after a, b, c comes c; after c alone b; after b, c comes y.
-        ({}, {"c": 4, "b": 1, "y": 2}),
-        ({"dry_allowed_length": 2}, {"c": 2, "y": 1}),
-        ({"dry_multiplier": 0.5, "dry_base": 3.0}, {"c": 4.5, "b": 0.5, "y": 1.5}),
-        ({"dry_penalty_last_n": 6}, {"y": 2}),  # b c y a b c
-        ({"dry_sequence_breakers": [-1, ord("a")]}, {"c": 2, "b": 1, "y": 2}),
-        ({"dry_sequence_breakers": [ord("b"), -1]}, {"c": 1, "y": 1}),  # b itself is never penalized
-        ({"dry_sequence_breakers": [ord("c")]}, {}),
-        ({"dry_penalty_last_n": 0}, {}),
-        ({"dry_base": 1.0}, {"c": 1, "b": 1, "y": 1}),
-        ({"dry_base": 0.9}, {}),
-        ({"dry_multiplier": 0.0}, {}),
-    ],
-)
-def test_dry(changes: dict[str, Any], penalties: dict[str, float]) -> None:
+@pytest.mark.parametrize(("text", "changes", "penalties"), DRY)
+def test_dry(text: str, changes: dict[str, Any], penalties: dict[str, float]) -> None:
+    """The cases that the graph is tested with."""
     row = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 1, "dry_penalty_last_n": -1}
     row |= {"dry_sequence_breakers": [-1], **changes}
-    assert dry_penalties(row, np.array([ord(c) for c in "abccbcyabc"])) == {ord(c): p for c, p in penalties.items()}
-
-
-def test_the_longest_match() -> None:
-    row = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 1, "dry_penalty_last_n": -1}
-    row["dry_sequence_breakers"] = [-1]
-    for count, penalty in ((2, 1), (64, 2.0**62), (100, 2.0**63)):
-        assert dry_penalties(row, np.zeros(count, int)) == {0: penalty}
+    found = dry_penalties(row, np.array([ord(c) - ord("a") for c in text]))
+    assert found == {ord(c) - ord("a"): p for c, p in penalties.items()}
 
 
 def test_mirostat_learns_only_from_random_tokens() -> None:

@@ -87,6 +87,17 @@ def rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     return asked
 
 
+def free(most: int) -> SamplingParams:
+    """Random rows that end after `most` tokens."""
+    return SamplingParams(temperature=0.9, max_new_tokens=most, eos_token_id=())
+
+
+def references(prompts: list[list[int]], params: list[SamplingParams], capacity: int = CAPACITY) -> list[Any]:
+    """Tokens and finish reason of each row; the seeds count from 0."""
+    rows = enumerate(zip(prompts, params, strict=True))
+    return [fake_reference.generate(*row, seed, capacity) for seed, row in rows]
+
+
 def hundred(model: CausalLM) -> tuple[list[Sequence], Any]:
     """100 random requests, many of them short, and what the reference makes of them."""
     generator = random.Random(5)
@@ -123,8 +134,7 @@ def test_tokens_come_a_window_at_a_time(
         plain(self, rows, wait=wait)
 
     monkeypatch.setattr(Slots, "decode", decode)
-    params = SamplingParams(temperature=0.9, max_new_tokens=12, eos_token_id=())
-    requests = [make_sequence(model, [5, 6, 7], params, 0, CAPACITY)]
+    requests = [make_sequence(model, [5, 6, 7], free(12), 0, CAPACITY)]
     _, _, delivered = run(model, requests, 1, flush_every=4, double_buffering=double_buffering)
     assert delivered == [(1, RUNNING), (4, RUNNING), (4, RUNNING), (3, 2)]
     assert waits == [*[False, False, False, True] * 2, False, False, True]  # the last step of a window
@@ -136,10 +146,7 @@ def test_no_step_runs_after_the_longest_row_must_have_ended(
     double_buffering: bool, flush_every: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = rows_of_steps(monkeypatch)
-    lengths = (9, 4, 14)
-    requests = [
-        make_sequence(model, [5], SamplingParams(max_new_tokens=n, eos_token_id=()), n, CAPACITY) for n in lengths
-    ]
+    requests = [make_sequence(model, [5], free(n), n, CAPACITY) for n in (9, 4, 14)]
     run(model, requests, 3, flush_every=flush_every, double_buffering=double_buffering, interleave=False)
     assert len(calls) == 13
 
@@ -151,13 +158,9 @@ def test_a_step_is_over_the_rows_that_run(
     """The second request ends first, then the first one; what comes next takes the slot beside the one that runs."""
     asked = rows_of_steps(monkeypatch)
     lengths = (5, 3, 14, 6)
-    requests = [
-        make_sequence(model, [5 + n], SamplingParams(max_new_tokens=n, eos_token_id=()), n, CAPACITY) for n in lengths
-    ]
+    requests = [make_sequence(model, [5 + n], free(n), n, CAPACITY) for n in lengths]
     tokens, _, _ = run(model, requests, 3, double_buffering=double_buffering, interleave=False)
-    assert tokens == [
-        fake_reference.generate([5 + n], SamplingParams(max_new_tokens=n), n, CAPACITY)[0] for n in lengths
-    ]
+    assert tokens == [fake_reference.generate([5 + n], free(n), n, CAPACITY)[0] for n in lengths]
     assert asked[:2] == [range(3)] * 2
     assert set(asked[2:]) == {range(3), range(1, 3), range(2, 3)}
 
@@ -173,17 +176,13 @@ def test_rows_that_are_left_alone_come_together(
     """Steps are over few rows soon after those in the middle have ended, and nothing else changes."""
     asked, model = rows_of_steps(monkeypatch), fake_model(**features)
     lengths = (50, 3, 4, 40, 5, 3, 6, 45)
-    requests = [
-        make_sequence(model, [5 + n, 9], SamplingParams(max_new_tokens=most, eos_token_id=()), n, CAPACITY)
-        for n, most in enumerate(lengths)
-    ]
+    prompts, params = [[5 + n, 9] for n in range(8)], [free(most) for most in lengths]
+    requests = [make_sequence(model, prompts[n], params[n], n, CAPACITY) for n in range(8)]
     tokens, _, _ = run(model, requests, 8, double_buffering=double_buffering, interleave=False)
-    for n, most in enumerate(lengths):
-        params = SamplingParams(max_new_tokens=most, eos_token_id=())
-        assert tokens[n] == fake_reference.generate([5 + n, 9], params, n, CAPACITY)[0]
+    assert tokens == [row for row, _ in references(prompts, params)]
     assert asked[0] == range(8)
     assert {len(rows) for rows in asked[20:]} <= {1, 2, 3}
-    alone = make_sequence(model, [7, 9], SamplingParams(max_new_tokens=4, eos_token_id=()), 2, CAPACITY)
+    alone = make_sequence(model, [7, 9], free(4), 2, CAPACITY)
     run(model, [alone], 8, double_buffering=double_buffering)
     assert len(alone.outputs) == len(requests[2].outputs) == (4 if features else 0)
     for one, other in zip(alone.outputs, requests[2].outputs, strict=True):
@@ -193,7 +192,7 @@ def test_rows_that_are_left_alone_come_together(
 @pytest.mark.parametrize("double_buffering", [False, True])
 def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, model: CausalLM) -> None:
     """Three conversations take turns in the slot beside the one that runs all the time."""
-    generator, short = random.Random(2), SamplingParams(temperature=0.9, max_new_tokens=2, eos_token_id=())
+    generator, short, long = random.Random(2), free(2), free(60)
     texts = [[generator.randrange(3, 290) for _ in range(CAPACITY)] for _ in range(3)]
     sessions = replace(model.sessions, step_rows=RowCounts(1))
     moved: list[bool] = []
@@ -205,7 +204,6 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, m
             return admitted
 
     scheduler, device = Watched(6, SchedulerConfig.of(sessions)), Slots(sessions, 6, CAPACITY)
-    long = SamplingParams(temperature=0.9, max_new_tokens=60, eos_token_id=())
     running = make_sequence(model, [5], long, 0, CAPACITY)
     with DecodeLoop(device, scheduler, lambda sequence: sequence.take(), double_buffering=double_buffering) as loop:
         loop.add(running)
@@ -245,9 +243,8 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monk
 
     monkeypatch.setattr(Slots, "decode", decode)
     monkeypatch.setattr(Slots, "read", copy)
-    params = SamplingParams(temperature=0.9, max_new_tokens=9, eos_token_id=())
-    tokens, _, _ = run(model, [make_sequence(model, [5, 6], params, 3, CAPACITY)], 1, double_buffering=True)
-    assert tokens[0] == fake_reference.generate([5, 6], params, 3, CAPACITY)[0]
+    tokens, _, _ = run(model, [make_sequence(model, [5, 6], free(9), 3, CAPACITY)], 1, double_buffering=True)
+    assert tokens[0] == fake_reference.generate([5, 6], free(9), 3, CAPACITY)[0]
     assert overlapped == [0, 1, 0, 1, 0, 1, 0, 1]
 
 
@@ -264,23 +261,18 @@ def test_a_copy_that_is_slower_than_the_next_step(
         return plain(self, side, newest)
 
     monkeypatch.setattr(Slots, "read", copy)
-    params = [SamplingParams(temperature=0.9, max_new_tokens=n, eos_token_id=()) for n in (16, 9, 13)]
-    prompts = [[5, 6], [7, 8, 9, 10, 11], [12]]
-    requests = [
-        make_sequence(model, *row, seed, CAPACITY) for seed, row in enumerate(zip(prompts, params, strict=True))
-    ]
+    params, prompts = [free(16), free(9), free(13)], [[5, 6], [7, 8, 9, 10, 11], [12]]
+    requests = [make_sequence(model, prompts[n], params[n], n, CAPACITY) for n in range(3)]
     tokens, _, _ = run(model, requests, 2, double_buffering=True, flush_every=flush_every, chunk=chunk)
-    for seed, row in enumerate(zip(prompts, params, strict=True)):
-        assert tokens[seed] == fake_reference.generate(*row, seed, CAPACITY)[0]
+    assert tokens == [row for row, _ in references(prompts, params)]
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
 def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: CausalLM) -> None:
     """Out of the queue, out of its prompt, and while its next tokens are on the way."""
-    free = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14, 15], [16, 17, 18], [19, 20, 21, 22]]
     stays, prefilling, running, queued, last = [
-        make_sequence(model, prompt, free, seed, CAPACITY) for seed, prompt in enumerate(prompts)
+        make_sequence(model, prompt, free(20), seed, CAPACITY) for seed, prompt in enumerate(prompts)
     ]
     seen: list[Sequence] = []
 
@@ -297,9 +289,9 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
             loop.add(request)
         while loop.busy:
             loop.step()
-    for request, seed in ((stays, 0), (last, 4)):
-        assert request.sampled == fake_reference.generate(prompts[seed], free, seed, CAPACITY)[0]
-    assert running.sampled == fake_reference.generate(prompts[2], free, 2, CAPACITY)[0][: len(running.sampled)]
+    wanted = [row for row, _ in references(prompts, [free(20)] * 5)]
+    assert (stays.sampled, last.sampled) == (wanted[0], wanted[4])
+    assert running.sampled == wanted[2][: len(running.sampled)]
     assert 3 <= len(running.sampled) < 20
     assert prefilling.sampled == []
     assert queued not in seen
@@ -308,8 +300,7 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
 @pytest.mark.parametrize("double_buffering", [False, True])
 def test_nothing_is_kept_of_the_last_request_that_leaves(double_buffering: bool, model: CausalLM) -> None:
     """Its tokens are on the way, and no job comes after which they would be read."""
-    free = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
-    request = make_sequence(model, [5, 6, 7], free, 0, CAPACITY)
+    request = make_sequence(model, [5, 6, 7], free(20), 0, CAPACITY)
     slots = Slots(model.sessions, 1, CAPACITY)
     scheduler = Scheduler(1, SchedulerConfig.of(model.sessions, flush_every=2))
     with DecodeLoop(slots, scheduler, lambda _: None, double_buffering=double_buffering) as loop:
@@ -322,15 +313,14 @@ def test_nothing_is_kept_of_the_last_request_that_leaves(double_buffering: bool,
 
 
 def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
-    free = SamplingParams(temperature=0.9, max_new_tokens=10, eos_token_id=())
     prompts = [[5, 6], [7, POISON, 8, 9], [10, 11], [12]]
     for flush_every in (1, 4):
-        requests = [make_sequence(model, prompt, free, seed, CAPACITY) for seed, prompt in enumerate(prompts)]
+        requests = [make_sequence(model, prompt, free(10), seed, CAPACITY) for seed, prompt in enumerate(prompts)]
         tokens, reasons, _ = run(model, requests, 2, flush_every=flush_every, double_buffering=True, chunk=2)
         assert reasons == ["length", "invalid", "length", "length"]
         assert tokens[1] == []
         for seed in (0, 2, 3):
-            assert tokens[seed] == fake_reference.generate(prompts[seed], free, seed, CAPACITY)[0]
+            assert tokens[seed] == fake_reference.generate(prompts[seed], free(10), seed, CAPACITY)[0]
 
 
 @pytest.mark.parametrize(("status", "reused"), [(INVALID_LOGITS, 0), (STOPPED, 8)])
@@ -380,9 +370,7 @@ def test_generate_reads_prompts_of_one_length_in_one_run(
     rows = count_rows(monkeypatch)
     output = model.generate(prompts, params, seed=0)
     assert rows == [2, 1, *[1] * 8, 2, 2]
-    wanted = [
-        fake_reference.generate(*row, seed, MAX_POSITIONS) for seed, row in enumerate(zip(prompts, params, strict=True))
-    ]
+    wanted = references(prompts, params, MAX_POSITIONS)
     assert list(zip(output.token_ids, output.finish_reasons, strict=True)) == wanted
     rows.clear()
     assert model.generate(prompts, params, seed=0, prefill_chunk_size=7).token_ids == output.token_ids
@@ -418,9 +406,7 @@ def test_generate_with_every_way_to_read(sampler: bool, fake_model: Callable[...
     generator = random.Random(8)
     prompts = [random_prompt(generator) for _ in range(6)]
     params = [random_params(generator, 30) for _ in prompts]
-    wanted = [
-        fake_reference.generate(*row, seed, MAX_POSITIONS) for seed, row in enumerate(zip(prompts, params, strict=True))
-    ]
+    wanted = references(prompts, params, MAX_POSITIONS)
     for flush_every in (None, 1, 4, 16):
         for double_buffering in (True, False):
             output = fake_model(sampler=sampler).generate(
@@ -440,20 +426,12 @@ def test_a_streamer_gets_every_token_at_any_depth(model: CausalLM) -> None:
         def end(self) -> None:
             self.values.append([])
 
-    params = SamplingParams(temperature=0.9, max_new_tokens=11, eos_token_id=())
-    wanted = fake_reference.generate([5, 6, 7], params, 2, MAX_POSITIONS)[0]
-    for flush_every in (1, 4):
-        for double_buffering in (True, False):
-            recorder = Recorder()
-            model.generate(
-                [5, 6, 7],
-                params,
-                seed=2,
-                streamer=recorder,
-                flush_every=flush_every,
-                double_buffering=double_buffering,
-            )
-            assert recorder.values == [[5, 6, 7], *([token] for token in wanted), []]
+    wanted = fake_reference.generate([5, 6, 7], free(11), 2, MAX_POSITIONS)[0]
+    for flush_every, double_buffering in itertools.product((1, 4), (True, False)):
+        recorder = Recorder()
+        options: dict[str, Any] = {"flush_every": flush_every, "double_buffering": double_buffering}
+        model.generate([5, 6, 7], free(11), seed=2, streamer=recorder, **options)
+        assert recorder.values == [[5, 6, 7], *([token] for token in wanted), []]
 
 
 def test_what_has_to_be_read_after_every_token(fake_model: Callable[..., CausalLM]) -> None:
@@ -509,9 +487,8 @@ def test_optional_outputs_are_those_of_their_own_step(
 
     monkeypatch.setattr(Slots, "decode", decode)
     monkeypatch.setattr(Slots, "read", read)
-    params = SamplingParams(temperature=0.9, max_new_tokens=7, eos_token_id=())
     prompts = [[5, 6, 7], [9, 10, 11]]
-    output = model.generate(prompts, params, seed=1)
+    output = model.generate(prompts, free(7), seed=1)
     assert len(overlapped) == 6
     assert output.logprobs is not None
     assert output.top_logprobs is not None
