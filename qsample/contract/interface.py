@@ -73,20 +73,17 @@ def _feature(default: Any, help: str, **shown: Any) -> Any:
 class Features:
     """The options of an export; an absent feature adds no input, output or operator.
 
+    The `help` of a field says what it is. More about some:
+
     Attributes:
         sampler: the graph returns next-token ids; without it `decoder.onnx` returns logits and `sampler.onnx` samples.
-        logit_bias: inputs `logit_bias_ids`, `logit_bias`.
-        allowed_tokens: input `allowed_tokens` (guided decoding).
-        logprobs: output `logprobs`.
-        top_logprobs: M >= 0 alternatives in `top_logprob_ids`, `top_logprobs` (0: off).
-        probs: output `probs` (`return_pdfs`), the distribution that was sampled from.
+        top_logprobs: 0 = off.
         filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state.
-        filter_order: from FILTER_ORDERS.
         seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
-        num_speculative_tokens: G, how many tokens a step may guess for a row and check (0: none, and no such inputs);
-            compile adds it.
-        max_loras: the most LoRA adapters in a batch (0: none, and no such inputs).
-        max_lora_rank: the largest rank of an adapter; 0 without max_loras.
+        num_speculative_tokens: G, the most tokens that a step may guess for a row and check (0: none, and no such
+            inputs); compile adds it.
+        max_loras: 0: none, and no such inputs.
+        max_lora_rank: 0 without max_loras.
     """
 
     sampler: bool = _feature(

@@ -123,27 +123,14 @@ class SamplingParams:
             in its text so far; changes how fast tokens come, and no token. For packages that were compiled with
             num_speculative_tokens of at least as many.
 
-    The others are for packages that were exported with the filter of their name, see `contract.EXTRA_PARAMETERS`.
+    The rest are for packages that were exported with a filter: `contract.EXTRA_PARAMETERS` has their meanings, and each
+    field its range. Of these:
 
     Args:
-        typical_p: in (0, 1]; 1 = off.
-        top_a, epsilon_cutoff, eta_cutoff: in [0, 1]; 0 = off.
-        top_n_sigma: >= 0; 0 = off.
-        xtc_probability: in [0, 1]; 0 = off.
-        xtc_threshold: in [0, 1]; off above 0.5.
-        dry_multiplier: >= 0; 0 = off.
-        dry_base: >= 1.
-        dry_allowed_length: >= 1.
-        dry_penalty_last_n: tokens; -1 = all, 0 = off.
         dry_sequence_breakers: token ids, or texts of a single token each; None = none.
-        no_repeat_ngram_size: in [0, 65]; 0 = off.
         bad_words_ids: sequences of 1 to 64 token ids; None = none.
         bad_words: the same as texts, which are forbidden alone and after a space.
-        dynatemp_range: >= 0; 0 = off.
-        dynatemp_exponent: >= 0.
         mirostat: 2 for Mirostat 2.0, after the other filters; 0 = off.
-        mirostat_tau: > 0, in bits.
-        mirostat_eta: >= 0.
 
     Raises ValueError, naming the field, if a value is outside its range.
 

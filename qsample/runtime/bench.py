@@ -106,11 +106,6 @@ class LockStep:
     def drafts(self) -> DraftStats:
         return sum((sequence.drafts for sequence in self._sequences), NO_DRAFTS)
 
-    def set_parameter(self, name: str, values: Array) -> None:
-        """Replace a parameter of every row, from the next call on."""
-        for row, value in enumerate(values):
-            self._slots.set_parameters(row, {name: value})
-
     def _newest(self) -> Array:
         return np.array([sequence.sampled[-1] for sequence in self._sequences], dtype=np.int64)
 

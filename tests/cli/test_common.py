@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from qsample.cli.common import is_package, open_exported, open_model
+from qsample.cli.common import flags_of, given_of, is_package, open_exported, open_model, with_flags
 from qsample.models.model import PackagedModel, SourceModel
+from qsample.request.checks import checked, flag, integer
 from tests.helpers.fake_package import fake_package
 
 
@@ -25,3 +29,32 @@ def test_a_checkpoint_is_not_loaded_when_it_is_opened(tmp_path: Path, monkeypatc
     (tmp_path / "config.json").write_text("{}")
     assert not is_package(str(tmp_path))
     assert isinstance(open_model(str(tmp_path)), SourceModel)
+
+
+@dataclass
+class _Options:
+    rows: int | None = integer(None, 1, 9, "1 to 9", help="Rows.")
+    names: tuple[str, ...] = checked((), help="Names.", flag="--name", metavar="NAME", repeated=str)
+    noisy: bool = flag(False, help="Noisy.", argument="with_noise")
+    hidden: int = 3
+
+
+def test_a_dataclass_becomes_flags_and_flags_its_fields() -> None:
+    seen: list[dict[str, Any]] = []
+    app = typer.Typer()
+
+    @app.command()
+    @with_flags(flags_of(_Options))
+    def command(ctx: typer.Context) -> None:
+        seen.append(given_of(_Options, ctx.params))
+
+    for line in ("", "--rows 2 --name a --name b --with-noise"):
+        app(line.split(), standalone_mode=False)
+    assert seen == [
+        {"rows": None, "names": (), "noisy": False},
+        {"rows": 2, "names": ("a", "b"), "noisy": True},
+    ]
+    for line, words in (("--rows 0", "equal to 1"), ("--hidden 3", "--hidden")):
+        with pytest.raises(Exception, match=words):
+            app(line.split(), standalone_mode=False)
+    assert flags_of(_Options, unset=True)["with_noise"].default is None
