@@ -229,6 +229,13 @@ def test_a_conversation_goes_on_when_the_context_is_full(
     assert f"the model no longer sees the oldest {left_out[-1]} messages; /save keeps them all" in err
 
 
+def test_a_question_that_does_not_fit_forgets_nothing(say: Any, requests: list[Any]) -> None:
+    status, _, err = say(f"one\n{'x' * 100}\n{'y' * 200}\ntwo", "--max-new-tokens", "2", "--ctx-len", "192")
+    assert (status, "so this was not added" in err) == (1, True)
+    asked = [[message["content"] for message in seen if message["role"] == "user"] for seen, _, _ in requests]
+    assert asked == [["one"], ["one", "x" * 100], ["one", "x" * 100, "two"]]
+
+
 def test_a_saved_conversation_that_waits_for_an_answer(say: Any, package: Package, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     saved.write_text(json.dumps([user("hello")]))
