@@ -36,7 +36,9 @@ class Answers:
             "created": int(time.time()),
             "model": model.name,
         }
-        self._outer: Event = {}  # of the first event
+        # The beginning of each event, encoded once; and fields of the first event.
+        self._beginning = json_bytes({**self._head, "object": choices[0].chunk}).removesuffix(b"}")
+        self._outer: Event = {}
         self._counts, self._always_counts = body.usage_in_stream
         self._requests: list[Request] = []
         self._scoring: list[Request] = []  # of each prompt with at least two tokens
@@ -140,14 +142,14 @@ class Answers:
     def _event(self, event: Event | None, usage: dict[str, Any] | None = None) -> bytes:
         """An event of a choice, or with `usage`, the event behind all of them."""
         choices = [] if event is None else [event]
-        document = {**self._head, "object": self._choices[0].chunk, **self._outer, "choices": choices}
+        document = {**self._outer, "choices": choices}
         self._outer = {}
         if self._counts:
             if usage is None and self._always_counts:
                 prompts = sum(request.prompt_tokens for request in self._requests[:: self._body.choices])
                 usage = _total(prompts, self._sampled)
             document["usage"] = usage
-        return b"data: " + json_bytes(document) + b"\n\n"
+        return b"data: " + self._beginning + b"," + json_bytes(document)[1:] + b"\n\n"
 
     def _failed(self, error: ApiError) -> bytes:
         """The event of an error."""

@@ -28,13 +28,14 @@ _TOP_IDS, _TOP_VALUES = (spec.name for spec in TOP_LOGPROB_OUTPUTS)
 class Choice(ABC):
     """An answer as events.
 
-    kind, chunk: OpenAI's names of a whole answer and of an event. prefix: of a request's id. scores: of the prompt, if
-    the request asks for them; set before `start`.
+    kind, chunk: OpenAI's names of a whole answer and of an event. prefix: of a request's id. content: the field of an
+    event that has the text. scores: of the prompt, if the request asks for them; set before `start`.
     """
 
     kind: ClassVar[str]
     chunk: ClassVar[str]
     prefix: ClassVar[str]
+    content: ClassVar[str]
 
     def __init__(self, index: int, model: ServedModel, body: GenerationRequest, prompt: Sequence[int]) -> None:
         self._index = index
@@ -61,7 +62,7 @@ class Choice(ABC):
         event = self._content(delta)
         if not delta.token_ids:
             event["logprobs"] = None
-        return [event] if any(event.get(name) for name in ("delta", "text", "logprobs", "token_ids")) else []
+        return [event] if event[self.content] or event["logprobs"] or event.get("token_ids") else []
 
     def whole(self, output: RequestOutput) -> Event:
         """The whole answer."""
@@ -87,6 +88,7 @@ class ChatChoice(Choice):
     """A choice of `/v1/chat/completions`."""
 
     kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    content = "delta"
 
     def __init__(self, index: int, model: ServedModel, body: ChatCompletionRequest, prompt: Sequence[int]) -> None:
         super().__init__(index, model, body, prompt)
@@ -184,7 +186,7 @@ class CompletionChoice(Choice):
     """A choice of `/v1/completions`."""
 
     kind = chunk = "text_completion"
-    prefix = "cmpl"
+    prefix, content = "cmpl", "text"
 
     def __init__(
         self, index: int, model: ServedModel, body: CompletionRequest, prompt: Sequence[int], echo: str | None
