@@ -6,19 +6,23 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
+
+from qsample.contract.arrays import Array
 from qsample.request.sampling_params import SamplingParams
-from qsample.runtime import Delta, Request, RequestOutput
+from qsample.runtime import Delta, Request, RequestOutput, Step
 from qsample.runtime.request import RequestTiming, Usage
 from qsample.runtime.sequence import NO_DRAFTS
-from qsample.serve.choices import Choice, Event
+from qsample.serve.choices import Choice, Event, PromptScores
 from qsample.serve.guides import GrammarGuide
 from qsample.serve.http import ApiError, json_bytes, logged_api_error
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel
 from qsample.serve.requests import GenerationRequest
-from qsample.serve.scoring import ForcedTokens, PromptScores, scoring_params
+
+_WORD_BITS: Final = 32  # of a mask
 
 
 class Answers:
@@ -243,3 +247,27 @@ def _checked(output: RequestOutput) -> RequestOutput:
 
 def _total(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def scoring_params(tokens: int) -> SamplingParams:
+    """Of the request that scores a prompt with so many tokens, at least 2: a stop token in it ends nothing."""
+    return SamplingParams(temperature=0.0, max_new_tokens=tokens - 1, eos_token_id=())
+
+
+class ForcedTokens:
+    """The `allowed_tokens` of a request that has to sample given tokens.
+
+    So the server computes the log-probabilities of a prompt. A graph returns the log-probability of the tokens that it
+    samples, as the model has it, before any mask. A request begins with the prompt's first token, and each mask allows
+    only the prompt's next token. That takes a step for each token, in a slot like any other, and works on every device.
+    It leaves all other requests as they are, the answer to the same prompt included, which is another request.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._left = iter(tokens)
+
+    def __call__(self, step: Step | None, mask: Array) -> None:
+        """Allow the next token alone; mask: [1, W] int32."""
+        token = next(self._left)
+        mask[:] = 0
+        mask[0, token // _WORD_BITS] = np.uint32(1 << token % _WORD_BITS).astype(np.int32)

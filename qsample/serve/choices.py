@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar, Final
 
@@ -17,12 +18,40 @@ from qsample.serve.chats import ChatCompletionRequest
 from qsample.serve.models import ServedModel, TokenTexts
 from qsample.serve.parsers import DemandedCalls, ToolReader
 from qsample.serve.requests import CompletionRequest, GenerationRequest
-from qsample.serve.scoring import PromptScores
 
 Event = dict[str, Any]
 
 _LEAST_LOGPROB: Final = -9999.0  # OpenAI's number for an impossible token; JSON has no infinity
 _TOP_IDS, _TOP_VALUES = (spec.name for spec in TOP_LOGPROB_OUTPUTS)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What the model says of a prompt.
+
+    Attributes:
+        token_ids: n tokens of the prompt.
+        outputs: the optional outputs of the package by name, an entry for each token but the first, [n - 1, ...]; none
+            for a prompt of a single token.
+    """
+
+    token_ids: Sequence[int]
+    outputs: Mapping[str, Array]
+
+    def entries(self, top: int) -> list[dict[int, tuple[float, int | None]] | None]:
+        """For each token the log-probability and rank of the `top` likeliest tokens in its place, and of itself, by
+        token id. None for the first token, which follows nothing. The rank of a token is None if it is not among the
+        alternatives that the package returns."""
+        ids, values = (self.outputs.get(spec.name) for spec in TOP_LOGPROB_OUTPUTS)
+        found: list[dict[int, tuple[float, int | None]] | None] = [None]
+        for place, token in enumerate(self.token_ids[1:]):
+            ranked: dict[int, tuple[float, int | None]] = {}
+            if ids is not None and values is not None:
+                pairs = zip(ids[place].tolist(), values[place].tolist(), strict=True)
+                ranked = {other: (value, rank) for rank, (other, value) in enumerate(pairs, start=1)}
+            own = ranked.get(token, (float(self.outputs[LOGPROBS.name][place, 0]), None))
+            found.append({**dict(list(ranked.items())[:top]), token: own})
+        return found
 
 
 class Choice(ABC):

@@ -15,12 +15,11 @@ from qsample.contract.interface import Features
 from qsample.runtime import RequestOutput, SamplingParams
 from qsample.runtime.request import Usage
 from qsample.runtime.sequence import DraftStats
-from qsample.serve.answers import Answers
+from qsample.serve.answers import Answers, ForcedTokens
 from qsample.serve.chats import ChatCompletionRequest
 from qsample.serve.choices import ChatChoice, Choice, CompletionChoice
 from qsample.serve.http import ApiError, EventStream, while_connected
 from qsample.serve.requests import CompletionRequest
-from qsample.serve.scoring import ForcedTokens
 from tests.helpers.answers import END, Scripted, delta, ended, optional_outputs, served
 
 PARAMS = SamplingParams(max_new_tokens=5)

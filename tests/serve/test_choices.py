@@ -10,9 +10,8 @@ import pytest
 
 from qsample.runtime import Delta
 from qsample.serve.chats import ChatCompletionRequest
-from qsample.serve.choices import ChatChoice, Choice, CompletionChoice, added, prompt_logprobs
+from qsample.serve.choices import ChatChoice, Choice, CompletionChoice, PromptScores, added, prompt_logprobs
 from qsample.serve.requests import CompletionRequest
-from qsample.serve.scoring import PromptScores
 from tests.helpers.answers import END, Texts, delta, ended, optional_outputs, served
 
 ROLE = {"role": "assistant", "content": ""}
