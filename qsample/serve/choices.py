@@ -38,19 +38,25 @@ class PromptScores:
     token_ids: Sequence[int]
     outputs: Mapping[str, Array]
 
-    def entries(self, top: int) -> list[dict[int, tuple[float, int | None]] | None]:
-        """For each token the log-probability and rank of the `top` likeliest tokens in its place, and of itself, by
-        token id. None for the first token, which follows nothing. The rank of a token is None if it is not among the
-        alternatives that the package returns."""
-        ids, values = (self.outputs.get(spec.name) for spec in TOP_LOGPROB_OUTPUTS)
-        found: list[dict[int, tuple[float, int | None]] | None] = [None]
+    def told(self, texts: TokenTexts, top: int) -> list[Event | None]:
+        """VLLM's form: for each token the `top` likeliest tokens in its place, and itself, by token id. None for the
+        first token, which follows nothing. The rank of a token is None if it is not among the alternatives that the
+        package returns."""
+        ids, values = self.outputs.get(_TOP_IDS), self.outputs.get(_TOP_VALUES)
+        found: list[Event | None] = [None]
         for place, token in enumerate(self.token_ids[1:]):
             ranked: dict[int, tuple[float, int | None]] = {}
             if ids is not None and values is not None:
                 pairs = zip(ids[place].tolist(), values[place].tolist(), strict=True)
                 ranked = {other: (value, rank) for rank, (other, value) in enumerate(pairs, start=1)}
             own = ranked.get(token, (float(self.outputs[LOGPROBS.name][place, 0]), None))
-            found.append({**dict(list(ranked.items())[:top]), token: own})
+            entries = {**dict(list(ranked.items())[:top]), token: own}
+            found.append(
+                {
+                    str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": texts.of(other)[0]}
+                    for other, (value, rank) in entries.items()
+                }
+            )
         return found
 
 
@@ -168,7 +174,7 @@ class ChatChoice(Choice):
     def outer(self) -> Event:  # as in vLLM's answers
         fields: Event = {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids}
         if self._prompt_top is not None and self.scores is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(self._model.token_texts, self.scores, self._prompt_top)
+            fields["prompt_logprobs"] = self.scores.told(self._model.token_texts, self._prompt_top)
         return fields
 
     def _put(self, text: str) -> tuple[str, str]:
@@ -246,7 +252,7 @@ class CompletionChoice(Choice):
     def whole(self, output: RequestOutput) -> Event:
         choice = super().whole(output)
         if self._prompt_top is not None and self.scores is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._model.token_texts, self.scores, self._prompt_top)
+            choice["prompt_logprobs"] = self.scores.told(self._model.token_texts, self._prompt_top)
         return choice
 
     def _choice(self, text: str) -> Event:
@@ -305,19 +311,6 @@ def _likeliest(outputs: Mapping[str, Array], index: int, top: int | None) -> lis
     if not top:
         return []
     return [*zip(outputs[_TOP_IDS][index, :top], outputs[_TOP_VALUES][index, :top], strict=True)]
-
-
-def prompt_logprobs(texts: TokenTexts, scores: PromptScores, top: int) -> list[dict[str, Any] | None]:
-    """As in vLLM's answers: for each token of a prompt its alternatives and itself by token id, None for the first."""
-    return [
-        None
-        if entry is None
-        else {
-            str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": texts.of(token)[0]}
-            for token, (value, rank) in entry.items()
-        }
-        for entry in scores.entries(top)
-    ]
 
 
 def _finite(value: float) -> float:

@@ -224,7 +224,7 @@ def test_a_client_that_leaves(stream: bool, several: bool) -> None:
             await asyncio.sleep(0)
 
     requests = [Long() for _ in range(1 + several)]
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
     assert all(request.cancelled for request in requests)
     bodies = b"".join(message.get("body", b"") for message in sent)
     assert bodies.count(b"data: ") == len(requests) * stream

@@ -10,7 +10,7 @@ import pytest
 
 from qsample.runtime import Delta
 from qsample.serve.chats import ChatCompletionRequest
-from qsample.serve.choices import ChatChoice, Choice, CompletionChoice, PromptScores, added, prompt_logprobs
+from qsample.serve.choices import ChatChoice, Choice, CompletionChoice, PromptScores, added
 from qsample.serve.requests import CompletionRequest
 from tests.helpers.answers import END, Texts, delta, ended, optional_outputs, served
 
@@ -236,5 +236,5 @@ def test_tokens_of_a_prompt_in_vllms_form() -> None:
     of_text.scores = of_chat.scores = scores
     assert of_text.whole(ended(2))["prompt_logprobs"] == of_chat.outer()["prompt_logprobs"] == wanted
     assert "prompt_logprobs" not in completion(logprobs=1).whole(ended(2))
-    *_, impossible = prompt_logprobs(Texts(), PromptScores([3, 9], optional_outputs(9)), 0)  # type: ignore[arg-type]
+    *_, impossible = PromptScores([3, 9], optional_outputs(9)).told(Texts(), 0)  # type: ignore[arg-type]
     assert impossible == {"9": {"logprob": -9999.0, "rank": 3, "decoded_token": "<9>"}}
