@@ -1,6 +1,6 @@
 """A graph with a single node for each layer that repeats another enters; the graph of all layers leaves.
 
-`transforms.stand_ins` has traced the first of several equal layers between two markers. A copy of the nodes between
+`repeated_layers.standing_in` traced the first of several equal layers between two markers. A copy of the nodes between
 these, which reads another layer's weights and states, takes the place of that layer's node. Nodes that depend neither
 on the layer's hidden states nor on its own states or weights, such as those of masks and rotations, are shared.
 

@@ -28,8 +28,7 @@ from qsample.graph.edit import cast, put_behind
 from qsample.graph.operators import OPSET
 from qsample.transforms.decoder import linear_layers_marked
 from qsample.transforms.markers import ADAPTED_PATH
-from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers
-from qsample.transforms.stand_ins import standing_in
+from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers, standing_in
 
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are kept apart.

@@ -23,7 +23,7 @@ INTERLEAVED: Final = "interleaved"
 GATE_TRANSPOSED: Final = "gate_transposed"
 DOWN_TRANSPOSED: Final = "down_transposed"
 
-# `transforms.stand_ins`; inputs and outputs: a layer's hidden states, then its retained states.
+# `transforms.repeated_layers`; inputs and outputs: a layer's hidden states, then its retained states.
 LAYER_BEGIN: Final = "LayerBegin"
 LAYER_END: Final = "LayerEnd"
 REPEATED_LAYER: Final = "RepeatedLayer"
