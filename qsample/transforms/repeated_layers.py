@@ -1,4 +1,4 @@
-"""Layers that compute the same, each from its own weights, and a trace in which one node stands for each repetition.
+"""Layers that compute the same from different weights, and a trace in which one node stands for each repetition.
 
 `find_repeated_layers` compares weights by name, shape and dtype, and everything else that a layer's modules hold by
 value or identity. While `standing_in` is open, the first layer of each group runs between two markers. Another layer is

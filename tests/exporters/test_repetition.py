@@ -145,8 +145,9 @@ VALUES = TensorSpec("values", "float32", (BATCH, 4), "numbers")
 SPEC = GraphSpec((VALUES,), (), (replace(VALUES, name="total"),))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("shares", ["nothing", "an argument", "a product", "a layer"])
+@pytest.mark.parametrize(
+    "shares", ["nothing", "a product", *(pytest.param(how, marks=pytest.mark.ci) for how in ("an argument", "a layer"))]
+)
 def test_layers_that_share_more_are_all_traced(shares: str) -> None:
     torch.manual_seed(0)
     stack = Stack(shares)
