@@ -217,6 +217,21 @@ def test_interrupted_right_after_the_swap(atomic: bool, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["package"]
 
 
+def test_interrupted_right_before_the_swap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, real, calls = write(tmp_path / "package", files(1)).path, module.exchange, []
+
+    def exchange(first: Path, second: Path) -> bool:
+        calls.append(first)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(first, second)
+
+    monkeypatch.setattr(module, "exchange", exchange)
+    with pytest.raises(KeyboardInterrupt):
+        write(target, files(2), overwrite=True)
+    assert version_of(target) == 1
+
+
 def test_a_mount_point_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(Path, "rename", lambda self, to: (_ for _ in ()).throw(OSError(errno.EBUSY, "Device busy")))

@@ -16,6 +16,7 @@ import onnx
 import pytest
 from onnx import AttributeProto, TensorProto, helper
 
+from qsample.disk.protobuf import field
 from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name, read_json, referenced_files
 
 GOOD_NAMES = [
@@ -189,6 +190,12 @@ def model(*nodes: Any, **options: Any) -> onnx.ModelProto:
     return helper.make_model(graph(*nodes, **options))
 
 
+def without_number(made: onnx.ModelProto) -> onnx.ModelProto:
+    """A parser takes it for 0."""
+    next(one for one in made.graph.node[0].attribute if one.name == "embed_mode").ClearField("i")
+    return made
+
+
 def sparse() -> onnx.ModelProto:
     made = model()
     made.graph.sparse_initializer.add(values=external("sparse"), indices=external("indices"), dims=[4])
@@ -237,6 +244,7 @@ CASES: dict[str, tuple[onnx.ModelProto, set[str]]] = {
         model(helper.make_node("If", ["c"], ["y"], then_branch=graph(context("deep")), else_branch=graph())),
         {"deep"},
     ),
+    "context whose mode has no number": (without_number(model(context("engine.bin"))), {"engine.bin"}),
     "no context": (model(context("engine.bin", operator="Other")), set()),
     "not text": (model(initializers=[external("placeholder")]), {"placeholder"}),
 }
@@ -273,6 +281,16 @@ def test_a_location_that_comes_twice_counts_twice(tmp_path: Path) -> None:
         *("first", "second", "fourth"),
     }
     assert referenced_files(tmp_path / "m.onnx") == {"first", "second", "third", "fourth"}
+
+
+def test_fields_of_other_types_than_onnx_gives_them_are_passed_over(tmp_path: Path) -> None:
+    mode = field(1, b"embed_mode") + field(3, b"1") + field(3, 1)
+    file = field(1, b"ep_cache_context") + field(1, 7) + field(4, 7) + field(4, b"engine.bin")
+    node = field(4, b"EPContext") + field(4, 7) + field(5, 7) + field(5, mode) + field(5, file)
+    for number, wanted in ((1, set()), (0, {"engine.bin"})):
+        graph = field(1, 7) + field(1, node.replace(field(3, 1), field(3, number)))
+        (tmp_path / "m.onnx").write_bytes(field(7, 7) + field(7, graph))
+        assert referenced_files(tmp_path / "m.onnx") == wanted
 
 
 def test_text_that_is_not_unicode_is_no_name_of_a_file(tmp_path: Path) -> None:
@@ -326,12 +344,12 @@ def locations(made: onnx.ModelProto) -> set[str]:
     found: set[str] = set()
 
     def visit(message: Any) -> None:
-        for field, value in message.ListFields():
-            if field.message_type is None:
+        for descriptor, value in message.ListFields():
+            if descriptor.message_type is None:
                 continue
-            values = value if field.is_repeated else [value]
+            values = value if descriptor.is_repeated else [value]
             for item in values:
-                if field.name == "external_data" and item.key == "location":
+                if descriptor.name == "external_data" and item.key == "location":
                     found.add(item.value if isinstance(item.value, str) else os.fsdecode(item.value))
                 visit(item)
 

@@ -97,10 +97,11 @@ def test_what_is_not_a_bundle_of_one_model_is_refused(
         assert not (tmp_path / "new").exists()
     with pytest.raises(PackageError, match="already holds a bundle"):
         bundle(bundled, [compiled])
-    (bundled / "notes.txt").write_text("mine")
-    with pytest.raises(PackageError, match=r"notes\.txt"):
-        bundle(bundled, [compiled], overwrite=True)
-    (bundled / "notes.txt").unlink()
+    for notes in (bundled / "notes.txt", bundled / "cpu" / "notes.txt"):
+        notes.write_text("mine")
+        with pytest.raises(PackageError, match=rf"not its bundle's \({notes.relative_to(bundled)}\)"):
+            bundle(bundled, [compiled], overwrite=True)
+        notes.unlink()
     assert bundle(bundled, [compiled], overwrite=True) == ["cpu"]
     assert sorted(path.name for path in bundled.iterdir()) == ["cpu", MODEL_PACKAGE_NAME]
     with pytest.raises(PackageError, match="not a qsample bundle"):
