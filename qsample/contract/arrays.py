@@ -22,7 +22,7 @@ class Dtype(NamedTuple):
     Attributes:
         onnx: the number of TensorProto.DataType.
         onnxruntime: the type of a session's input or output.
-        numpy: the type of its elements; for bfloat16, which NumPy lacks, an integer of the same bits.
+        numpy: the type of its elements; for bfloat16, missing in NumPy, an integer of the same bits.
     """
 
     onnx: int

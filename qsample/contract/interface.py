@@ -159,7 +159,7 @@ class RecurrentShape:
         layer: its number in the model.
         kind: "conv_state" or "recurrent_state".
         index: of the state among those of its kind in the layer.
-        shape: without the batch axis, which comes first.
+        shape: without the batch axis; it comes first.
         dtype: "float32" or the model's.
     """
 

@@ -38,7 +38,7 @@ SEARCHED: Final = "R"  # rows that are searched
 BREAKERS: Final = "D"  # ids a row that break DRY's matches
 BAD_WORDS: Final = "Q"  # forbidden sequences a row
 BAD_WORD_LENGTH: Final = "L"  # tokens of the longest forbidden sequence
-ADAPTER_RANKS: Final = "P"  # ranks of adapters; the layers of each kind have an axis of their own, `P.q_proj`
+ADAPTER_RANKS: Final = "P"  # ranks of adapters; the layers of each kind have a separate axis, `P.q_proj`
 GUESSES: Final = "G"  # most guesses a row, num_speculative_tokens
 NEW_TOKENS: Final = "J"  # G + 1
 ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH)  # values of a row: as many as the host gives
@@ -155,8 +155,8 @@ def _per_row(name: str, dtype: str, off: float, meaning: str) -> TensorSpec:
     return TensorSpec(name, dtype, (BATCH,), meaning, off=off)
 
 
-# What `Features.filters` may name, each with its inputs. `off` of the first input switches the filter off; that of the
-# others is the usual value.
+# What `Features.filters` may name, each with its inputs. `off` of the first input switches the filter off; the `off`
+# of the rest is the usual value.
 EXTRA_PARAMETERS: Final[dict[str, tuple[TensorSpec, ...]]] = {
     "typical_p": (_per_row("typical_p", "float32", 1.0, "keep the most typical tokens with this mass; 1 = off"),),
     "top_a": (_per_row("top_a", "float32", 0.0, "keep p >= top_a * p_max ** 2; 0 = off"),),

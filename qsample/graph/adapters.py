@@ -5,7 +5,7 @@ Of a layer that computes y from x, with the matrices A [P, in] and B [P, out] of
 
     y + Where(adapter_ids == adapter, x A^T, 0) B
 
-Every row has its own adapter; of the others' ranks, it adds exact zeros. Without bound adapters P is 0, and the
+Every row names an adapter; for the ranks of other adapters, it adds exact zeros. Without bound adapters P is 0, and the
 operators find nothing to do.
 """
 
@@ -37,7 +37,7 @@ class Layer(NamedTuple):
     Attributes:
         path: its name.
         states: what it reads, [B, S, in]; [B, in, S] if `transposed`.
-        result: [B, S, out]; of joined layers that of all, side by side.
+        result: [B, S, out]; of joined layers the weights of all, side by side.
         factor: that the graph applies to the result of the product.
     """
 
@@ -54,7 +54,7 @@ def add_adapters(model: ir.Model, interface: Interface, layers: Iterable[Layer])
 
 
 class _Adapters:
-    """Adds products to a graph, which gets the inputs for adapters."""
+    """Adds products to a graph, and the inputs for adapters."""
 
     def __init__(self, model: ir.Model, interface: Interface) -> None:
         self._graph, self._dtype = model.graph, _dtype(interface.dtype)
@@ -67,7 +67,7 @@ class _Adapters:
         given, shape, rows = self._inputs[ADAPTER.name], reshape_target(graph, [-1, 1, 1]), (BATCH, 1, 1)
         row = insert(first, "Reshape", [given, shape], rows, dtype=int32, name="adapter.row")
         none, nobody = (initializer(graph, f"adapter_{n}", np.array(n, np.int32)) for n in (0, _NOBODY))
-        # Adapter 0 always means no adapter, whatever ids the host gives to unused ranks.
+        # Adapter 0 always means no adapter, even if the host gives that id to unused ranks.
         has = insert(first, "Greater", [row, none], rows, dtype=boolean, name="adapter.any")
         own = insert(first, "Where", [has, row, nobody], rows, dtype=int32, name="adapter.number")
         self._masks = {}

@@ -1,7 +1,7 @@
 """Edits of graphs: constants and nodes with their shapes and dtypes recorded, what a node reads, and named axes.
 
 `insert`, `cast` and `put_behind` are how nodes get into a graph. onnx_ir.tape and onnxscript's GraphBuilder make nodes,
-too, but at the end of a graph; here, they go before or after others.
+too, but at the end of a graph; here, they go before or after existing nodes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def put_behind(
 ) -> ir.Value:
     """Let everything that reads `value` read the output of a new node right after it; return that output.
 
-    others: the node's further inputs. dtype: of the output, which has the shape of `value`; None = that of `value`.
+    others: the node's further inputs. dtype: of the output; its shape is the shape of `value`; None = as `value` has
+        it.
     """
     node = ir.node(op_type, [value, *others], attributes, name=name)
     output = _output(node, value.shape, dtype)
@@ -104,7 +105,7 @@ def put_behind(
 
 
 def _insert_behind(value: ir.Value, output: ir.Value) -> None:
-    """Put the node that computes `output` right after that of `value`."""
+    """Put the node that computes `output` right after the node of `value`."""
     first, second = value.producer(), output.producer()
     assert first is not None
     assert second is not None
@@ -113,7 +114,7 @@ def _insert_behind(value: ir.Value, output: ir.Value) -> None:
 
 
 def reshape(before: ir.Node, source: ir.Value, sizes: Sequence[int]) -> ir.Value:
-    """`source` with its last axes as in `sizes`, which start with a 0 for each axis that is kept."""
+    """`source` with its last axes as in `sizes`; these start with a 0 for each axis that is kept."""
     assert source.shape is not None
     assert before.graph is not None
     kept = list(source.shape)[: list(sizes).count(0)]
@@ -143,7 +144,8 @@ def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
 
 
 def replace_outputs(old: ir.Node, new: ir.Node) -> None:
-    """Let everything that reads the outputs of `old` read those of `new`, which get their names, types and shapes."""
+    """Let everything that reads the outputs of `old` read the outputs of `new`, and give these the names, types and
+    shapes."""
     for marked, value in zip(old.outputs, new.outputs, strict=True):
         value.type, value.shape = marked.type, marked.shape
         name, marked.name = marked.name, f"{marked.name}_marker"
@@ -196,7 +198,7 @@ def part_of(value: ir.Value | None) -> Part | None:
 
 
 def reads(node: ir.Node) -> list[ir.Value]:
-    """The values that a node reads: its inputs, and those of the graphs inside it (of an If or a Scan)."""
+    """The values that a node reads: its inputs, and the values read by the graphs inside it (of an If or a Scan)."""
     values = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -210,7 +212,7 @@ def producer(value: ir.Value | None) -> ir.Node | None:
 
 
 def with_loop_bodies(graph: ir.Graph) -> list[ir.Node]:
-    """The nodes of a graph, then those of the bodies of its Scans: all that is computed for a token."""
+    """The nodes of a graph, then the nodes in the bodies of its Scans: all that is computed for a token."""
     bodies = [node.attributes["body"].as_graph() for node in graph if node.op_type == "Scan"]
     return [*graph, *(node for body in bodies for node in body)]
 

@@ -16,7 +16,7 @@ from qsample.ort.providers import CPU
 class GraphPart:
     """The part of `model`'s graph between `given` and `wanted`; small, because its constants are copied.
 
-    inputs: those of the whole graph that it reads, by name.
+    inputs: the initializers of the whole graph that it reads, by name.
     """
 
     def __init__(self, model: ir.Model, wanted: Iterable[ir.Value], given: Iterable[ir.Value] = ()) -> None:

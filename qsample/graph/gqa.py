@@ -41,7 +41,7 @@ class Slot(IntEnum):
 
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:
-    """The GroupQueryAttention nodes of `graph`, in order; not those of graphs inside it."""
+    """The GroupQueryAttention nodes of `graph`, in order; not in graphs inside it."""
     return [node for node in graph if is_contrib(node, OP_TYPE)]
 
 

@@ -20,7 +20,7 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
     """Append `sampler` to `decoder`, in place; the result has the inputs and outputs of `spec`, in its order.
 
     An input of the sampler that the decoder has or computes as an output (the logits) is joined with it;
-    whatever is inside the sampler gets `PREFIX` before its name, if it has not got it yet. `sampler` is used up.
+    everything inside the sampler gets `PREFIX` before its name, if it has not got it yet. `sampler` is used up.
     """
     graph, outputs = decoder.graph, list(sampler.graph.outputs)
     known = {value.name: value for value in (*graph.inputs, *graph.outputs)}
@@ -36,11 +36,12 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
 
 
 def prepend(model: ir.Model, front: ir.Model, replaced: Collection[str], prefix: str) -> dict[str, ir.Value]:
-    """Put the nodes of `front` before those of `model`, in place; `front` is used up.
+    """Put the nodes of `front` before the nodes of `model`, in place; `front` is used up.
 
     Args:
         model: gets the inputs of `front` that it lacks.
-        front: its inputs are joined with those of `model` by name; nothing of `model` has the names of its outputs.
+        front: its inputs are joined with the inputs of `model` by name; nothing of `model` has the names of its
+            outputs.
         replaced: inputs that `model` must not read from here on: the caller connects their readers.
         prefix: of the names inside `front`.
 
@@ -62,7 +63,7 @@ def prepend(model: ir.Model, front: ir.Model, replaced: Collection[str], prefix:
 def _taken_over(
     graph: ir.Graph, part: ir.Graph, known: Mapping[str | None, ir.Value], prefix: str
 ) -> tuple[list[ir.Value], list[ir.Node]]:
-    """Empty `part` into `graph`: its inputs, which `known` replaces by name, and its nodes, which are not placed yet.
+    """Empty `part` into `graph`: its inputs, replaced by `known` by name, and its nodes, not placed yet.
 
     Whatever is inside `part` gets `prefix` before its name.
     """
@@ -91,7 +92,7 @@ def _taken_over(
 
 
 def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, ir.Model | None]:
-    """The model up to its logits, which is `decoder` itself from now on, and the sampler after it, as `append_sampler`
+    """The model up to its logits (`decoder` itself, changed), and the sampler after it, as `append_sampler`
     takes them; None if the graph has no sampler and returns its logits."""
     if not interface.features.sampler:
         return decoder, None
@@ -134,7 +135,7 @@ def return_logits(model: ir.Model) -> ir.Model:
 def return_all_logits(model: ir.Model) -> bool:
     """Let `model`, cut at its logits, return those after each token of a call: [B * S, V], row by row; in place.
 
-    Every position becomes a row of its own behind the choice of the last one, so the head may be anything.
+    Every position becomes a separate row behind the choice of the last one, so the head may be anything.
 
     Returns:
         Whether it does; False, with nothing changed, if more than a single choice leads from the tokens to the logits.

@@ -19,7 +19,7 @@ from qsample.graph.operators import is_contrib
 OP_TYPE: Final = "MoE"
 QUANTIZED_OP_TYPE: Final = "QMoE"
 _PRODUCTS: Final = ("MatMul", "FusedMatMul", "Gemm")
-# Gate and up take turns in fc1, which is the only way that the CPU's kernels know.
+# Gate and up take turns in fc1: the CPU's kernels know no other way.
 ATTRIBUTES: Final[dict[str, Any]] = {
     "k": 1,
     "normalize_routing_weights": 1,
@@ -56,7 +56,7 @@ class QuantizedSlot(IntEnum):
 
 
 def mixtures(graph: ir.Graph) -> list[ir.Node]:
-    """The MoE nodes of `graph`, in order; not those of graphs inside it."""
+    """The MoE nodes of `graph`, in order; not in graphs inside it."""
     return [node for node in graph if is_contrib(node, OP_TYPE)]
 
 

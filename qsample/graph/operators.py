@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # 23 blocks the skip-norm fusion and 24's TopK lacks a CUDA kernel, so 20 is the newest opset that loses nothing.
 OPSET: Final = 20
-CONTRIB_DOMAIN: Final = "com.microsoft"  # ONNX Runtime calls its own operators contrib operators
+CONTRIB_DOMAIN: Final = "com.microsoft"  # ONNX Runtime calls these contrib operators
 
 
 def is_contrib(node: ir.Node, *operators: str) -> bool:
@@ -40,7 +40,7 @@ def is_matmul_nbits(node: ir.Node) -> bool:
 
 def pack_bits(levels: Bytes, bits: int) -> Bytes:
     """[N, n] levels of 4 or 8 `bits` as [N, ceil(n * bits / 8)] bytes: 8 / bits levels each, the first in the low bits;
-    each row starts with a byte of its own."""
+    each row starts with a new byte."""
     if bits == 8:
         return levels
     levels = np.pad(levels, ((0, 0), (0, levels.shape[1] % 2)))

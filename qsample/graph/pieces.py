@@ -1,4 +1,4 @@
-"""Weights in pieces: parts of a tensor that are read or computed on their own, in several threads.
+"""Weights in pieces: parts of a tensor that are read or computed separately, in several threads.
 
 A piece has about a megabyte. So a whole matrix is never in memory, and what a piece needs stays in the processor's
 cache.
@@ -21,7 +21,7 @@ PIECE: Final = 1 << 18  # numbers: a megabyte of float32
 _BYTE: Final = 8  # bits; tensors of narrower numbers have no array of their bytes
 
 Piece = Callable[[], Array]
-"""Computes a piece, in any thread; an array whose bytes follow those of the piece before."""
+"""Computes a piece, in any thread; an array whose bytes follow the piece before."""
 
 
 class PiecewiseTensor(ir.LazyTensor):
@@ -88,7 +88,7 @@ def read(tensor: ir.TensorProtocol, *index: slice) -> Array:
     if not isinstance(tensor, JoinedTensor):
         return tensor.numpy()[index]
     shape = tensor.shape.numpy()
-    if tensor.joined_shape != shape:  # the first axis is that of the parts
+    if tensor.joined_shape != shape:  # the first axis counts the parts
         first = np.concatenate([read(part, index[0]) for part in tensor.parts], tensor.axis)
         return first.reshape(len(first), *shape[1:])[(slice(None), *index[1:])]
     index = (*index, *[slice(None)] * (tensor.axis + 1 - len(index)))

@@ -44,13 +44,13 @@ class GraphRunner:
         """
         Args:
             model: the decode graph, or a part of it, as `load_graph` reads it.
-            folder: that of the starting state.
+            folder: of the starting state.
             interface: of the whole graph.
-            weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the kernels make copies
-                in a layout of their own. Quantized weights always get those: without them, each call would dequantize
+            weights_mapped: leave the weights in the mapped file, at the cost of speed; otherwise the kernels copy them
+                into another layout. Quantized weights are always copied: otherwise each call would dequantize
                 every matrix.
-            spec: of `model` if it is a part, such as `interface.sampler`, which takes its further inputs from the
-                state; None = `interface.decoder`.
+            spec: of `model` if it is a part, such as `interface.sampler`; the state has its further inputs; None =
+                `interface.decoder`.
             row_multiple: in place of the graph's own.
         """
         options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)

@@ -27,7 +27,7 @@ from qsample.graph.pieces import Piece, pieces_of
 
 INLINE: Final = 1024  # bytes of a weight that stays in the graph's own file
 _PAGE: Final = 4096  # tensors begin at a page: ONNX Runtime maps them
-_LEAST: Final = 1 << 16  # bytes; smaller tensors are not compared with others
+_LEAST: Final = 1 << 16  # bytes; smaller tensors are not compared
 _AT_ONCE: Final = 1 << 24  # bytes that are compared or written at once
 _AHEAD: Final = 3  # pieces a thread that are computed and not yet written
 
@@ -51,7 +51,7 @@ def save_graph(model: ir.Model, path: Path) -> str | None:
 
 class WeightFile(AbstractContextManager["WeightFile"]):
     """A file of weights that is being written. Equal numbers are stored once, such as a table of embeddings that the
-    head is tied to: operators want them in shapes of their own, so the graph has an initializer for each.
+    head is tied to: operators want them in different shapes, so the graph has an initializer for each.
 
     Attributes:
         path: of the file.
@@ -78,7 +78,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
 
     def take(self, model: ir.Model) -> None:
         """Move the weights of `model` of more than INLINE bytes here, and smaller ones in files to the graph, in place;
-        those that are here already stay."""
+        weights that are here already stay."""
         values = [value for value in all_initializers(model.graph) if not self._has(value.const_value)]
         for value in values:
             if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= INLINE:
@@ -141,7 +141,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self._end += len(view)
 
     def _earlier(self, offset: int, length: int, first: bytes) -> int | None:
-        """Where the `length` bytes from `offset` on, which begin with `first`, were written before; None if nowhere."""
+        """Where the `length` bytes from `offset` on, beginning with `first`, were written before; None if nowhere."""
         others = self._alike.setdefault((length, first), [])
         if others:
             written = np.memmap(self.path, np.uint8, "r")
@@ -206,6 +206,6 @@ def _computed(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> Iterator[tuple[i
 
 
 def _by_value(results: Iterator[tuple[ir.Value, Array]]) -> Iterator[tuple[ir.Value, Iterator[Array]]]:
-    """Each value with its parts, which have to be taken before the next one."""
+    """Each value with its parts. Take them before the next value."""
     for value, parts in itertools.groupby(results, key=lambda result: result[0]):
         yield value, (array for _, array in parts)

@@ -109,7 +109,7 @@ def _external(tensor: ir.ExternalTensor, offset: int, shape: Sequence[int], name
 
 
 def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.Value, list[ir.Node]]:
-    """The value `name` that holds `tensor`, and the nodes that compute it, which are not in `graph` yet; their
+    """The value `name` that holds `tensor`, and the nodes that compute it, not yet in `graph`; their
     initializers are."""
     nodes: list[ir.Node] = []
     inputs = []
@@ -155,7 +155,7 @@ def read_joined(graph: ir.Graph) -> bool:
 
 
 def _replace_chain(graph: ir.Graph, nodes: list[ir.Node], tensor: JoinedTensor) -> None:
-    """An initializer in place of the result of the chain `nodes`, which reads constants alone."""
+    """An initializer in place of the result of the chain `nodes`; the chain reads constants alone."""
     output = nodes[-1].outputs[0]
     read = {value for node in nodes for value in node.inputs if value is not None and value.is_initializer()}
     value = constant_value(str(output.name), tensor)
@@ -180,7 +180,7 @@ HALF: Final = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 SUFFIX: Final = "_stored"  # of the name of the initializer before a Cast
 _INLINE: Final = 1024  # bytes of a constant that stays in the graph's own file
 _FLOAT: Final = int(ir.DataType.FLOAT)
-_MOST_PARTS: Final = 45_000  # ONNX Runtime maps each on its own, and Linux gives a process 65,530 maps
+_MOST_PARTS: Final = 45_000  # ONNX Runtime maps each separately, and Linux gives a process 65,530 maps
 
 
 class StoredTensor(ir.LazyTensor):
@@ -231,7 +231,7 @@ def rearranged(
 
 
 def rows_in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorProtocol | None:
-    """`in_turns` of the stored forms of `tensors`, which stay in their files."""
+    """`in_turns` of the stored forms of `tensors`; they stay in their files."""
     if any(isinstance(tensor, StoredTensor) and tensor.transposed for tensor in tensors):
         return None
     wide = {isinstance(tensor, StoredTensor) for tensor in tensors}
@@ -301,7 +301,7 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
         value.replace_all_uses_with(last, replace_graph_outputs=True)
         last.name, last.shape, last.type = name, value.shape, ir.TensorType(ir.DataType.FLOAT)
     # ONNX Runtime goes back from the last node, and from each to that of its inputs which is last in the file. So these
-    # stand before all others: then the other inputs of a product come first, and the float32 weight is made
+    # stand before all other nodes: then the other inputs of a product come first, and the float32 weight is made
     # for that product alone. Elsewhere, all of them are made before the first product runs.
     graph.insert_before(graph[0], nodes)
 
@@ -353,7 +353,7 @@ def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def load_graph(path: Path) -> ir.Model:
-    """The model in `path`, its weights left in their files, those that `save_beside` refers to included.
+    """The model in `path`, its weights left in their files, including the files that `save_beside` refers to.
 
     For graphs whose references were checked, or that this process wrote. Files may have several names (hard links):
     onnx_ir takes none that has, below a folder.
@@ -367,7 +367,7 @@ def load_graph(path: Path) -> ir.Model:
 
 
 def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> ir.ExternalTensor:
-    """The same tensor, in the file `location` below `folder`; "" = it is a path of its own."""
+    """The same tensor, in the file `location` below `folder`; "" = it is a path by itself."""
     return ir.ExternalTensor(
         location,
         tensor.offset,
@@ -380,10 +380,10 @@ def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> i
 
 
 def save_beside(model: ir.Model, folder: Path, name: str) -> None:
-    """Write `model` to `name` in `folder`, weights in files elsewhere as references to these: by absolute paths, which
-    nothing but `load_graph` opens. Other weights go to `name` and `.data`.
+    """Write `model` to `name` in `folder`, weights in files elsewhere as references to these: by absolute paths; only
+    `load_graph` opens them. Other weights go to `name` and `.data`.
 
-    Nothing is left elsewhere if that is on several drives, which have no folder in common to ONNX Runtime.
+    Nothing is left elsewhere if that is on several drives: they have no folder in common for ONNX Runtime.
     """
     lies = _are_on_one_drive(model, folder)
     narrow_weights(model, as_they_lie=lies)

@@ -52,7 +52,7 @@ class BoundGraph:
         # ONNX Runtime copies an input from other memory when it is bound, not when the graph runs.
         foreign = _foreign_inputs(session) if device == "cpu" else set()
         self._copied = [name for name in spec.input_names if buffers[name].device != device or name in foreign]
-        self._staged: dict[Handle, ort.OrtValue] = {}  # parts of tensors that are bound whole, and their own tensors
+        self._staged: dict[Handle, ort.OrtValue] = {}  # parts of tensors that are bound whole, and those tensors
         self._read, self._written = set[Handle](), set[Handle]()
         for name in spec.input_names:
             self._bind(name, buffers[name], self._read)
@@ -96,7 +96,7 @@ class BoundGraph:
 
 
 def _foreign_inputs(session: ort.InferenceSession) -> set[str]:
-    """Inputs that a provider on the CPU wants in memory of its own kind, as OpenVINO does."""
+    """Inputs that a provider on the CPU wants in special memory, as OpenVINO does."""
     memories = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
     return {value.name for value, memory in memories if memory.name != "Cpu"}
 
@@ -146,7 +146,7 @@ def _work(tasks: _Tasks) -> None:
         future, run = task
         try:
             future.set_result(run())
-        except BaseException as error:  # for whoever waits for the result
+        except BaseException as error:  # for a thread that waits for the result
             future.set_exception(error)
         del task, future, run  # nothing is kept until the next call comes
 

@@ -28,7 +28,7 @@ class Buffer:
     """Memory of a tensor, or of some rows of it, that graphs are bound to by its address.
 
     This class is a device's memory: small graphs copy rows there. `HostBuffer` is NumPy's, `Handle` has no address.
-    An array of bfloat16, which NumPy lacks, has uint16 of the same bits.
+    An array of bfloat16, missing in NumPy, has uint16 of the same bits.
 
     Attributes:
         owner: keeps the memory alive.
@@ -103,7 +103,7 @@ class Buffer:
             _value_at(part).update_inplace(np.ascontiguousarray(given))
 
     def _part(self, index: Index) -> Buffer:
-        """The memory at an index, which is contiguous."""
+        """The contiguous memory at an index."""
         row, columns = index if isinstance(index, tuple) else (index, None)
         first, end, _ = (slice(row, row + 1) if isinstance(row, int) else row).indices(self.shape[0])
         part = self.rows(first, max(end - first, 0))

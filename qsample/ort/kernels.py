@@ -206,7 +206,7 @@ class _Graph:
 
 
 def _folded(operator: str, constant: _Operand, attributes: tuple[bytes, ...]) -> _Operand:
-    """The result of a Cast or Transpose of weights, which ONNX Runtime computes when it opens a graph."""
+    """The result of a Cast or Transpose of weights; ONNX Runtime computes it when it opens a graph."""
     if operator == "Transpose":
         return replace(constant, dims=constant.dims[::-1])
     return _Operand(constant.dims, _NAMES.get(dict(map(integer_of, attributes)).get("to", 0), ""), cast=True)
@@ -270,7 +270,7 @@ def _experts(operator: str, known: _Known, attributes: tuple[bytes, ...], column
 
 
 def _attention(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Attention | None:
-    """GroupQueryAttention with `query_seqlens`, which nothing but packages with guesses has."""
+    """GroupQueryAttention with `query_seqlens`: only packages with guesses have it."""
     if len(known) <= QUERY_SEQLENS or (past := known[3]) is None or len(past.dims) != 4:
         return None
     others = [(slot, one) for slot, one in enumerate(known[:QUERY_SEQLENS]) if one is not None and slot > 6]

@@ -20,7 +20,7 @@ from threading import Thread
 from typing import Final
 
 HUGE_PAGE: Final = 1 << 21  # bytes, on x86-64, and on Arm with base pages of 4 KiB
-_COLLAPSE: Final = 25  # MADV_COLLAPSE, which Linux before 6.1 rejects
+_COLLAPSE: Final = 25  # MADV_COLLAPSE; Linux before 6.1 rejects it
 _ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPS: Final = Path("/proc/self/maps")
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime's model packages: the `manifest.json` of a package, and bundles, which hold variants of a model.
+"""ONNX Runtime's model packages: the `manifest.json` of a package, and bundles of the variants of a model.
 
 ONNX Runtime 1.32 opens both with `onnxruntime.ModelPackage` (microsoft/onnxruntime#27786). A bundle is a folder with a
 `manifest.json` and a qsample package for each target in a folder of its name; equal files of the packages are one file
@@ -160,7 +160,7 @@ def _check_same_model(variants: dict[str, Package]) -> None:
 
 
 def _check_target(path: Path, target: Path, overwrite: bool) -> None:
-    """Raise PackageError if the file or folder at `path`, which is or was `target`, must not be replaced."""
+    """Raise PackageError if the file or folder at `path`, now or formerly `target`, must not be replaced."""
     check_replaceable(path, target, "bundle", is_bundle, _foreign_files, overwrite)
 
 

@@ -1,4 +1,4 @@
-"""How ONNX Runtime runs: the options that a caller may set, those of every session, and the number of threads."""
+"""How ONNX Runtime runs: the options that a caller may set, the options of every session, and the number of threads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import onnxruntime as ort
 from qsample.request.checks import check_fields, checked, flag, integer, refuse
 
 FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph in bytes
-# Kernels make no copies of the weights in a layout of their own: those of a session that runs seldom, or never.
+# Kernels do not copy the weights into another layout: for a session that runs seldom, or never.
 NO_PREPACKING: Final = {"session.disable_prepacking": "1"}
-# Threads that wait for work leave the processors to others.
+# Threads that wait for work leave the processors to other threads.
 NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0"}
 
 _VARIABLE: Final = "ORT_INTRA_OP_NUM_THREADS"  # ONNX Runtime's own; 0 = as if it was not set
@@ -67,7 +67,7 @@ def session_options(
     config: Mapping[str, str] | None = None, *, intra_op_num_threads: int | None = None
 ) -> ort.SessionOptions:
     """ONNX Runtime's own options, without its log: warnings are about its own optimisations, errors are exceptions, and
-    both print names of the graph as they are, which could command a terminal.
+    both print names of the graph as they are; such names could command a terminal.
 
     config, intra_op_num_threads: as in `SessionOptions`.
     """
@@ -82,8 +82,8 @@ def session_options(
 
 
 def chosen_threads(asked: int | None) -> int | None:
-    """The threads of a session: `asked`, or as many as this process may use; None = ONNX Runtime's own choice, as many
-    as the machine has cores.
+    """The threads of a session: `asked`, or as many as this process may use; None = ONNX Runtime's choice, the number
+    of the machine's cores.
 
     That choice respects neither the process's affinity nor the quota of a container: ONNX Runtime starts a thread for
     every core of the machine, and binds each to its core, even if the process may not run on it.

@@ -1,7 +1,7 @@
 """Execution providers: their names, whether this installation has them, what the manifest of a package may ask of them,
 and sessions that run on them.
 
-Some are part of ONNX Runtime. Others are plugins: libraries of separate packages, which have to be registered first
+Some are part of ONNX Runtime. Others are plugins: libraries of separate packages; they have to be registered first
 (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries). `PROVIDERS` has what qsample knows of each.
 """
 
@@ -99,7 +99,7 @@ def device_of(providers: Sequence[str]) -> str:
 
 
 def available_providers() -> list[str]:
-    """The providers of this installation: ONNX Runtime's own and those of installed plugins."""
+    """The providers of this installation: ONNX Runtime's providers and the providers of installed plugins."""
     own: list[str] = ort.get_available_providers()
     return own + [name for name in ort.get_all_providers() if name not in own and is_plugin(name)]
 
@@ -168,7 +168,7 @@ def check_manifest_options(package: Package, provider: object, chosen: Mapping[s
     Args:
         package: of any kind.
         provider: the caller's, by short name or in a list: it is allowed.
-        chosen: the caller's options, which replace the manifest's.
+        chosen: the caller's options, in place of the manifest's.
     """
     compilation = package.manifest.compilation
     if compilation is None:

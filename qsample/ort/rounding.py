@@ -3,7 +3,7 @@
 On many processors, ONNX Runtime multiplies a single row, or the last of an odd number of rows, with kernels that add up
 in another order than those for more rows. That depends on the processor, on the kind of the product (bits, blocks, zero
 points, weights packed in advance) and on ONNX Runtime's version; docs/devices.md has a table. So when a package is
-opened, a small product of each of its kinds is computed over several numbers of rows, which takes milliseconds.
+opened, a small product of each of its kinds is computed over several numbers of rows, in milliseconds.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Rounding(NamedTuple):
         products: the numbers of rows for those with the model's own weights.
         adapters: for those with the matrices of LoRA adapters.
         experts: for the rows of each expert.
-        attention: several tokens of a row round as one by one; of graphs whose attention is told the tokens of each
-            row (`query_seqlens`), as that of packages with guesses.
+        attention: several tokens of a row round as one by one; of graphs whose attention gets the tokens of each
+            row (`query_seqlens`), as in packages with guesses.
         unknown: faults, in words: products for which no such numbers were found, or that could not be measured.
         digest: hexadecimal; another processor whose kernels round otherwise has another.
     """
@@ -164,7 +164,7 @@ def _small_graph(products: Iterable[Product]) -> tuple[bytes, dict[str, Array]]:
     normal = random.normal(0, 0.02, _PERIOD).astype(np.float32)
 
     def numbers(shape: tuple[int, ...], dtype: str, *, transposed: bool = False) -> Array:
-        """transposed: the last axis is that of the outputs, and the first outputs are the same for any number."""
+        """transposed: the last axis counts the outputs, and the first outputs are the same for any number."""
         made = np.resize(levels if dtype == "uint8" else normal, shape[::-1] if transposed else shape)
         return np.ascontiguousarray(made.T if transposed else made).astype(dtype, copy=False)
 

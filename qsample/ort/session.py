@@ -227,7 +227,9 @@ def _warn_of_broken_promises(package: Package, rounding: Rounding, *, guesses: b
             f"{package.path}: guesses are off here (num_speculative_tokens): this processor's kernels round one {one} "
             f"otherwise than several, and they would change tokens; {again}, "
             + (
-                "for batches (without --batch-size 1)" if one == "row" else "on this machine, which says whether it can"
+                "for batches (without --batch-size 1)"
+                if one == "row"
+                else "on this machine; compile says whether it can"
             ),
             stacklevel=4,
         )
@@ -246,8 +248,8 @@ def _options_of(package: Package, name: str, options: SessionOptions, providers:
     if compilation and name == "decoder.onnx" and tuple(providers[:1]) == compilation.execution_providers[:1]:
         compiled = compilation.provider_options
     chosen = {**compiled, **options.provider_options}
-    # Other graphs are not captured: they have control flow, run once, or read memory of the host, which a replay would
-    # not read again.
+    # Other graphs are not captured: they have control flow, run once, or read memory of the host, and a replay would
+    # not read it again.
     if name != "decoder.onnx" or not package.interface.captured:
         chosen.pop(_CAPTURE, None)
     return chosen
@@ -283,7 +285,7 @@ def _load(
     logits: bool,
     multiple: ort.OrtValue,
 ) -> ort.InferenceSession:
-    """logits: make the logits an output of the graph, which lacks it. multiple: ROW_MULTIPLE of graphs that have it."""
+    """logits: make the logits an output of the graph. multiple: ROW_MULTIPLE of graphs that have it."""
     native = session_options(options.config, intra_op_num_threads=options.intra_op_num_threads)
     native.add_initializer(ROW_MULTIPLE.name, multiple)
     path = package.file(name)
@@ -316,7 +318,7 @@ def _made_by_newer(package: Package) -> str:
 
 
 def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
-    """Raise PackageError unless the names, dtypes and shapes of the session's tensors are those of `spec`."""
+    """Raise PackageError unless the names, dtypes and shapes of the session's tensors equal `spec`."""
     for side, values, wanted in (
         ("input", session.get_inputs(), (*spec.inputs, *spec.states)),
         ("output", session.get_outputs(), spec.results),

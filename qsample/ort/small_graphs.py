@@ -1,6 +1,6 @@
-"""Graphs of a few nodes, made without the package onnx, which the runtime does not need.
+"""Graphs of a few nodes, made without the package onnx: the runtime does not need it.
 
-The numbers of the fields are those of onnx.proto.
+The numbers of the fields come from onnx.proto.
 """
 
 from __future__ import annotations

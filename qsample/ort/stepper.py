@@ -56,7 +56,7 @@ class Stepper:
         self.specs = tuple(one for one in (*spec.inputs, *spec.states) if one not in interface.cache_states)
         self.outputs = tuple(one.name for one in spec.outputs)
         self._buffers = {one.name: self._allocate(one) for one in (*spec.inputs, *spec.states, *spec.outputs)}
-        self._apart: list[str] = []  # states whose next value is in memory of its own
+        self._apart: list[str] = []  # states whose next value is in separate memory
         for state in spec.states:
             if not state.read_only:
                 in_place = state in interface.cache_states and (CAPACITY in state.axes or not captured)
@@ -108,7 +108,7 @@ class Stepper:
             self._reader(row, len(piece)).run()
 
     def _reader(self, row: int, tokens: int) -> BoundGraph:
-        """The graph over a single row, which reads the first `tokens` tokens of the piece."""
+        """The graph over a single row that reads the first `tokens` tokens of the piece."""
         device, ids = self._sessions.device, self._piece.reshaped(1, tokens)
         length = Buffer.of(np.array([tokens], np.int32), ids.device)
         if row not in self._readers:

@@ -3,9 +3,9 @@
 Every mask is added, never written over: -inf + NaN and -inf + inf are NaN, so an invalid logit stays visible to the
 validity check that follows.
 
-DRY, no_repeat_ngram_size and bad_words_ids compare a row's tokens so far with its own end: m(i), for each position i
-before the last, is how many tokens up to i are those up to the end. A repetition of length m(i) would go on with the
-token at i + 1.
+DRY, no_repeat_ngram_size and bad_words_ids compare a row's tokens so far with the end of the row: m(i), for each
+position i before the last, is how many tokens up to i are those up to the end. A repetition of length m(i) would go on
+with the token at i + 1.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def adjusted_logits(call: Call) -> Tensor:
 def _mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narrow: bool) -> Tensor:
     """Set the logits of tokens that the bitmask, [B, ceil(V / 32)] int32, forbids to -inf.
 
-    narrow: with integers of 32 bits, which takes the CPU twice as long.
+    narrow: with integers of 32 bits; that takes the CPU twice as long.
     """
     # A table with a row for each byte, because bit shifts have no kernel on some execution providers.
     bits = np.unpackbits(np.arange(_BYTE_VALUES, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -67,7 +67,7 @@ def _mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narr
 def _bytes(words: Tensor) -> Tensor:
     """[B, W] int32 -> [B, W, 4] int64, from the lowest on."""
     scales = constant(np.array([_BYTE_VALUES**i for i in range(_WORD_BYTES)]))
-    # ONNX's modulo has the divisor's sign, which gives a negative word's two's complement.
+    # ONNX's modulo has the divisor's sign: a negative word gives its two's complement.
     unsigned = op("Mod", words.to(INT64), _BYTE_VALUES**_WORD_BYTES)
     return op("Mod", unsigned.unsqueeze() / scales, _BYTE_VALUES)
 
@@ -168,7 +168,7 @@ def _dry(call: Call, logits: Tensor, past: Past) -> Tensor:
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_LARGEST_PENALTY = 1e30  # in place of infinity, which would make an invalid logit
+_LARGEST_PENALTY = 1e30  # in place of infinity: that would make an invalid logit
 
 
 class Past:
@@ -242,7 +242,7 @@ def dry(logits: Tensor, past: Past, row: Mapping[str, Tensor]) -> Tensor:
 
 
 def _is_among(ids: Tensor, listed: Tensor) -> Tensor:
-    """Whether each id, [B, h] int64, is among `listed` [B, D] int32, which -1 pads: bool."""
+    """Whether each id, [B, h] int64, is among `listed` [B, D] int32, padded with -1: bool."""
     return ids.unsqueeze().equals(listed.to(INT64).unsqueeze(1)).to(FLOAT).max(keep=False) > 0
 
 

@@ -1,7 +1,7 @@
 """Logits in blocks: their maxima, the argmax, the K largest; and sums in one order.
 
-Selection by blocks is exact: an element of a block that is not among the K with the largest maxima has K others, those
-maxima, that are at least as large. Chosen blocks are put in ascending order so that ties go to the lowest id.
+Selection by blocks is exact: an element of a block that is not among the K with the largest maxima has K elements that
+are at least as large, namely those maxima. Chosen blocks are put in ascending order so that ties go to the lowest id.
 
 Sums are float32, in an order that depends on the number of terms alone, so that a row rounds identically in any batch:
 ONNX Runtime's CumSum adds from the first to the last, and the order of its ReduceSum over a multiple of 16 does not
@@ -17,7 +17,7 @@ import numpy as np
 from qsample.sampler.tensor import Tensor, axis_size, maximum, op, size, top
 
 FLOOR: Final = -3e38  # stands for a masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38
-# ONNX Runtime's sums of rows whose size 16 divides do not depend on a row's place in memory; others do.
+# ONNX Runtime's sums of rows whose size 16 divides do not depend on a row's place in memory; other shapes do.
 ALIGNMENT: Final = 16
 _BEST_SIZE: Final = 128
 
@@ -77,7 +77,7 @@ def argmax(blocks: Blocks, *, replayed: bool) -> Tensor:
 
 def top_candidates(blocks: Blocks, count: int, *, replayed: bool) -> tuple[Tensor, Tensor]:
     """The `count` largest logits [B, K] float32, at least `FLOOR`, largest first, and their ids [B, K] int64; at equal
-    values the lowest ids. replayed: without GatherND, which CUDA does not replay."""
+    values the lowest ids. replayed: without GatherND, because CUDA does not replay it."""
     most = min(count, axis_size(blocks.values, 1))
     _, chosen = top(maximum(blocks.maxima, FLOOR), most)
     chosen, _ = top(chosen, most, largest=False)

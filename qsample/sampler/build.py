@@ -68,7 +68,7 @@ def _value(interface: Interface, spec: TensorSpec) -> ir.Value:
 def set_outputs(
     graph: ir.Graph, interface: Interface, outputs: Sequence[TensorSpec], found: Mapping[str, Tensor]
 ) -> None:
-    """Let `found` be the graph's outputs, under their names, and give everything else a name of its own."""
+    """Let `found` be the graph's outputs, under their names, and give everything else a unique name."""
     for spec in outputs:
         value = found[spec.name].value
         if value.is_graph_input() or value.is_graph_output():

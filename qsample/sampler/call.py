@@ -10,7 +10,7 @@ from qsample.sampler.tensor import INT32, INT64, Tensor, Tensors, branch, concat
 
 
 class Columns(Mapping[str, Tensor]):
-    """Rows of numbers as columns, [B, 1], made at their first use: a branch makes its own."""
+    """Rows of numbers as columns, [B, 1], made at their first use: a branch makes a copy."""
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
         self._rows, self._made = rows, dict[str, Tensor]()
@@ -44,7 +44,7 @@ class Call:
         self.interface, self.inputs, self.features = interface, inputs, interface.features
         self.for_webgpu = for_webgpu
         self.vocab, self.captured = interface.vocab_size, interface.captured
-        # `lengths` is read once, for the sum: its buffer may be that of its own next value.
+        # `lengths` is read once, for the sum: its buffer may also hold its next value.
         self.total = inputs["lengths"] + inputs["input_lengths"]
         self.start = self.total - inputs["input_lengths"]
         self.running = inputs["status"].equals(RUNNING)

@@ -50,7 +50,7 @@ def next_tokens(call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths:
         call: the inputs.
         at: [B, n] int32, the places of sampled tokens.
         drawn: [B, n] int64, these tokens.
-        emitted: [B, n] bool, which of them are recorded.
+        emitted: [B, n] bool, whether it is recorded.
         lengths: [B] int32, `call.total` in rows that record their inputs, else `call.start`.
         new: [B] bool, rows that record inputs from position 0 on.
     """

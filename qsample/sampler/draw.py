@@ -81,7 +81,7 @@ class _RandomRows:
         self._num_candidates = min(num_candidates, call.vocab)
         chosen = (*filters.ALWAYS, *call.features.filters)
         self._filters = [step for step in filters.ORDERS[call.features.filter_order] if step.__name__ in chosen]
-        # Before top-k, the entropy is that of the vocabulary, which the candidates do not have.
+        # Before top-k, the entropy counts the whole vocabulary, and the candidates do not know it.
         self._dynamic_first = call.uses("dynatemp") and call.features.filter_order == HUGGING_FACE
         self._small = filters.has_small_top_k(call, num_candidates)
         self._has_top_k = call["top_k"] > 0

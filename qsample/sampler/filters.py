@@ -78,7 +78,7 @@ def top_n_sigma(pool: Pool, row: Parameters) -> None:
 
 def typical_p(pool: Pool, row: Parameters) -> None:
     """Tokens whose surprise is closest to the entropy, with mass p: Meister et al. 2023, arXiv:2202.00666."""
-    # Surprise less entropy, ln(total) - ln(weight) each: without the total, which would round small differences away.
+    # Surprise less entropy, ln(total) - ln(weight) each: without the total: it would round small differences away.
     atypical = absolute(pool.logs - pool.row(pool.mean_log()))
     # A token that was taken away before has no weight, and its key changes nothing.
     keys = -minimum(atypical, 390.0)
@@ -106,7 +106,7 @@ def xtc(pool: Pool, row: Parameters) -> None:
     applies = (row["xtc_uniform"] < row["xtc_probability"]) & (threshold <= 0.5)
     # A token without weight reaches no threshold, or it would stay as the only one.
     reaches = (pool.weights >= pool.row(maximum(threshold * pool.total(), _LEAST_WEIGHT))).to(FLOAT)
-    least = pool.least(maximum(pool.x, FLOOR) * reaches)  # x is at most 0, which stands for the others
+    least = pool.least(maximum(pool.x, FLOOR) * reaches)  # x is at most 0, and 0 stands for the other tokens
     pool.keep(pool.x <= where(pool.row(applies), least, 0.0), top_stays=False)
 
 

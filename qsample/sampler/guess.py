@@ -1,16 +1,17 @@
 """Steps that may give a row several tokens: the guesses of each row, before the model, and which of them are kept.
 
-A row's guesses follow its newest token; the model reads them in the same call, and the verifier keeps those that the
-sampler draws, too. They are the host's `draft_ids`, or what followed when the row's newest tokens stood in its text
-before (prompt lookup; Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+A row's guesses follow its newest token; the model reads them in the same call, and the verifier keeps the guesses
+that the sampler draws, too. They are the host's `draft_ids`, or what followed when the row's newest tokens stood in its
+text before (prompt lookup; Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
 
-A wrong guess costs time. So there are as many guesses as are likely to pay: the more, the longer the match and the more
-often lookup would have been right at the row's last places. Each step looks at these anew: nothing is kept.
+A wrong guess costs time. So the number of guesses is the number that is likely to pay: the more, the longer the match
+and the more often lookup would have been right at the row's last places. Each step looks at these anew: nothing is
+kept.
 
-After the model, each place at which a token may be drawn is a row of the sampler, which is the same as that of other
+After the model, each place at which a token may be drawn is a row of the sampler, the same sampler as in other
 packages: it gets the row's parameters and states, the guesses before the place as inputs, and counts that include them.
 A place counts if the draw before it gave its guess and did not end the row. So the tokens, and every state after them,
-are those of steps of one token.
+equal the results of steps of one token.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ def _looked_up(inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, 
     source, level = places.columns(0, judged) * 0 - 1, places.columns(0, judged) * 0
     for index, length in enumerate(_LEVELS, 1):
         windows = _longer(windows, length // 2)
-        last = op("Slice", windows, [-judged], [_END], [1])  # those that end at a judged place
+        last = op("Slice", windows, [-judged], [_END], [1])  # the matches that end at a judged place
         end = op("Slice", at, [length - 1], [_END], [0])
         earlier = end < places.columns(reach - judged, reach).unsqueeze()
         found = where(last & earlier, end, -1).max(keep=False)

@@ -3,17 +3,17 @@
 Enter: seeds, and positions or a capacity. Leave: the uniforms of the contract. Number t of stream s is u = (x >> 8) *
 2**-24, x word t mod 4 of counter (t div 4, s, 0, 0) under key (seed mod 2**32, seed div 2**32).
 
-There are two forms. `noise_buffer` computes whole buffers with int64 words and BitwiseXor, which only the CPU has.
+There are two forms. `noise_buffer` computes whole buffers with int64 words and BitwiseXor; only the CPU has it.
 `uniforms` computes a single number of each row inside a decode step, with operators that CUDA and WebGPU have as well;
 a whole buffer would take it more than ten times as long.
 
 `uniforms` holds words as hexadecimal digits, an element each. A matrix multiplies both words of a round and adds up
 the partial products: the sum at each digit and, as a fraction, the carry of a group of five digits into it. Floor makes
-carries of the fractions, and a second matrix adds those that come from the group below. The third puts each digit of
+carries of the fractions, and a second matrix adds the carries from the group below. The third puts each digit of
 the product next to the digits that it is XORed with: an index into a table of 16**3 results.
 
 All of that is exact. In any order of additions, a sum has at most 24 bits. The operands of MatMul and Gemm have at
-most 11, because CUDA rounds those of float32 to TF32 if it is not told otherwise.
+most 11, because CUDA rounds float32 operands to TF32 by default.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GROUP: Final = 5  # digits that one fraction covers
 # The multipliers' digits, lowest first. Some are negative: with all of them 0 to 15, fractions would have 27 bits.
 _MULTIPLIER_DIGITS: Final = ((3, 5, -1, 2, 1, 5, 2, -3, 1), (-9, 6, -3, 9, -2, -6, -2, -3, 1))
 # A row between rounds has the digits of c0 and c2, which are multiplied; the same again, since a coefficient takes two
-# elements of 11 bits; and those of c1 and c3.
+# elements of 11 bits; and the digits of c1 and c3.
 _AGAIN: Final = 2 * _DIGITS
 _OTHERS: Final = 4 * _DIGITS
 _STATE: Final = 6 * _DIGITS
@@ -119,8 +119,8 @@ def uniforms(seed: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> T
 
 
 class _Columns(NamedTuple):
-    """The columns of a row of sums: two numbers' digits, the carries into those above the lowest, and `others` that
-    only pass through."""
+    """The columns of a row of sums: two numbers' digits, the carries into the digits above the lowest, and `others`
+    that only pass through."""
 
     digits: int
     carries: int
@@ -184,7 +184,7 @@ def _carry(sums: Tensor, carries: Tensor, groups: int) -> Tensor:
 
 
 def _product_matrix() -> Array:
-    """[48, 78]: from a state to the sums of both products, that of c2 first, which decides c0 and c1."""
+    """[48, 78]: from a state to the sums of both products; the product of c2 comes first and decides c0 and c1."""
     digits = np.zeros((2 * _DIGITS, 4 * _DIGITS))
     for number, word in enumerate((1, 0)):
         for place in range(_DIGITS):
@@ -242,7 +242,7 @@ def _keys(seed: Tensor, streams: Sequence[int]) -> Tensors:
     for column in range(2 * _DIGITS):
         for xored in (column, _AGAIN + column):
             _KEYS.leave_digit(indices, *divmod(column, _DIGITS), xored, 16**2)
-    indices[-1, [0, _AGAIN]] = 16  # the stream is c1, which the first round XORs as it is
+    indices[-1, [0, _AGAIN]] = 16  # the stream is c1; the first round XORs it as it is
     passed = np.repeat([0, _PASSED], [_OTHERS, _STATE - _OTHERS])
 
     sums = _carry(op("MatMul", summands, _constant(matrix)), _constant(_KEYS.carries_matrix), groups=2)

@@ -1,7 +1,7 @@
 """Pools from which a row's token is drawn: the K likeliest tokens, or the whole vocabulary.
 
 A pool holds its tokens' shifted logits x = l - max and their weights, unnormalized probabilities. A filter takes
-tokens away. The two kinds find sums, thresholds and the draw in their own ways.
+tokens away. The two kinds find sums, thresholds and the draw in different ways.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROUNDS_TO_8_BITS = 1.5 * 2.0**15  # added to a number below 1 and taken off aga
 
 
 class Pool(ABC):
-    """Tokens to draw from, less those that filters took away.
+    """Tokens to draw from, less the tokens that filters took away.
 
     Attributes:
         x: float32, l - max of each token, at most 0.
@@ -91,7 +91,7 @@ class Pool(ABC):
         self._top_stays = self._top_stays and top_stays
 
     def _apply(self) -> Tensor | None:
-        """1 for each token that passed the latest filters and 0 for the others, float32; None if there were none."""
+        """1 for each token that passed the latest filters and 0 for the rest, float32; None if there were none."""
         if self._passed is None:
             return None
         mask, self._passed = self._passed.to(FLOAT), None
@@ -123,7 +123,7 @@ class Pool(ABC):
 
     @abstractmethod
     def total(self) -> Tensor:
-        """The weight of all tokens that are left, also of those that are not in the pool: [B, 1] float32."""
+        """The weight of all tokens that are left, in the pool or not: [B, 1] float32."""
 
     @abstractmethod
     def least(self, values: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ class Vocabulary(Pool):
         # Rounding may leave the remainder just outside the block; its last token of positive weight is meant then.
         remainder = minimum(beyond.gather(block), inside.last() * _LARGEST_UNIFORM)
         place = minimum((inside <= remainder).to(FLOAT).sum(), axis_size(self.x, 2) - 1.0).to(INT64)
-        return block * axis_size(self.x, 2) + place  # an index, also in rows without weight, which draw nothing
+        return block * axis_size(self.x, 2) + place  # an index, also in rows without weight; they draw nothing
 
     def weight_of(self, token: Tensor) -> Tensor:
         return self.weights.reshape(0, -1).gather(token)

@@ -54,8 +54,8 @@ class Search:
 
     def __init__(self, listed: Tensor | None, *, skipped: bool = False) -> None:
         """listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow,
-        those that a call names. skipped: an If around each search of listed rows skips it if there are none; its
-        condition is a shape, which the host knows."""
+        the rows that a call names. skipped: an If around each search of listed rows skips it if there are none; its
+        condition is a shape, known to the host."""
         self._listed, self._skipped = listed, skipped
 
     def by_weight(
@@ -64,7 +64,7 @@ class Search:
         """The smallest key whose strictly larger keys weigh less than `share` of the whole: [B, 1] float32.
 
         Args:
-            keys: [B, n, C] float32, at most 0, -inf for those that do not count.
+            keys: [B, n, C] float32, at most 0, -inf for keys that do not count.
             weights: [B, n, C] float32, at least 0.
             share: [B, 1] float32, in (0, 1).
             ends: [B, 1] float32 each, a number below every key that has a weight, and the largest key.
@@ -145,13 +145,14 @@ class _Bracket:
         return (self.keys > pivots.unsqueeze().unsqueeze()).to(FLOAT)
 
     def excess(self, above: Tensor) -> Tensor:
-        """[B, P] float32, of what `above` gives. It grows with the set of keys, whatever pivots lead there."""
+        """[B, P] float32, of what `above` gives. It grows with the set of keys, and does not depend on the pivots
+        that lead there."""
         if self.weights is None:
             return above.sum(-2, -1, keep=False) - self._wanted
         return total(block_sums(self.weights * above) - self._wanted.unsqueeze(1)).squeeze()
 
     def measure(self, pivots: Tensor) -> Tensors:
-        """The excess of each pivot, the smallest of the keys above it, and the largest of the others: [B, P] each."""
+        """The excess of each pivot, the smallest of the keys above it, and the largest of the rest: [B, P] each."""
         # Products with the mask as a number: ONNX Runtime's Where takes ten times as long.
         above, keys = self.above(pivots), maximum(self.keys, FLOOR)
         smallest_above = (keys * above).min(-2, -1, keep=False)
@@ -167,7 +168,7 @@ def _cut(bracket: _Bracket) -> Tensor:
         pivots = low + (high - low) * parts  # the first one is low
         above = bracket.above(pivots)
         too_little = bracket.excess(above) < 0
-        # The smallest key above a pivot; keys are at most 0, which stands for the others.
+        # The smallest key above a pivot; keys are at most 0, and 0 stands for the rest.
         low = where(too_little, low, (keys * above).min(-2, -1, keep=False)).max()
         high = where(too_little, pivots, high).min()
     return low
@@ -206,7 +207,7 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
         # moved: 1 if the last step moved high, -1 if low. If an end moves twice, the other's excess counts half.
         pivot = high - (high - low) * (at_high / (at_high - at_low))
         pivot = where(number.equals(0), first, where(number.equals(1), second, pivot))
-        # A row with few keys left stays as it is while others go on: it rounds identically in any batch.
+        # A row with few keys left stays as it is while other rows go on: it rounds identically in any batch.
         pivot = where(many(count_low, count_high), minimum(maximum(pivot, low), high), high)
         above = bracket.above(pivot)
         found, count = bracket.excess(above), above.sum(-2, -1, keep=False)
@@ -277,5 +278,5 @@ def _step_through(bracket: _Bracket, low: Tensor, high: Tensor, searched: Tensor
 
 
 def _inside(pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The pivots, at least `low` and below `high`: at most the next number below `high`, which is not positive."""
+    """The pivots, at least `low` and below `high`: at most the next number below `high`; `high` is not positive."""
     return maximum(minimum(pivots, high * (1 + 2.0**-23) - 2.0**-126), low)

@@ -3,7 +3,7 @@
     with building(graph):
         weights = exp((logits - maximum) * inverse)
 
-A thin layer over onnxscript's `GraphBuilder`, which promotes constants and infers types and shapes. Numbers are
+A thin layer over onnxscript's `GraphBuilder`: it promotes constants and infers types and shapes. Numbers are
 promoted to the type of the tensor next to them.
 """
 
@@ -234,7 +234,7 @@ def size(tensor: Tensor, axis: int) -> Tensor:
 
 
 def branch(condition: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]) -> Tensors:
-    """`then()` if `condition` (scalar bool) holds, else `otherwise()`: an `If`, which computes only that side."""
+    """`then()` if `condition` (scalar bool) holds, else `otherwise()`: an `If` that computes only that side."""
     sides = [_subgraph(name, function) for name, function in (("then", then), ("else", otherwise))]
     attributes = {"then_branch": sides[0], "else_branch": sides[1]}
     results = operator("If", condition, outputs=len(sides[0].outputs), **attributes)
@@ -268,7 +268,7 @@ def loop(most: int, condition: Tensor, states: Tensors, step: Callable[..., tupl
 
 
 def _subgraph(name: str, function: Callable[[], Tensors], inputs: Sequence[ir.Value] = ()) -> ir.Graph:
-    """The nodes that `function` adds as a graph of their own; a result from outside passes through an Identity."""
+    """The nodes that `function` adds as a separate graph; a result from outside passes through an Identity."""
     parent = _builder.get()
     graph = ir.Graph(list(inputs), [], nodes=[], opset_imports=dict(parent.graph.opset_imports), name=name)
     token = _builder.set(GraphBuilder(graph, parent=parent))
