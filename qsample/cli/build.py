@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.markup import escape
@@ -18,6 +18,7 @@ from rich.table import Table
 from qsample.cli.common import (
     CHAT_FLAGS,
     FEATURE_FLAGS,
+    Flag,
     Json,
     Lora,
     Overwrite,
@@ -40,8 +41,10 @@ from qsample.cli.inspect import figures_in_words, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features
-from qsample.package.package import Package
-from qsample.progress import Meter, Stage, StageCost, metered, total
+from qsample.progress import Stage, StageCost, metered, total
+
+if TYPE_CHECKING:
+    from qsample.models.model import PackagedModel
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -78,13 +81,16 @@ PREFIX_EXAMPLES: Final = (
     "qsample serve qwen3-cpu --prefix rules.prefix"
 )
 
-Timing = Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")]
-
 _WIDTH_OF_A_FILE: Final = 120
 _CONTRACT: Final = "onnx-genai.token-sampler@2"
+_WRITING_FLAGS: Final = {
+    "overwrite": Flag(Overwrite, False),
+    "timing": Flag(Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")], False),
+    "as_json": Flag(Json, False),
+}
 
 
-@with_flags(FEATURE_FLAGS)
+@with_flags({**FEATURE_FLAGS, **_WRITING_FLAGS})
 def export(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or checkpoint folder.")],
@@ -95,24 +101,19 @@ def export(
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
-    overwrite: Overwrite = False,
-    timing: Timing = False,
-    as_json: Json = False,
 ) -> None:
     """Export a Hugging Face model to a portable package: an ONNX graph with the sampler in it."""
     from qsample.models.auto_model import AutoModelForCausalLM, is_decoder
     from qsample.models.model import SourceModel
 
-    if is_package(model):
-        raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
+    _check_model(model, revision)
     if is_decoder(Path(model)):
         raise typer.BadParameter(
             f"{model} holds a decoder that is exported already; `qsample bake` gives it the sampler"
         )
-    _check_revision(model, revision)
-    quieten(model)
     features = feature_options(ctx.params)
-    with _metered_progress() as meter:
+
+    def make(**writing: Any) -> PackagedModel:
         source = AutoModelForCausalLM.from_pretrained(
             model,
             **features,
@@ -122,31 +123,27 @@ def export(
             adapter=adapter,
         )
         assert isinstance(source, SourceModel)
-        exported = source.export(out, overwrite=overwrite, progress=meter)
-    _written(exported.package, out, meter.costs, timing, as_json)
+        return source.export(out, **writing)
+
+    _write(make, out, ctx.params)
 
 
-@with_flags(flags_of(CompileOptions))
+@with_flags({**flags_of(CompileOptions), **_WRITING_FLAGS})
 def compile(
     ctx: typer.Context,
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
-    overwrite: Overwrite = False,
-    timing: Timing = False,
-    as_json: Json = False,
 ) -> None:
     """Compile a package for a device: fused, its shapes bounded, tested there."""
     given = given_of(CompileOptions, ctx.params)
     texts = [read_text(Path(path), "--calibration-text") for path in given["calibration_text"] or ()]
     options = CompileOptions(**{**given, "calibration_text": texts or None})
-    with _metered_progress() as meter:
-        compiled = open_model(package).compile(out, options=options, overwrite=overwrite, progress=meter)
+    _write(lambda **writing: open_model(package).compile(out, options=options, **writing), out, ctx.params)
     if options.debug_dump is not None:
         _show_phases(Path(options.debug_dump))
-    _written(compiled.package, out, meter.costs, timing, as_json)
 
 
-@with_flags(FEATURE_FLAGS)
+@with_flags({**FEATURE_FLAGS, **_WRITING_FLAGS})
 def bake(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="An .onnx file, its folder, or a hub id.")],
@@ -164,59 +161,54 @@ def bake(
         str | None, typer.Option(metavar="ID|FOLDER", help="Compare with this checkpoint in transformers, too.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    overwrite: Overwrite = False,
-    timing: Timing = False,
-    as_json: Json = False,
 ) -> None:
     """Give the sampler to a decoder file of another exporter (onnxruntime-genai, onnx-community, optimum)."""
     from qsample.models.auto_model import bake as bake_file
 
+    _check_model(model, revision)
+    features = Features(**given_of(Features, feature_options(ctx.params)))
+    make = partial(
+        bake_file,
+        model,
+        out,
+        file=file,
+        features=features.for_serving() if ctx.params["for_serving"] else features,
+        tokenizer=None if tokenizer == "none" else tokenizer,
+        rope=rope,
+        reference=reference,
+        revision=revision,
+    )
+    _write(make, out, ctx.params)
+
+
+def _check_model(model: str, revision: str | None) -> None:
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
-    _check_revision(model, revision)
-    quieten(model)
-    features = Features(**given_of(Features, feature_options(ctx.params)))
-    with _metered_progress() as meter:
-        baked = bake_file(
-            model,
-            out,
-            file=file,
-            features=features.for_serving() if ctx.params["for_serving"] else features,
-            tokenizer=None if tokenizer == "none" else tokenizer,
-            rope=rope,
-            reference=reference,
-            revision=revision,
-            overwrite=overwrite,
-            progress=meter,
-        )
-    _written(baked.package, out, meter.costs, timing, as_json)
-
-
-def _check_revision(model: str, revision: str | None) -> None:
     if revision is not None and os.path.exists(model):
         raise typer.BadParameter(f"--revision belongs to a hub id, and {model} is on this machine; leave it out")
+    quieten(model)
 
 
-@contextmanager
-def _metered_progress() -> Iterator[Meter]:
-    """A progress bar or a line a stage, and the costs of the stages; the first has the imports of the libraries."""
+def _write(make: Callable[..., PackagedModel], out: Path, given: Mapping[str, Any]) -> None:
+    """Make a package, with its stages on stderr; print remarks there, and its path or a JSON document on stdout.
+
+    Args:
+        make: makes the package, with `overwrite` and `progress`.
+        out: its folder, as the user gave it.
+        given: all parameters of the command, by name.
+    """
     with progress(logged=True) as report, metered(report) as meter:
-        report(Stage.STARTING, 0.0)
-        yield meter
-
-
-def _written(package: Package, out: Path, costs: Sequence[StageCost], timing: bool, as_json: bool) -> None:
-    """Print remarks about a new package on stderr, and on stdout its path as the user gave it, or a JSON document."""
+        report(Stage.STARTING, 0.0)  # the imports of the libraries
+        package = make(overwrite=given["overwrite"], progress=meter).package
     size = sum(entry.bytes for entry in package.manifest.files.values())
     compilation = package.manifest.compilation
     if compilation is not None and compilation.quantization is not None:
         note(quantization_in_words(compilation.quantization))
         note(f"divergence from the float model: {figures_in_words(compilation.quantization['divergence'])}")
-    if timing:
-        console(stderr=True, width_of_a_file=_WIDTH_OF_A_FILE).print(_timing_table(costs))
-    name = f"{package.manifest.kind} package of {package.manifest.source.model_id}"
-    if not as_json:
-        note(f"{name}, {format_size(size)}, written to")
+    if given["timing"]:
+        console(stderr=True, width_of_a_file=_WIDTH_OF_A_FILE).print(_timing_table(meter.costs))
+    if not given["as_json"]:
+        note(f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to")
         print(out)
         return
     document = {
@@ -224,8 +216,8 @@ def _written(package: Package, out: Path, costs: Sequence[StageCost], timing: bo
         "kind": package.manifest.kind,
         "model": package.manifest.source.model_id,
         "bytes": size,
-        "timing": [asdict(cost) for cost in costs],
-        "total": asdict(total(costs)),
+        "timing": [asdict(cost) for cost in meter.costs],
+        "total": asdict(total(meter.costs)),
     }
     print(json.dumps(document, indent=2))
 

@@ -244,10 +244,7 @@ def read_template(template: str) -> str:
         if path.suffix or "/" in template or "{" in template or os.path.exists(path):
             raise typer.BadParameter(f"--chat-template {template:.60} is not a file; give a file, or a template's name")
         return template
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read --chat-template {template}: {error}") from None
+    return read_text(path, "--chat-template")
 
 
 def read_text(path: Path, option: str) -> str:
