@@ -85,19 +85,6 @@ def shown(progress: Progress | None) -> Iterator[Progress]:
         yield report
 
 
-def part(progress: Progress | None, start: float, end: float) -> Progress:
-    """A callback for work that is a part of a longer one: its fractions 0 to 1 become `start` to `end` of the whole.
-
-    The part's own "done" is not passed on unless the whole ends with it.
-    """
-
-    def report(stage: str, fraction: float) -> None:
-        if progress is not None and (stage != Stage.DONE or end == 1.0):
-            progress(stage, start + (end - start) * fraction)
-
-    return report
-
-
 class Stages:
     """The stages of long work, in order, reported to a callback: the fraction done rises from 0 to 1 once.
 
@@ -215,8 +202,16 @@ class Meter:
         self._report(stage, fraction)
 
     def part(self, start: float, end: float) -> Meter:
-        """As `progress.part`, measured with the whole."""
-        return Meter(part(self._report, start, end), self._record)
+        """A callback for work that is a part of the whole: its fractions 0 to 1 become `start` to `end`.
+
+        The part's "done" is passed on only if the whole ends with it.
+        """
+
+        def report(stage: str, fraction: float) -> None:
+            if stage != Stage.DONE or end == 1.0:
+                self._report(stage, start + (end - start) * fraction)
+
+        return Meter(report, self._record)
 
     @property
     def costs(self) -> tuple[StageCost, ...]:

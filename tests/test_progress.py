@@ -27,7 +27,6 @@ from qsample.progress import (
     StageCost,
     Stages,
     metered,
-    part,
     shown,
     total,
     unreported,
@@ -51,21 +50,6 @@ def test_stages_take_their_shares() -> None:
     work(lambda stage, fraction: seen.append((stage, fraction)))
     assert seen == [("first", 0.0), ("first", 0.375), ("second", 0.75), ("done", 1.0)]
     work(None)
-
-
-def test_parts_make_one_whole_that_is_done_once() -> None:
-    seen: list[tuple[str, float]] = []
-
-    def progress(stage: str, fraction: float) -> None:
-        seen.append((stage, fraction))
-
-    work(part(progress, 0.0, 0.5))
-    work(part(progress, 0.5, 1.0))
-    fractions = [fraction for _, fraction in seen]
-    assert fractions == sorted(fractions)
-    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
-    assert [stage for stage, _ in seen].count("done") == 1
-    work(part(None, 0.0, 0.5))
 
 
 class Terminal(io.StringIO):
@@ -154,17 +138,19 @@ def test_a_system_that_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total([cost, replace(cost, bytes_read=5)]).bytes_read is None
 
 
-def test_parts_make_one_list() -> None:
+def test_parts_make_one_whole() -> None:
     seen: list[tuple[str, float]] = []
     with metered(lambda stage, fraction: seen.append((stage, fraction))) as meter:
         for part in (meter.part(0.0, 0.5), meter.part(0.5, 1.0)):
             with metered(part) as inner:
-                inner("writing", 0.0)
+                inner("first", 0.0)
                 time.sleep(0.05)
-                inner("publishing", 0.5)
-                inner(Stage.DONE, 1.0)
-    assert seen == [("writing", 0.0), ("publishing", 0.25), ("writing", 0.5), ("publishing", 0.75), ("done", 1.0)]
-    assert [cost.stage for cost in meter.costs] == ["starting", "writing", "publishing"]
+                work(inner)
+    assert seen == [
+        *(("first", 0.0), ("first", 0.0), ("first", 0.1875), ("second", 0.375)),
+        *(("first", 0.5), ("first", 0.5), ("first", 0.6875), ("second", 0.875), ("done", 1.0)),
+    ]
+    assert [cost.stage for cost in meter.costs] == ["starting", "first", "second"]
     assert meter.costs[1].seconds >= 0.1, "a stage that comes again"
 
 

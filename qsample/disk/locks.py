@@ -17,12 +17,12 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-_LOCKED_BYTE: Final = 1 << 30  # Windows keeps others from reading a locked byte
+_LOCKED_BYTE: Final = 1 << 30  # Windows lets no other process read a locked byte
 _PAUSE: Final = 0.1  # seconds between two looks at a lock
 
 
 def lock(descriptor: int, *, shared: bool = False) -> bool | None:
-    """Lock a file without waiting, until it is closed. shared: beside others who share the lock.
+    """Lock a file without waiting, until it is closed. shared: other processes may share the lock.
 
     Returns:
         False: another process holds a lock in the way. None: this file system, or Windows for a shared lock, has none.

@@ -25,15 +25,15 @@ _UNSUPPORTED: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSU
 def put_in_place(scratch: ScratchFolder, target: Path, check: Callable[[Path], None]) -> None:
     """Give the folder `scratch.new` the name `target`. A folder that it replaces goes with the scratch folder.
 
-    A plain rename of a folder, which POSIX lets replace an empty folder and nothing else, and Windows nothing at all,
-    never deletes anything: of two writers, one gets the name. A package is replaced by exchanging the two names. If the
+    A plain rename of a folder never deletes anything: POSIX lets it replace an empty folder and nothing else, Windows
+    nothing at all. Of two writers, one gets the name. A package is replaced by exchanging the two names. If the
     file system cannot do that, the name is missing between two renames.
 
     Args:
         scratch: holds the finished folder, on the file system of `target`.
         target: its new name.
         check: raises PackageError if the file or folder at a path has to stay. It gets `target` if something is there,
-            and the replaced folder once more after nobody else can reach it; that goes back if it is refused.
+            and the replaced folder once more, out of reach of other programs; it goes back if it is refused.
 
     Raises:
         PackageError: If the system refuses, and from `check`.
@@ -122,7 +122,7 @@ def check_replaceable(
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Give two folders of one file system each other's name, at once: nobody sees either name missing.
+    """Give two folders of one file system each other's name, at once: neither name is ever missing.
 
     Returns:
         False, and nothing is changed, if the system or the file system cannot: Windows, a C library without the call

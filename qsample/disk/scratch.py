@@ -1,9 +1,10 @@
 """Scratch folders next to the files that are made in them: they go with their process, or with the next one.
 
 A scratch folder is called `.qsample-` and sixteen random hexadecimal digits. Its process holds a lock on the file
-`owner` in it, which names the machine. A killed process leaves both. Whoever makes the next scratch folder in the same
-place removes those of the same user whose lock is free, if their process ran on this machine. Another machine may not
-see a lock on a network file system, and some file systems have no locks: such a folder goes after a week.
+`owner` in it, which names the machine. A killed process leaves both. The next process that makes a
+scratch folder in the same place removes the folders of the same user whose lock is free, if their process ran on this
+machine. Another machine may not see a lock on a network file system, and some file systems have no locks: such a folder
+goes after a week.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NEW: Final = "new"
 REPLACED: Final = "replaced"
 _FORMAT: Final = b"qsample scratch folder of "
 _LONGEST: Final = 7 * 24 * 3600  # seconds that a process whose lock cannot be seen may live
-_own: set[Path] = set()  # of this process, which some file systems would let take its own lock
+_own: set[Path] = set()  # of this process: some file systems let a process take its lock twice
 
 
 class ScratchFolder:
@@ -76,7 +77,7 @@ class ScratchFolder:
 
 
 def scratch_near(path: Path) -> ScratchFolder:
-    """A scratch folder on the future disk of `path`: that of temporary files is often in memory.
+    """A scratch folder on the future disk of `path`: the disk of temporary files is often memory.
 
     Raises:
         PackageError: If no folder can be made there.

@@ -93,7 +93,7 @@ def parse_json(text: str, *, infinities: bool = False) -> Any:
 
     Args:
         text: the document.
-        infinities: take `Infinity` and `-Infinity`, which Python writes, and transformers into some configurations.
+        infinities: take `Infinity` and `-Infinity`, as Python writes them and some configurations have them.
 
     Raises:
         ValueError: In one line, for bad syntax, a key that comes twice, NaN, other infinities, a number that no float
@@ -176,7 +176,7 @@ def _check_depth(value: Any) -> None:
         level = children
 
 
-# Message → field number → message or value: those that lead to names of files.
+# Message → field number → message or value, as far as they lead to names of files.
 _FIELDS: Final[dict[str, dict[int, str]]] = {
     "Model": {7: "Graph", 20: "Training", 25: "Function"},
     "Training": {1: "Graph", 2: "Graph"},

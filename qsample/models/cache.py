@@ -213,7 +213,7 @@ def _use(path: Path) -> tuple[Package, FileIO] | None:
     try:
         if free is not False and is_at(manifest, file):
             seal = json.loads((path / _SEAL).read_text())
-            # Files that nobody has written to since they were hashed are not hashed again: that takes seconds.
+            # Files are not hashed again, which takes seconds, unless they were written to.
             untouched = seal["files"] == _states(path)
             if not untouched and seal["manifest"] != sha256_of(manifest):
                 raise PackageError(f"{manifest} was altered")
@@ -252,7 +252,7 @@ def _entry_folders(folder: Path) -> list[Path]:
 
 
 def _delete(path: Path) -> None:
-    """Delete an entry: for others it is gone at once."""
+    """Delete an entry: other processes see all of it or nothing."""
     with ScratchFolder(path.parent) as scratch:
         try:
             path.rename(scratch.new / "entry")

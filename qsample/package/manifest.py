@@ -172,7 +172,7 @@ class Manifest:
 
 
 def model_package(manifest: Manifest, folder: str = ".") -> dict[str, Any]:
-    """The content of `manifest.json`, with which ONNX Runtime opens a package as one of its own.
+    """The content of `manifest.json`, with which ONNX Runtime opens a package as a model package.
 
     Args:
         manifest: of the package.
@@ -224,7 +224,7 @@ def _shown(key: str) -> str:
 
 
 def _without_infinities(data: Any) -> Any:
-    """`data` with the names of NaN and infinities in their place, which JSON lacks."""
+    """`data` with names in place of NaN and infinities: JSON has no such numbers."""
     if isinstance(data, dict):
         return {key: _without_infinities(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -284,7 +284,7 @@ def _decode(kind: Any, data: Any, where: str, field: str = "") -> Any:
     # JSON has no bool that is an int; Python has.
     if isinstance(kind, type) and type(data) is kind:
         least, most = int(field in _SIZES), _LARGEST if "bytes" in field else 2**31
-        if kind is int and isinstance(data, int) and not least <= data < most:  # before somebody allocates by it
+        if kind is int and isinstance(data, int) and not least <= data < most:  # before a host allocates by it
             raise PackageError(
                 f"{where} in {MANIFEST_NAME} is {data}; it must be {least} or more, and less than {most}"
             )

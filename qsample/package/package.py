@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-LARGEST_MANIFEST: Final = 1 << 23  # bytes; that of a model of a hundred layers has 50 kB
+LARGEST_MANIFEST: Final = 1 << 23  # bytes; a model of a hundred layers needs 50 kB
 _CRUMBS: Final = (".DS_Store", "Thumbs.db", "desktop.ini")  # that a system's file browser leaves in any folder
 _DAMAGED: Final = (".json", ".jinja", ".onnx", ".onnx.data")  # files of a package whose manifest cannot be read
 _SLOW_FROM: Final = 100_000_000  # bytes of a portable package, whose user is told to compile it
@@ -145,7 +145,7 @@ class PackageWriter:
         return self.target
 
     def hashed(self, name: str, sha256: str) -> None:
-        """Note the sha256, in hexadecimal, of a file of the package, from whoever wrote it: it is not read again unless
+        """Note the sha256, in hexadecimal, of a file of the package that was just written: it is not read again unless
         it changes before the body ends."""
         path = self.directory / name
         self._known[path] = version_of(path), sha256
@@ -169,8 +169,8 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
     flushed to the disk, and the folder is renamed into place; if it raises, KeyboardInterrupt included, the folder is
     removed and `path` is as before. The remains of a killed process next to `path` are removed first.
 
-    A package is replaced in one step if the file system can do that: whoever opens `path` at any time, even after a
-    crash, finds the old package or the new package. `disk.replace` describes other file systems.
+    A package is replaced in one step if the file system can do that: at any time, even after a crash, the old package
+    or the new package is at `path`. `disk.replace` describes other file systems.
 
     Args:
         path: the package's folder.

@@ -121,7 +121,7 @@ class PrefixFile:
         return cls(path, tokens, start, tensors, sha256, adapter)
 
     def verify(self) -> None:
-        """Raise PackageError if the numbers are not those that were written."""
+        """Raise PackageError if the numbers have changed since they were written."""
         if _sha256([self.tokens, *self.states.values()]) != self.sha256:
             raise PackageError(f"{self.path} is damaged: its sha256 is not that of its header; {_AGAIN}")
 
@@ -134,7 +134,7 @@ def write_prefix(
     start: int = 0,
     adapter: str = "",
 ) -> None:
-    """Write a prefix file: nobody sees a part of it, and a file of that name is replaced.
+    """Write a prefix file, all of it at once. It replaces a file of that name.
 
     Args:
         path: of the file; its folder exists.

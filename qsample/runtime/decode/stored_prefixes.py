@@ -1,8 +1,8 @@
 """Prefixes that no slot has to hold: files of the caller, and a folder that keeps the beginnings of conversations.
 
-The folder has a file for each part of a conversation that was read anew: the first turn's tokens, then those that the
-second turn added, and so on, each with the tokens before it but not their keys and values. Its name is a hash of the
-package, of all tokens and of their adapter, so several processes may write the same file. The files that were used
+The folder has a file for each part of a conversation that was read anew: the first turn's tokens, then the tokens that
+the second turn added, and so on, each with the tokens before it but not their keys and values. Its name is a hash of
+the package, of all tokens and of their adapter, so several processes may write the same file. The files that were used
 longest ago go if the folder becomes too large; a file is used if a later part of its conversation is, so the latest
 parts go first.
 """
@@ -208,7 +208,7 @@ class StoredPrefixes:
             try:
                 write_prefix(path, self._signature, tokens, states, start, adapter)
                 trim((file for file in path.parent.iterdir() if _NAME.fullmatch(file.name)), self._max_bytes, _delete)
-            except Exception as error:  # whatever it is: without this thread, `close` would wait for ever
+            except Exception as error:  # of any kind: without this thread, `close` would wait for ever
                 _log.warning("a prefix is not kept: %s", error)
             self._unwritten.discard(path.name)
 
