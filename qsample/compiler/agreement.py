@@ -193,7 +193,7 @@ class _Published:
         return max(self._runs - 1, 0) if self._captured else 0
 
     def start(self, rows: int) -> dict[str, Array]:
-        """Row i with seed i. The states stay in the stepper, but for the lengths, which a graph may not keep."""
+        """Row i with seed i. The states stay in the stepper, except the lengths: a graph may not keep these."""
         seeds = np.arange(rows)
         noise = {
             name: [uniforms(seed, self._capacity, at) for seed in range(rows)] for name, at in NOISE_STREAMS.items()
@@ -226,8 +226,8 @@ _FEWER: Final = 3  # guesses that a row has less than the row before it
 def check_guesses_change_nothing(plan: CompilePlan, published: Package) -> None:
     """Let the compiled graph check guesses, a different number in each row: all of them right, or only half.
 
-    The logits after each token, and every state, have to be those of steps of one token, bit by bit; with several rows
-    and with one, and with the numbers of rows that sessions choose here and elsewhere (`ROW_MULTIPLE`).
+    The logits after each token, and every state, have to equal the results of steps of one token, bit by bit; with
+    several rows and with one, and with the numbers of rows that sessions choose here and elsewhere (`ROW_MULTIPLE`).
 
     Raises CompileError if they are not.
     """

@@ -1,8 +1,7 @@
 """Two decode graphs of one model enter, the second with quantized weights; the distance of their distributions leaves.
 
 The text is sampled at temperature 1 from random first tokens: a text for any model, without a corpus. The quantized
-graph writes it, in cheap steps, and the first graph reads all of it in a single call, which passes over its weights
-once.
+graph writes it, in cheap steps, and the first graph reads all of it in a single call, in one pass over its weights.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def _score(texts: Sequence[Text], reference: Sequence[Sequence[Array]]) -> Diver
     A text that the quantized graph wrote may hide its errors: if it repeats a token over and over, the float graph
     soon expects that, too. In `kept_kl` each place is weighted by the probability that the float graph would have kept
     all tokens before it, by the rule of speculative decoding (https://arxiv.org/abs/2211.17192): a token with
-    min(1, p / q), which makes the kept text the float graph's own.
+    min(1, p / q), so that the kept text is a text of the float graph.
     """
     kl, entropy, weights, same = list[Array](), list[Array](), list[Array](), list[Array]()
     for text, own in zip(texts, reference, strict=True):
@@ -123,8 +122,8 @@ class Distribution(NamedTuple):
 
 
 def softmax(logits: Array) -> Distribution:
-    """The distribution of [rows, V] float32 logits. Its numbers are float32, which NumPy computes ten times as fast as
-    float64, and their sums float64."""
+    """The distribution of [rows, V] float32 logits. Its numbers are float32, because NumPy computes them ten times as
+    fast as float64, and their sums float64."""
     largest = logits.max(-1, keepdims=True)
     weights = np.exp(logits - largest)
     total = weights.sum(-1, keepdims=True, dtype=np.float64)

@@ -1,7 +1,7 @@
 """The pipeline of compile: everything that is done to a decode graph, as a list of named phases.
 
-A target lists its phases; the functions here make those that several targets have. `run` executes a list on a `Build`
-and, for `debug_dump`, writes the graph after each phase.
+A target lists its phases; the functions here make the phases that several targets share. `run` executes a list on a
+`Build` and, for `debug_dump`, writes the graph after each phase.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Build:
     Attributes:
         plan: the package, and how it is compiled.
         stages: reports the progress.
-        folder: the package's, which has `decoder.onnx` at the end.
+        folder: the package's, with `decoder.onnx` at the end.
         scratch: an empty folder on the same disk, for files that are read until the graph is written.
         model: the graph as it is after the phases so far.
         texts: token ids that weights are fitted to, [n] int64 each; none unless the plan says so.
@@ -104,7 +104,7 @@ class Build:
         self.weights_sha256 = sha256
 
     def replace_model(self, path: Path) -> None:
-        """Go on with the model in `path`, which was made of the present model; reports of passes are kept."""
+        """Go on with the model in `path`, made of the present model; reports of passes are kept."""
         meta = self.model.meta
         self.model = ir.load(path)
         self.model.meta.update(meta)
@@ -170,12 +170,12 @@ def fixed_sizes(plan: CompilePlan, sizes: Mapping[str, int] | None = None) -> Ph
 
 
 def split_sampler(build: Build) -> None:
-    """Cut the sampler off the model, which ends with its logits then."""
+    """Cut the sampler off the model: it then ends with its logits."""
     build.model, build.sampler = split_at_logits(build.model, build.plan.source.interface)
 
 
 def cut_adapters(build: Build) -> None:
-    """Take the products of adapters out of the model, which would be in the way of passes."""
+    """Take the products of adapters out of the model: they would be in the way of passes."""
     if build.plan.source.interface.adapters:
         build.adapted = split_adapters(build.model, build.plan.source.interface)
 

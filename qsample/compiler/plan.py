@@ -75,7 +75,7 @@ class CompilePlan:
 
 
 def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
-    """The plan of `options` for `source`. Its interface is still the portable package's, which the target changes.
+    """The plan of `options` for `source`. Its interface is still the portable package's; the target changes it.
 
     Raises CompileError if they do not fit each other.
     """

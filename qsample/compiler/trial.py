@@ -23,7 +23,7 @@ from qsample.graph.weights import load_graph
 
 class Call(NamedTuple):
     """A call of a graph. ids: [rows, S]. lengths: [rows], the real tokens. tokens: [rows], chosen after these. logits:
-    [rows, V], which they were chosen from; empty if the graph does not return them."""
+    [rows, V], from which they were chosen; empty if the graph does not return them."""
 
     ids: Array
     lengths: Array
@@ -62,7 +62,7 @@ def read(
 ) -> list[list[Array]]:
     """The logits [rows, V] of `model` after each call of each text.
 
-    All texts are read in a single call, which passes over the weights once; call by call only if the model has the
+    All texts are read in a single call, in one pass over the weights; call by call only if the model has the
     logits of a row's last token alone.
 
     Args:

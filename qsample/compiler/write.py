@@ -2,7 +2,7 @@
 
 ONNX Runtime optimises the graph offline for the CPU, or lets a provider compile the model part ahead of time into
 EPContext nodes. Only the model is compiled then: ONNX Runtime's own provider runs the sampler after it, control flow
-and float64 included. So the tokens are exact whatever the compiling provider makes of such operators, and it never
+and float64 included. So the tokens are exact, even if the compiling provider changes such operators, and it never
 writes to a state.
 """
 
@@ -60,8 +60,8 @@ def optimize_offline(
 ) -> None:
     """Let ONNX Runtime optimise the graph for `providers`, and go on with the result.
 
-    The weights are written to their file before. ONNX Runtime maps what it looks at, and its own file refers to them,
-    so that nothing is written twice; it adds what it computes of constants.
+    The weights are written to their file before. ONNX Runtime maps what it looks at, and the file that it writes refers
+    to them, so that nothing is written twice; it adds what it computes of constants.
 
     Args:
         build: its placement is known afterwards.
@@ -151,7 +151,7 @@ def ahead_of_time_phases(providers: Sequence[str], provider_options: Mapping[str
     """The last phases for a provider that compiles ahead of time: from the model without its sampler to the file.
 
     Args:
-        providers: ONNX Runtime's names; the first compiles, the others run the rest.
+        providers: ONNX Runtime's names; the first compiles, the remaining ones run the rest.
         provider_options: of the first.
     """
     return [
@@ -191,7 +191,7 @@ def compile_ahead(build: Build, providers: Sequence[str], provider_options: Mapp
 
 def save_over(build: Build) -> None:
     """Write the model in place of the decode graph that it was read from, whose weights it still refers to."""
-    # A compiled file names all domains that this build of ONNX Runtime knows, which another may not.
+    # A compiled file names all domains that this build of ONNX Runtime knows; another build may not know them.
     common_passes.RemoveUnusedOpsetsPass()(build.model)
     written = build.scratch / DECODER
     digest = save_graph(build.model, written)
@@ -248,7 +248,7 @@ def placement_of(session: ort.InferenceSession) -> Placement:
 
 
 def placement_in_graph(model: ir.Model, provider_of: Mapping[str, str], default: str) -> Placement:
-    """The placement of the nodes of a graph, those of both sides of an If included.
+    """The placement of the nodes of a graph, both sides of an If included.
 
     Args:
         model: the graph.

@@ -113,7 +113,7 @@ def export_beside_checkpoint(
     sources: SourceFiles | None = None,
     progress: Progress | None = None,
 ) -> package.Unpublished:
-    """As `export_model`, for `compile` alone: its weights stay in the checkpoint's files, which the graph refers to.
+    """As `export_model`, for `compile` alone: its weights stay in the checkpoint's files, and the graph refers to them.
 
     folder: a new folder, in scratch space. The package is neither hashed nor published, and lives as long as both.
     """
@@ -129,7 +129,7 @@ def export_beside_checkpoint(
 
 @contextmanager
 def _memory_named() -> Iterator[None]:
-    """Say that the memory was used up, which torch, ONNX Runtime and the interpreter report in words of their own."""
+    """Say that the memory was used up: torch, ONNX Runtime and the interpreter each report it in other words."""
     try:
         yield
     except (MemoryError, SystemError, OSError, RuntimeError, QsampleError) as error:
@@ -270,7 +270,7 @@ def _token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     given = find("eos_token_id") or ()
     eos_ids = tuple(i for i in given if 0 <= i < vocab_size)
     if eos_ids != given:
-        # No row can sample the others; and the runtime refuses a generation_config that asks for them.
+        # No row can sample the ids beyond; and the runtime refuses a generation_config that asks for them.
         left_out = ", ".join(str(i) for i in given if i not in eos_ids)
         warnings.warn(f"eos_token_id {left_out} is left out: the model's ids are 0 to {vocab_size - 1}", stacklevel=3)
         if model.generation_config is not None:
@@ -295,7 +295,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _unwrapped(name: str, inside: list[str]) -> str:
-    """The name of a weight as it is without the modules that transforms wrap around others."""
+    """The name of a weight as it is without the modules that transforms wrap around it."""
     for prefix in inside:
         if name.startswith(prefix):
             return prefix.rsplit(".", 2)[0] + "." + name.removeprefix(prefix)
@@ -309,7 +309,7 @@ def weight_hash(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _hashed_meanwhile(model: PreTrainedModel) -> Iterator[Future[str]]:
-    """The `weight_hash` of `model`, which another thread computes: tracing leaves a processor idle."""
+    """The `weight_hash` of `model`, computed by another thread: tracing leaves a processor idle."""
     named, left = _named_weights(model), threading.Event()  # tracing changes modules for a while
     with ThreadPoolExecutor(1, thread_name_prefix="qsample-hash") as pool:
         try:

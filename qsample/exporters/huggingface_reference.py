@@ -37,7 +37,7 @@ def reference(model: PreTrainedModel) -> Reference:
     """
     config = model.config.get_text_config(decoder=True)
     generator = np.random.default_rng(0)
-    # Models that number positions themselves skip padding, which a prompt does not contain.
+    # Models that number positions themselves skip padding; a prompt contains none.
     allowed = np.setdiff1d(np.arange(_vocab_size(model)), [_pad_token_id(model)])
     windows = _windows(config)
     lengths, short = reference_lengths(longest_context(config), windows)
@@ -56,9 +56,9 @@ def reference(model: PreTrainedModel) -> Reference:
 
 
 def longest_context(config: Any) -> int | None:
-    """The positions that a text model knows; None = any number, which some configurations say with -1.
+    """The positions that a text model knows; None = any number; some configurations say -1.
 
-    Doge attends to all of keep_window_size tokens, and beyond that to the keys that it chooses, which a graph does not.
+    Doge attends to all of keep_window_size tokens, and beyond that to the keys that it chooses; a graph does not.
     """
     stated = [int(getattr(config, name, None) or 0) for name in ("max_position_embeddings", "keep_window_size")]
     return min((size for size in stated if size > 0), default=None)
@@ -76,8 +76,8 @@ def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
-    """[n, V] float32 of each row of n tokens, after each of them. Shorter rows are filled with tokens of their own,
-    which those before do not see."""
+    """[n, V] float32 of each row of n tokens, after each of them. Shorter rows are filled with some of their
+    tokens; the tokens before do not see them."""
     longest = max(map(len, rows))
     ids = torch.tensor([(row * longest)[:longest] for row in rows])
     with torch.no_grad():

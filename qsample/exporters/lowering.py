@@ -53,7 +53,7 @@ from qsample.transforms import markers
 from qsample.transforms.deferred import Deferred, Joined, deferred, stored_view
 from qsample.transforms.markers import ADAPTED_PATH, MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 
-_INPUTS = 7  # of a marker, those that are absent included
+_INPUTS = 7  # of a marker, absent ones included
 _ALIGNED: Final = 16  # float32 of the widest registers
 _MOST: Final = 256  # numbers a row; more are not routing weights, and would take an expensive copy
 
@@ -181,7 +181,7 @@ def _body_graph(begin: ir.Node, steps: Sequence[ir.Node], end: ir.Node, name: st
     for value in end.inputs:
         assert value is not None
         inner = copies.get(value, value)
-        # A body has to produce each of its outputs with a node of its own, once.
+        # A body has to produce each of its outputs with a separate node, once.
         if inner is value or inner in inputs or inner in outputs:
             nodes.append(_identity(inner, value, f"{value.name}_{name}_{len(outputs)}"))
             inner = nodes[-1].outputs[0]
@@ -196,8 +196,8 @@ def _identity(source: ir.Value, like: ir.Value, name: str) -> ir.Node:
 
 
 def lower_experts(model: ir.Model) -> bool:
-    """Turn every marker into an MoE, in place, and every other lookup of experts' parameters into a plain Gather, which
-    weight quantization knows and CUDA replays. Returns whether anything changed."""
+    """Turn every marker into an MoE, in place, and every other lookup of experts' parameters into a plain Gather:
+    weight quantization knows it and CUDA replays it. Returns whether anything changed."""
     graph = model.graph
     found = [node for node in graph if node.domain == markers.MARKER_DOMAIN and node.op_type == markers.EXPERTS]
     for marker in found:
@@ -370,8 +370,8 @@ def _summed_length(node: ir.Node) -> int | None:
 def adapt_layers(model: ir.Model, interface: Interface, root: str) -> Interface:
     """Let adapters change the linear layers of `model` that `decoder.linear_layers_marked` marked, in place.
 
-    1. A layer reads and returns [B, S, n], in the graph itself: of rows without an order, or inside of a loop, nobody
-       knows whose adapter is theirs.
+    1. A layer reads and returns [B, S, n], in the graph itself: rows without an order, or inside of a loop, cannot be
+       matched with adapters.
     2. All calls of a layer are like that.
 
     Args:

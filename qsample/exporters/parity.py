@@ -2,8 +2,9 @@
 
 The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged batch of prompts, of a
 padded later chunk and of a decode step, and (with a sampler) greedy tokens with the argmax. These are three calls,
-because each reads all weights; the states that they leave are compared with those of the same tokens in one piece.
-Attention windows that are longer than all prompts are made smaller, in the model and in the graph alike. It knows
+because each reads all weights; the states that they leave are compared with the states after the same tokens in one
+piece. Attention windows that are longer than all prompts are made smaller, in the model and in the graph alike. It
+knows
 arrays and graphs only: the caller makes the reference.
 """
 
@@ -30,7 +31,7 @@ from qsample.graph.weights import load_graph
 # Largest difference per unit of the largest logit. Rounding alone stays a factor of several below (float32: 1e-5).
 TOLERANCES: Final = {"float32": 1e-4, "float16": 3e-2}
 _PROMPT_LENGTHS: Final = (9, 4, 14)
-_BEYOND: Final = 3  # tokens that a prompt is longer than a window, which is seen to work there only
+_BEYOND: Final = 3  # tokens by which a prompt exceeds a window: only there is a window seen to work
 _LONGEST_WINDOW: Final = 640  # from here on the prompt would cost too much, in attention that is quadratic here
 _CHUNK: Final = 3  # tokens of the padded later chunk, and its padding
 _PADDING: Final = 2
@@ -109,7 +110,7 @@ class Difference(NamedTuple):
 
 
 def reference_lengths(context: int | None, windows: Iterable[int]) -> tuple[list[int], list[int]]:
-    """The lengths of the prompts to compute a `Reference` on, in order, and those of `windows` that the last runs past.
+    """The lengths of the prompts to compute a `Reference` on, in order, and the `windows` that the last prompt exceeds.
 
     Args:
         context: the positions that the model knows; None = any number.
@@ -196,7 +197,7 @@ def compare(
     Args:
         parts: the calls.
         dtype: of the graph, a key of TOLERANCES.
-        tolerance: in place of that of the dtype.
+        tolerance: in place of the dtype's.
         original: the name of the original in messages.
 
     Raises:
@@ -221,8 +222,9 @@ def _in_few_calls(
     runner: GraphRunner, interface: Interface, expected: Reference
 ) -> tuple[dict[str, list[Compared]], dict[str, Compared]]:
     """The calls by name: the prompts as a ragged batch, a padded later chunk of the longest, and a step
-    of every row. And each state of the longest after them, beside that of a further row of the batch, which read the
-    same tokens in one piece: a wrong state that no logit has shown yet, such as a step's that is not kept, shows there.
+    of every row. And each state of the longest after them, beside the state of a further row of the batch that read
+    the same tokens in one piece: a wrong state that no logit has shown yet, such as a step's that is not kept, shows
+        there.
     """
     longest, continued = expected.prompts[-1], expected.continuations[-1]
     prompts = [*expected.prompts, longest + continued]

@@ -44,7 +44,7 @@ _PARAMETERS: Final = {"batching": "per_row", "inactive_rows": "preserve"}
 def write_policy(
     out: str | Path, vocab_size: int, *, contract: str = CONTRACT, provider: str = "cpu", overwrite: bool = False
 ) -> list[Path]:
-    """Write sampler, termination and state update, and `components.yaml`, which declares them for a workflow.
+    """Write sampler, termination and state update, and `components.yaml` to declare them for a workflow.
 
     Args:
         out: the folder, made if it is missing. Other files in it stay.
@@ -83,7 +83,7 @@ def replace_sampler(
     provider: str = "cpu",
     overwrite: bool = False,
 ) -> Path:
-    """Write a sampler into a workflow package, in place of its own, whose file stays.
+    """Write a sampler into a workflow package, in place of the package's; the old file stays.
 
     Args:
         package: the folder, with inference_metadata.yaml. Of that file, only the sampler's `artifact` changes.
@@ -198,11 +198,12 @@ class _Component:
 
     @property
     def positions(self) -> bool:
-        """Whether the logits are those of several positions."""
+        """Whether the logits cover several positions."""
         return len(self.ports[self.bindings["logits"]]) == 3
 
     def vocab_size(self, document: Any) -> int | None:
-        """V, as the port of the logits says, or else those of the other components; None = they do not agree on it."""
+        """V, as the port of the logits says, or else the ports of the other components; None = they do not agree on
+        it."""
         own = self.ports[self.bindings["logits"]][-1]
         sizes = {own} if isinstance(own, int) else set(_logit_sizes(document))
         return sizes.pop() if len(sizes) == 1 else None

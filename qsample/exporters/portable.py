@@ -39,7 +39,7 @@ class Draft:
     """A portable package before it is written: what an export and a bake hand on.
 
     Attributes:
-        model: returns logits; its inputs and outputs are those of `interface.model`.
+        model: returns logits; its inputs and outputs are as in `interface.model`.
         interface: of the decode graph.
         expected: the logits of the original.
         source, token_ids, max_position_embeddings: for the manifest.

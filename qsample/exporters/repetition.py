@@ -1,8 +1,8 @@
 """A graph with a single node for each layer that repeats another enters; the graph of all layers leaves.
 
 `repeated_layers.standing_in` traced the first of several equal layers between two markers. A copy of the nodes between
-these, which reads another layer's weights and states, takes the place of that layer's node. Nodes that depend neither
-on the layer's hidden states nor on its own states or weights, such as those of masks and rotations, are shared.
+these reads another layer's weights and states, and takes the place of that layer's node. Nodes that depend neither
+on the layer's hidden states nor on its states or weights, such as masks and rotations, are shared.
 
 In the meantime the first layer's weights are inputs of the graph, so that nothing is computed from their numbers.
 """
@@ -22,7 +22,7 @@ from qsample.graph.edit import ancestors, constant_value, copy_node, reads
 from qsample.transforms.markers import GROUP, LAYER, LAYER_BEGIN, LAYER_END, MARKER_DOMAIN, REPEATED_LAYER
 from qsample.transforms.repeated_layers import DecoderLayers, RepeatedLayers
 
-# A number of a tensor becomes a size, which torch may reason about: JetMoE's rows of each expert.
+# A number of a tensor becomes a size, and torch may reason about it: JetMoE's rows of each expert.
 _TORCH_NODE, _SCALAR = "pkg.torch.onnx.fx_node", "_local_scalar_dense"
 
 
@@ -45,7 +45,7 @@ class Repetition:
     tensors: Mapping[str, Tensor]
 
     def copied_states(self) -> dict[str, str]:
-        """The name of each state that is no part of the trace → that of the first layer's."""
+        """The name of each state outside of the trace → the name of the first layer's."""
         names = self.layers.state_names
         pairs = [(names(layer), names(group.first)) for group in self.groups for layer in group.others]
         return {name: like for pair in pairs for name, like in zip(*pair, strict=True)}
@@ -65,7 +65,7 @@ def open_weights(model: ir.Model, repetition: Repetition) -> dict[str, ir.Value]
 def repeat_layers(
     model: ir.Model, repetition: Repetition, opened: Mapping[str, ir.Value], traced: GraphSpec, spec: GraphSpec
 ) -> None:
-    """Put copies of first layers in the places of the others' nodes, in place.
+    """Put copies of first layers in the places of the other layers' nodes, in place.
 
     Args:
         opened: what `open_weights` returned; they become constants again.
@@ -73,7 +73,7 @@ def repeat_layers(
         spec: those that it gets.
 
     Raises:
-        NotRepeatedError: A first layer is more than a function of its own inputs; `model` is of no use then.
+        NotRepeatedError: A first layer is more than a function of its inputs; `model` is of no use then.
     """
     graph = model.graph
     for name, value in opened.items():
@@ -109,7 +109,7 @@ class _FirstLayer:
         inputs: its hidden states, then its retained states.
         outputs: the same after it.
         weights: the weights that it reads, and their names in the layer.
-        nodes: those that a copy needs, in graph order.
+        nodes: the nodes that a copy needs, in graph order.
     """
 
     group: RepeatedLayers

@@ -40,7 +40,7 @@ _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _OF_BFLOAT16: Final = ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Transpose")
 _ROUNDS: Final = 2  # a rule makes constants, and folding these makes work for rules
 
-# onnxscript's rules without those that round: batch norms into their neighbours, and its own of the no-ops below.
+# onnxscript's rules without the rules that round: batch norms into their neighbours, and its own of the no-ops below.
 _RULES: Final = (
     rules.dropout_zero_rule,
     rules.dropout_inference_rule,
@@ -101,7 +101,7 @@ def trace(
     *,
     adapted: bool = False,
 ) -> ir.Model:
-    """Export `module` to an ONNX model whose inputs and outputs are those of `spec`.
+    """Export `module` to an ONNX model with the inputs and outputs of `spec`.
 
     Args:
         module: its `forward(inputs)` takes a dict with every name of `spec.input_names` and returns a dict with every
@@ -176,7 +176,7 @@ def _export(
         for tensor in (*spec.inputs, *spec.states)
     }
     with torch.no_grad(), warnings.catch_warnings(), _without_torchvision_notice(), _without_graphs_of_failures():
-        warnings.simplefilter("ignore")  # the exporter warns of its own deprecations, which no user can act on
+        warnings.simplefilter("ignore")  # the exporter warns of deprecations in itself; no user can act on them
         try:
             program = torch.onnx.export(
                 root,
@@ -253,7 +253,7 @@ def _without_graphs_of_failures() -> Iterator[None]:
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
-    """A tensor of the spec's dtype and shape: an empty cache, or all 1, which every id, length and scale accepts."""
+    """A tensor of the spec's dtype and shape: an empty cache, or all 1: a valid id, length and scale."""
     shape = spec.shape({**_TRACE_SIZES, **sizes})
     value = 0 if CAPACITY in spec.axes else 1
     return torch.full(shape, value, dtype=getattr(torch, spec.dtype))
@@ -274,7 +274,7 @@ def simplify(model: ir.Model) -> None:
 def finish(model: ir.Model, output_names: list[str]) -> None:
     """Make constants initializers, and equal constants and nodes one, in place; the outputs get their names.
 
-    The names come last: an output that is an input, or another output, gets a node of its own on the way.
+    The names come last: an output that is an input, or another output, gets a separate node on the way.
     """
     ir.passes.Sequential(
         passes.RemoveUnusedNodesPass(),

@@ -45,7 +45,7 @@ def checked_timeout(timeout: Any) -> float | None:
 
 
 def plain(value: Any) -> Any:
-    """A value that compares with others: an array, which compares number by number, as a list."""
+    """A value that can be compared: an array, compared number by number, as a list."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
@@ -62,9 +62,9 @@ def number(default: Any, least: float, most: float, accepted: str, *, optional: 
     """A field for a number from `least` to `most`.
 
     Args:
-        default: kept as it is, whatever the limits.
+        default: kept as it is, within the limits or not.
         accepted: the limits in words, the object of "give".
-        optional: accept None, too, which a default of None does by itself.
+        optional: accept None, too; a default of None implies it.
         metadata: of the field, for its doors: the help of a flag, for example.
     """
     return _ranged(default, Limits(least, most, accepted, float), is_number, optional, metadata)

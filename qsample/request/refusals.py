@@ -48,7 +48,7 @@ _BUILTIN: Final = (bool, int, float, str, list, tuple, dict)
 
 
 def _as_builtin(value: Any) -> Any:
-    """An array or a tensor of one element or none as Python's number or list, which compares with other values."""
+    """An array or a tensor of one element or none as Python's number or list, for comparisons."""
     small = math.prod(getattr(value, "shape", ())) <= 1
     return value.tolist() if small and callable(getattr(value, "tolist", None)) else value
 

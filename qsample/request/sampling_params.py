@@ -24,7 +24,7 @@ HF_DEFAULT_TOP_K: Final = 50  # transformers samples with it if top_k is not set
 SEEDS: Final = 2**63  # the number of seeds, from 0 on
 INT32_MAX: Final = 2**31 - 1
 FLOAT32_MAX: Final = 3.4028235e38
-SMALLEST_TOP_P: Final = 1.1754944e-38  # the least normal float32: the likeliest token alone, whatever its mass
+SMALLEST_TOP_P: Final = 1.1754944e-38  # the least normal float32: the likeliest token alone, of any mass
 _TINY: Final = SMALLEST_TOP_P
 _STRONGEST: Final = 1e6  # of a penalty: far beyond all logits, and far from numbers that they overflow with
 LONGEST_TEXT: Final = 256  # characters: longer texts are neither tokens nor words to forbid
@@ -242,7 +242,7 @@ class SamplingParams:
 
         Args:
             config: the contents of generation_config.json, its path, or an object with `to_dict()`. The defaults of
-                its fields are those of transformers: greedy unless do_sample is true, and top_k = 50 if it samples and
+                its fields equal transformers': greedy unless do_sample is true, and top_k = 50 if it samples and
                 top_k is not set. Keys that transformers does not know are ignored, as it ignores them.
             overrides: fields of this class, or do_sample. None switches a field off. One of SAMPLING_FIELDS implies
                 do_sample=True. A max_length or min_length beats a max_new_tokens or min_new_tokens of the config.
@@ -287,11 +287,11 @@ class SamplingParams:
         return 0.0 if parameter == "mirostat_tau" and not self.mirostat else getattr(self, parameter)
 
     def total_length(self, prompt_length: int, padding: int = 0) -> int:
-        """The most tokens of a row in the end, prompt included, whatever the capacity.
+        """The most tokens of a row in the end, prompt included; the capacity may be less.
 
         Args:
             prompt_length: tokens of the prompt that the model reads.
-            padding: further tokens of the prompt, which the model does not read: a `max_length` counts them, as in
+            padding: further tokens of the prompt that the model does not read: a `max_length` counts them, as in
                 transformers, and the result does not.
         """
         if self.max_new_tokens is not None:
@@ -317,7 +317,7 @@ class SamplingParams:
             counted = f"{prompt_length + padding} tokens" + (" with its padding" if padding else "")
             raise ValueError(
                 f"max_length is {total + padding} and the prompt already has {counted}; raise max_length, or give "
-                "max_new_tokens, which does not count the prompt"
+                "max_new_tokens; it does not count the prompt"
             )
         least = self.min_length - padding if self.min_new_tokens is None else prompt_length + self.min_new_tokens
         return max(0, min(least, INT32_MAX)), min(total, capacity, INT32_MAX)
@@ -327,7 +327,7 @@ OFF: Final = {entry.name: entry.default for entry in fields(SamplingParams)}  # 
 _INPUTS: Final = {spec.name for specs in EXTRA_PARAMETERS.values() for spec in specs}
 # The fields that need a package with filters.
 FILTER_FIELDS: Final = tuple(name for name in OFF if name in {*_INPUTS, *EXTRA_PARAMETERS, "bad_words"})
-# Field → the filter that it switches on: that of its name, or the filter that has it as its first input.
+# Field → the filter that it switches on: the filter of its name, or the filter that has it as its first input.
 _SWITCHES: Final = {name if name in OFF else specs[0].name: name for name, specs in EXTRA_PARAMETERS.items()} | {
     "bad_words": "bad_words_ids"
 }
@@ -344,7 +344,7 @@ SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
 
 def settings_of(config: Any) -> dict[str, Any]:
     """The fields of a generation_config that are set, not None: of a mapping, of an object with `to_dict()` such as
-    transformers.GenerationConfig, or of the file at a path, which may be that of its folder; None has no fields.
+    transformers.GenerationConfig, or of the file at a path, or in the folder at a path; None has no fields.
 
     Raises ValueError for anything else.
     """

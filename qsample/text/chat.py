@@ -1,7 +1,7 @@
 """Chat messages as the prompt that a model was trained on, by the model's own Jinja templates.
 
 Templates come from strangers. So they run in Jinja's sandbox, with the functions that transformers offers them and no
-others, and see plain JSON data: an object of the caller's would lend them its methods. jinja2 is imported by the first.
+more, and see plain JSON data: an object of the caller's would lend them its methods. jinja2 is imported by the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
 _MARK: Final = "[qsample: the message goes on here] "  # its last space shows whether the template trims
-# Names of the thoughts of a model before its answer; templates read the first, older hosts write the others.
+# Names of the thoughts of a model before its answer; templates read the first, older hosts write the rest.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _WITH_TEXT: Final = ("system", "developer", "user", "assistant")  # other roles may have any JSON: a tool's result
 _DEEPEST: Final = 100
@@ -53,7 +53,7 @@ def _documents(name: str, values: Any) -> Sequence[Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """The parts of a prompt in addition to the messages; the names are those of transformers and vLLM.
+    """The parts of a prompt in addition to the messages; the names come from transformers and vLLM.
 
     Args:
         tools: that the model may call, each a JSON schema or a Python function (`tool_schema`).
@@ -366,7 +366,7 @@ def compile_template(source: str) -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            # A scope of its own keeps the variables that are set inside, as in transformers.
+            # A separate scope keeps the variables that are set inside, as in transformers.
             return jinja2.nodes.Scope(body).set_lineno(line)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -392,5 +392,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a model was not trained on."""
+    """Jinja's filter escapes HTML, and models were not trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

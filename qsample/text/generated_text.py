@@ -41,8 +41,8 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
 class _Automaton:
     """Aho and Corasick's (https://doi.org/10.1145/360825.360855); it does not change once it is made.
 
-    A state is the longest end of the text that begins a stop string: the first `size` characters of `spelled`, which
-    are held back. State 0 is an empty text. complete: the longest stop string that the text then ends with.
+    A state is the longest end of the text that begins a stop string: the first `size` characters of `spelled`, held
+    back. State 0 is an empty text. complete: the longest stop string that the text then ends with.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ class _Automaton:
         self.complete[state] = string
 
     def _link(self) -> None:
-        """Fill in `_shorter`, short states first, because each follows from that of its predecessor."""
+        """Fill in `_shorter`, short states first, because each follows from its predecessor's."""
         queue = deque(self.next[0].values())
         while queue:
             state = queue.popleft()
@@ -141,7 +141,7 @@ class StopStrings:
 
 
 _REPLACEMENT: Final = "\ufffd"  # an incomplete multi-byte character decodes to it
-_INCOMPLETE: Final = 3  # most bytes of an incomplete character, each a U+FFFD of its own with byte fallback
+_INCOMPLETE: Final = 3  # most bytes of an incomplete character, each a separate U+FFFD with byte fallback
 PROMPT_CONTEXT: Final = 8  # prompt tokens that decide how the first new token is spelled, with or without a space
 _MOST_TOKENS: Final = 32  # decoded for a new token: beyond that, all but the last half are forgotten
 
@@ -149,8 +149,8 @@ _MOST_TOKENS: Final = 32  # decoded for a new token: beyond that, all but the la
 class IncrementalDecoder:
     """Turns tokens into text as they come; the pieces joined are the whole text.
 
-    Text is held back while it may be an incomplete multi-byte character, which is three bytes at most, so the work for
-    a token is bounded whatever the tokens are. (With byte fallback, a later byte token can make a whole run of them
+    Text is held back while it may be an incomplete multi-byte character, of three bytes at most, so the work for any
+    token is bounded. (With byte fallback, a later byte token can make a whole run of them
     invalid; text that was already returned stays as it was.)
     """
 

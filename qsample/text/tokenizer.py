@@ -16,8 +16,8 @@ from qsample.request.refusals import APPLY_CHAT_TEMPLATE, without_refused
 from qsample.text.chat import ChatOptions, ChatTemplates
 
 TOKENIZER_FILE: Final = "tokenizer.json"
-# Characters, or tokens, that take long. Python's lock is held for a single text and not for a batch, which makes the
-# library print a warning in forks.
+# Characters, or tokens, that take long. Python's lock is held for a single text and not for a batch; a batch makes
+# the library print a warning in forks.
 LONG_TEXT: Final = 20_000
 _COMPOSED: Final = 4  # characters that composing may make a single one of
 _KEEPING: Final = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
@@ -32,7 +32,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: _Tokenizer, chat_templates: ChatTemplates | None = None) -> None:
         self._tokenizer = tokenizer
-        # A prompt is read as it is, whatever the training code left in the file.
+        # A prompt is read as it is, without the settings that training code left in the file.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
@@ -220,7 +220,7 @@ def _keeps_all(step: dict[str, Any]) -> bool:
 
 
 def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Tokenizer | None:
-    """The package's `own` tokenizer, or that of a caller if it has none.
+    """The package's `own` tokenizer, or the caller's if it has none.
 
     Args:
         own: None = the package has no tokenizer.
@@ -244,7 +244,7 @@ def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Toke
     if own is not None:
         return own
     templates = ChatTemplates(getattr(given, "chat_template", None), getattr(given, "special_tokens_map", None))
-    return Tokenizer(_Tokenizer.from_str(backend.to_str()), templates)  # a copy, because Tokenizer changes its own
+    return Tokenizer(_Tokenizer.from_str(backend.to_str()), templates)  # a copy, because Tokenizer changes it
 
 
 def _raise_failure(what: str, error: BaseException) -> None:

@@ -1,6 +1,6 @@
 """Python functions as the JSON schemas that chat templates show to a model, by their annotations and docstrings.
 
-The result is that of transformers' `get_json_schema`, for functions that it accepts: with a docstring in Google's style
+For functions that transformers' `get_json_schema` accepts, the result is the same: with a docstring in Google's style
 that has a line for each argument, and an annotation on each argument.
 """
 
@@ -30,7 +30,7 @@ _CHOICES: Final = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def tool_schema(tool: Any) -> Mapping[str, Any]:
-    """A schema as it is, or that of a function or method. Raises ValueError for anything else."""
+    """A schema as it is, or the schema of a function or method. Raises ValueError for anything else."""
     if isinstance(tool, Mapping):
         return tool
     if not (inspect.isfunction(tool) or inspect.ismethod(tool)):
@@ -132,7 +132,7 @@ def _union(what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _sections(documentation: str) -> dict[str, str]:
-    """The text before the first section under "", and that of each section under its heading."""
+    """The text before the first section under "", and the text of each section under its heading."""
     start, *rest = _HEADING.split(documentation)
     found = dict(zip(rest[::2], rest[1::2], strict=True))
     return {"": start.strip(), "Args": found.get("Args", ""), "Returns": found.get("Returns", "").strip()}

@@ -27,7 +27,8 @@ _NORMS = ("SimplifiedLayerNormalization", "LayerNormalization", "RMSNormalizatio
 
 
 def remove_head_transposes(model: ir.Model) -> bool:
-    """Move transposes of [B, S, heads, D] after nodes that read heads either way, and drop those that cancel; in place.
+    """Move transposes of [B, S, heads, D] after nodes that read heads either way, and drop transposes that cancel; in
+    place.
 
     1. A norm over D, a RotaryEmbedding and a Split of D read the value before the transpose; their results are
        transposed.
@@ -113,7 +114,7 @@ def _rotated(node: ir.Node, source: ir.Value) -> ir.Value:
 
 
 def simplify_reshapes(model: ir.Model) -> bool:
-    """Merge chains of reshapes, drop those that change nothing and give the rest a constant target; in place.
+    """Merge chains of reshapes, drop reshapes that change nothing and give the rest a constant target; in place.
 
     1. Of two reshapes in a row, the second reads the input of the first: only the last shape counts.
     2. A reshape to the shape that its input has already goes.

@@ -153,7 +153,7 @@ def fix_total_length(model: ir.Model, capacity: int) -> bool:
 
 
 class _Host(NamedTuple):
-    """values: those that are computed on the host. nodes: the nodes that do it."""
+    """values: the values that are computed on the host. nodes: the nodes that do it."""
 
     values: set[ir.Value | None]
     nodes: set[ir.Node]

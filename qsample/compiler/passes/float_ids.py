@@ -82,7 +82,7 @@ def own_constants(model: ir.Model) -> bool:
 
 
 def _shape_of_float(node: ir.Node) -> bool:
-    """Shape has no kernel for these, and the host would take the input for its own, and copy all of it.
+    """Shape has no kernel for these, and the host would take the input as data on the host, and copy all of it.
 
     Of another rank, because ONNX Runtime takes the shape of another value of equal shape (its ShapeInputMerge).
     """

@@ -1,9 +1,9 @@
 """Fuses a graph into ONNX Runtime's own operators for a provider, and joins its matrix products.
 
 This is the only module that uses transformers' private fusion passes, which is why transformers is pinned to 5.23. If
-it is not installed, onnxscript's fusions of norms, activations and transposed products run instead, which is all that
-a decode graph is left to gain from; transformers' also cover attention that a model writes out itself. Both run
-onnxscript's optimizer, which takes a number for 0 within 1e-8 and for 1 within 1e-5 and drops additions and products
+it is not installed, onnxscript's fusions of norms, activations and transposed products run instead, and a decode
+graph has no more to gain; transformers' also cover attention that a model writes out itself. Both run
+onnxscript's optimizer. It takes a number for 0 within 1e-8 and for 1 within 1e-5 and drops additions and products
 with it: a norm's eps, a scale close to 1, the factor below 1 of the sampler's draw. These numbers are hidden from it.
 
 Query, key and value projections become a single MatMul, gate and up another: fewer and longer kernels. Quantized
@@ -56,7 +56,7 @@ _FUSIONS: Final[tuple[Callable[[ir.Model], Any], ...]] = (
     fuse_gelu,
     fuse_bias_gelu,
 )
-# The tolerances of numbers in onnxscript's patterns, unless they give others.
+# The tolerances of numbers in onnxscript's patterns, unless a pattern gives its tolerances.
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 
 
@@ -111,7 +111,7 @@ def merge_equal_nodes(model: ir.Model) -> bool:
 
 @contextmanager
 def _near_numbers_hidden(model: ir.Model) -> Iterator[None]:
-    """While open, scalars that are almost 0 or 1 are inputs of the graph, which no rewrite knows the numbers of."""
+    """While open, scalars that are almost 0 or 1 are inputs of the graph, so that no rewrite knows their numbers."""
     graph = model.graph
     hidden: dict[ir.Value, Array] = {}
     for value in all_initializers(graph):
@@ -265,7 +265,7 @@ def _projection(node: ir.Node) -> _Projection | None:
 
 
 def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None:
-    """graph: of the constants; the nodes may be those of a body."""
+    """graph: of the constants; the nodes may be in a body."""
     one = siblings[0].node
     assert isinstance(one.graph, ir.Graph)
     name = f"{one.name}_joint"
@@ -330,7 +330,7 @@ def _joined(graph: ir.Graph, name: str, parts: list[ir.TensorProtocol], axis: in
 
 
 def _remove(graph: ir.Graph, node: ir.Node) -> None:
-    """Take `node` out of its graph, and its constants, those of `graph`, that nothing else reads."""
+    """Take `node` out of its graph, and the constants of `graph` that it alone reads."""
     read = list(node.inputs)
     assert node.graph is not None
     node.graph.remove(node, safe=True)

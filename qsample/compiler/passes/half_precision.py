@@ -34,7 +34,7 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
     HALF_DTYPES.
 
     1. `model` is a decode graph up to its logits. They stay float32.
-    2. Values that the positions alone decide stay float32, and are cast for others that read them.
+    2. Values that the positions alone decide stay float32, and are cast for other nodes that read them.
     3. So do recurrences, and the values that decide their states and decays.
     4. Weights are converted in turn, when the model is saved.
 

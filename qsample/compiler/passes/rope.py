@@ -3,8 +3,8 @@
 ONNX Runtime's fusions know x * cos + turn(x) * sin with the halves of a head as pairs. Other models pair neighbours.
 Running a `turn` shows which of the two it is, however a model writes it.
 
-GroupQueryAttention rotates by its own count of positions: the row's earlier tokens, then the new ones in order. A
-graph whose cosines and sines are those of these positions needs no RotaryEmbedding nodes. Running that part of the
+GroupQueryAttention counts positions and rotates by them: the row's earlier tokens, then the new ones in order. A
+graph with the cosines and sines of these positions needs no RotaryEmbedding nodes. Running that part of the
 graph shows whether they are, however a model computes them.
 """
 
@@ -31,8 +31,8 @@ _MOST_NODES: Final = 24  # of a `turn`; a longer chain is none
 
 
 class _Rotation(NamedTuple):
-    """x * cos + turn(x) * sin. x: [B, heads, S, size]. cos, sin: [B, 1, S, size], the same for both of a pair, which
-    are neighbours (`interleaved`) or `size` / 2 apart."""
+    """x * cos + turn(x) * sin. x: [B, heads, S, size]. cos, sin: [B, 1, S, size], the same for both of a pair:
+    neighbours (`interleaved`), or `size` / 2 apart."""
 
     x: ir.Value
     cos: ir.Value
@@ -68,7 +68,7 @@ def fuse_rope(model: ir.Model) -> bool:
 
 
 def _rotate(node: ir.Node, x: ir.Value, angles: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> None:
-    """Replace `node`, which rotates `x`, and the nodes that put the result back into heads, by a RotaryEmbedding."""
+    """Replace `node`, the rotation of `x`, and the nodes that put the result back into heads, by a RotaryEmbedding."""
     last, whole = _whole_heads(node, x)
     assert whole.shape is not None
     merged = {**attributes, "num_heads": whole.shape[1]}
@@ -125,7 +125,7 @@ def _product(value: ir.Value | None, content: set[ir.Value]) -> tuple[ir.Value, 
 
 
 def _fits(x: ir.Value, angles: ir.Value) -> bool:
-    """Whether the angles are those of each row and position, for all heads."""
+    """Whether the angles follow each row and position, for all heads."""
     if x.shape is None or angles.shape is None or len(x.shape) != 4 or len(angles.shape) != 4:
         return False
     batch, heads, length, size = x.shape
@@ -234,7 +234,7 @@ def absorb_rope(model: ir.Model, capacity: int) -> bool:
 
     1. Queries and keys come from RotaryEmbedding nodes over merged heads, both with the same cosines and sines.
     2. The head size and the rotated part of it are multiples of 16, as the operator takes them.
-    3. The cosines and sines of a token are those of its position, whatever its row and neighbours.
+    3. The cosines and sines of a token follow from its position, not from its row and neighbours.
 
     capacity: T, the positions that the tables of cosines and sines hold. Returns whether anything changed.
     """
@@ -302,14 +302,14 @@ def _rotate_inside(node: ir.Node, query: _Rotary, key: _Rotary, tables: tuple[ir
 
 
 def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> tuple[ir.Value, ir.Value] | None:
-    """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None if those of the
-    graph depend on anything but the position."""
+    """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None if the graph's
+    depend on anything but the position."""
     compute = _position_angles(model, angles, capacity)
     if compute is None:
         return None
     table = compute([0], capacity)
-    # Other starts, lengths and neighbours: a token's angles have to be those of its position all the same. The first
-    # position tells nothing: whatever the frequencies, its angles are 0.
+    # Other starts, lengths and neighbours: a token's angles have to follow from its position all the same. The first
+    # position tells nothing: its angles are 0 at any frequency.
     middle, last = capacity // 2, capacity - 1
     calls = (([1], 1), ([last], 1), ([middle], capacity - middle), ([middle, 1], 1), ([0, 0], middle))
     for starts, length in calls:

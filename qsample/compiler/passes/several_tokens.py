@@ -38,10 +38,10 @@ Values = dict[str, ir.Value]
 
 
 def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, pack: bool) -> bool:
-    """Give a decode graph the inputs and outputs of `interface`, which has `num_speculative_tokens`; in place.
+    """Give a decode graph the inputs and outputs of `interface`, with `num_speculative_tokens`; in place.
 
     1. The nodes of `sampler.guess` come first, and the model reads their tokens in place of `input_ids`.
-    2. Every layer attends through GroupQueryAttention, which gets the number of tokens of each row.
+    2. Every layer attends through GroupQueryAttention, with the number of tokens of each row as an input.
     3. If `pack`, the model's other nodes read the tokens packed, unless more than positions tells rows apart.
     4. The logits are those after each token that a draw follows, for the verifier in place of the sampler.
 
@@ -63,7 +63,7 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
     logits.shape = None
 
     values = prepend(model, build_drafter(interface, packed=packed), (INPUT_IDS.name, INPUT_LENGTHS.name), _PREFIX)
-    if packed:  # in steps of single tokens, too: so that guesses change nothing whoever runs the graph
+    if packed:  # in steps of single tokens, too: so that guesses change nothing under any host
         row_multiple(graph, 2)
     for node in attentions(graph):
         control = {Slot.QUERY_SEQLENS: values[READ.name], Slot.SEQLENS_K: values[SEQLENS_K.name]}
@@ -103,7 +103,7 @@ def _is_column(value: ir.Value | None) -> bool:
 
 
 def _names(nodes: set[ir.Node], value: ir.Value | None) -> set[str]:
-    """The inputs of the graph that `nodes`, which make `value`, read; not those whose shape alone is read."""
+    """The inputs of the graph that `nodes` read to make `value`; not those whose shape alone is read."""
     sources = (source for node in nodes if node.op_type != "Shape" for source in reads(node))
     return {str(source.name) for source in sources if _is_input(source)}
 

@@ -1,4 +1,4 @@
-"""Weights and caches in fewer bits; the names of the methods, which options are checked against, without NumPy."""
+"""Weights and caches in fewer bits; the names of the methods, for the check of options, without NumPy."""
 
 from __future__ import annotations
 

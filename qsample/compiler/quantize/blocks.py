@@ -140,7 +140,7 @@ class QuantizedWeight:
         return blocks, *self._steps
 
     def _take_steps(self, kind: str) -> tuple[Array, Array]:
-        """Scales and zero points for the initializer `kind`. They are those of the levels that were computed last, and
+        """Scales and zero points for the initializer `kind`. They belong to the levels that were computed last, and
         kept until the last initializer has them."""
         if self._levels is not None:
             return self._levels[1:]
@@ -192,10 +192,10 @@ def added_up(weights: Iterable[QuantizedWeight]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """The quantized weights of a graph, and those that stayed float.
+    """The quantized weights of a graph, and the weights that stayed float.
 
     Attributes:
-        matrices: how many, without those of experts.
+        matrices: their number, without experts.
         bytes_before, bytes_after: of all quantized weights.
         experts: how many, in all layers.
         expert_block_size: weights of an expert that share a scale, if experts were quantized: the block size of the

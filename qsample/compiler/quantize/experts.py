@@ -3,8 +3,7 @@
 Experts that no MoE takes, because of their gate, are looked up by GatherBlockQuantized: the weights of each row's
 expert are made float again, and multiplied by as before.
 
-Levels are computed when the graph is saved, expert by expert; those of a matrix of all experts of a layer are in memory
-then.
+Levels are computed when the graph is saved, expert by expert; a matrix of all experts of a layer is in memory then.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ def quantize_experts(
 ) -> bool:
     """Quantize the experts of `model`, in place.
 
-    block_sizes: those that the device's QMoE takes. Experts get the largest that divides the inputs and is at most
+    block_sizes: the sizes that the device's QMoE takes. Experts get the largest that divides the inputs and is at most
     `quantization.block_size`, or else the smallest that divides them; if it does not divide the hidden units, zeros
-    are added to them, which changes no result. Experts whose inputs no size divides stay float.
+    are added to them; this changes no result. Experts whose inputs no size divides stay float.
 
     Returns whether there were any; `quantization_report` has the figures.
     """
@@ -134,7 +133,7 @@ def _packs_zero_points(quantization: WeightQuantization) -> bool:
 
 
 def _block_size(hidden: int, size: int, quantization: WeightQuantization, block_sizes: Collection[int]) -> int | None:
-    """A size that divides both, or else `hidden` alone; the nearest to that of the options, smaller sizes first."""
+    """A size that divides both, or else `hidden` alone; the nearest to the options' size, smaller sizes first."""
     asked = quantization.block_size
     least = 2 if _packs_zero_points(quantization) else 1  # blocks a row
     nearest = sorted(block_sizes, key=lambda block: (block > asked, abs(block - asked)))
@@ -160,7 +159,7 @@ def _padded_bias(graph: ir.Graph, bias: ir.Value, columns: int) -> ir.Value:
 
 
 def _lookup(node: ir.Node, quantization: WeightQuantization, quantized: dict[ir.Value, QuantizedWeight]) -> int | None:
-    """Turn a lookup of experts' matrices into a lookup of their levels; arguments and result as those of `_mixture`."""
+    """Turn a lookup of experts' matrices into a lookup of their levels; arguments and result as in `_mixture`."""
     weights = moe.gather_of_weights(node)
     if weights is None:
         return None

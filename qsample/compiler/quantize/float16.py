@@ -1,7 +1,7 @@
 """Stores the matrices of a float32 graph in float16, for half the space.
 
 A Cast in front of each matrix makes float32 of it. ONNX Runtime folds it when it loads the graph, so that memory and
-speed are those of float32: the CPU has no kernels that would multiply by float16 as it is.
+speed equal float32's: the CPU has no kernels that would multiply by float16 as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qsample.graph.edit import lazy_initializer, with_loop_bodies
 
 
 def store_as_float16(model: ir.Model) -> bool:
-    """Store every constant float32 matrix of `model` that a token is multiplied by in float16, those of experts
+    """Store every constant float32 matrix of `model` that a token is multiplied by in float16, experts
     included, in place.
 
     1. `model` is optimised already: ONNX Runtime's offline optimisation would fold the casts.

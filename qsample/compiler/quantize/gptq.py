@@ -1,13 +1,13 @@
 """GPTQ (Frantar et al., 2022, https://arxiv.org/abs/2210.17323): weights whose levels are fitted to a text.
 
-The graph is run in parts, in its own order: up to the input of the first matrix, from there to the next, and so on.
+The graph is run in parts, in its order: up to the input of the first matrix, from there to the next, and so on.
 Later parts use the quantized weights of earlier matrices, so each matrix is fitted to the inputs that it will really
 get. One matrix and the second moments of its inputs are in memory; the values that parts hand on, and the levels, are
 in a scratch folder.
 
 The columns of a matrix are rounded one after another. As far as the inputs are correlated, later columns make up for
 the error of each. The scale and the zero point of a block are chosen when its first column is reached, for its weights
-at that point. Columns stay in their order: the layout of MatMulNBits has no order of its own (act-order).
+at that point. Columns stay in their order: the layout of MatMulNBits stores no order (act-order).
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class _Walk:
         return array
 
     def _run(self, nodes: Sequence[ir.Node], value: ir.Value) -> None:
-        """Compute the outputs of `nodes` that later nodes read, and `value`; drop those that no later node reads."""
+        """Compute the outputs of `nodes` that later nodes read, and `value`; drop values that no later node reads."""
         later = {read for node in self._nodes[self._position :] for read in reads(node)} | {value}
         made = {output for node in nodes for output in node.outputs}
         wanted = [output for node in nodes for output in node.outputs if output in later]

@@ -1,6 +1,6 @@
 """The registry of quantization methods: each turns a matrix into levels, scales and zero points.
 
-The numbers are those of ONNX Runtime's own quantizers. A new method is a function here, its line in `FUNCTIONS` and
+The numbers equal the results of ONNX Runtime's quantizers. A new method is a function here, its line in `FUNCTIONS` and
 in `quantize.METHODS`.
 
 Loads NumPy only.
@@ -58,7 +58,7 @@ class WeightQuantization:
 
     @property
     def by_rows(self) -> bool:
-        """Whether a part of a matrix's outputs gets the same levels on its own."""
+        """Whether a part of a matrix's outputs gets the same levels by itself."""
         return METHODS[self.method].by_rows
 
     @property
@@ -76,7 +76,7 @@ def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
 
     Returns:
         Blocks [N, K / block size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block
-        size], uint8, which mean nothing if the levels are symmetric.
+        size], uint8, without meaning if the levels are symmetric.
     """
     quantize = FUNCTIONS[quantization.method]
     if weight.dtype in (np.float32, np.float16):
@@ -133,7 +133,7 @@ def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Ar
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """ONNX Runtime's quantizers set the root logger to INFO when imported, which is not theirs to decide."""
+    """ONNX Runtime's quantizers set the root logger to INFO when imported; that is not theirs to decide."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:

@@ -1,8 +1,8 @@
 """Rounds weights to the nearest symmetric levels: the method rtn.
 
-The levels are those of ONNX Runtime's `quantize_matmul_4bits` and `quantize_matmul_8bits`, bit for bit. Those read a
-matrix against its order in memory. A few passes of NumPy over as many blocks as the processor's cache holds take a
-quarter of the time, and other threads run meanwhile.
+The levels equal the results of ONNX Runtime's `quantize_matmul_4bits` and `quantize_matmul_8bits`, bit for bit. Those
+read a matrix against its order in memory. A few passes of NumPy over as many blocks as the processor's cache holds take
+a quarter of the time, and other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array,
     with np.errstate(over="ignore", invalid="ignore"):  # weights that are no numbers, or hardly differ from 0
         lanes *= np.repeat(np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES)
         lanes += np.float32(2 ** (bits - 1))
-        lanes += np.float32(0.5)  # on its own, as the sum above is rounded, too; halves go up
+        lanes += np.float32(0.5)  # separately, as the sum above is rounded, too; halves go up
         levels = np.clip(lanes, 0, 2**bits - 1, out=lanes).astype(np.uint8).view(np.uint32)
     if bits == 4:
         pairs = levels | (levels >> 4)  # in the first and the third byte of four

@@ -1,13 +1,13 @@
 """Quantizes weights to blocks of 4 or 8 bits.
 
 Every constant matrix that a MatMul multiplies by becomes the operand of a MatMulNBits, and embedding tables become the
-operand of a GatherBlockQuantized; a tied table is quantized once for both. The numbers are those of ONNX Runtime's own
-quantizer, and are computed only when the graph is saved, some rows of a matrix at a time: weights stay mapped from
-their files, and a matrix is in memory only if the method has to see all of it.
+operand of a GatherBlockQuantized; a tied table is quantized once for both. The numbers equal the results of ONNX
+Runtime's quantizer, and are computed only when the graph is saved, some rows of a matrix at a time: weights stay mapped
+from their files, and a matrix is in memory only if the method has to see all of it.
 
-A mixed quantization holds the matrices that quantization harms most for their size in 8 bits: the head, and those of
-the first and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of them,
-finer too.
+A mixed quantization holds the matrices that quantization harms most for their size in 8 bits: the head, and the
+matrices of the first and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of
+them, finer too.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ _ACCURACY: Final = "accuracy_level"
 
 
 def round_activations(model: ir.Model) -> bool:
-    """Let every MatMulNBits that `model` holds round its activations as those of `quantize_weights` do; in place.
+    """Let every MatMulNBits that `model` holds round its activations as `quantize_weights` asks; in place.
 
     Weights that a checkpoint brought quantized are multiplied by in float32 until then. Returns whether there were any.
     """
@@ -167,7 +167,7 @@ def _to_calibrate(graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, Weight
     others = {matrix.value for node, (matrix, _) in found.items() if node.op_type == "Gather"}
     products = [node for node in found if node.op_type != "Gather" and node.graph is graph]
     others |= {found[node][0].value for node in head_products(graph, products)}
-    wanted = {found[node][0].value: node for node in reversed(products)}  # the first of those that share a matrix
+    wanted = {found[node][0].value: node for node in reversed(products)}  # the first of the nodes that share a matrix
     return [
         Wanted(value, node, found[node][0].transposed, found[node][1])
         for value, node in reversed(wanted.items())
@@ -305,7 +305,7 @@ def check_quantized(model: ir.Model, quantization: WeightQuantization) -> None:
     else:
         why = "it multiplies by no constant matrix of float32, float16 or bfloat16"
         if any(is_matmul_nbits(node) for node in nodes):
-            why += " besides those that the checkpoint brought quantized, which stay as they are"
+            why += " besides matrices that the checkpoint brought quantized; these stay as they are"
     raise CompileError(
         f"{quantization.bits}-bit weights were asked for and no matrix of the model can be quantized: {why}; "
         "leave weights out"

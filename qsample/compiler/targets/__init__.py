@@ -31,7 +31,7 @@ class Target(ABC):
         provider_options: of the first provider, in the session that runs the package. The manifest names them; a
             session takes them if `ort.providers` lists them for that provider, or if this target is installed.
         default_options: fields of CompileOptions for a model that is given directly (`models.SourceModel.cached`).
-        dtypes: those that the device's kernels compute in.
+        dtypes: the dtypes that the device's kernels compute in.
         converts: whether the phases make another dtype of a float32 graph.
         stores_float16: whether weights="float16" is taken.
         calibrates: whether the graph can be run on the CPU before it is quantized, to fit weights to a text.
@@ -111,7 +111,7 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
     if plan.dtype != own and not (target.converts and own == "float32"):
         raise CompileError(
             f"dtype is {plan.dtype!r} and the package was exported as {own}; export it again "
-            + ("as float32, which is rounded only once" if target.converts else "with that dtype")
+            + ("as float32, so that it is rounded only once" if target.converts else "with that dtype")
         )
     target.check(plan)
     target.check_installed()

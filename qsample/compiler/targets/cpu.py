@@ -60,7 +60,7 @@ class CpuTarget(Target):
             _check_speculation(plan)
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
-        # ONNX Runtime's optimisation would undo the storage in float16, which therefore comes after it.
+        # ONNX Runtime's optimisation would undo the storage in float16, so the storage comes after it.
         halved = [graph_pass(store_as_float16), step(save)] if plan.store_float16 else []
         return [
             fixed_sizes(plan, self.fixed_axes(plan)),

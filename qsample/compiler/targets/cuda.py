@@ -40,7 +40,7 @@ from qsample.errors import CompileError
 from qsample.ort.providers import CPU, CUDA
 
 # A kernel without an end to its versions serves the operator's version that it names and no later version, and CUDA's
-# for Equal, ReduceMax, Pad and ConstantOfShape name those of 13, 18, 18 and 9; newer versions would run on the host
+# for Equal, ReduceMax, Pad and ConstantOfShape name 13, 18, 18 and 9; newer versions would run on the host
 # (https://github.com/microsoft/onnxruntime/issues/26065).
 _OPSET: Final = 18
 _CONTROL_FLOW: Final = ("If", "Loop", "Scan")
@@ -81,7 +81,7 @@ class CudaTarget(Target):
             *quantization_phases(plan, expert_block_sizes=_EXPERT_BLOCK_SIZES),
             step(join_flat_sampler),
             graph_pass(cut_splits),
-            # Numbers that come from shapes: the new tokens of a call, which never exceed the capacity.
+            # Numbers that come from shapes: the new tokens of a call, never more than the capacity.
             graph_pass(remove_host_copies, limit=plan.ctx_len + 1),
             graph_pass(lower_opset, opset=_OPSET),
             step(check_capture),

@@ -1,7 +1,7 @@
 """OpenVINO: a decode graph whose parts OpenVINO has compiled for the CPU, kept as EPContext nodes.
 
-OpenVINO takes no GroupQueryAttention there. It stays on ONNX Runtime's own CPU provider, which updates the cache in
-place, and the graph between two attentions is a compiled part.
+OpenVINO takes no GroupQueryAttention there. It stays on ONNX Runtime's CPU provider, for caches updated in place, and
+the graph between two attentions is a compiled part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Browsers without WebGPU: the CPU's graph for ONNX Runtime's build in WebAssembly, and for Node.
 
-The CPU's own packages multiply quantized weights by activations in 8 bits, each build of ONNX Runtime in its own way:
+Packages for the CPU multiply quantized weights by activations in 8 bits, each build of ONNX Runtime in another way:
 in WebAssembly they choose other tokens. Here activations stay in float32, and Python, Node and WebAssembly choose the
 same tokens. The weights come in files that a browser loads one by one.
 """
@@ -16,7 +16,7 @@ from qsample.compiler.write import cut_weights
 
 
 class WebTarget(CpuTarget):
-    """WebAssembly, which has 4 GB of memory; every CPU runs these packages, slower than those compiled for it."""
+    """WebAssembly, with 4 GB of memory; every CPU runs these packages, slower than those compiled for it."""
 
     name = "web"
     rounds_activations = False

@@ -2,10 +2,10 @@
 
 A value that goes to the host is a wait for the device, in a browser most of all. So the sampler is that for replay: it
 has the input `searched_rows` of docs/contract.md, and no control flow but an If around the search, whose condition is
-a shape. Every operator of a step runs on the device, except for those that compute shapes. The capacity stays free: a
+a shape. Every operator of a step runs on the device, except operators that compute shapes. The capacity stays free: a
 host may begin small and grow.
 
-Bugs of the provider (onnxruntime-ep-webgpu 0.4.0): TopK pads with -3.4e38, which beats -inf and gives negative ids, so
+Bugs of the provider (onnxruntime-ep-webgpu 0.4.0): TopK pads with -3.4e38: this beats -inf and gives negative ids, so
 the sampler's `FLOOR` is above that; the graph in an If finds the constants of the graph around it in the host's memory,
 and fails, so it gets its own (`own_constants`); Pow fails for some shapes (`float_ids`); QMoE is refused.
 """
@@ -43,7 +43,8 @@ from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.operators import is_contrib
 from qsample.ort.providers import CPU, ON_HOST, WEBGPU, plugin_devices
 
-# Over several tokens its result is sometimes that of the CPU and sometimes another one altogether, for the same inputs.
+# Over several tokens its result sometimes equals the CPU's and sometimes is another one altogether, for the same
+# inputs.
 _WRONG: Final = "QMoE"
 _HOST: Final = "Cpu"  # ONNX Runtime's name of the host's memory
 _READ_ON_HOST: Final = {"Clip": (1, 2), "If": (0,)}  # in addition to the inputs that CUDA's kernels read there
@@ -54,7 +55,7 @@ class WebGpuTarget(Target):
 
     name = "webgpu"
     execution_providers: tuple[str, ...] = (WEBGPU, CPU)
-    # Ids and indices are int64 in the contract. Their kernels compute in 32 bits, which hold every id.
+    # Ids and indices are int64 in the contract. Their kernels compute in 32 bits, enough for every id.
     provider_options: Mapping[str, str] = {"enableInt64": "1"}
     default_options: Mapping[str, Any] = {"weights": "int4"}
     dtypes: tuple[str, ...] = ("float32", "float16")
@@ -89,8 +90,8 @@ class WebGpuTarget(Target):
             *lean_phases("cuda", plan.ctx_len),
             *half_phases(plan),
             *quantization_phases(plan),
-            graph_pass(keep_activations),  # some GPUs would round them, and others not
-            graph_pass(plain_products),  # after quantization, which looks for such heads
+            graph_pass(keep_activations),  # some GPUs would round them, and some would not
+            graph_pass(plain_products),  # after quantization: it looks for such heads
             step(join_flat_sampler, for_webgpu=True),
             graph_pass(ids_as_floats),
             graph_pass(own_constants),
@@ -114,8 +115,8 @@ def take_total_from_shape(model: ir.Model) -> bool:
 
 
 def plain_products(model: ir.Model) -> bool:
-    """Make plain products of FusedMatMul, which WebGPU lacks, in place: a Gemm of single positions times a transposed
-    matrix, such as a table of embeddings, and transpositions otherwise. Returns whether there was one."""
+    """Make plain products of FusedMatMul, in place, because WebGPU lacks it: a Gemm of single positions times a
+    transposed matrix, such as a table of embeddings, and transpositions otherwise. Returns whether there was one."""
     modified = False
     for node in [node for node in model.graph if is_contrib(node, "FusedMatMul")]:
         flags = {name: attribute.value for name, attribute in node.attributes.items() if attribute.value}

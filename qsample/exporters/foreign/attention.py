@@ -267,7 +267,7 @@ def match(foreign: ForeignGraph, layer: Layer) -> Match:
 
 
 def _of_operator(foreign: ForeignGraph, layer: Layer, node: ir.Node) -> Match:
-    """The attention of ONNX's operator, which gets an output more: its scores with cap and mask."""
+    """The attention of ONNX's operator, with one output more: its scores with cap and mask."""
     query = node.inputs[0]
     assert query is not None
     if len(node.outputs) > _SCORES:
@@ -311,7 +311,8 @@ def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
 
 
 def _above(value: ir.Value | None, through: tuple[str, ...]) -> Iterator[ir.Node]:
-    """The nodes that `value` comes from, nearest first, up to those that are not in `through`, which come too."""
+    """The nodes that `value` comes from, nearest first, up to and including the first nodes that are not in
+    `through`."""
     waiting, seen = [value], set()
     while waiting:
         current = waiting.pop(0)

@@ -226,7 +226,7 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
 
 
 def arithmetic_of(model: ir.Model) -> str:
-    """The arithmetic of the graph, which decides its tolerance: a key of _TOLERANCES."""
+    """The arithmetic of the graph; it decides the tolerance: a key of _TOLERANCES."""
     nodes = list(model.graph.all_nodes())
     halves = any(value.dtype == ir.DataType.FLOAT16 for node in nodes for value in node.outputs)
     if halves or any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.inputs):
@@ -252,7 +252,7 @@ def _rotary_tables(foreign: ForeignGraph) -> list[int]:
 
 
 def _warn_of_windows(foreign: ForeignGraph, settings: Settings, windows: list[int], limit: int | None) -> None:
-    """Warn if the graph's windows are not those of its configuration: then the file itself is not that model."""
+    """Warn if the graph's windows differ from its configuration: then the file itself is not that model."""
     stated, found = settings.window, sorted({window for window in windows if window > 0})
     if stated is not None and stated < (limit or _UNLIMITED) and stated not in found:
         has = f"of {', '.join(map(str, found))}" if found else "none: it attends to all tokens"

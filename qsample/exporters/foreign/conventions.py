@@ -42,7 +42,7 @@ REFUSED_INPUTS: Final = {
     "use_paged_attention",
     r"beam_idx|beam_width|cache_indirection": "its cache has the state of a beam search; export it without",
     r"encoder_.*|pixel_values.*|audio_.*|input_features": "it is not a language model of tokens alone",
-    r"cache_position": "it takes cache_position, positions of its own; export it for ONNX Runtime (optimum, "
+    r"cache_position": "it takes cache_position, separate positions; export it for ONNX Runtime (optimum, "
     "onnxruntime-genai)",
 }
 RECURRENT: Final = r".*(conv|recurrent|ssm).*"  # names of states
@@ -151,7 +151,7 @@ class Recurrence:
 @dataclass(frozen=True, slots=True)
 class ForeignGraph:
     """A decoder file, read. dtype: of the cache. changed: whether the inputs of `model` differ from
-    those of the file. recurrences: in the order of their layers."""
+    the file's. recurrences: in the order of their layers."""
 
     path: Path
     model: ir.Model

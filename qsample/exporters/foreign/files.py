@@ -105,7 +105,7 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
     folder = given.absolute()
     names = _names(folder)
     if file is not None and problem_of_name(file) is None and (folder / file).is_file():
-        names.append(file)  # in a folder of its own, as onnxruntime-genai's repositories have it
+        names.append(file)  # in a separate folder, as onnxruntime-genai's repositories have it
     chosen = folder / _choose(str(path), names, file, lambda name: _genai_file(folder / name))
     folders = dict.fromkeys((chosen.parent, *([chosen.parent.parent] if chosen.parent != folder else []), folder))
     return _located(chosen, tuple(folders), str(path))
@@ -308,7 +308,7 @@ def _object(file: str, owner: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _size(file: str, owner: Mapping[str, Any], name: str) -> int | None:
-    """A size in a configuration; None if it is missing, null, or not above 0, which says none."""
+    """A size in a configuration; None if it is missing, null, or not above 0: that means none."""
     value = owner.get(name)
     if value is None or value is False:
         return None
@@ -359,7 +359,7 @@ def write_files(
 
 
 def _generation_config(settings: Settings, token_ids: TokenIds) -> dict[str, Any]:
-    """generation_config.json: its own, or made of genai_config.json."""
+    """generation_config.json: the folder's, or made of genai_config.json."""
     own = dict(settings.generation)
     if not own and settings.search.get("do_sample"):
         own = {name: settings.search[name] for name in _SEARCH if settings.search.get(name) is not None}

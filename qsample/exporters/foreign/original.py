@@ -103,7 +103,7 @@ def probes(longest: int) -> list[tuple[int, int]]:
     """Calls, as tokens in the cache and new tokens, that show the use of positions in a file; the last fills a cache
     of `longest` tokens.
 
-    Neighbours tell a window from a chunk, which both end with the keys before a token: from a token to the next, a
+    Neighbours tell a window from a chunk: both end with the keys before a token, but from a token to the next, a
     window moves and a chunk grows. A depth in between shows what changes with the depth.
     """
     depths = (0, longest * 5 // 8, longest - 2)

@@ -334,7 +334,7 @@ def _plain_layers(path: Path, pasts: Iterable[ir.Value], outputs: set[ir.Value])
 
 
 class _Cache(NamedTuple):
-    """Keys or values; the fields are those of `Layer`."""
+    """Keys or values; the fields as in `Layer`."""
 
     past: ir.Value
     present: ir.Value

@@ -50,7 +50,7 @@ _LINEAR: Final = "recurrent_state"
 
 
 class Nodes:
-    """New nodes of `graph`; every name starts with PREFIX, which no other exporter uses."""
+    """New nodes of `graph`; every name starts with PREFIX; no other exporter uses it."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
@@ -134,7 +134,7 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
 
     GroupQueryAttention takes the new tokens' place to start at seqlens_k + 1 - S. So a row's padding counts: with
     lengths + input_lengths in its place, a padded chunk would be written S - input_lengths too early. More rows with
-    several tokens are a first prefill, which it tells by S == total_sequence_length.
+    several tokens are a first prefill, recognised by S == total_sequence_length.
     """
     ids = foreign.input(IDS)
     assert ids is not None
@@ -214,15 +214,15 @@ def _counting_values(foreign: ForeignGraph) -> list[ir.Value]:
 
 
 def use_row_positions(foreign: ForeignGraph, rows: Rows, counted: Iterable[ir.Value]) -> None:
-    """Replace position_ids, and positions that the graph counts, by those of the rows."""
+    """Replace position_ids, and positions that the graph counts, by the rows' positions."""
     given = foreign.input(POSITIONS)
     for value in (*([given] if given is not None else []), *counted):
         value.replace_all_uses_with(rows.positions)
 
 
 def check_free_of_sizes(foreign: ForeignGraph) -> None:
-    """Raise UnsupportedModelError if the graph still computes with the mask, or with the length of its cache, which
-    is the capacity of a buffer now."""
+    """Raise UnsupportedModelError if the graph still computes with the mask, or with the length of its cache: this
+    is now the capacity of a buffer."""
     mask = foreign.input(MASK)
     if mask is not None and mask.uses():
         users = sorted({node.op_type for node, _ in mask.uses()})
@@ -369,8 +369,8 @@ def _constants(foreign: ForeignGraph, node: ir.Node, branch: ir.Graph) -> list[A
 def keep_states(foreign: ForeignGraph, nodes: Nodes, rows: Rows) -> ForeignGraph:
     """`foreign` with recurrences that read real tokens only, in place; the next states of convolutions are new values.
 
-    Padding becomes the row's first token, whose hidden states are numbers: those of a padding token may be 0, and a
-    norm of them NaN, which an attention would spread.
+    Padding becomes the row's first token, whose hidden states are numbers: keys of a padding token may be 0, and a
+    norm of them NaN, and an attention would spread it.
     """
     ids = foreign.input(IDS)
     assert ids is not None

@@ -1,8 +1,8 @@
 """A rewritten foreign graph gets ONNX Runtime's operators, the contract's names and axes, our opset, and the shapes of
 its values.
 
-Operators that ONNX has since opset 23 become ONNX Runtime's, which compile fuses and every provider has. The graph then
-gets the oldest opset from OPSET on that has all of its operators.
+Operators that ONNX has since opset 23 become ONNX Runtime's: compile fuses these, and every provider has them. The
+graph then gets the oldest opset from OPSET on that has all of its operators.
 
 Shapes are measured by runs at several sizes, for graphs that came without, as TorchScript's exporter writes them: shape
 inference does not follow sizes through Shape, Gather and Concat, and a fusion knows a pattern by its shapes.
@@ -103,7 +103,7 @@ def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, inte
 
 
 def _free_names(graph: ir.Graph, names: set[str], kept: set[ir.Value]) -> None:
-    """Rename values with names of the contract, which the sampler's own values will have."""
+    """Rename values with names of the contract, because the sampler's values will have these."""
     values = [value for node in graph.all_nodes() for value in node.outputs]
     constants = [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
     for value in [*values, *constants, *graph.inputs]:
@@ -112,7 +112,7 @@ def _free_names(graph: ir.Graph, names: set[str], kept: set[ir.Value]) -> None:
 
 
 def _rename_axes(graph: ir.Graph) -> None:
-    """Our names for the axes that are ours; the others are forgotten: shape inference finds them again."""
+    """Our names for the axes that are ours; the rest are forgotten: shape inference finds them again."""
     for node in graph.all_nodes():
         for value in node.outputs:
             if value.shape is not None:
@@ -157,7 +157,7 @@ class _Found(NamedTuple):
 
 
 def _run(model: ir.Model, folder: Path, axes: Mapping[str, int]) -> dict[str, _Found]:
-    """The values of the main graph by name, with tokens 0 in empty caches; not those that constants alone make."""
+    """The values of the main graph by name, with tokens 0 in empty caches; not values that constants alone make."""
     graph = model.graph
     feeds = {str(value.name): zeros(value, axes) for value in graph.inputs}
     feeds[INPUT_LENGTHS.name] += axes[SEQUENCE]
@@ -321,7 +321,7 @@ def _write_inputs(graph: ir.Graph, node: ir.Node) -> None:
 def _missing(node: ir.Node, opset: int, *, is_older: bool) -> str:
     """What `opset` lacks of `node`; "" = nothing. is_older: than the opset of the file."""
     if node.domain or not onnx.defs.has(node.op_type, ""):
-        return ""  # ONNX Runtime keeps some operators of its own in ONNX's domain
+        return ""  # ONNX Runtime keeps some contrib operators in ONNX's domain
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, "")
     except onnx.defs.SchemaError:
