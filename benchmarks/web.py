@@ -16,6 +16,7 @@ Writes docs/benchmarks/web.json and web.md.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -30,10 +31,9 @@ from typing import Any, Final
 
 import numpy as np
 import onnx
-from common import describe_machine, make_parser
 from onnx import TensorProto, helper, numpy_helper
+from report import describe_machine, make_parser, markdown, median, print_table, write_json
 from rich.console import Console
-from rich.table import Table
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import QsampleError
@@ -42,7 +42,6 @@ from qsample.models.bundled import TINY_LM
 ROOT: Final = Path(__file__).resolve().parents[1]
 MODULES: Final = ROOT / "js" / "node_modules"
 TRANSFORMERS: Final = MODULES / "@huggingface" / "transformers"
-RESULTS: Final = ROOT / "docs" / "benchmarks"
 PARAMS: Final = {"greedy": {"temperature": 0}, "top-k 50": {"temperature": 0.8, "topK": 50, "topP": 1}}
 SOFTWARE_GPU: Final = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--ignore-gpu-blocklist"]
 PROMPT: Final = 32  # tokens
@@ -62,45 +61,42 @@ def write_for_transformers(package: Path, folder: Path) -> None:
         if weight.data_type == TensorProto.FLOAT16:
             weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).astype(np.float32), weight.name))
     del graph.value_info[:]
-    caches = [value for value in graph.input if value.name.startswith("past_key_values.")]
-    one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
+    names = {value.name for value in graph.input if value.name.startswith("past_key_values.")}
+    for node in graph.node:  # the capacity, wherever the graph reads it
+        start = next((attribute.i for attribute in node.attribute if attribute.name == "start"), 0)
+        if node.op_type == "Shape" and node.input[0] in names and start == 2:
+            node.op_type, node.input[0] = "Identity", "all"
+            del node.attribute[:]
+    next(node for node in graph.node if "logits" in node.output).output[0] = "last_logits"
     nodes = [
-        helper.make_node("Shape", [caches[0].name], ["past"], start=2, end=3),
+        helper.make_node("Shape", [min(names)], ["past"], start=2, end=3),
         helper.make_node("Shape", ["input_ids"], ["new"], start=1, end=2),
         helper.make_node("Add", ["past", "new"], ["all"]),
         helper.make_node("Cast", ["past"], ["lengths"], to=TensorProto.INT32),
         helper.make_node("Cast", ["new"], ["input_lengths"], to=TensorProto.INT32),
+        *graph.node,
+        helper.make_node("Unsqueeze", ["last_logits", "one"], ["logits"]),
     ]
-    names = {value.name for value in caches}
-    for node in graph.node:  # the capacity, wherever the graph reads it
-        start = next((attribute.i for attribute in node.attribute if attribute.name == "start"), 0)
-        if node.op_type == "Shape" and node.input[0] in names and start == 2:
-            node.op_type = "Identity"
-            node.input[0] = "all"
-            del node.attribute[:]
-    last = next(node for node in graph.node if "logits" in node.output)
-    last.output[0] = "last_logits"
-    nodes_after = [helper.make_node("Unsqueeze", ["last_logits", "one"], ["logits"])]
-    body = list(graph.node)
     del graph.node[:]
-    graph.node.extend([*nodes, *body, *nodes_after])
-    graph.initializer.append(one)
-    for name in ("lengths", "input_lengths"):
-        graph.input.remove(next(value for value in graph.input if value.name == name))
+    graph.node.extend(nodes)
+    graph.initializer.append(helper.make_tensor("one", TensorProto.INT64, [1], [1]))
+    inputs = [value for value in graph.input if value.name not in ("lengths", "input_lengths")]
+    del graph.input[:]
+    graph.input.extend(inputs)
     for value in [*graph.input, *graph.output]:  # transformers.js knows these names
         axes = value.type.tensor_type.shape.dim
         axes[0].dim_param = "batch_size"
         if value.name.startswith(("past", "present")):
             kind = "past" if value.name.startswith("past") else "total"
             axes[2].dim_param = f"{kind}_sequence_length"
-    logits = next(value for value in graph.output if value.name == "logits")
-    vocabulary = logits.type.tensor_type.shape.dim[-1].dim_value
-    logits.CopyFrom(helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch_size", 1, vocabulary]))
+        elif value.name == "logits":
+            shape = ["batch_size", 1, axes[-1].dim_value]
+            value.CopyFrom(helper.make_tensor_value_info("logits", TensorProto.FLOAT, shape))
     (folder / "onnx").mkdir(parents=True)
     onnx.save(model, folder / "onnx" / "model.onnx")
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (package / name).exists():
-            (folder / name).write_bytes((package / name).read_bytes())
+            shutil.copyfile(package / name, folder / name)
 
 
 class _Isolated(SimpleHTTPRequestHandler):
@@ -216,7 +212,7 @@ def _system_browser() -> str | None:
 
 
 def run_in_node(job: dict[str, Any], models: Path) -> dict[str, Any]:
-    modules = {"qsample": str(ROOT / "js" / "dist" / "node.js"), "transformers": "@huggingface/transformers"}
+    modules = {"qsample": str(ROOT / "js" / "dist" / "node.js")}
     modules["transformers"] = str(TRANSFORMERS / "dist" / "transformers.node.mjs")
     given = {**job, "at": str(models / job["at"]), "modules": modules}
     command = ["node", str(ROOT / "benchmarks" / "web_run.mjs"), json.dumps(given)]
@@ -226,14 +222,45 @@ def run_in_node(job: dict[str, Any], models: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def measure(
+    host: str,
+    name: str,
+    prompt: list[int],
+    options: argparse.Namespace,
+    models: Path,
+    browser: Browser,
+    console: Console,
+) -> dict[str, Any]:
+    """A line of the table: both systems in turns."""
+    device = {"node": "cpu", "webgpu": "webgpu"}.get(host, "wasm")
+    threads = 1 if host == "wasm 1" else options.threads
+    folders = {"qsample": "webgpu" if device == "webgpu" else "qsample", "transformers.js": "transformers"}
+    job = {"device": device, "threads": threads, "prompt": prompt, "tokens": options.tokens, "params": PARAMS[name]}
+    times: dict[str, list[float]] = {}
+    ids: dict[str, list[int]] = {}
+    for turn in range(options.rounds):
+        for system in SYSTEMS if turn % 2 else SYSTEMS[::-1]:
+            asked = {**job, "system": system, "at": folders[system]}
+            try:
+                result = run_in_node(asked, models) if host == "node" else browser.run(asked)
+            except Exception as error:  # a system that fails is a result, too
+                console.print(f"{host}, {name}, {system}: {str(error)[:300]}", highlight=False)
+                continue
+            times.setdefault(system, []).append(result["ms"])
+            ids[system] = result["ids"]
+    row = {"host": host, "threads": threads, "parameters": name}
+    row |= {system: median(values) for system, values in times.items()}
+    if name == "greedy" and len(ids) == 2:
+        row["same_tokens"] = ids["qsample"] == ids["transformers.js"]
+    return row
+
+
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, "web", threads=2)
     parser.add_argument("checkpoint", nargs="?", default=str(TINY_LM))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--hosts", nargs="+", default=["node", "wasm 1", "wasm", "webgpu"])
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options, console = parser.parse_args(), Console(stderr=True)
     for needed in (ROOT / "js" / "dist" / "node.js", TRANSFORMERS):
         if not needed.exists():
@@ -254,44 +281,12 @@ def main() -> None:
                 portable.compile(models / "webgpu", provider="webgpu", weights=None, ctx_len=length)
             except QsampleError as error:  # it needs the extra `webgpu`, and an adapter outside of the browser
                 console.print(f"no package for WebGPU: {error}", highlight=False)
+        else:
+            console.print("webgpu: this browser has no adapter; left out")
         vocabulary = portable.package.interface.vocab_size
         prompt = np.random.default_rng(0).integers(3, vocabulary, PROMPT).tolist()
-        rows = []
-        for host in options.hosts:
-            if host == "webgpu" and adapter is None:
-                console.print("webgpu: this browser has no adapter; left out")
-                continue
-            device = {"node": "cpu", "webgpu": "webgpu"}.get(host, "wasm")
-            threads = 1 if host == "wasm 1" else options.threads
-            for name, params in PARAMS.items():
-                times: dict[str, list[float]] = {}
-                ids: dict[str, list[int]] = {}
-                for turn in range(options.rounds):
-                    systems = ["qsample", "transformers.js"]
-                    for system in systems if turn % 2 else systems[::-1]:
-                        own = "webgpu" if device == "webgpu" else "qsample"
-                        job = {
-                            "system": system,
-                            "at": own if system == "qsample" else "transformers",
-                            "device": device,
-                            "threads": threads,
-                            "prompt": prompt,
-                            "tokens": options.tokens,
-                            "params": params,
-                        }
-                        try:
-                            result = run_in_node(job, models) if host == "node" else browser.run(job)
-                        except Exception as error:  # a system that fails is a result, too
-                            console.print(f"{host}, {name}, {system}: {str(error)[:300]}", highlight=False)
-                            continue
-                        times.setdefault(system, []).append(result["ms"])
-                        ids[system] = result["ids"]
-                row = {"host": host, "threads": threads, "parameters": name}
-                row |= {system: float(np.median(values)) for system, values in times.items()}
-                if name == "greedy" and len(ids) == 2:
-                    row["same_tokens"] = ids["qsample"] == ids["transformers.js"]
-                rows.append(row)
-                console.print(row, highlight=False)
+        hosts = [host for host in options.hosts if host != "webgpu" or adapter is not None]
+        rows = [measure(host, name, prompt, options, models, browser, console) for host in hosts for name in PARAMS]
         browser.close()
     result = {
         "machine": describe_machine(options.threads),
@@ -303,16 +298,22 @@ def main() -> None:
         "rounds": options.rounds,
         "rows": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "web.json").write_text(json.dumps(result, indent=2) + "\n")
-    (options.out / "web.md").write_text(report(result))
-    table = Table("host", "parameters", "qsample, ms a token", "transformers.js, ms a token")
+    write_json(options.output.with_suffix(".json"), result)
+    options.output.with_suffix(".md").write_text(page(result))
+    print_table(*table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    lines = []
     for row in rows:
-        table.add_row(row["host"], row["parameters"], *(f"{row[key]:.2f}" if key in row else NONE for key in SYSTEMS))
-    Console().print(table)
+        own, other = (row.get(key) for key in SYSTEMS)
+        figures = [f"{value:.2f}" if value is not None else NONE for value in (own, other)]
+        ratio = f"{own / other:.2f}" if own is not None and other is not None else NONE
+        lines.append([row["host"], str(row["threads"]), row["parameters"], *figures, ratio])
+    return ["host", "threads", "parameters", *SYSTEMS, "ratio"], lines
 
 
-def report(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """The page of the results."""
     lines = [
         "# Node and browsers",
@@ -322,14 +323,8 @@ def report(result: dict[str, Any]) -> str:
         f"without the first: the median of {result['rounds']} rounds in turns, {result['tokens']} tokens each. "
         "`python benchmarks/web.py` writes this page.",
         "",
-        "| host | threads | parameters | qsample | transformers.js | ratio |",
-        "| --- | --- | --- | --- | --- | --- |",
+        *markdown(*table(result["rows"])),
     ]
-    for row in result["rows"]:
-        own, other = (row.get(key) for key in SYSTEMS)
-        figures = [f"{value:.2f}" if value is not None else NONE for value in (own, other)]
-        ratio = f"{own / other:.2f}" if own is not None and other is not None else NONE
-        lines.append(f"| {row['host']} | {row['threads']} | {row['parameters']} | {' | '.join(figures)} | {ratio} |")
     if result["adapter"] is not None:
         lines += ["", f'WebGPU ran on the adapter "{result["adapter"]}". A software adapter shows no speed of a GPU.']
     compared = [row["same_tokens"] for row in result["rows"] if "same_tokens" in row]
