@@ -152,10 +152,12 @@ QSAMPLE: Final = "#1f6fb4"
 _GENAI, _LLAMA, _TRANSFORMERS, _MOBIUS = "#e08214", "#2f8f4e", "#8250a8", "#b5446e"
 SYSTEMS: Final[dict[str, tuple[str, int]]] = {
     **dict.fromkeys(("qsample", "qsample serve", "qsample, int4", "qsample, float32 cache"), (QSAMPLE, 0)),
-    **dict.fromkeys(("qsample, continuous", "captured"), (QSAMPLE, 0)),
+    **dict.fromkeys(("qsample, continuous", "captured", "baked"), (QSAMPLE, 0)),
     **dict.fromkeys(("engine alone", "qsample, static", "qsample, portable", "qsample, int8 cache"), (QSAMPLE, 1)),
     "uncaptured": (QSAMPLE, 1),
     "host": (QSAMPLE, 2),
+    **dict.fromkeys(("captured, int4", "baked, int4"), (QSAMPLE, 3)),
+    "captured, int8": (QSAMPLE, 4),
     **dict.fromkeys(("genai", "onnxruntime-genai", "onnxruntime-genai, static", "genai, int4"), (_GENAI, 0)),
     **dict.fromkeys(("genai defaults", "genai, float32"), (_GENAI, 1)),
     **dict.fromkeys(("llama.cpp", "llama-cpp-python", "llama.cpp, f16"), (_LLAMA, 0)),
@@ -167,21 +169,30 @@ SYSTEMS: Final[dict[str, tuple[str, int]]] = {
     "mobius, bfloat16": (_MOBIUS, 1),
     "optimum, float32": ("#6b7a1d", 0),
 }
-_DASHES, _MARKERS = ("-", "--", ":"), ("o", "s", "^")
+_DASHES, _MARKERS = ("-", "--", ":", "-.", (0, (5, 1))), ("o", "s", "^", "D", "v")
+_STRENGTHS: Final = (1, 0.55, 0.3, 0.75, 0.45)
 MISSING: Final = "not measured"
 
 
+def _look(system: str) -> tuple[str, int]:
+    """Colour and variant; of a setting that `SYSTEMS` lacks, as "captured, read every 4", the system's.
+
+    Raises:
+        KeyError: The system is unknown.
+    """
+    return SYSTEMS.get(system) or SYSTEMS[system.split(",")[0]]
+
+
 def colour(system: str) -> Any:
-    """Raises KeyError for a system that `SYSTEMS` lacks."""
     from matplotlib.colors import to_rgb
 
-    base, variant = SYSTEMS[system]
-    return tuple(1 - (1 - part) * (1, 0.55, 0.3)[variant] for part in to_rgb(base))
+    base, variant = _look(system)
+    return tuple(1 - (1 - part) * _STRENGTHS[variant] for part in to_rgb(base))
 
 
 def line_style(system: str) -> dict[str, Any]:
     """Keywords of `Axes.plot`; a line keeps the full colour, because a pale line is hard to see."""
-    base, variant = SYSTEMS[system]
+    base, variant = _look(system)
     look = {"color": base, "linestyle": _DASHES[variant], "marker": _MARKERS[variant], "markersize": 4, "label": system}
     # Equal results stay visible: qsample's lines are below the other lines, and wider.
     return look | ({"linewidth": 2.4, "zorder": 2} if base == QSAMPLE else {"linewidth": 1.5, "zorder": 3})
