@@ -53,9 +53,8 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def without_numbers(stubs: None) -> None:
     """compile without the tests that compare numbers."""
-    from qsample.compiler.agreement import SelfTest
-
     from qsample.compiler import compile as compile_module
+    from qsample.compiler.agreement import SelfTest
     from qsample.compiler.divergence import Divergence
 
     def measured(*_: Any, **__: Any) -> Divergence:
