@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import onnx_ir as ir
@@ -55,3 +56,21 @@ def test_nodes_of_other_operators_are_not_looked_at(monkeypatch: pytest.MonkeyPa
         rewritten(OF_TWO)
     assert set(looked_at) == {"Cos"}
     assert SimplePatternMatcher.match is noted
+
+
+def test_two_threads_leave_the_matcher_as_it_was() -> None:
+    before, opened, closed = SimplePatternMatcher.match, threading.Event(), threading.Event()
+
+    def fuse() -> None:
+        with operators_first():
+            opened.set()
+            closed.wait(10)
+
+    thread = threading.Thread(target=fuse)
+    thread.start()
+    opened.wait(10)
+    threading.Timer(0.1, closed.set).start()
+    with operators_first():
+        assert closed.is_set()
+    thread.join()
+    assert SimplePatternMatcher.match is before
