@@ -12,7 +12,7 @@ import pytest
 from qsample.compiler.passes.fusions import join_projections
 from qsample.contract.interface import AdapterTarget, Features, Interface, adapter_ids, adapter_names
 from qsample.errors import CompileError
-from qsample.graph.adapters import Layer, add_adapters, join_adapters, split_adapters
+from qsample.graph.adapters import Layer, add_adapters, branch_where_adapters_are, join_adapters, split_adapters
 from qsample.graph.edit import constant_value
 
 IN, SIZES = 6, {"l.q": 5, "l.k": 3, "l.down": 4}
@@ -129,3 +129,19 @@ def test_a_layer_that_is_no_product_is_named() -> None:
     product.outputs[0].replace_all_uses_with(computed.outputs[0])
     with pytest.raises(CompileError, match=r"adapters cannot change l\.q, which is no product with a matrix"):
         split_adapters(model, INTERFACE)
+
+
+def test_each_sum_is_in_a_branch_of_its_own_kinds(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    model, weights = make_model(rng)
+    names = split_adapters(model, INTERFACE)
+    join_projections(model)
+    join_adapters(model, INTERFACE, names)
+    assert branch_where_adapters_are(model, INTERFACE)
+    assert not branch_where_adapters_are(model, INTERFACE)
+    branches = [node for node in model.graph if node.op_type == "If"]
+    inside = [[node.op_type for node in branch.attributes["then_branch"].as_graph()] for branch in branches]
+    product = ["FusedMatMul", "Where", "FusedMatMul"]
+    assert sorted(inside) == sorted([[*product, *product, "Concat", "Add"], [*product, "Add"]])
+    assert [node.op_type for node in model.graph if node.op_type in ("Add", "Concat")] == []
+    check(model, weights, rng, tmp_path)

@@ -18,15 +18,24 @@ def small_graph(
     text: str,
     shapes: Mapping[str, Sequence[int | str | None]] | None = None,
     dtype: ir.DataType = ir.DataType.FLOAT,
+    constants: Mapping[str, Array | ir.TensorProtocol] | None = None,
 ) -> ir.Model:
     """The model of `text`, ONNX's own notation without the header. shapes: by name, of values that are computed; they
-    are of `dtype`."""
+    are of `dtype`. constants: the numbers of inputs that become initializers, by name."""
     model = ir.from_onnx_text(HEADER + text)
     for node in model.graph:
+        node.name = node.outputs[0].name
         for value in node.outputs:
             if shapes is not None and value.name in shapes:
                 value.shape = ir.Shape(shapes[value.name])
                 value.type = ir.TensorType(dtype)
+    inputs = {value.name: value for value in model.graph.inputs}
+    for name, numbers in (constants or {}).items():
+        value = inputs[name]
+        value.const_value = ir.tensor(numbers, name=name) if isinstance(numbers, np.ndarray) else numbers
+        value.type, value.shape = ir.TensorType(value.const_value.dtype), value.const_value.shape  # type: ignore[assignment]
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
     return model
 
 
@@ -61,6 +70,12 @@ def results(model: ir.Model, feeds: Mapping[str, Array]) -> list[Array]:
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     names = {value.name for value in session.get_inputs()}
     return list(session.run(None, {name: array for name, array in feeds.items() if name in names}))
+
+
+def check_same(model: ir.Model, plain: ir.Model, feeds: Mapping[str, Array], **tolerance: float) -> None:
+    """Both compute the same. tolerance: of `assert_allclose`."""
+    for got, wanted in zip(results(model, feeds), results(plain, feeds), strict=True):
+        np.testing.assert_allclose(got, wanted, **tolerance)
 
 
 def operators(model: ir.Model) -> list[str]:

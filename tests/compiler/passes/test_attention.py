@@ -9,7 +9,7 @@ import pytest
 from qsample.compiler.passes.attention import absorb_qk_norms, pack_qkv, remove_head_transposes, simplify_reshapes
 from qsample.compiler.pipeline import apply
 from qsample.graph.gqa import Slot
-from tests.helpers.small_graphs import normal, operators, results, small_graph
+from tests.helpers.small_graphs import check_same, normal, operators, results, small_graph
 
 HEADS = """
 attend (float[B,S,4,16] x, int64[B,S] positions) => (float[B,S,4,%d] result)
@@ -51,8 +51,7 @@ def test_both_transposes_go(middle: str, size: int, left: list[str]) -> None:
     assert apply(without, remove_head_transposes)
     assert operators(without) == [*left, "Neg"]
     feeds = {"x": normal(2, 3, 4, 16), "positions": np.array([[0, 1, 2], [2, 1, 0]])}
-    for got, wanted in zip(results(without, feeds), results(plain, feeds), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-6)
+    check_same(without, plain, feeds, atol=1e-6)
     assert not remove_head_transposes(without)
 
 
@@ -99,8 +98,7 @@ def test_an_output_of_the_graph_stays(middle: str, size: int, name: str) -> None
     apply(without, remove_head_transposes)
     assert [value.name for value in without.graph.outputs] == ["result", name]
     feeds = {"x": normal(2, 3, 4, 16), "positions": np.array([[0, 1, 2], [2, 1, 0]])}
-    for got, wanted in zip(results(without, feeds), results(plain, feeds), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-6)
+    check_same(without, plain, feeds, atol=1e-6)
 
 
 RESHAPES = """

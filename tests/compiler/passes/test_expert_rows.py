@@ -12,13 +12,13 @@ from qsample.compiler.passes.expert_rows import repeat_expert_rows
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.graph.moe import OP_TYPE, QUANTIZED_OP_TYPE
-from tests.compiler.quantize.test_experts import ROWS, make_weights, mixture_graph, random_rows, saved, value
+from tests.compiler.quantize.test_experts import ROWS, make_weights, mixture_graph, random_rows, saved
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_a_row_alone_is_as_among_others(bits: int | None, tmp_path: Path) -> None:
     model = mixture_graph(make_weights(64, 128))
-    model.graph.inputs.append(value("input_ids", ("B", "S"), ir.DataType.INT64))
+    model.graph.inputs.append(ir.val("input_ids", ir.DataType.INT64, ["B", "S"]))
     if bits is not None:
         quantize_experts(model, WeightQuantization(bits, 64))
     assert repeat_expert_rows(model)

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +18,7 @@ from qsample.contract.arrays import Array
 from qsample.graph.edit import fix_axes, initializer, lazy_initializer
 from qsample.graph.operators import pack_bits
 from tests.helpers.building import run_on
-from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
+from tests.helpers.small_graphs import check_same, loop_graph, normal, operators, results, small_graph
 
 
 def test_an_unknown_provider() -> None:
@@ -125,8 +126,7 @@ def test_it_multiplies_the_states_before_they_were_flattened(bias: str) -> None:
     assert product.inputs[0] is replaced.graph.inputs[0]
     assert list(product.outputs[0].shape or ()) == ["B", "S", 4]
     feeds = {"x": normal(2, 3, 8), "like": np.zeros((2, 3, 4), np.float32)}
-    for got, wanted in zip(results(replaced, feeds), results(plain, feeds), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    check_same(replaced, plain, feeds, rtol=1e-5)
     assert not replace_gemms(replaced)
 
 
@@ -145,8 +145,7 @@ def test_what_is_added_may_be_flattened_too() -> None:
     weight.shape = weight.const_value.shape  # type: ignore[union-attr,assignment]
     assert apply(replaced, replace_gemms)
     feeds = {"x": normal(2, 3, 8), "y": normal(2, 3, 4, seed=1)}
-    for got, wanted in zip(results(replaced, feeds), results(plain, feeds), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    check_same(replaced, plain, feeds, rtol=1e-5)
 
 
 @pytest.mark.parametrize("attributes", ["alpha = 2.0", "beta = 0.5", "transA = 1", "transB = 1"])
@@ -174,28 +173,20 @@ WIDTHS = {"query": 6, "key": 3, "value": 5}
 
 def model(widths: dict[str, int], *, unread: bool = False) -> ir.Model:
     """x [B, 8] → one MatMul by each width's matrix → an output. unread: the matrices raise when they are read."""
-    rng = np.random.default_rng(0)
-    x = ir.Value(name="x", shape=ir.Shape(["B", HIDDEN]), type=ir.TensorType(ir.DataType.FLOAT))
-    nodes, weights = [], []
-    for name, width in widths.items():
-        array = rng.standard_normal((HIDDEN, width)).astype(np.float32)
 
-        def fail() -> Array:
-            raise AssertionError("a weight was read")
+    def fail() -> Array:
+        raise AssertionError("a weight was read")
 
-        if unread:
-            weight = lazy_initializer(f"{name}_weight", array.shape, ir.DataType.FLOAT, fail)
-        else:
-            tensor = ir.Tensor(array, name=f"{name}_weight")
-            weight = ir.Value(name=tensor.name, shape=tensor.shape, type=x.type, const_value=tensor)
-        node = ir.Node("", "MatMul", [x, weight], name=name)
-        node.outputs[0].name, node.outputs[0].type = name, x.type
-        node.outputs[0].shape = ir.Shape(["B", width])
-        nodes.append(node)
-        weights.append(weight)
-    outputs = [node.outputs[0] for node in nodes]
-    graph = ir.Graph([x], outputs, nodes=nodes, initializers=weights, opset_imports={"": 20}, name="small")
-    return ir.Model(graph, ir_version=10)
+    constants: dict[str, Any] = {f"w_{name}": normal(HIDDEN, width, seed=width) for name, width in widths.items()}
+    if unread:
+        constants = {
+            name: lazy_initializer(name, array.shape, ir.DataType.FLOAT, fail).const_value
+            for name, array in constants.items()
+        }
+    weights = "".join(f", float[8,{width}] w_{name}" for name, width in widths.items())
+    outputs = ", ".join(f"float[B,{width}] {name}" for name, width in widths.items())
+    products = "\n".join(f"{name} = MatMul (x, w_{name})" for name in widths)
+    return small_graph(f"g (float[B,8] x{weights}) => ({outputs}) {{ {products} }}", constants=constants)
 
 
 def test_one_product_gives_what_three_gave() -> None:
@@ -204,8 +195,7 @@ def test_one_product_gives_what_three_gave() -> None:
     assert Counter(operators(joint)) == {"MatMul": 1, "Split": 1}
     assert len(joint.graph.initializers) == 2
     feeds = {"x": normal(4, HIDDEN, seed=1)}
-    for got, wanted in zip(results(joint, feeds), results(model(WIDTHS), feeds), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    check_same(joint, model(WIDTHS), feeds, rtol=1e-6, atol=1e-6)
 
 
 def test_nothing_is_left_to_join_the_second_time() -> None:
@@ -259,8 +249,7 @@ def test_quantized_weights_are_joined_as_they_are(bits: int, zero_points: tuple[
     assert operators(joint) == ["Identity", "MatMulNBits", "Split"]
     assert len(joint.graph.initializers) == (4 if any(zero_points) else 3)
     feeds = {"x": normal(3, 48)}
-    for got, wanted in zip(results(joint, feeds), results(plain, feeds), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+    check_same(joint, plain, feeds, rtol=1e-5, atol=1e-4)
 
 
 def test_projections_that_read_columns_in_one_order_are_joined() -> None:
@@ -269,8 +258,7 @@ def test_projections_that_read_columns_in_one_order_are_joined() -> None:
     assert apply(joint, join_projections)
     assert operators(joint) == ["Identity", "Gather", "MatMulNBits", "Split"]
     feeds = {"x": normal(3, 48)}
-    for got, wanted in zip(results(joint, feeds), results(plain, feeds), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+    check_same(joint, plain, feeds, rtol=1e-5, atol=1e-4)
     assert not join_projections(quantized(4, (False, False), (order, order[::-1])))
 
 
@@ -286,8 +274,7 @@ def test_of_lookups_in_one_order_the_first_in_the_graph_stays() -> None:
     assert apply(joint, join_projections)
     assert [node.name for node in joint.graph if node.op_type == "Gather"] == ["first_gather"]
     feeds = {"x": normal(3, 48)}
-    for got, wanted in zip(results(joint, feeds), results(plain, feeds), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+    check_same(joint, plain, feeds, rtol=1e-5, atol=1e-4)
 
 
 def test_projections_of_a_token_are_joined_in_its_loop() -> None:
@@ -297,6 +284,5 @@ def test_projections_of_a_token_are_joined_in_its_loop() -> None:
     assert [node.op_type for node in body] == ["MatMul", "Split", "Mul", "Add", "Identity"]
     assert sorted(value.shape.numpy() for value in joint.graph.initializers.values()) == [(2,), (64, 64)]
     feeds = {"x": normal(2, 3, 64), "start": normal(2, 32)}
-    for got, wanted in zip(results(joint, feeds), results(plain, feeds), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+    check_same(joint, plain, feeds, rtol=1e-5, atol=1e-4)
     assert not fuse_operators(joint, "cpu")  # transformers' own joining stumbles over nodes of a body

@@ -8,7 +8,7 @@ import pytest
 
 from qsample.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.exporters.lowering import align_row_sums
-from qsample.graph.edit import initializer, lazy_initializer
+from qsample.graph.edit import lazy_initializer
 from tests.helpers.cuda_kernels import KERNELS
 from tests.helpers.small_graphs import normal, operators, results, small_graph
 
@@ -31,12 +31,7 @@ WEIGHT = normal(8, 8)
 def decoder() -> ir.Model:
     floats = ("positions", "angle", "cos", "hidden", "rotated", "present", "logits")
     text = GRAPH.replace("int32[B,1] lengths", "int32[B,1] lengths, float[8,8] weight")
-    model = small_graph(text, {name: ["B", 8] for name in floats})
-    given = model.graph.inputs.pop(1)
-    weight = lazy_initializer("weight", (8, 8), ir.DataType.FLOAT, lambda: WEIGHT)
-    given.replace_all_uses_with(weight)
-    model.graph.register_initializer(weight)
-    return model
+    return small_graph(text, {name: ["B", 8] for name in floats}, constants={"weight": WEIGHT})
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -158,12 +153,9 @@ def recurrence() -> ir.Model:
         line.split(" = ")[0].strip() for line in RECURRENCE.splitlines() if " = " in line and "<int64" not in line
     ]
     names = [name for names in floats for name in names.split(", ") if not name.startswith("<")]
-    model = small_graph(text, {name: ["B", "S", None] for name in names})
-    for seed, value in enumerate(model.graph.inputs[3:]):
-        array = 0.3 * normal(*value.shape.numpy(), seed=seed)
-        value.replace_all_uses_with(initializer(model.graph, f"{value.name}_constant", array))
-    del model.graph.inputs[3:]
-    return model
+    sizes = {"weight": (8, 8), "taps": (8, 1, 4), "gates": (8, 2)}
+    constants = {name: 0.3 * normal(*size, seed=seed) for seed, (name, size) in enumerate(sizes.items())}
+    return small_graph(text, {name: ["B", "S", None] for name in names}, constants=constants)
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)

@@ -47,7 +47,6 @@ TWO_BY_TWO = """
 ALL = "x = Identity (heads)"
 PART = "x = Slice (heads, n0, n16, n3)"
 GRAPH = """
-<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
 decode (int64[B,S] input_ids, int32[B] lengths, float[B,4,S,%d] heads) => (float[B,4,S,%d] result)
     <float[8] frequency = {1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005}, int64[1] n_1 = {-1}, int64[1] n0 = {0},
      int64[1] n1 = {1}, int64[1] n2 = {2}, int64[1] n3 = {3}, int64[1] n8 = {8}, int64[1] n16 = {16},
@@ -89,17 +88,12 @@ def graph(
 ) -> ir.Model:
     size = SIZE + REST if part else SIZE
     parts = (PART if part else ALL, by, angles, turn, back if part else WHOLE)
-    model = ir.from_onnx_text(GRAPH % (size, size, *parts))
-    shapes = {"x": SIZE, "rotated": SIZE, "turned": SIZE, "rest": REST, "joined": size}
-    for node in model.graph:
-        for value in node.outputs:
-            if value.name in shapes:
-                value.shape = ir.Shape(["B", HEADS, "S", shapes[value.name]])
-                value.type = ir.TensorType(ir.DataType.FLOAT)
-            if value.name in ("cos", "sin"):
-                value.shape = ir.Shape(["B", 1, "S", SIZE])
-                value.type = ir.TensorType(ir.DataType.FLOAT)
-    return model
+    shapes: dict[str, list[int | str | None]] = {
+        name: ["B", HEADS, "S", width]
+        for name, width in {"x": SIZE, "rotated": SIZE, "turned": SIZE, "rest": REST, "joined": size}.items()
+    }
+    shapes |= {name: ["B", 1, "S", SIZE] for name in ("cos", "sin")}
+    return small_graph(GRAPH % (size, size, *parts), shapes)
 
 
 def output_of(model: ir.Model, starts: list[int], length: int) -> np.ndarray:

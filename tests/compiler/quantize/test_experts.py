@@ -16,6 +16,7 @@ from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.contract.arrays import Array
 from qsample.graph import moe
 from tests.helpers.mixtures import experts_reference
+from tests.helpers.small_graphs import small_graph
 
 EXPERTS, ROWS = 6, 40
 WAYS = [
@@ -29,41 +30,30 @@ WAYS = [
 ]
 
 
-def value(name: str, shape: tuple[int | str, ...], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
-    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-
-
-def constant(name: str, array: Array) -> ir.Value:
-    tensor = ir.Tensor(array, name=name)
-    return ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-
-
-def finished(inputs: list[ir.Value], nodes: list[ir.Node], constants: list[ir.Value]) -> ir.Model:
-    output = nodes[-1].outputs[0]
-    output.name, output.type = "result", ir.TensorType(ir.DataType.FLOAT)
-    opsets = {"": 20, "com.microsoft": 1}
-    graph = ir.Graph(inputs, [output], nodes=nodes, initializers=constants, opset_imports=opsets, name="experts")
-    return ir.Model(graph, ir_version=10)
-
-
 def mixture_graph(weights: dict[str, Array], **attributes: float) -> ir.Model:
     """rows, choice → MoE → result. weights: fc1, fc2 and perhaps fc1_bias, fc2_bias."""
+    given = "".join(f", float{list(array.shape)} {name}" for name, array in weights.items())
+    operands = ", ".join(name if name in weights else "" for name in ("fc1", "fc1_bias", "fc2", "fc2_bias"))
     hidden = weights["fc1"].shape[2]
-    inputs = [value("rows", ("S", hidden)), value("choice", ("S", EXPERTS))]
-    constants = {name: constant(name, array) for name, array in weights.items()}
-    operands = [*inputs, *(constants.get(name) for name in ("fc1", "fc1_bias", "fc2", "fc2_bias"))]
-    node = ir.node("MoE", operands, {**moe.ATTRIBUTES, **attributes}, domain="com.microsoft", name="mixture")
-    return finished(inputs, [node], list(constants.values()))
+    model = small_graph(
+        f"""mixture (float[S,{hidden}] rows, float[S,{EXPERTS}] choice{given}) => (float[S,{hidden}] result)
+            {{ result = com.microsoft.MoE (rows, choice, {operands}) }}""",
+        constants=weights,
+    )
+    (node,) = model.graph
+    for attribute in ir.convenience.convert_attributes({**moe.ATTRIBUTES, **attributes}):
+        node.attributes.add(attribute)
+    return model
 
 
 def lookup_graph(weights: Array, *, transposed: bool) -> ir.Model:
     """rows, ids → the product of each row with its expert's matrix, as `batched_mm` has it, but with one axis more."""
-    size = weights.shape[1 if transposed else 2]
-    inputs = [value("rows", ("S", 1, size) if transposed else ("S", size, 1)), value("ids", ("S",), ir.DataType.INT64)]
-    matrices = constant("weights", weights)
-    gather = ir.node("Gather", [matrices, inputs[1]], {"axis": 0}, name="lookup")
-    operands = [inputs[0], gather.outputs[0]] if transposed else [gather.outputs[0], inputs[0]]
-    return finished(inputs, [gather, ir.node("MatMul", operands, name="product")], [matrices])
+    rows, product = ("1,64", "rows, matrices") if transposed else ("64,1", "matrices, rows")
+    return small_graph(
+        f"""lookup (float[S,{rows}] rows, int64[S] ids, float{list(weights.shape)} weights) => (float[S,M,N] result)
+            {{ matrices = Gather <axis = 0> (weights, ids)  result = MatMul ({product}) }}""",
+        constants={"weights": weights},
+    )
 
 
 def make_weights(hidden: int, size: int, *, biases: bool = False) -> dict[str, Array]:

@@ -10,22 +10,21 @@ import pytest
 
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
 from qsample.compiler.quantize.float16 import store_as_float16
-from qsample.graph.edit import initializer
 from qsample.models.model import PackagedModel
 from qsample.package.package import Package
 from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
 
 
 def test_only_matrices_that_a_token_is_multiplied_by_are_stored_in_float16() -> None:
-    model = small_graph("""
-        project (float[B,8] x, float[8,4] given, float[4] bias) => (float[B,4] result) {
-            product = MatMul (x, given)
-            result = Add (product, bias)
-        }""")
     arrays = {"weight": normal(8, 4), "offset": normal(4)}
-    for value, name in zip(list(model.graph.inputs[1:]), arrays, strict=True):
-        value.replace_all_uses_with(initializer(model.graph, name, arrays[name]))
-        model.graph.inputs.remove(value)
+    model = small_graph(
+        """
+        project (float[B,8] x, float[8,4] weight, float[4] offset) => (float[B,4] result) {
+            product = MatMul (x, weight)
+            result = Add (product, offset)
+        }""",
+        constants=arrays,
+    )
     assert quantization_report(model) is None
     assert store_as_float16(model)
     assert quantization_report(model) == QuantizationReport(1, 128, 64)

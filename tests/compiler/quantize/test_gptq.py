@@ -11,14 +11,13 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM
-from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize.gptq import _SHRINKS, Calibration, Wanted, calibrated_levels, gptq
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
 from qsample.contract.arrays import Array
-from qsample.errors import CompileError, PackageError
+from qsample.errors import PackageError
 from qsample.evaluation import evaluate
 from tests.compiler.quantize.test_weights import levels
-from tests.helpers.small_graphs import small_graph
+from tests.helpers.small_graphs import normal, small_graph
 
 INPUTS, OUTPUTS = 192, 40  # more columns than are corrected at once
 
@@ -143,11 +142,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps under a 
 def test_each_matrix_is_fitted_to_what_the_quantized_ones_before_it_compute(tmp_path: Path) -> None:
     """ids → Gather → first → Relu → second, beside the same in NumPy."""
     rng = np.random.default_rng(0)
-    arrays = {
-        "table": rng.normal(size=(50, 64)),
-        "first": rng.normal(size=(64, 32)),
-        "second": rng.normal(size=(32, 48)),
-    }
+    arrays = {"table": normal(50, 64), "first": normal(64, 32, seed=1), "second": normal(32, 48, seed=2)}
     model = small_graph(
         """g (int64[B,S] input_ids, float[50,64] table, float[64,32] first, float[32,48] second)
             => (float[B,S,48] result) {
@@ -157,15 +152,9 @@ def test_each_matrix_is_fitted_to_what_the_quantized_ones_before_it_compute(tmp_
             result = MatMul (active, second)
         }""",
         {"x": ["B", "S", 64], "hidden": ["B", "S", 32], "active": ["B", "S", 32], "result": ["B", "S", 48]},
+        constants=arrays,
     )
-    arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
-    constants = {}
-    for value in list(model.graph.inputs)[1:]:
-        assert value.name is not None
-        model.graph.inputs.remove(value)
-        value.const_value = ir.Tensor(arrays[value.name], name=value.name)
-        model.graph.register_initializer(value)
-        constants[value.name] = value
+    constants = model.graph.initializers
     way = WeightQuantization(4, 32, "gptq")
     nodes = {node.outputs[0].name: node for node in model.graph}
     wanted = [
@@ -228,34 +217,3 @@ def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None
     assert bits == {("MatMulNBits", 8), ("GatherBlockQuantized", 4)}
     assert evaluate(fitted, TEXT, against=model).packages[0].comparisons[0].kl.value < 0.05
     assert fitted.generate("The quick", max_new_tokens=3, do_sample=False).token_ids[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weights": "int4", "quantization_method": "gptq"}, "give it as calibration_text="),
-        ({"weights": "int4", "calibration_text": TEXT}, "calibration_text is only read with"),
-        ({"quantization_method": "gptq", "calibration_text": TEXT}, "calibration_text is only read with"),
-    ],
-)
-def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(CompileError, match=message):
-        CompileOptions(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"calibration_text": "too short"}, r"calibration_text has 10 tokens; give at least 128"),
-        ({"calibration_text": ""}, "calibration_text is empty"),
-        ({"calibration_text": 5}, "calibration_text is 5; give a text"),
-        ({"calibration_text": TEXT, "provider": "cuda"}, "provider is 'cuda'; take 'hqq'"),
-    ],
-)
-def test_texts_that_nothing_can_be_fitted_to(
-    options: dict[str, Any], message: str, llama_package: Path, tmp_path: Path
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(llama_package)
-    with pytest.raises(CompileError, match=message):
-        model.compile(tmp_path / "out", weights="int4", quantization_method="gptq", ctx_len=64, **options)
-    assert list(tmp_path.iterdir()) == []

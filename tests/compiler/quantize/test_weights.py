@@ -19,7 +19,6 @@ from qsample.compiler.quantize.blocks import quantization_report
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.compiler.quantize.weights import check_quantized, head_products, quantize_weights, sensitive_products
 from qsample.errors import CompileError
-from qsample.graph import edit
 from qsample.graph.edit import initializer
 from qsample.package.package import Package, read_package
 from tests.helpers.small_graphs import loop_graph, normal, small_graph
@@ -37,39 +36,21 @@ WAYS = [
 ]
 
 
-def value(name: str, shape: list[int | str], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
-    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+SMALL = """
+small (int64[B,S] ids, float[B,S,64] x, float[B,%d] part, float[48,64] table, float[64,48] matrix, float[%d,8] odd)
+    => (float[B,S,64] lookup, float[B,S,48] product, float[B,S,48] scores, float[B,8] rest)
+{
+    lookup = Gather (table, ids)
+    product = MatMul (x, matrix)
+    scores = com.microsoft.FusedMatMul <transB = 1> (x, table)
+    rest = MatMul (part, odd)
+}
+"""
 
 
 def small_model(weights: dict[str, np.ndarray], odd: int = ODD) -> ir.Model:
-    """ids → Gather(table) → lookup; x → MatMul(matrix) → product; x → FusedMatMul(table transposed) → scores;
-    part → MatMul(odd) → rest. odd: the width of part."""
-    initializers = {name: value(name, list(array.shape)) for name, array in weights.items()}
-    for name, constant in initializers.items():
-        constant.const_value = ir.Tensor(weights[name], name=name)
-    ids, x, part = (
-        value("ids", ["B", "S"], ir.DataType.INT64),
-        value("x", ["B", "S", HIDDEN]),
-        value("part", ["B", odd]),
-    )
-    nodes = [
-        ir.Node("", "Gather", [initializers["table"], ids], name="lookup"),
-        ir.Node("", "MatMul", [x, initializers["matrix"]], name="product"),
-        ir.Node("com.microsoft", "FusedMatMul", [x, initializers["table"]], [ir.AttrInt64("transB", 1)], name="scores"),
-        ir.Node("", "MatMul", [part, initializers["odd"]], name="rest"),
-    ]
-    for node in nodes:
-        node.outputs[0].name = node.name
-        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    graph = ir.Graph(
-        [ids, x, part],
-        [node.outputs[0] for node in nodes],
-        nodes=nodes,
-        initializers=list(initializers.values()),
-        opset_imports={"": 20, "com.microsoft": 1},
-        name="small",
-    )
-    return ir.Model(graph, ir_version=10)
+    """odd: the width of part."""
+    return small_graph(SMALL % (odd, odd), constants=weights)
 
 
 def make_weights() -> dict[str, np.ndarray]:
@@ -138,7 +119,8 @@ def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
 
 
 def test_tables_that_positions_are_looked_up_in_stay_float() -> None:
-    model = small_graph("""
+    model = small_graph(
+        """
         g (int64[B,S] input_ids, int32[B] lengths, int64[S] steps, float[48,64] table, float[32,64] places)
             => (float[B,S,64] both) {
             axes = Constant <value_ints = [1]> ()
@@ -151,36 +133,27 @@ def test_tables_that_positions_are_looked_up_in_stay_float() -> None:
             ids = Where (begun, one, input_ids)
             word = Gather (table, ids)
             both = Add (word, place)
-        }""")
-    word = next(node for node in model.graph if node.outputs[0].name == "word")
-    word.inputs[1].shape = ir.Shape(["B", "S"])  # type: ignore[union-attr]
-    for given, name in zip(model.graph.inputs[3:], ("table", "places"), strict=True):
-        weight = edit.initializer(model.graph, f"{name}_weight", normal(*given.shape.numpy()))  # type: ignore[union-attr]
-        given.replace_all_uses_with(weight)
-        model.graph.inputs.remove(given)
+        }""",
+        {"ids": ["B", "S"]},
+        ir.DataType.INT64,
+        {"table": normal(48, 64), "places": normal(32, 64)},
+    )
     assert quantize_weights(model, WeightQuantization(4))
     assert [node.op_type for node in model.graph if "Gather" in node.op_type] == ["Gather", "GatherBlockQuantized"]
-    assert "places_weight" in model.graph.initializers
-    assert "table_weight" not in model.graph.initializers
+    assert "places" in model.graph.initializers
+    assert "table" not in model.graph.initializers
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("transposed", [0, 1])
 def test_the_weights_of_a_gemm(transposed: int, bias: bool, tmp_path: Path) -> None:
     """Such as those of shared experts, which see flattened rows."""
-    weight = normal(VOCAB, HIDDEN, seed=1) if transposed else normal(HIDDEN, VOCAB, seed=1)
-    arrays = {"weight": weight, **({"bias": normal(VOCAB, seed=2)} if bias else {})}
-    constants = {name: value(name, list(array.shape)) for name, array in arrays.items()}
-    for name, constant in constants.items():
-        constant.const_value = ir.Tensor(arrays[name], name=name)
-    rows = value("rows", ["R", HIDDEN])
-    node = ir.node("Gemm", [rows, *constants.values()], {"transB": transposed}, name="gemm")
-    node.outputs[0].name, node.outputs[0].type = "result", ir.TensorType(ir.DataType.FLOAT)
-    opsets = {"": 20, "com.microsoft": 1}
-    graph = ir.Graph(
-        [rows], node.outputs, nodes=[node], initializers=list(constants.values()), opset_imports=opsets, name="g"
-    )
-    model, way = ir.Model(graph, ir_version=10), WeightQuantization(8)
+    sizes = (VOCAB, HIDDEN) if transposed else (HIDDEN, VOCAB)
+    arrays = {"weight": normal(*sizes, seed=1), **({"bias": normal(VOCAB, seed=2)} if bias else {})}
+    given = f"float[R,64] rows, float{list(sizes)} weight" + ", float[48] bias" * bias
+    product = f"result = Gemm <transB = {transposed}> (rows, weight{', bias' * bias})"
+    model = small_graph(f"gemm ({given}) => (float[R,48] result) {{ {product} }}", constants=arrays)
+    way = WeightQuantization(8)
     assert quantize_weights(model, way)
     assert "weight" not in model.graph.initializers
     ir.save(model, tmp_path / "m.onnx")
@@ -294,27 +267,6 @@ def test_too_far_off_is_refused_and_put_aside(small: Package, tmp_path: Path) ->
     kept = read_package(tmp_path / "out.rejected1").manifest.compilation
     assert kept is not None
     assert kept.quantization["divergence"]["kl"] > 1e-9
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"weights": "int3"},
-            "weights is 'int3'; choose one of int4, int8, int4_mixed, float32, float16, bfloat16, or None",
-        ),
-        (
-            {"weights": "bfloat16"},
-            "weights is 'bfloat16' and the package holds float32; choose one of int4, int8, int4_mixed, float16, fl",
-        ),
-        ({"weights": "int4", "block_size": 33}, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
-        ({"weights": "int4", "quantization_method": "awq"}, "method is 'awq'; choose one of rtn, k_quant, hqq, gptq"),
-    ],
-)
-def test_bad_options(options: dict[str, object], message: str, small: Package, tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=message):
-        compile_package(small, tmp_path / "out", CompileOptions(**options))  # type: ignore[arg-type]
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_packages_own_dtype_is_no_quantization(small: Package, tmp_path: Path) -> None:

@@ -26,12 +26,25 @@ def test_the_targets_are_found_by_name() -> None:
     assert find_target("openvino").name == "openvino"
 
 
+GPTQ = {"weights": "int4", "quantization_method": "gptq"}
+
+
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
         ("cpu", {"dtype": "bfloat16"}, "'bfloat16' and the target cpu computes in 'float32' or 'float16'; export the"),
         ("cpu", {"dtype": "float16"}, "'float16' and the package was exported as float32; export it again with that"),
         ("cpu", {"ctx_len": 257}, "ctx_len is 257; it must be 2 to 256, the model's max_position_embeddings"),
+        (
+            "cpu",
+            {"weights": "bfloat16"},
+            "'bfloat16' and the package holds float32; choose one of int4, int8, int4_mixed",
+        ),
+        ("cpu", {"kv_cache_dtype": "float16"}, "is 'float16' and the package holds float32; choose that or 'int8'"),
+        ("cpu", {**GPTQ, "calibration_text": "too short"}, "calibration_text has 10 tokens; give at least 128"),
+        ("cpu", {**GPTQ, "calibration_text": ""}, "calibration_text is empty"),
+        ("cpu", {**GPTQ, "calibration_text": 5}, "calibration_text is 5; give a text"),
+        ("cuda", {**GPTQ, "calibration_text": "a text"}, "provider is 'cuda'; take 'hqq'"),
         ("cpu", {"num_speculative_tokens": 7}, "=7 needs kv_cache_dtype='int8': over a cache in float32, attention to"),
         ("cuda", {}, "dtype is 'float32' and the target cuda computes in 'float16' or 'bfloat16'; compile with one"),
         ("cuda", {"weights": "float16"}, "'float16', which is for the cpu target; give dtype='float16' for cuda"),
