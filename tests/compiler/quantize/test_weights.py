@@ -333,7 +333,7 @@ def products(*sizes: int, dtype: ir.DataType = ir.DataType.FLOAT, packed: bool =
         (
             products(64, packed=True),
             16,
-            "no constant matrix .* brought quantized, which stay as they are; leave weights",
+            "no constant matrix .* brought quantized; these stay as they are; leave weights",
         ),
     ],
     ids=lambda value: None if isinstance(value, ir.Model) else str(value)[:20],

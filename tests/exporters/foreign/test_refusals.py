@@ -98,7 +98,7 @@ def mask_used_elsewhere(model: ir.Model) -> None:
         (with_input("past_key_values.0.conv_state", ["b", 8, 3]), "recurrent states.*qsample export"),
         (with_input("beam_idx", ["b"]), "beam search"),
         (with_input("cache_indirection", ["b", "n", "t"]), "beam search"),
-        (with_input("cache_position", ["s"]), "positions of its own"),
+        (with_input("cache_position", ["s"]), "separate positions"),
         (with_input("encoder_hidden_states", ["b", "s", 8]), "not a language model of tokens alone"),
         (with_input("per_layer_inputs", ["b", "s", 8]), "per_layer_inputs is neither"),
         (with_input("\x1b[2Jred\nqsample: done\x07", [1, 2]), r"input \\x1b\[2Jred qsample: done\\x07 is neither"),
