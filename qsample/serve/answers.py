@@ -26,7 +26,7 @@ _WORD_BITS: Final = 32  # of a mask
 
 
 class Answers:
-    """The answers to an HTTP request: those of the first prompt, then those of the next."""
+    """The answers to an HTTP request, ordered by prompt."""
 
     def __init__(
         self, model: ServedModel, body: GenerationRequest, metrics: Metrics, choices: Sequence[Choice]
@@ -62,7 +62,7 @@ class Answers:
         Args:
             prompts: token ids, which have passed the model's `check_count` and `check_room`.
             params: of every answer.
-            make_guide: makes the guide of an answer; None = any text.
+            make_guide: makes the guide of an answer; None for any text.
             max_time: seconds that an answer may take.
             prediction: tokens that every answer is expected to have.
 
@@ -72,7 +72,7 @@ class Answers:
         self._prompts = prompts
         rows = [prompt for prompt in prompts for _ in range(body.choices) if body.limit != 0]
         guides = [None if make_guide is None else await make_guide() for _ in rows]
-        # Without a given seed, each prompt gets its own.
+        # Without a given seed, each prompt gets another.
         seeds = [seed for _ in prompts for seed in body.seeds()]
         scored = [prompt for prompt in prompts if body.scores_prompt and len(prompt) > 1]
         # Otherwise some would be added and cancelled, and occupy places meanwhile.
@@ -114,7 +114,7 @@ class Answers:
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, each a part of an answer, then [DONE]; an error is an event, too.
 
-        A slow reader delays nobody: its events wait here, and its requests leave their slots.
+        A slow reader delays no other request: its events wait here, and its requests leave their slots.
         """
         try:
             await self._score()
@@ -174,7 +174,7 @@ class Answers:
                 choice.scores = PromptScores(prompt, {} if output is None else output.outputs)
 
     def _empty_outputs(self) -> list[RequestOutput]:
-        """Answers of no tokens, which the engine is not asked for."""
+        """Answers of no tokens. The engine is not asked for them."""
         timing = RequestTiming(None, None, 0.0)
         return [
             RequestOutput([], "", "length", None, 0, Usage(len(prompt), 0, 0), timing, {})
@@ -250,7 +250,7 @@ def _total(prompt: int, completion: int) -> dict[str, int]:
 
 
 def scoring_params(tokens: int) -> SamplingParams:
-    """Of the request that scores a prompt with so many tokens, at least 2: a stop token in it ends nothing."""
+    """For a request that scores a prompt of `tokens` tokens, at least 2. A stop token in it ends nothing."""
     return SamplingParams(temperature=0.0, max_new_tokens=tokens - 1, eos_token_id=())
 
 
@@ -260,7 +260,7 @@ class ForcedTokens:
     So the server computes the log-probabilities of a prompt. A graph returns the log-probability of the tokens that it
     samples, as the model has it, before any mask. A request begins with the prompt's first token, and each mask allows
     only the prompt's next token. That takes a step for each token, in a slot like any other, and works on every device.
-    It leaves all other requests as they are, the answer to the same prompt included, which is another request.
+    It changes no other request, the answer to the same prompt included.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:

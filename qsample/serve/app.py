@@ -41,7 +41,7 @@ from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import LONG_TEXT
 
 ACCESS_LOG: Final = "qsample.access"  # the logger of a line for each request
-# OpenAI's endpoints for other models, and for what is stored.
+# OpenAI's endpoints for other models and for stored objects.
 _ABSENT: Final = (
     "embeddings moderations images/{rest:path} audio/{rest:path} videos{rest:path} realtime{rest:path} "
     "responses/{rest:path} conversations{rest:path} files{rest:path} batches{rest:path} assistants{rest:path} "
@@ -49,7 +49,7 @@ _ABSENT: Final = (
 )
 _PAGE: Final = Path(__file__).parent / "page.html"
 _LONG_TEXTS: Final = 2  # that are encoded at once
-_DOCS_PACKAGE: Final = "fastapi_offline"  # it brings Swagger UI's files, which FastAPI loads from the internet
+_DOCS_PACKAGE: Final = "fastapi_offline"  # it brings the files of Swagger UI; FastAPI loads them from the internet
 
 
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
@@ -57,7 +57,7 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
 
     Args:
         settings: the models and limits.
-        models: loaded already, with these settings; None = they are loaded at the start.
+        models: loaded already, with these settings; None loads them at the start.
 
     >>> app = make_app(ServeSettings(models={"tiny": "tiny-cpu"}))  # uvicorn.run(app)
     """
@@ -242,7 +242,7 @@ class _Server:
             raise ApiError(404, "this server loads no adapters for its clients; start it with --lora-dir")
 
     async def absent(self, request: Request) -> Response:
-        """An endpoint of OpenAI's for another kind of model, or for what is stored."""
+        """An OpenAI endpoint for another kind of model, or for stored objects."""
         raise ApiError(
             404,
             f"{request.url.path:.80} is not done here: this server writes text and stores nothing; there are "

@@ -136,7 +136,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer; None = not given."""
+        """The most tokens of an answer; None if the request sets no limit."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -150,7 +150,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     @property
     def demanded_function(self) -> str | None:
-        """The name of the function that has to be called; None = no particular function."""
+        """The name of the function that has to be called, if the request names one."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property

@@ -40,7 +40,7 @@ class PromptScores:
 
     def told(self, texts: TokenTexts, top: int) -> list[Event | None]:
         """VLLM's form: for each token the `top` likeliest tokens in its place, and itself, by token id. None for the
-        first token, which follows nothing. The rank of a token is None if it is not among the alternatives that the
+        first token: it follows nothing. The rank of a token is None if it is not among the alternatives that the
         package returns."""
         ids, values = self.outputs.get(_TOP_IDS), self.outputs.get(_TOP_VALUES)
         found: list[Event | None] = [None]
@@ -196,7 +196,7 @@ class ChatChoice(Choice):
         return thoughts, before + rest, calls
 
     def _change(self, thoughts: str, text: str) -> Event:
-        """Thoughts in vLLM's field, and in its former field, which many clients read; and the text."""
+        """Thoughts in vLLM's field and in its former field (many clients read that), and the text."""
         shown = thoughts if self._shows_thoughts else ""
         return ({"reasoning": shown, "reasoning_content": shown} if shown else {}) | ({"content": text} if text else {})
 
@@ -226,7 +226,7 @@ class CompletionChoice(Choice):
     def __init__(
         self, index: int, model: ServedModel, body: CompletionRequest, prompt: Sequence[int], echo: str | None
     ) -> None:
-        """echo: the prompt's text before the answer, None = without it."""
+        """echo: the prompt's text in front of the answer, if the request asks for it."""
         super().__init__(index, model, body, prompt)
         self._echo = echo
         self._offset = len(echo or "")

@@ -1,8 +1,8 @@
 """Grammars: the form that an answer has to follow, as llguidance reads it, and its compilation.
 
-Each grammar is compiled in another process first, with limits. llguidance, which is native code, overflows its stack on
-some schemas of 50 kB, which ends the process, and compiles others for minutes or into gigabytes. A grammar that passes
-there costs the server no more than it did there.
+Each grammar is compiled in another process first, with limits. llguidance is native code: it overflows its stack and
+ends the process on some schemas of 50 kB, and compiles other schemas for minutes or into gigabytes. A grammar that
+passes there costs the server no more than it did there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GBNF: Final = "\0GBNF:"
 # Blanks as json.dumps writes them. A model that may write any number of them may never stop doing so.
 _JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 SECONDS: Final = 10.0  # for a grammar
-_MEMORY: Final = 256 << 20  # bytes, in addition to those of the tokenizer
+_MEMORY: Final = 256 << 20  # bytes, in addition to the tokenizer's
 _STACK: Final = 4 << 20  # bytes; the server's threads have twice as much
 
 
@@ -73,7 +73,7 @@ def grammar_of(form: Form) -> str:
 
 
 def _list_of_calls(functions: Mapping[str, Any], several: bool) -> str:
-    """Lark's notation. Each schema is a document of its own, so its references to its parts lead where they should."""
+    """Lark's notation. Each schema is a separate document, so its references to its parts stay valid."""
     calls = []
     for name, schema in functions.items():
         start = json.dumps(f'{{"name": "{name}", "parameters": ')

@@ -54,8 +54,10 @@ class Grammars:
         compiling = self._kept[grammar]
         self._waiting[grammar] += 1
         try:
-            compiled = await asyncio.shield(compiling)  # others may wait for it
-        except BaseException:  # the next request tries again; a cancelled request leaves it to the others
+            compiled = await asyncio.shield(compiling)  # another request may wait for it
+        except (
+            BaseException
+        ):  # the next request tries again; a cancelled request leaves the work to the requests that wait
             failed = compiling.done() and (compiling.cancelled() or compiling.exception() is not None)
             left = not compiling.done() and self._waiting[grammar] == 1
             if (failed or left) and self._kept.get(grammar) is compiling:

@@ -64,9 +64,9 @@ _REASON: Final = "qsample.reason"  # why a request is refused; in its scope
 
 
 def json_bytes(value: Any) -> bytes:
-    """`value` as compact JSON in UTF-8, on a line. A lone surrogate, which UTF-8 cannot hold, is written as its escape.
+    """`value` as compact JSON in UTF-8, on a line. A lone surrogate is written as its escape: UTF-8 cannot hold it.
 
-    Raises ValueError for NaN and infinities, which JSON lacks.
+    Raises ValueError for NaN and infinities: JSON has none.
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     if not text.isascii():
@@ -149,7 +149,7 @@ def logged_api_error(error: Exception) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer the expected errors of `app` in OpenAI's form; `Exchanges` does it for the others."""
+    """Answer the expected errors of `app` in OpenAI's form; `Exchanges` answers the unexpected."""
 
     async def known(request: Request, error: Exception) -> Any:
         return logged_api_error(error)
@@ -234,8 +234,8 @@ class JsonRoute(APIRoute):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None if the client leaves before, which cancels it: a long text that waits to be encoded, a
-    grammar that is compiled, or an answer."""
+    """The result of `work`; None if the client leaves first. Then the work is cancelled: a long text that waits to be
+    encoded, a grammar that is compiled, or an answer."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -255,7 +255,7 @@ class EventStream(StreamingResponse):
     its first token."""
 
     def __init__(self, events: AsyncIterator[bytes], end: Callable[[], object]) -> None:
-        """end: called at the end, however it comes."""
+        """end: called at the end, an error's or a cancellation's included."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._end = end
@@ -273,7 +273,7 @@ _PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="qsample-json")  # its
 
 def _parsed(body: bytes, model: type[BaseModel]) -> BaseModel:
     collects = gc.isenabled()
-    gc.disable()  # a million lists start it again and again, which takes ten times as long as to parse them
+    gc.disable()  # a million lists start it again and again, and it takes ten times as long as parsing them
     try:
         content = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -294,7 +294,7 @@ def _no_constant(name: str) -> None:
 class ApiKeys:
     """Lets requests pass that come with a valid key, `Authorization: Bearer KEY`.
 
-    The page, its description, /health and /metrics, which reveal nothing of the prompts, need no key.
+    The page, its description, /health and /metrics need no key: they reveal nothing of the prompts.
     """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
@@ -319,8 +319,8 @@ class ApiKeys:
 
 
 class Exchanges:
-    """Gives each request an id, counts and logs its end, and answers unexpected exceptions, which it raises again for
-    the server's log.
+    """Gives each request an id, counts and logs its end, and answers unexpected exceptions. It raises them again
+    for the server's log.
 
     The id is the client's X-Request-Id, if it is short and plain; the answer has it, too. Starlette's own handler of
     exceptions is outside of every other middleware: its answers lack the headers of the CORS middleware, so a page of
@@ -330,7 +330,7 @@ class Exchanges:
     def __init__(
         self, app: ASGIApp, paths: frozenset[str], count: Callable[[str, int, str], object], log: logging.Logger | None
     ) -> None:
-        """paths: that are counted by their names; others are "other". count: called with a path, a status and a reason;
+        """paths: counted by their names; every other path is "other". count: called with a path, a status and a reason;
         "" = no error. log: gets a line for each request."""
         self._app, self._paths, self._count, self._log = app, paths, count, log
 
@@ -360,7 +360,7 @@ class Exchanges:
             self._count(path if path in self._paths else "other", status, scope.get(_REASON, ""))
             if self._log is not None and self._log.isEnabledFor(logging.INFO):
                 client = _shown(":".join(map(str, scope.get("client") or ("-",))))
-                request = f'"{scope["method"]} {_shown(scope["path"])}"'  # without the query, which may hold a secret
+                request = f'"{scope["method"]} {_shown(scope["path"])}"'  # without the query: it may hold a secret
                 self._log.info("%s %s %d %.3fs %s", client, request, status, time.monotonic() - began, request_id)
 
 

@@ -43,7 +43,7 @@ _UNKNOWN: Final = "\ufffd"
 class ServedModel:
     """A loaded package, or one of its adapters, under its served name.
 
-    base: the package's served name. adapter: None = the package itself. created: seconds since 1970 at which it was
+    base: the package's served name. adapter: None for the package itself. created: seconds since 1970 at which it was
     loaded. defaults: fields of `SamplingParams` for requests that leave them out.
     """
 
@@ -98,7 +98,7 @@ class ServedModel:
         )
 
     def with_adapter(self, name: str) -> ServedModel:
-        """The same package and engine under the name of a loaded adapter, which all its requests have."""
+        """The same package and engine under the name of a loaded adapter. All its requests have the adapter."""
         view = copy(self)
         view.name = view.adapter = name
         view.created = int(time.time())
@@ -135,7 +135,7 @@ class ServedModel:
         return bool(self._template)
 
     def reasoning_reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
-        """Splits the thoughts off an answer to that prompt; None = they stay in the answer."""
+        """Splits the thoughts off an answer to that prompt; None if they stay in the answer."""
         if self._reasoning_format is None:
             return None
         end = self.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
@@ -224,7 +224,7 @@ class ServedModel:
             raise QueueFullError(f"{taken} of {most} places are taken and {count} were requested; try again later")
 
     def check_room(self, prompt: Sequence[int], tokens: int = 1) -> None:
-        """Raise ApiError unless a slot has room for a prompt and so many tokens of an answer."""
+        """Raise ApiError unless a slot has room for a prompt and `tokens` tokens of an answer."""
         most = self.max_model_len - tokens
         if len(prompt) > most:
             raise ApiError(
@@ -236,7 +236,7 @@ class ServedModel:
             )
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
-        """Raise ApiError for a text that has no room in a slot, whatever its tokens are: encoding it takes long."""
+        """Raise ApiError for a text that is too long for a slot in any encoding: encoding it takes long."""
         if not isinstance(prompt, str) or self._longest_token is None:
             return
         most = self._longest_token * self.max_model_len
@@ -325,7 +325,7 @@ class ServedModels:
         Args:
             name: of the adapter for clients.
             path: its folder, below the settings' `lora_dir`.
-            base: the served name of its model; None = the first.
+            base: the served name of its model; None for the first.
             replaced: another adapter of that name may be there.
 
         Raises ApiError and changes nothing if the name is taken, or if the adapter cannot be used.
@@ -340,7 +340,7 @@ class ServedModels:
         self._models[name] = model.with_adapter(name)
 
     def unload_adapter(self, name: str) -> None:
-        """Take no more requests for an adapter; those that it has go on. Raises ApiError if it is not loaded."""
+        """Take no more requests for an adapter; its requests so far go on. Raises ApiError if it is not loaded."""
         if name not in self._models or self._models[name].adapter is None:
             loaded = [model.name for model in self.served if model.adapter is not None]
             raise unknown_model(name, loaded, "adapter", "lora_name")
@@ -393,7 +393,7 @@ def without_feature(name: str, param: str | None = None, use: str = "") -> ApiEr
 
 
 def unknown_model(name: str, there: Iterable[str], kind: str = "model", param: str = "model") -> ApiError:
-    """The answer to a request for a model that is not served. there: the names of those that are."""
+    """The answer to a request for a model that is not served. there: the served names."""
     text = f"the {kind} {name!r:.100} does not exist here; there is {', '.join(map(repr, there)) or 'none'}"
     return ApiError(404, text, param=param, code="model_not_found")
 
@@ -419,11 +419,11 @@ class TokenTexts:
         self.of = lru_cache(maxsize=2**16)(self._of)
 
     def width(self, token: int) -> int:
-        """Characters of a token in a text, which contains no special tokens."""
+        """Characters of a token in a text. Texts contain no special tokens."""
         return 0 if self._tokenizer.is_skipped(token) else len(self.of(token)[0])
 
     def _of(self, token: int) -> tuple[str, bytes]:
-        """The text of a token, and its bytes, which may be a part of a character."""
+        """The text of a token, and its bytes: perhaps a part of a character."""
         text = self._after_another(token)
         piece, data = self._pieces.get(token, ""), b""
         if _UNKNOWN in text and token not in self._added:
@@ -446,8 +446,8 @@ class TokenTexts:
 
 @lru_cache(maxsize=1)
 def _byte_table() -> dict[str, int]:
-    """GPT-2's printable characters for bytes (Radford et al. 2019; openai/gpt-2, encoder.py): those that print stand
-    for themselves, the others for the code points from 256 on."""
+    """GPT-2's printable characters for bytes (Radford et al. 2019; openai/gpt-2, encoder.py): printable bytes stand
+    for themselves, the other bytes for the code points from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

@@ -37,7 +37,7 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 
 
 def find_reasoning_format(name: str | None, is_shown: Callable[[str], bool]) -> ReasoningFormat | None:
-    """The format with a name; None = thoughts stay in the answer.
+    """The format with a name; None if thoughts stay in the answer.
 
     Args:
         name: a key of REASONING_FORMATS, or None.
@@ -187,7 +187,7 @@ def _deepseek(text: str, tools: Mapping[str, Any]) -> list[Call]:
 
 
 def _pythonic(text: str, tools: Mapping[str, Any]) -> list[Call]:
-    """[name(key=value), ...], of Llama 4 and others."""
+    """[name(key=value), ...], of Llama 4 and other models."""
     try:
         tree = ast.parse(text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>"), mode="eval").body
     except (SyntaxError, MemoryError, RecursionError) as error:
@@ -213,7 +213,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 
 
 def find_tool_format(name: str | None, template: str) -> ToolFormat:
-    """The format with a name; None = the format that a chat template teaches, or Hermes' if it teaches none."""
+    """The format with a name. Without a name, the format that a chat template teaches, or else Hermes'."""
     if name is None:
         known = (key for key, form in TOOL_FORMATS.items() if any(text in template for text in form.in_template))
         name = next(known, "hermes")
@@ -276,7 +276,7 @@ class ToolReader:
 class DemandedCalls:
     """Reads an answer that a grammar constrained to calls: the arguments of a function, or a list of calls.
 
-    name: of the function; None = any of the functions, each call with its name.
+    name: of the function; None if the answer has calls of any functions, each with its name.
     """
 
     name: str | None
@@ -326,7 +326,7 @@ def _bodies(text: str, start: str, end: str) -> Iterator[str]:
 
 
 def _call(value: Any) -> Call:
-    """The call in a JSON object, whatever its family calls the parts. Raises ValueError if it is not a call."""
+    """The call in a JSON object of any family. Raises ValueError if it is not a call."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):

@@ -38,7 +38,7 @@ MOST_BIASES: Final = 1024
 # OpenAI takes 4 stop strings, and vLLM any number; each character takes some hundred bytes while the request runs.
 MOST_STOP_STRINGS: Final = 64
 MOST_STOP_CHARACTERS: Final = 2048  # of all of them
-MOST_PROMPTS: Final = 2**16  # of a request; few servers take as many at once
+MOST_PROMPTS: Final = 2**16  # of a request; few servers take that number at once
 MOST_NAME: Final = 256  # characters of an adapter's name, which is a label of a metric
 MOST_PATH: Final = 4096
 MOST_FIELDS: Final = 256  # of an object; pydantic notes an error for each that is not known
@@ -132,9 +132,9 @@ STRUCTURED_OUTPUTS: Final[Refusals] = {
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields, and without NaN and infinities, which JSON lacks.
+    """A JSON object without unknown fields, and without NaN and infinities: JSON has none.
 
-    A field that is null counts as left out, whatever its name: clients write out fields that they do not use.
+    A null field counts as left out, even an unknown field: clients write out fields that they do not use.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -168,7 +168,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A JSON schema. It is always followed, whatever `strict` says; its name is not used."""
+    """A JSON schema. It is always followed, even if `strict` is false; its name is not used."""
 
     name: StrictStr | None = None
     description: StrictStr | None = None
@@ -218,8 +218,8 @@ class GenerationRequest(FilterFields):
     """The fields that completions and chat completions share; names, ranges and defaults are OpenAI's, after `top_k`
     vLLM's.
 
-    model: a served name; None = the first. repeat_penalty: llama.cpp's name of repetition_penalty.
-    prompt_lookup_num_tokens: transformers'; 0 = no guesses, whatever the server's default is. `user` and the fields
+    model: a served name; None for the first. repeat_penalty: llama.cpp's name of repetition_penalty.
+    prompt_lookup_num_tokens: transformers'; 0 turns the server's guesses off. `user` and the fields
     after it are ignored.
     """
 
@@ -314,7 +314,7 @@ class GenerationRequest(FilterFields):
 
     @property
     def top(self) -> int | None:
-        """How many alternatives of each token an answer tells; None = no log-probabilities."""
+        """How many alternatives of each token an answer tells; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -324,7 +324,7 @@ class GenerationRequest(FilterFields):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer; None = not given."""
+        """The most tokens of an answer; None if the request sets no limit."""
         return self.max_tokens
 
     @property
@@ -361,7 +361,7 @@ class GenerationRequest(FilterFields):
 
     @cached_property
     def form(self) -> Form | None:
-        """The form that every answer has to follow; None = any text.
+        """The form that every answer has to follow; None for any text.
 
         Raises ApiError if the request has several, or if it asks for tokens after the end of the form.
         """
@@ -421,7 +421,7 @@ class LoadLoraRequest(Body):
     """`/v1/load_lora_adapter`, with vLLM's fields.
 
     lora_path: a folder below the server's `lora_dir`. load_inplace: replace a loaded adapter of that name.
-    base_model_name: the model that it changes; None = the first.
+    base_model_name: the model that it changes; None for the first.
     """
 
     lora_name: StrictStr = Field(min_length=1, max_length=MOST_NAME, pattern=r"^[^\x00-\x1f\x7f,]+$")

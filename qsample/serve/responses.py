@@ -58,7 +58,7 @@ class NamedFunctionTool(NamedFunction):
 
 
 class TextFormat(Body):
-    """The form of an answer, in one object. It is always followed, whatever `strict` says."""
+    """The form of an answer, in one object. It is always followed, even if `strict` is false."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: StrictStr = "response"
@@ -256,9 +256,9 @@ class ResponseChoice(ChatChoice):
         super().__init__(0, model, body.chat, prompt)
         self._response = response
         self._items: list[dict[str, Any]] = []
-        self._pieces: list[str] = []  # of the open item, which is the last
+        self._pieces: list[str] = []  # of the open item, the last one
         self._entries: list[dict[str, Any]] = []  # log-probabilities of the message
-        self._new: list[dict[str, Any]] = []  # those that no event has had
+        self._new: list[dict[str, Any]] = []  # not in an event yet
         self._writing: str | None = None  # the type of the open item
 
     def start(self) -> list[Event]:
@@ -322,7 +322,7 @@ class ResponseChoice(ChatChoice):
         return [*events, delta]
 
     def _taken(self, kind: str) -> Event:
-        """The log-probabilities of the tokens since the last event of the message; those of the thoughts, too."""
+        """The log-probabilities of the tokens since the last event of the message, thoughts included."""
         if kind != "message":
             return {}
         new, self._new = self._new, []

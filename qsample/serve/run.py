@@ -124,7 +124,7 @@ def limited_protocol(
     """
 
     class Limited(HttpToolsProtocol):
-        """began: monotonic seconds; None = between two requests, a time that uvicorn limits by itself."""
+        """began: monotonic seconds; None between two requests: uvicorn limits that time."""
 
         began: float | None = None
         _received = 0  # bytes of the request that arrives
@@ -185,7 +185,7 @@ def close_late(connections: Iterable[Any]) -> None:
 
 
 def _raise_open_files() -> None:
-    """Let the process open as many files as the system allows it."""
+    """Raise the process's limit of open files to the system's."""
     try:
         import resource
     except ImportError:  # Windows
@@ -201,6 +201,6 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        # create_server appends the address to the reason; getaddrinfo has its own numbers, with texts of their own.
+        # create_server appends the address to the reason; getaddrinfo has other numbers and texts.
         reason = str(error.strerror).partition(" (while")[0]
         raise QsampleError(f"cannot listen on {host}, port {port} ({reason}); give another host or port") from None

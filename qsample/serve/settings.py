@@ -61,7 +61,7 @@ class ServeSettings:
     Args:
         models: served name → the package's folder; the first model answers requests that name none.
         provider, ctx_len, batch_invariant: as in `load`.
-        threads: of ONNX Runtime's operators; None = its choice.
+        threads: of ONNX Runtime's operators; None for its choice.
         chat_template: replaces the packages' templates: a Jinja template, or the name of a template in the packages.
         loras: served name → the folder of a LoRA adapter, for a server of a single model.
         session_config: more settings of ONNX Runtime's sessions, by its keys.

@@ -1,7 +1,7 @@
 """A package and the page that runs it in a browser → a server on this machine: files, and nothing but files.
 
 The browser computes: the page (examples/web) loads the package with the npm package `qsample`, over ONNX Runtime's
-build for browsers. This server sends the page's files and those that the package's manifest lists, and no other file.
+build for browsers. This server sends the page's files and the files of the package's manifest, and no other file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _PIECE: Final = 1 << 20  # bytes of a file in memory
 
 
-class WebServer(ThreadingTCPServer):  # an HTTPServer looks for the name of its address, which may take seconds
+class WebServer(ThreadingTCPServer):  # an HTTPServer may take seconds to look up the name of its address
     """Serves the page at /, and the package's files at /package/. port 0 takes a free port.
 
     Raises QsampleError if the page is not built, the package does not run in browsers, or the address cannot be used.
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _split(address: str) -> SplitResult:
-    """The parts of an address; empty ones of what is no address, such as http://[."""
+    """The parts of an address; empty parts if it is none, such as http://[."""
     try:
         return urlsplit(address)
     except ValueError:
