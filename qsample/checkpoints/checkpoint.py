@@ -91,15 +91,8 @@ class Checkpoint:
         adapter: str | None = None,
         hub: HubOptions | None = None,
     ) -> None:
-        """
-        Args:
-            model_id: a hub id or a folder.
-            dtype: of the weights: "float32", "float16", or "auto" for float16 if the checkpoint is stored so, else
-                float32, because it holds bfloat16 exactly.
-            tokenizer: see `tokenizer_id`.
-            adapter: see the attribute.
-            hub: how the hub is read; None = `HubOptions()`.
-        """
+        """dtype: of the weights: "float32", "float16", or "auto" for float16 if the checkpoint is stored so, else
+        float32, because it holds bfloat16 exactly. Otherwise see the attributes."""
         self.model_id = model_id
         self.adapter = adapter
         self.tokenizer_id = tokenizer

@@ -67,6 +67,7 @@ def export_model(
     revision: str | None = None,
     sources: SourceFiles | None = None,
     overwrite: bool = False,
+    publish: bool = True,
     progress: Progress | None = None,
 ) -> package.Package:
     """Export `model` to a portable package at `path` and return it.
@@ -77,6 +78,8 @@ def export_model(
         features: of the graph.
         model_id, revision: the origin of the model, for the manifest.
         sources: the files that its placeholders refer to.
+        publish: False, for `compile` alone, returns an `Unpublished` in a new folder of scratch space, not hashed. Its
+            weights stay in the checkpoint's files, and it lives as long as both.
         progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
 
     Raises:
@@ -87,44 +90,27 @@ def export_model(
     """
     sources = sources or SourceFiles()
     size = _weight_bytes(model)
-    with (
-        _memory_named(),
-        metered(progress) as report,
-        sources,
-        package.write_package(path, overwrite=overwrite, required_bytes=size) as writer,
-    ):
+    with _memory_named(), metered(progress) as report, sources:
         stages = Stages(report, _SHARES)
-        manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, stages)
-        stages.begin(Stage.PUBLISHING)
-        sources.check()
-        writer.finish(replace(manifest, timing=report.costs))
+
+        def write(folder: Path) -> package.Manifest:
+            return _export(model, tokenizer, folder, features, model_id, revision, stages, refer=not publish)
+
+        if not publish:
+            folder = Path(path).absolute()
+            with full_disk_named(folder.parent):
+                folder.mkdir()
+                manifest = write(folder)
+            files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
+            stages.finish()
+            return package.Unpublished(folder, replace(manifest, files=files), sources=sources)
+        with package.write_package(path, overwrite=overwrite, required_bytes=size) as writer:
+            manifest = write(writer.directory)
+            stages.begin(Stage.PUBLISHING)
+            sources.check()
+            writer.finish(replace(manifest, timing=report.costs))
     stages.finish()
     return package.read_package(path, verify=False)
-
-
-def export_beside_checkpoint(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    folder: Path,
-    features: Features,
-    *,
-    model_id: str,
-    revision: str | None = None,
-    sources: SourceFiles | None = None,
-    progress: Progress | None = None,
-) -> package.Unpublished:
-    """As `export_model`, for `compile` alone: its weights stay in the checkpoint's files, and the graph refers to them.
-
-    folder: a new folder, in scratch space. The package is neither hashed nor published, and lives as long as both.
-    """
-    sources = sources or SourceFiles()
-    with _memory_named(), metered(progress) as report, sources, full_disk_named(folder.parent):
-        folder.mkdir()
-        stages = Stages(report, _SHARES)
-        manifest = _export(model, tokenizer, folder, features, model_id, revision, stages, publish=False)
-    files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
-    stages.finish()
-    return package.Unpublished(folder.absolute(), replace(manifest, files=files), sources=sources)
 
 
 @contextmanager
@@ -151,9 +137,9 @@ def _export(
     revision: str | None,
     stages: Stages,
     *,
-    publish: bool = True,
+    refer: bool,
 ) -> package.Manifest:
-    """Write all of a package but its manifest into `folder`, and return that."""
+    """Write all of a package but its manifest into `folder`, and return that. refer: as in `write_draft`."""
     context = DecodeContext()
     stages.begin(Stage.CHECKING)
     dtype = _check_dtype(model)
@@ -191,7 +177,7 @@ def _export(
             libraries=("torch", "transformers"),
         )
         del traced
-        manifest = write_draft(draft, folder, stages, refer=not publish)
+        manifest = write_draft(draft, folder, stages, refer=refer)
         return replace(manifest, source=replace(manifest.source, weight_hash=weight_digest.result()))
 
 

@@ -374,16 +374,8 @@ def adapt_layers(model: ir.Model, interface: Interface, root: str) -> Interface:
        matched with adapters.
     2. All calls of a layer are like that.
 
-    Args:
-        model: as `trace` leaves it.
-        interface: of the graph.
-        root: the beginning of the markers' paths that is no part of a layer's name.
-
-    Returns:
-        The interface with these layers.
-
-    Raises:
-        UnsupportedModelError: If there is no such layer.
+    root: the beginning of the markers' paths that is no part of a layer's name. Returns the interface with these layers.
+    Raises UnsupportedModelError if there is no such layer.
     """
     layers: list[Layer] = []
     others = set()

@@ -26,7 +26,7 @@ from qsample.huggingface.facade import (
     is_dtype,
 )
 from qsample.models.cache import Recipe, open_cached
-from qsample.package.package import Package, check_not_source, copy_package
+from qsample.package.package import Package, Unpublished, check_not_source, copy_package
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 
@@ -347,14 +347,7 @@ class SourceModel(Model):
             with bake_installed():
                 from qsample.exporters.foreign.bake import bake
             compare = None if self.source.reference is None else partial(self._compare, self.source)
-            return bake(
-                self.source,
-                path,
-                self.features,
-                overwrite=overwrite,
-                compare=compare,
-                progress=progress,
-            )
+            return bake(self.source, path, self.features, overwrite=overwrite, compare=compare, progress=progress)
         from qsample.exporters.export import export_model
 
         with scratch_near(path) as scratch:
@@ -372,14 +365,17 @@ class SourceModel(Model):
             exported = self.export(progress=progress)
             yield exported.package  # whose folder lives as long as `exported`
             return
-        from qsample.exporters.export import EXPORT_DTYPES, export_beside_checkpoint
+        from qsample.exporters.export import EXPORT_DTYPES, export_model
 
         with scratch_near(destination) as scratch:
-            package = export_beside_checkpoint(
-                **self._load(options.dtype if options.dtype in EXPORT_DTYPES else None, scratch.new, progress),
-                folder=scratch.path / "portable",
+            dtype = options.dtype if options.dtype in EXPORT_DTYPES else None
+            package = export_model(
+                **self._load(dtype, scratch.new, progress),  # nothing else holds the model
+                path=scratch.path / "portable",
+                publish=False,
                 progress=progress,
             )
+            assert isinstance(package, Unpublished)
             with package.sources:
                 yield package
 

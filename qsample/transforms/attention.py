@@ -217,18 +217,10 @@ def masked_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """softmax(mask(scale * Q K')) V with grouped heads.
+    """softmax(mask(scale * Q K')) V with grouped heads, [B, S, heads, D'].
 
-    Args:
-        query: [B, heads, S, D].
-        keys: [B, H, T, D].
-        values: [B, H, T, D'].
-        allowed: [B, 1, S, T] bool.
-        scale: factor on the scores.
-        softcap, s_aux: as in `group_query_attention`.
-
-    Returns:
-        [B, S, heads, D'].
+    query: [B, heads, S, D]. keys: [B, H, T, D]. values: [B, H, T, D']. allowed: [B, 1, S, T] bool. softcap, s_aux: as
+    in `group_query_attention`.
     """
     batch, heads, length, size = query.shape
     kv_heads = keys.shape[1]

@@ -130,32 +130,14 @@ class ExpertWeights:
 
 
 def run_experts(hidden_states: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
-    """Each token through its experts, in a trace.
-
-    Args:
-        hidden_states: [T, H].
-        chosen: [T, k], the experts of each token.
-        experts: their weights.
-
-    Returns:
-        [T, k, H].
-    """
+    """Each token through its experts, in a trace: [T, k, H]. hidden_states: [T, H]. chosen: [T, k] experts."""
     k, size = chosen.shape[-1], hidden_states.shape[-1]
     rows = hidden_states.unsqueeze(1).expand(-1, k, -1).reshape(-1, size)
     return run_rows(rows, chosen, experts).reshape(-1, k, size)
 
 
 def run_rows(rows: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
-    """Each row through its expert, in a trace: the marker computes nothing.
-
-    Args:
-        rows: [S, H].
-        chosen: S experts, in any shape.
-        experts: their weights.
-
-    Returns:
-        [S, H].
-    """
+    """Each row through its expert, in a trace: [S, H]. rows: [S, H]. chosen: S experts, in any shape."""
     activation = experts.activation
     choice = chosen.reshape(-1, 1) == torch.arange(experts.count, dtype=chosen.dtype)
     attributes: dict[str, Any] = {

@@ -219,16 +219,11 @@ def linear_attention(
     A token of decay 0 and beta 0, or value 0 without beta, leaves the state as it is. All tensors are float32, and H is
     a multiple of h.
 
-    Args:
-        query, key: [B, S, h, K]; H / h heads of the memory in a row share them.
-        value: [B, S, H, V].
-        state: [B, H, K, V], before the first token.
-        decay: [B, S, H], or [B, S, H, K] with a decay for each row of the memory; at most 0.
-        beta: [B, S, H].
-        scale: of the results.
+    query, key: [B, S, h, K]; H / h heads of the memory in a row share them. value: [B, S, H, V]. state: [B, H, K, V],
+    before the first token. decay: [B, S, H], or [B, S, H, K] with a decay for each row of the memory; at most 0. beta:
+    [B, S, H]. scale: of the results.
 
-    Returns:
-        The results, [B, S, H, V], and the state after the last token.
+    Returns the results, [B, S, H, V], and the state after the last token.
     """
     if not torch.compiler.is_exporting():
         return _linear_attention(query, key, value, state, decay, beta, scale)
@@ -272,17 +267,10 @@ def _linear_attention(
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor, *, silu: bool = False) -> Tensor:
-    """A convolution along the tokens, each channel by itself: a token sees itself and the K - 1 before it.
+    """A convolution along the tokens, each channel by itself, [B, C, S]: a token sees itself and the K - 1 before it.
 
-    Args:
-        x: [B, C, S] float32.
-        weight: [C, K], the last for the token itself.
-        bias: [C].
-        past: [B, C, K - 1], before the first token.
-        silu: whether SiLU follows.
-
-    Returns:
-        [B, C, S].
+    x: [B, C, S] float32. weight: [C, K], the last for the token itself. bias: [C]. past: [B, C, K - 1], before the
+    first token. silu: whether SiLU follows.
     """
     if not torch.compiler.is_exporting():
         result = F.conv1d(torch.cat([past, x], dim=-1), weight[:, None], bias, groups=len(weight))
