@@ -374,8 +374,8 @@ def adapt_layers(model: ir.Model, interface: Interface, root: str) -> Interface:
        matched with adapters.
     2. All calls of a layer are like that.
 
-    root: the beginning of the markers' paths that is no part of a layer's name. Returns the interface with these layers.
-    Raises UnsupportedModelError if there is no such layer.
+    root: the beginning of the markers' paths that is no part of a layer's name. Returns the interface with these
+    layers. Raises UnsupportedModelError if there is none.
     """
     layers: list[Layer] = []
     others = set()
