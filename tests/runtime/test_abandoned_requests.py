@@ -89,6 +89,28 @@ def test_an_iterator_that_read_nothing_has_not_given_up(model: CausalLM) -> None
         assert outcome(request) == expected([5], FREE, 0)
 
 
+def test_a_cancelled_task_gives_up_at_once_although_its_iterator_lives(
+    model: CausalLM, gate: threading.Semaphore
+) -> None:
+    async def main() -> None:
+        reader = aiter(request)
+        await anext(reader)
+        tasks = [asyncio.ensure_future(anext(reader)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        with pytest.raises(StopAsyncIteration):
+            await tasks[1]
+        assert not request._feed.readers
+
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], ENDLESS, seed=0)
+        asyncio.run(asyncio.wait_for(main(), 60))
+        gate.release(1000)
+        assert request.result(60).finish_reason == "cancelled"
+
+
 def test_shield_lets_a_request_go_on(model: CausalLM, gate: threading.Semaphore) -> None:
     async def main() -> None:
         with pytest.raises(TimeoutError):

@@ -12,7 +12,8 @@ import pytest
 
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, RequestFailedError, SamplingParams, load
 from qsample.runtime.decode.slots import Slots
-from tests.helpers.fake_package import compilation
+from qsample.text.tokenizer import Tokenizer
+from tests.helpers.fake_package import byte_tokenizer, compilation
 from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_for_token
 
 PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [40] * 8]
@@ -30,6 +31,13 @@ def test_where_seeds_come_from(model: CausalLM) -> None:
     half = model.generate(PROMPTS[:2], [seeded, short]).seeds
     assert half[0] == 9
     assert len({*half, *model.generate(PROMPTS[:2], short).seeds}) == 4
+
+
+def test_the_text_of_a_row_goes_on_from_its_prompt(model: CausalLM) -> None:
+    ids = Tokenizer(byte_tokenizer()).encode("long before it: x🙂")
+    (sequence,), _ = model.prepare(model.read(ids[:-2], max_new_tokens=5))
+    assert sequence.text is not None
+    assert [sequence.text.put(token) for token in ids[-2:]] == ["", "🙂"]
 
 
 PENALISED = SamplingParams(
