@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from qsample.disk.replace import check_replaceable, put_in_place
 from qsample.disk.scratch import scratch_for
@@ -70,7 +70,9 @@ def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool =
                 if entry is not None:
                     first.setdefault(entry.sha256, made)
             read_package(folder)  # what was copied is what was read
-        text = json.dumps(_model_package(variants), indent=2) + "\n"
+        text = (
+            json.dumps(model_package({name: package.manifest for name, package in variants.items()}), indent=2) + "\n"
+        )
         (scratch.new / MODEL_PACKAGE_NAME).write_text(text, encoding="utf-8")
         put_in_place(scratch, target, lambda path: _check_target(path, target, overwrite))
     return list(variants)
@@ -134,16 +136,6 @@ def _variants(folder: Path) -> dict[str, str]:
         if not isinstance(place, str) or "/" in place or problem_of_name(place):
             raise PackageError(f"{path} names the folder {shown(place)}; a variant is a folder of the bundle itself")
     return ours
-
-
-def _model_package(variants: dict[str, Package]) -> dict[str, Any]:
-    """The manifests of all packages in one."""
-    whole: dict[str, Any] = {}
-    for folder, package in variants.items():
-        manifest = model_package(package.manifest, folder)
-        for name, component in manifest["components"].items():
-            whole.setdefault(name, {"variants": {}})["variants"] |= component["variants"]
-    return {"schema_version": manifest["schema_version"], "components": whole}
 
 
 def _check_same_model(variants: dict[str, Package]) -> None:

@@ -171,27 +171,22 @@ class Manifest:
         return manifest
 
 
-def model_package(manifest: Manifest, folder: str = ".") -> dict[str, Any]:
-    """The content of `manifest.json`, with which ONNX Runtime opens a package as a model package.
+def model_package(packages: Mapping[str, Manifest]) -> dict[str, Any]:
+    """The content of `manifest.json`, with which ONNX Runtime opens packages as the variants of a model package.
 
-    Args:
-        manifest: of the package.
-        folder: of the package, relative to that of `manifest.json`.
+    packages: the manifests by folder, relative to the folder of `manifest.json`.
     """
-    compilation = manifest.compilation
-    variant = "portable" if compilation is None else compilation.provider
-    components = {}
-    for file in manifest.interface.graphs:
-        compiled = compilation is not None and file == "decoder.onnx"
-        components[file.removesuffix(".onnx")] = {
-            "variants": {
-                variant: {
-                    "variant_directory": folder,
-                    "ep": compilation.execution_providers[0] if compilation and compiled else "CPUExecutionProvider",
-                    "executor_info": {"ort": {"model_file": file}, "qsample": {"package": MANIFEST_NAME}},
-                }
+    components: dict[str, Any] = {}
+    for folder, manifest in packages.items():
+        compilation = manifest.compilation
+        for file in manifest.interface.graphs:
+            compiled = compilation if file == "decoder.onnx" else None
+            component = components.setdefault(file.removesuffix(".onnx"), {"variants": {}})
+            component["variants"]["portable" if compilation is None else compilation.provider] = {
+                "variant_directory": folder,
+                "ep": compiled.execution_providers[0] if compiled else "CPUExecutionProvider",
+                "executor_info": {"ort": {"model_file": file}, "qsample": {"package": MANIFEST_NAME}},
             }
-        }
     return {"schema_version": _MODEL_PACKAGE_VERSION, "components": components}
 
 

@@ -303,7 +303,7 @@ def check_not_source(path: str | Path, *sources: str | Path) -> None:
 
 def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> None:
     """Hash every file, write the manifest last, and flush all of it to the disk. sha256: of a file, in hexadecimal."""
-    described = json.dumps(model_package(manifest), indent=2, sort_keys=True) + "\n"
+    described = json.dumps(model_package({".": manifest}), indent=2, sort_keys=True) + "\n"
     (staging / MODEL_PACKAGE_NAME).write_text(described, encoding="utf-8")
     paths = sorted(path for path in staging.rglob("*") if not path.is_dir())
     for path in paths:
