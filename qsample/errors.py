@@ -32,7 +32,7 @@ def printable(text: str) -> str:
 
 
 class QsampleError(Exception):
-    """Base of all exceptions that qsample raises on purpose, except for those of wrong arguments."""
+    """Base of all exceptions that qsample raises on purpose, except for wrong arguments."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*(printable(item) if isinstance(item, str) else item for item in arguments))
@@ -63,7 +63,7 @@ class EngineClosedError(QsampleError):
 
 
 class RequestFailedError(QsampleError):
-    """A function that came with the request raised, which is the cause, or its text could not be decoded."""
+    """A function that came with the request raised (the cause), or its text could not be decoded."""
 
 
 class ArgumentError(ValueError):
@@ -91,7 +91,7 @@ class Failure:
 
     @classmethod
     def of(cls, kind: type[QsampleError], message: str, cause: BaseException) -> Failure:
-        """A failure by `cause`, which "{}" in the message stands for."""
+        """A failure by `cause`; "{}" in the message stands for it."""
         try:
             text = f"{type(cause).__name__}: {cause!s:.500}".removesuffix(": ")
             details = "".join(traceback.format_exception(cause)).rstrip()
@@ -133,7 +133,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """The first three of `names`, in order, and the number of the others."""
+    """The first three of `names`, in order, and the number of the rest."""
     first = sorted(names)[:3]
     return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
 

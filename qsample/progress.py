@@ -62,7 +62,7 @@ def unreported(stage: str, fraction: float) -> None:
 def shown(progress: Progress | None) -> Iterator[Progress]:
     """`progress`; for callers without one, a bar on a terminal or in a notebook, as transformers shows when it loads.
 
-    It needs tqdm, which comes with transformers. HF_HUB_DISABLE_PROGRESS_BARS hides it, too.
+    It needs tqdm; transformers brings it. HF_HUB_DISABLE_PROGRESS_BARS hides it, too.
     """
     try:
         from tqdm.auto import tqdm as bar_class
@@ -99,7 +99,7 @@ class Stages:
         """
         Args:
             progress: the caller's callback, if any.
-            shares: the stages by name, with the time that each takes in proportion to the others.
+            shares: the stages by name, with the time that each takes in proportion to the rest.
         """
         self._report = progress or unreported
         ends = list(accumulate(shares.values(), initial=0.0))

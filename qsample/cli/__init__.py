@@ -2,7 +2,7 @@
 prefix | policy | bundle | pull | cache`.
 
 build.py has the commands that write packages, prefixes and components; measure.py bench and evaluate; inspect.py pull
-and cache, too; the others have a module each. prompt_file.py has the prompt files of generate, common.py shared
+and cache, too; the rest have a module each. prompt_file.py has the prompt files of generate, common.py shared
 options, terminal.py what is printed, errors included. Heavy modules are imported inside the commands, so that `qsample
 --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error also goes to
 stdout, as {"error": {"type": ..., "message": ..., "status": ...}}.
@@ -118,7 +118,7 @@ def main() -> None:
         with suppress(OSError):  # the terminal may be closed
             print(f"qsample: ended by {end.name}; nothing half-written is left", file=sys.stderr)
         raise
-    gc.freeze()  # the interpreter's end would look at every object, which takes seconds after an export
+    gc.freeze()  # the interpreter's end would look at every object; that takes seconds after an export
     sys.exit(status)
 
 

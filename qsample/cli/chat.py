@@ -78,7 +78,7 @@ def chat(
         remarks = _check_template(loaded, system, template)
     for remark in remarks:
         note(remark)
-    # A single slot keeps the tokens that it read and wrote: a turn costs its own tokens.
+    # A single slot keeps the tokens that it read and wrote: a turn costs its new tokens.
     with Engine(loaded, slots=1, reuse_sampled_tokens=True) as engine:
         failed = Screen(Conversation(loaded, engine, options, template, system)).run()
     if failed:
@@ -209,7 +209,7 @@ class Conversation:
         return output
 
     def _forget(self, new_tokens: int | None) -> None:
-        """Leave the oldest turns out, as many as the context has no room for next to an answer of `new_tokens`, or of a
+        """Leave out the oldest turns that have no room in the context next to an answer of `new_tokens`, or of a
         quarter of it. The last question stays."""
         capacity = self.engine.capacity
         room = min(new_tokens or capacity, capacity // 4)

@@ -164,7 +164,7 @@ LOAD_FLAGS: Final[Mapping[str, Flag]] = {
 
 
 def with_flags(flags: Mapping[str, Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add `flags` after the own options of a command, which reads them from its context."""
+    """Add `flags` after the options of a command; the command reads them from its context."""
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
@@ -307,7 +307,7 @@ def is_package(model: str | Path) -> bool:
 
 
 def open_model(model: str, provider: str | None = None) -> SourceModel | PackagedModel:
-    """A package with its own features, a checkpoint or a decoder file."""
+    """A package with the features that it has, a checkpoint or a decoder file."""
     from qsample.models.auto_model import AutoModelForCausalLM
     from qsample.models.model import PackagedModel
     from qsample.ort.model_package import package_in
@@ -363,8 +363,8 @@ def open_exported(
 
     Args:
         model: the package, checkpoint folder, hub id or decoder file.
-        provider: the execution provider; None = that of the package, otherwise the CPU.
-        weights, ctx_len: of the compiled package, as in `CompileOptions`; a package has its own.
+        provider: the execution provider; None = the package's, otherwise the CPU.
+        weights, ctx_len: of the compiled package, as in `CompileOptions`; a package has a fixed one.
         for_serving: what is compiled gets all that a server's requests may ask for.
         loras: adapters by name; what is compiled takes so many, of their ranks.
         max_loras: what is compiled takes at least so many.

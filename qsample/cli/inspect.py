@@ -211,7 +211,7 @@ def _feature(name: str, value: Any) -> str:
 
 
 def _or_raw(describe: Callable[[Any], str], figures: Any) -> str:
-    """Figures in words; unexpected figures, which a manifest may contain, as they are."""
+    """Figures in words; unexpected figures of a manifest as they are."""
     try:
         return describe(figures)
     except (LookupError, TypeError, ValueError, AttributeError):

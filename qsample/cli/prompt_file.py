@@ -63,7 +63,7 @@ def read_rows(
 
     Args:
         path: the file.
-        options, chat: of rows that do not have their own.
+        options, chat: of rows without one.
         as_chat: texts are a user's messages.
         system: the system prompt of conversations.
 
@@ -324,7 +324,7 @@ class Results:
     """The file of the results, locked, of which a torn last line is cut off.
 
     Attributes:
-        done: its whole lines, which are those of the first rows.
+        done: its whole lines, belonging to the first rows.
         failed: the numbers of the lines with an error, from 0 on.
     """
 

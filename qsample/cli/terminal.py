@@ -25,7 +25,7 @@ from qsample.progress import Progress, Stage, unreported
 DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
 Options = Mapping[str, tuple[str, str | None]]  # Python's name → the option, and the option that switches it off
 
-# Module → the extra that brings it; "export" brings all others.
+# Module → the extra that brings it; "export" brings all the rest.
 _EXTRAS: Final = {
     "onnxruntime": "cpu' or 'gpu",
     **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"), "serve"),
@@ -68,7 +68,7 @@ def progress(*, hidden: bool = False, logged: bool = False) -> Iterator[Progress
 
     Args:
         hidden: no bar.
-        logged: a line for each stage if stderr is not a terminal, which shows nothing otherwise.
+        logged: a line for each stage if stderr is not a terminal; by default nothing is shown there.
     """
     shown = console(stderr=True)
     if not shown.is_terminal or shown.is_dumb_terminal:
@@ -105,7 +105,7 @@ def table(title: str | None, *columns: str) -> Table:
 
 
 def finite(value: Any) -> Any:
-    """JSON-ready lists and dicts with null in place of infinities and NaN, which JSON lacks."""
+    """JSON-ready lists and dicts with null in place of infinities and NaN, because JSON lacks them."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -141,7 +141,7 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     Returns:
         The exit status: 2 for wrong usage, otherwise 1.
     """
-    usage = getattr(error, "exit_code", 1) == 2  # the parser's errors have a status of their own
+    usage = getattr(error, "exit_code", 1) == 2  # the parser's errors have a separate status
     status = 2 if usage else 1
     text = name_options(_message(error), options_of(arguments, commands), getattr(error, "argument", None))
     if text or not usage:  # without a command, the help was printed
@@ -156,7 +156,7 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
 
 
 def options_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> Options:
-    """The options of the running command, and those of the others whose names cannot be plain words."""
+    """The options of the running command, and the options of other commands whose names cannot be plain words."""
     running = _running(arguments, commands)
     options: dict[str, tuple[str, str | None]] = {}
     for name, command in sorted(commands.items(), key=lambda item: item[0] == running):
@@ -197,7 +197,7 @@ def _message(error: Exception) -> str:
         return f"this needs {error.name}, which is not installed; install qsample with its extra '{extra}'"
     parsed = getattr(error, "format_message", None)  # of the command line's parser
     text = printable(" ".join(_ESCAPE.sub("", str(parsed() if parsed else error)).split()))
-    if parsed:  # its sentences have a beginning and a stop, which ours lack
+    if parsed:  # its sentences have a beginning and a stop; ours lack both
         text = text.removeprefix("Invalid value: ").removesuffix(".")
     if parsed or (text and isinstance(error, QsampleError | ValueError | OSError | ImportError | MemoryError)):
         return text

@@ -1,4 +1,4 @@
-"""Protobuf messages without the packages protobuf and onnx, which the runtime does not need.
+"""Protobuf messages without the packages protobuf and onnx: the runtime does not need them.
 
 https://protobuf.dev/programming-guides/encoding
 """
@@ -33,7 +33,7 @@ def fields(data: Any, start: int, end: int) -> Iterator[tuple[int, int | range]]
             size, position = _varint(data, position, end, 5)
         elif wire in (_EIGHT_BYTES, _FOUR_BYTES):
             size = 8 if wire == _EIGHT_BYTES else 4
-        else:  # groups, which nothing writes
+        else:  # groups: nothing writes them
             raise ValueError("it is not a protobuf that ONNX knows")
         if position + size > end:
             raise ValueError("it is cut off")

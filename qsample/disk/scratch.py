@@ -1,7 +1,7 @@
 """Scratch folders next to the files that are made in them: they go with their process, or with the next one.
 
 A scratch folder is called `.qsample-` and sixteen random hexadecimal digits. Its process holds a lock on the file
-`owner` in it, which names the machine. A killed process leaves both. The next process that makes a
+`owner` in it; the file names the machine. A killed process leaves both. The next process that makes a
 scratch folder in the same place removes the folders of the same user whose lock is free, if their process ran on this
 machine. Another machine may not see a lock on a network file system, and some file systems have no locks: such a folder
 goes after a week.

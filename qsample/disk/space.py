@@ -15,7 +15,7 @@ from qsample.errors import PackageError, causes_of
 
 SCRATCH_NAME: Final = re.compile(r"\.qsample-[0-9a-f]{16}")  # of folders that a user need not know
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
-# Libraries that write files by themselves raise types of their own, with the system's words in the text.
+# Libraries that write files by themselves raise other types, with the system's words in the text.
 _FULL_TEXT: Final = re.compile(
     rf"no space left|disk quota exceeded|not enough space|os error ({errno.ENOSPC}|{errno.EDQUOT})\b", re.IGNORECASE
 )

@@ -16,7 +16,7 @@ import numpy as np
 from qsample.contract.arrays import DTYPES, Array
 
 _NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
-_LENGTH_BYTES: Final = 8  # of the header's length, which comes first
+_LENGTH_BYTES: Final = 8  # of the header's length; it comes first
 _LARGEST_HEADER: Final = 1 << 24
 _ALIGNMENT: Final = 8
 

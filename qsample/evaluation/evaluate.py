@@ -105,7 +105,7 @@ def evaluate(
     intra_op_num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Score `text` by packages, and say how far they are from others.
+    """Score `text` by packages, and say how far they are from references.
 
     Args:
         packages: a folder, a `Package`, a result of `export` or `compile`, or a list of these.
@@ -117,7 +117,7 @@ def evaluate(
         batch_size: windows that are read at once, at least 1; fewer if a package was compiled for fewer rows.
         confidence: of the intervals, in (0, 1); `statistics` has the method. seed: of their resamples.
         step_time: time decode steps of a single row, too, with prompts of up to 64 tokens.
-        intra_op_num_threads: of ONNX Runtime, None = its own choice.
+        intra_op_num_threads: of ONNX Runtime, None = its choice.
         progress: called with a stage's name and the fraction done, in [0, 1].
 
     Every package is loaded at the same time. Raises ValueError for a wrong argument and for a text without a token to
@@ -294,7 +294,7 @@ def _step_time(package: Package, threads: int | None, report: Progress) -> float
 
     report(f"{Stage.TIMING} {package.path.name}", 0.8)
     longest = _longest_context(package) or 2 * _TIMED_TOKENS
-    tokens = max(1, min(_TIMED_TOKENS, (longest - 8) // 2))  # less those that warm up
+    tokens = max(1, min(_TIMED_TOKENS, (longest - 8) // 2))  # less the warm-up
     model = load(package.path, intra_op_num_threads=threads, verify=False)
     return measure(model, prompt_tokens=tokens, new_tokens=tokens).decode_ms
 
@@ -309,7 +309,7 @@ def _run(steppers: Sequence[Stepper], windows: Sequence[Window], rows: int, scor
                 stepper.fill(row, window.ids[: window.first - 1])
         for step in range(max(window.scored for window in batch)):
             running = [row for row, window in enumerate(batch) if step < window.scored]
-            ids, lengths = np.zeros(rows, np.int64), np.zeros(rows, np.int32)  # the others begin again, and again
+            ids, lengths = np.zeros(rows, np.int64), np.zeros(rows, np.int32)  # the rest begin again, and again
             for row in running:
                 lengths[row] = batch[row].first - 1 + step
                 ids[row] = batch[row].ids[lengths[row]]
@@ -323,7 +323,7 @@ def _run(steppers: Sequence[Stepper], windows: Sequence[Window], rows: int, scor
 
 def _logits(stepper: Stepper, ids: Array, lengths: Array) -> Array:
     """[rows, V] float32 after one more token of each row. ids: [rows] int64. lengths: [rows] int32, the tokens before
-    it; a recurrent layer wants them to grow by those that were read, or to start again from 0."""
+    it; a recurrent layer wants them to grow by the tokens read, or to start again from 0."""
     stepper.write(INPUT_IDS.name, ids[:, None])
     stepper.write(LENGTHS.name, lengths)
     stepper.run()

@@ -28,12 +28,12 @@ def check_plot(path: str | Path) -> None:
 
 def draw(evaluation: Evaluation, path: str | Path) -> None:
     """Draw the KL divergence from the first reference, or else the perplexity, over the packages' sizes, and over a
-    step's milliseconds if those were measured. path: a .png or .svg file, which is replaced.
+    step's milliseconds if those were measured. path: a .png or .svg file to replace.
 
     Raises the errors of `check_plot`.
     """
     check_plot(path)
-    from matplotlib.figure import Figure  # without pyplot, which would look for a screen
+    from matplotlib.figure import Figure  # without pyplot: it would look for a screen
 
     compared = [one for one in evaluation.packages if one.comparisons]
     shown = compared or list(evaluation.packages)

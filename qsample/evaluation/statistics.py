@@ -31,7 +31,7 @@ class Estimate:
     high: float
 
     def map(self, function: Callable[[float], float]) -> Estimate:
-        """`function`, which grows with its argument, of all three."""
+        """`function` of all three; it grows with its argument."""
         return Estimate(function(self.value), function(self.low), function(self.high))
 
 

@@ -58,7 +58,7 @@ def check_export_dtype(name: str) -> str:
 
 
 def _name(value: Any) -> str | None:
-    """The name of a dtype, or a string, which may have any meaning; None for other objects."""
+    """The name of a dtype, or a string of any meaning; None for other objects."""
     if isinstance(value, type) and value.__module__ == "numpy":
         value = value.__name__
     elif type(value).__module__.split(".")[0] in ("torch", "numpy") and type(value).__name__.startswith(
@@ -162,7 +162,7 @@ class ModelConfig(Mapping[str, Any]):
         return ModelConfig(text) if isinstance(text, dict) else self
 
 
-# The log of transformers for classes outside of it, which a pipeline uses all the same.
+# The log of transformers for classes outside of it; a pipeline uses them all the same.
 _FALSE_ALARM: Final = re.compile(
     "The model '(PackagedModel|SourceModel|CausalLM)' is not supported for text-generation"
 )
@@ -233,7 +233,7 @@ class ModelMethods(ABC):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def eval(self) -> Self:
-        """The model itself, which is never in training."""
+        """The model itself; it is never in training."""
         return self
 
     def train(self, mode: bool = True) -> Self:

@@ -39,7 +39,7 @@ _READ: Final = (
     "bias",
     "init_lora_weights",
 )
-# Fields that change no number: the training, and the layers, which the names of the tensors also give.
+# Fields that change no number: the training, and the layers; the names of the tensors also give these.
 # fan_in_fan_out follows from the layer itself.
 _WITHOUT_EFFECT: Final = (
     *("peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library"),
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT: Final = (
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
     *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
 )
-# Initialisations that leave the model's own weights alone. The others move a part of the weight into A and B,
+# Initialisations that leave the model's own weights alone. The rest move a part of the weight into A and B,
 # so a file of trained A and B means nothing without that weight.
 _INITIALISATIONS: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -108,7 +108,7 @@ class Change(NamedTuple):
 
     Attributes:
         a, b: [rank, in] and [out, rank]; None = the adapter has `base` alone.
-        base: the weight itself, if the adapter has a copy of it, which peft saves with the LoRA of an embedding.
+        base: the weight itself, if the adapter has a copy of it: peft saves one with the LoRA of an embedding.
     """
 
     path: str

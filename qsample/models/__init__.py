@@ -1,1 +1,1 @@
-"""Models with the same verbs, whatever they come from: checkpoints, decoder files, packages."""
+"""Models with the same verbs, from any source: checkpoints, decoder files, packages."""

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from qsample.exporters.foreign.describe import Description
 
 _DECODER: Final = ".onnx"
-_WEIGHTS: Final = {".safetensors", ".bin"}  # of a checkpoint, which is exported
+_WEIGHTS: Final = {".safetensors", ".bin"}  # of a checkpoint to export
 
 
 class AutoModelForCausalLM:
-    """Opens a model for sampling in its own graph.
+    """Opens a model for sampling in its graph.
 
     >>> model = AutoModelForCausalLM.from_pretrained("qsample/assets/tiny_lm", include_sampler=True)
     >>> package = model.export("tiny").compile("tiny-cpu", provider="cpu", ctx_len=512)
@@ -86,7 +86,7 @@ class AutoModelForCausalLM:
             dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for the checkpoint's own
                 if it is float32 or float16; torch's and NumPy's objects are accepted, too.
             torch_dtype: the older name of dtype.
-            device_map: as in transformers; a device has to be that of the provider, which chooses it.
+            device_map: as in transformers; a device has to be the provider's, because the provider chooses it.
             tokenizer: "auto", another id or folder, or None for a package of token ids only.
             provider: the execution provider that generate() runs on; None = the provider that a device package was
                 compiled for, otherwise "cpu".
@@ -180,9 +180,9 @@ def bake(
         tokenizer: "auto" for the tokenizer next to the decoder, another folder, or None for a package of token ids
             only.
         rope: "short" or "long", for a file with two rotary tables (longrope), of which a single table is kept: by
-            default the short table, which limits the context to the length at which the file itself would change over.
-        reference: a hub id or folder of the checkpoint, to compare with transformers as well, which needs the extra
-            `export`. The manifest gets the figures; a float file that differs is refused.
+            default the short table; it limits the context to the length at which the file itself would change over.
+        reference: a hub id or folder of the checkpoint, to compare with transformers as well (needs the extra
+            `export`). The manifest gets the figures; a float file that differs is refused.
         revision, cache_dir, token, local_files_only: of the hub, as in transformers.
         overwrite, progress: as in the model's `export`.
 
@@ -222,7 +222,7 @@ def _checkpoint(
     model_id: str, *, dtype: str, tokenizer: str | None, adapter: str | None, hub: HubOptions
 ) -> CheckpointSource:
     """The checkpoint of a folder or hub id. Raises QsampleError if there is none, as far as that is known without the
-    hub, which is asked if the extra `export` is missing."""
+    hub; the hub is asked if the extra `export` is missing."""
     if not os.path.exists(model_id):  # a mistyped package needs nothing that is not installed
         check_exists(model_id, hub if find_spec("transformers") is None else None)
     if adapter is not None:

@@ -108,7 +108,7 @@ def open_cached(
     Args:
         recipe: what the package follows from.
         make: writes the package to a path.
-        progress: told if another process makes the package, which this process then waits for.
+        progress: told if another process makes the package; this process then waits for it.
 
     Returns:
         The package, and the lock that keeps it from being removed as long as it is not closed.
@@ -184,7 +184,7 @@ def clear() -> tuple[int, int]:
 
 
 def _code() -> str:
-    """sha256 over this package's code, which makes the entries."""
+    """sha256 over this package's code, because it makes the entries."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE_ROOT.rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE_ROOT)} {path.stat().st_size}\n".encode())
@@ -228,7 +228,7 @@ def _use(path: Path) -> tuple[Package, FileIO] | None:
 
 
 def _states(folder: Path) -> list[list[Any]]:
-    """Name, size and times of the files of an entry. No program can set the last time, that of any change."""
+    """Name, size and times of the files of an entry. No program can set the last time, of any change."""
     files = ((path.relative_to(folder).as_posix(), path.stat()) for path in sorted(folder.rglob("*")))
     return [
         [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -47,7 +47,7 @@ class Model(ModelMethods):
     @property
     @abstractmethod
     def runtime(self) -> CausalLM:
-        """The loaded sessions, which `generate` runs."""
+        """The loaded sessions that `generate` runs."""
 
     @property
     def device(self) -> Device:
@@ -129,7 +129,7 @@ class Model(ModelMethods):
     @property
     @abstractmethod
     def _sources(self) -> tuple[str | Path, ...]:
-        """The folders that the model is read from, which nothing may be written over."""
+        """The folders that the model is read from; nothing may be written over them."""
 
     @abstractmethod
     def _own_generation_config(self) -> GenerationConfig:
@@ -309,7 +309,7 @@ class SourceModel(Model):
 
     @property
     def runtime(self) -> CausalLM:
-        """The loaded sessions of the package in the cache, which is made by the first call."""
+        """The loaded sessions of the package in the cache; the first call makes it."""
         if self._generation_config is not None:
             self._packaged.generation_config = self._generation_config
         return self._packaged.runtime
@@ -359,7 +359,7 @@ class SourceModel(Model):
         """In a scratch folder, with its weights in the checkpoint's files.
 
         float16 is set before the export, because transformers itself decides which parts of a model stay in float32;
-        bfloat16, which no CPU could check, by the compiler.
+        bfloat16 is left to the compiler, because no CPU could check it.
         """
         if self._checkpoint is None:
             exported = self.export(progress=progress)

@@ -104,7 +104,7 @@ class Manifest:
         files: name → entry; filled in by the writer.
         packed_weights: of a checkpoint that was quantized already: the number of quantized matrices, their bits, block
             sizes and bytes; None = not quantized.
-        timing: the stages before the publishing, which ends with this manifest; empty = not measured.
+        timing: the stages before the publishing, because publishing ends with this manifest; empty = not measured.
     """
 
     kind: Literal["portable", "device"]
@@ -214,7 +214,7 @@ def _place(where: str, key: str) -> str:
 
 
 def _shown(key: str) -> str:
-    """A key as a message may show it, whatever it holds."""
+    """A key as a message may show it, with any content."""
     return key if key.isprintable() and len(key) <= 60 else f"{key[:50]!r}…"
 
 

@@ -1,6 +1,6 @@
 """Packages on the disk: written atomically, read back verified.
 
-A package is a folder with `qsample.json`, the manifest, which lists every other file with its size and sha256.
+A package is a folder with `qsample.json`, the manifest: it lists every other file with its size and sha256.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class PackageWriter:
         self._known: dict[Path, tuple[Version | None, str]] = {}
 
     def put_aside(self) -> Path | None:
-        """Publish to a free name next to the target, which stays as it is, and return that; None if the target itself
+        """Publish to a free name next to the unchanged target, and return that name; None if the target itself
         is temporary."""
         if outside_scratch(self.target) != self.target:
             return None
@@ -156,8 +156,8 @@ class PackageWriter:
         return sha256 if version is not None and version == version_of(path) else sha256_of(path)
 
     def finish(self, manifest: Manifest) -> None:
-        """Describe the package. `manifest.files` is ignored: the files on disk are hashed when the body ends, those
-        that are not `hashed` already."""
+        """Describe the package. `manifest.files` is ignored: the files on disk are hashed when the body ends,
+        unless they are `hashed` already."""
         self.manifest = manifest
 
 
@@ -176,7 +176,7 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
         path: the package's folder.
         overwrite: replace a package that is already there. A folder that is not a package, or holds foreign files, is
             never replaced. `path` is checked once more when the body has ended.
-        required_bytes: an estimate of the package's size, which the disk must have free.
+        required_bytes: an estimate of the package's size; the disk must have this free.
 
     Raises:
         PackageError: If `path` cannot be written, or the disk is full.
@@ -211,7 +211,7 @@ def read_package(path: str | Path, verify: bool = True) -> Package:
 
 
 def use_package(path: str | Path, use: Callable[[Package], T], *, verify: bool = True) -> T:
-    """Open the package at `path` and return `use(package)`, which opens its files.
+    """Open the package at `path` and return `use(package)`; `use` opens its files.
 
     If the package is replaced meanwhile, all of it starts again, so that no manifest and no graph of the old package
     meets a file of the new package. Raises as `read_package` and `use` do.
@@ -273,7 +273,7 @@ def copy_package(package: Package, path: str | Path, *, overwrite: bool = False)
     """Copy `package` to `path` as `write_package` would write it, and return the copy.
 
     Raises:
-        PackageError: If the files are no longer those of the manifest; nothing is copied.
+        PackageError: If the files no longer match the manifest; nothing is copied.
     """
     size = sum(entry.bytes for entry in package.manifest.files.values())
     with write_package(path, overwrite=overwrite, required_bytes=size) as writer:
@@ -288,7 +288,7 @@ def copy_package(package: Package, path: str | Path, *, overwrite: bool = False)
 
 
 def check_not_source(path: str | Path, *sources: str | Path) -> None:
-    """Raise PackageError if a package written to `path` would take the place of its own source.
+    """Raise PackageError if a package written to `path` would take the place of its source.
 
     Args:
         path: the package's folder.
@@ -356,7 +356,7 @@ def faster_way(package: Package) -> str | None:
 
 
 def check_target(path: Path, target: Path, overwrite: bool) -> None:
-    """Raise PackageError if the file or folder at `path`, which is or was `target`, must not be replaced."""
+    """Raise PackageError if the file or folder at `path`, now or formerly `target`, must not be replaced."""
     check_replaceable(
         path, target, "package", lambda folder: (folder / MANIFEST_NAME).is_file(), foreign_files, overwrite
     )

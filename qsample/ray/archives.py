@@ -81,7 +81,7 @@ def _unpack(archive: Path | bytes, target: Path) -> None:
             opened.extractall(target, filter="data")
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk; that of a damaged .gz or .bz2 has no number
+            raise  # of the disk; the error of a damaged .gz or .bz2 has no number
         raise PackageError(f"{_name(archive)} is not a tar archive of a package: {error}") from None
 
 

@@ -48,14 +48,14 @@ def _concurrency(name: str, value: Any) -> int | tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class QsampleProcessorConfig:
-    """How the rows of a dataset are continued; names are those of `ray.data.llm` if it has them.
+    """How the rows of a dataset are continued; names as in `ray.data.llm` if it has them.
 
     Args:
         package: a package's folder, or its tar archive, on a path that every machine sees.
         send_package: read it on this machine and send it with the job instead.
         concurrency: actors, each with an engine and a copy of the model; or (least, most) of them.
         batch_size: rows of a batch.
-        max_concurrent_batches: batches of an actor at once, which keep its engine full while the last rows of a batch
+        max_concurrent_batches: batches of an actor at once, to keep its engine full while the last rows of a batch
             end.
         num_cpus, num_gpus: of an actor. It has as many threads as CPUs, at least 1.
         slots, prefill_chunk_size: as in `Engine`.
@@ -149,7 +149,7 @@ def warn_where_full(taken: float, cpus: float) -> None:
 
     Args:
         taken: CPUs of the actors.
-        cpus: CPUs of the cluster, which may grow.
+        cpus: CPUs of the cluster; it may grow.
     """
     if taken > cpus - 1:
         warnings.warn(
@@ -160,7 +160,7 @@ def warn_where_full(taken: float, cpus: float) -> None:
 
 
 class EngineActor:
-    """An engine in an actor. Ray calls it for several batches at once, which overlap in the engine's slots."""
+    """An engine in an actor. Ray calls it for several batches at once; they overlap in the engine's slots."""
 
     def __init__(self, config: QsampleProcessorConfig, sent: Any) -> None:
         """sent: a reference to the package's archive; None = it is opened from `config.package`."""
@@ -194,7 +194,7 @@ class EngineActor:
         )
 
     async def __call__(self, batch: pyarrow.Table) -> AsyncIterator[pyarrow.Table]:
-        """The batch with its own columns unchanged, and the generated columns."""
+        """The batch with its columns unchanged, and the generated columns."""
         import pyarrow
 
         columns = ("prompt", "messages", "sampling_params", "seed", self._config.id_column)

@@ -1,4 +1,4 @@
-"""Ray Serve: `qsample serve`'s application in replicas, each with engines of its own."""
+"""Ray Serve: `qsample serve`'s application in replicas with separate engines."""
 
 from __future__ import annotations
 

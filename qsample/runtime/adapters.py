@@ -24,8 +24,8 @@ class Adapter:
     Attributes:
         name: that requests call it by.
         path: its folder.
-        sha256: of its matrices: equal for adapters that compute the same, whatever their names.
-        matrices: by the layer's path, A [r, in] and B [r, out], which has the scale, in the package's dtype; bfloat16
+        sha256: of its matrices: equal for adapters that compute the same, under any names.
+        matrices: by the layer's path, A [r, in] and B [r, out], with the scale, in the package's dtype; bfloat16
             as uint16 of its bits.
     """
 

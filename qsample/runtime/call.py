@@ -37,13 +37,13 @@ _NOT_OF_A_ROW: Final = ("stop_strings", "max_time", "num_return_sequences")
 class Call:
     """Prompts, and how to continue them. `read_call` makes a Call of keywords.
 
-    The fields are arguments of `CausalLM.generate`, which describes them, and these:
+    The fields are arguments of `CausalLM.generate`, described there, and these:
 
     Args:
         pad: the token id that is padding if no mask is given; None = every token is read.
         fill: the token id after a row that has ended, and before a prompt that is shorter than the longest; None = the
             pad token of the package.
-        bos: the token id that an empty prompt becomes; None = that of the package.
+        bos: the token id that an empty prompt becomes; None = the package's.
         chat: options of chat messages.
         prediction: the text or the token ids that the continuation of a single prompt is expected to have: they are
             guessed, in packages that were compiled with num_speculative_tokens. Changes the speed alone.
@@ -76,7 +76,7 @@ def read_call(
 
     Args:
         inputs, params, keywords: the arguments; no inputs are a single empty prompt. A keyword beats the caller's
-            generation_config, which beats the model's; neither of the two counts if `params` are given.
+            generation_config, and that beats the model's; neither of the two counts if `params` are given.
         own: the model's generation_config.
         token_ids, vocab_size: of the package.
 
@@ -142,7 +142,7 @@ def _like_transformers(
 def _sampling_params(
     params: Any, settings: Mapping[str, Any], keywords: dict[str, Any]
 ) -> SamplingParams | Sequence[SamplingParams]:
-    """`params`, or those of the settings with the keywords on top. Raises ValueError."""
+    """`params`, or the parameters of the settings with the keywords on top. Raises ValueError."""
     keywords = {name: value for name, value in keywords.items() if name not in BOOKKEEPING}
     for name in keywords.keys() - SAMPLING:
         if name in KEYWORDS:
@@ -325,7 +325,7 @@ def read_array(what: str, value: Any) -> Array:
 
 
 def _as_array(value: Any) -> Array:
-    """An integer array of `value`, which may be a torch tensor on a device."""
+    """An integer array of `value`, also of a torch tensor on a device."""
     array = read_array("token ids", value)
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids are {array.dtype}; give integers")

@@ -41,7 +41,7 @@ class Step:
 
 
 class AllowedTokensFn(Protocol):
-    """Guided decoding: writes the mask of every next token into an array, which keeps its values between calls."""
+    """Guided decoding: writes the mask of every next token into an array; the array keeps its values between calls."""
 
     def __call__(self, step: Step | None, mask: Array) -> None:
         """Called before each token while some row runs; the masks of rows that have ended are ignored.
@@ -134,7 +134,7 @@ class _Callback:
 
 
 def _callbacks(name: str, given: Any, expected: str) -> list[_Callback]:
-    """One callable or several; None = none. Objects of transformers get torch tensors, others NumPy arrays.
+    """One callable or several; None = none. Objects of transformers get torch tensors, other objects NumPy arrays.
 
     Raises ValueError for anything else. name, expected: of the argument and of its functions, for the message.
     """
@@ -152,7 +152,7 @@ def _of_transformers(value: Any) -> bool:
 
 
 class LogitsProcessors:
-    """Calls the processors for the rows whose next token is sampled, which are read after each token.
+    """Calls the processors for the rows whose next token is sampled; these rows are read after each token.
 
     Args:
         given: a callable of ([1, n] token ids, [1, V] float32 logits), the prompt with its padding and the sampled
@@ -261,7 +261,7 @@ class BatchEnd:
         while True:
             self._live = [sequence for sequence in self._live if not sequence.ended]
             if not self._live or not all(sequence.untaken for sequence in self._live):
-                return  # a row has yet to sample the token that the others have
+                return  # a row has yet to sample the token that the other rows have
             for sequence in self._live:
                 deliver(sequence)
             met = self._met()

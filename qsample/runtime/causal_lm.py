@@ -183,7 +183,7 @@ class CausalLM(ModelMethods):
                 infers it: the pad token is padding, unless it is a stop token, too.
             streamer: gets the prompt and then every token, as in Hugging Face; for a single prompt.
             seed: of the first row, the next rows taking the numbers after it; or a list with the seed of each row.
-                None = those of `params`, otherwise fresh seeds. A row depends on its own seed only, not on the batch.
+                None = the seeds of `params`, otherwise fresh seeds. A row depends on its seed only, not on the batch.
             allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
                 the mask of each next token, see `AllowedTokensFn`. Needs the feature.
             prefill_chunk_size: most tokens of short prompts that are read in a call; None = as many as make it
@@ -192,7 +192,7 @@ class CausalLM(ModelMethods):
                 changes no token, only how many come at once.
             double_buffering: start the next step while the tokens of the last step are read and streamed; False waits.
             stop_strings: texts that end a row. `texts` is cut off before the first complete stop string;
-                `token_ids` goes on to the token that completes it. None = those of the generation_config.
+                `token_ids` goes on to the token that completes it. None = as in the generation_config.
             return_dict_in_generate: False = the `sequences` alone, without the attributes of the output.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
                 `SamplingParams.from_generation_config`. With chat messages also tools, documents, chat_template,
@@ -200,7 +200,7 @@ class CausalLM(ModelMethods):
                 transformers' own: input_ids, for inputs; generation_config, an object, a mapping or a path, on top of
                 the model's; pad_token_id; bos_token_id; tokenizer, if the package has none; max_time, in seconds;
                 stopping_criteria, see `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows
-                of each prompt, next to each other, from a single reading of it. docs/transformers.md has the others.
+                of each prompt, next to each other, from a single reading of it. docs/transformers.md has the rest.
 
         A row ends at a stop token, at its maximum length (256 new tokens if neither the model nor the caller gives
         it), or if the context length is full.
@@ -276,7 +276,7 @@ class CausalLM(ModelMethods):
         """The arguments of a call as a `Call`, with the defaults of the model's generation_config.
 
         Args:
-            inputs, params, options: as in `generate`; stop_strings=None are those of the generation_config.
+            inputs, params, options: as in `generate`; stop_strings=None are the texts of the generation_config.
 
         Raises ValueError for a wrong argument.
         """
@@ -291,7 +291,7 @@ class CausalLM(ModelMethods):
         return MappingProxyType(self._adapters)
 
     def load_adapter(self, adapter_name: str, path: str | Path, *, hotswap: bool = False) -> Adapter:
-        """Load a LoRA adapter, for requests that name it. It may be done while others run.
+        """Load a LoRA adapter, for requests that name it. It may be done while requests run.
 
         Args:
             adapter_name: a new name.
@@ -352,9 +352,9 @@ class CausalLM(ModelMethods):
 
         Args:
             inputs: a text, token ids, or chat messages. Of messages, that is the beginning of all conversations which
-                begin with them: their common tokens, whatever comes next.
+                begin with them: their common tokens, before any continuation.
             path: of the file, in safetensors' format; a file of that name is replaced.
-            adapter: the name of a loaded adapter; the file is for prompts with the same adapter, whatever its name.
+            adapter: the name of a loaded adapter; the file is for prompts with the same adapter, under any name.
             progress: called with a stage's name and the fraction done, in [0, 1].
             options: of chat messages, as in `generate`.
 
@@ -396,7 +396,8 @@ class CausalLM(ModelMethods):
         return count
 
     def _common_beginning(self, inputs: Any, options: Mapping[str, Any]) -> Array:
-        """The tokens of a prompt, [n] int64; of chat messages, those that do not depend on the messages after them."""
+        """The tokens of a prompt, [n] int64; of chat messages, the tokens that do not depend on the messages after
+        them."""
 
         def tokens(inputs: Any, **more: Any) -> Array:
             call = self.read(inputs, max_new_tokens=1, **options, **more)
@@ -456,7 +457,7 @@ def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
 
 
 def _fingerprint(package: Package) -> str:
-    """sha256 of a package's manifest, which has the hashes of all files, without the time that its making took."""
+    """sha256 of a package's manifest, with the hashes of all files, without the time that its making took."""
     return hashlib.sha256(replace(package.manifest, timing=()).to_json().encode()).hexdigest()
 
 

@@ -1,6 +1,6 @@
 """Continuous batching: prompts come at any time, from any thread, and their tokens go out as they are sampled.
 
-The engine runs the decode loop on a thread of its own. If readers of requests drove the loop, all requests would wait
+The engine runs the decode loop on a separate thread. If readers of requests drove the loop, all requests would wait
 while a reader is busy elsewhere, and an event loop would be blocked during every step.
 """
 
@@ -131,7 +131,7 @@ class Engine:
         # each step, so it needs no waking.
         self._cancelled: deque[Sequence] = deque()
         self._process = os.getpid()
-        self._guides: dict[Sequence, Guide] = {}  # put in by those who add requests
+        self._guides: dict[Sequence, Guide] = {}  # put in by the threads that add requests
         # For the engine's thread alone.
         self._deadlines: dict[Sequence, float] = {}  # on `time.perf_counter`
         self._loop: DecodeLoop | None = loop
@@ -162,7 +162,7 @@ class Engine:
 
         Args:
             inputs: a text, token ids, or chat messages; see `parse_prompts`.
-            params, seed, stop_strings, options: as in `CausalLM.generate`, those of chat messages included. max_time
+            params, seed, stop_strings, options: as in `CausalLM.generate`, options of chat messages included. max_time
                 counts from now on, waiting included.
             allowed_tokens: as in `CausalLM.generate`, for a batch of this row. A function is called on the engine's
                 thread between two steps, so all requests wait for it. Its exceptions end this request alone. It must
@@ -232,8 +232,8 @@ class Engine:
             return_errors: yield the exception of a prompt that is not valid or failed in place of its output, and go
                 on. False raises it at its place, and ends.
 
-        Raises EngineClosedError if the engine closes or fails, and ImportError and MemoryError, whatever
-        `return_errors` says; ValueError if `each` is shorter or longer than `prompts`.
+        Raises EngineClosedError if the engine closes or fails, and ImportError and MemoryError, even
+        with `return_errors`; ValueError if `each` is shorter or longer than `prompts`.
 
         >>> for output in engine.map(["In the beginning", "Blessed are"], max_new_tokens=16, seed=1):
         ...     print(output.text)
@@ -278,7 +278,7 @@ class Engine:
 
         Args:
             call: from `CausalLM.read`, or made by the caller.
-            timeout, priority, cancel_if_abandoned: as in `add_request`, which raises the same errors.
+            timeout, priority, cancel_if_abandoned: as in `add_request`, with the same errors.
         """
         self._check_waiting()
         if self.closed:
@@ -333,7 +333,7 @@ class Engine:
         return EngineStats(*counts, _adapters_of(running), _adapters_of(waiting), replace(self._prefixes))
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no requests any more, and wait until those that were added have ended; then `close` it.
+        """Take no requests any more, and wait until the added requests have ended; then `close` it.
 
         Returns whether they have, after `timeout` seconds at most; None = as long as it takes.
         """

@@ -99,7 +99,7 @@ class GenerateOutput:
         return self.sequences[index]
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for a name without a field: for those of transformers' outputs, it says what to do instead.
+        # Only called for a name without a field: for fields of transformers' outputs, it says what to do instead.
         refusal = GENERATE.get(f"output_{name}", GENERATE.get(name))
         why = f": {refusal.instead}" if refusal else ""
         if refusal is None and isinstance(self, np.ndarray):
@@ -189,7 +189,7 @@ def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[s
         for row, sequence in enumerate(sequences):
             for index, outputs in enumerate(sequence.outputs[: len(sequence.token_ids)]):
                 values[row, index] = outputs[spec.name]
-        # `logprobs` has a single column, of the sampled token; the others have a column for each token.
+        # `logprobs` has a single column, of the sampled token; the rest have a column for each token.
         gathered[spec.name] = values[:, :, 0] if spec is LOGPROBS else values
     return gathered
 

@@ -41,7 +41,7 @@ def make_sequences(
     Args:
         interface, token_ids, tokenizer: of the package.
         capacity: tokens of a slot, from the number that the longest sequence may have.
-        adapters: those that are loaded, by name.
+        adapters: the loaded adapters, by name.
 
     Raises ValueError for a wrong argument.
     """
@@ -164,7 +164,7 @@ def choose_seeds(
         seed: of the first row, or a list with the seed of each row.
         params: of all prompts, or of each prompt.
         prompts: their number.
-        count: adjacent rows of each prompt; their seeds count on from that of its first row.
+        count: adjacent rows of each prompt; their seeds count on from the seed of its first row.
 
     Raises ValueError for a wrong seed, and a list of another length.
     """

@@ -44,7 +44,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens. cached_tokens: those of the prompt that a slot held already from an earlier request. drafts: how the
+    """Tokens. cached_tokens: tokens of the prompt that a slot held already from an earlier request. drafts: how the
     guessed tokens fared; zeros if the package makes no guesses."""
 
     prompt_tokens: int
@@ -113,8 +113,8 @@ class Request:
     """A prompt in an engine; `Engine.add_request` makes it.
 
     Iterate over it for its `Delta`s, with `for` or `async for`; or wait for all of it, with `result()` or `await`. Any
-    number of threads and tasks may do so at once, and each sees everything from the beginning. Deltas that nobody reads
-    are kept as long as the request itself, and hold up nobody.
+    number of threads and tasks may do so at once, and each sees everything from the beginning. Deltas that are never
+    read are kept as long as the request itself, and hold up no other request.
 
     A request whose last reader gives up before its end is cancelled: a `for` or `async for` that was left (its iterator
     was closed or garbage collected), or a task that was cancelled while it awaited the request or its next `Delta`. A
@@ -163,11 +163,11 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, for whatever reason."""
+        """Whether it has ended, for any reason."""
         return self._feed.outcome is not None
 
     def add_done_callback(self, function: Callable[[Request], object]) -> None:
-        """Call `function(request)` once it has ended, for whatever reason: on the engine's thread, so it must be quick;
+        """Call `function(request)` once it has ended, for any reason: on the engine's thread, so it must be quick;
         or at once if it has ended already. An exception of the function becomes a warning."""
         with self._feed.changed:
             if not self.done:
@@ -241,7 +241,7 @@ class Request:
         self._end(outcome)
 
     def fail(self, failure: Failure) -> None:
-        """End it with an error, which its readers get."""
+        """End it with an error for its readers."""
         self._end(failure)
 
     def _end(self, outcome: RequestOutput | Failure) -> None:

@@ -21,7 +21,7 @@ class Prediction:
     """Follows the tokens of a row through its expected tokens.
 
     While both are the same, the expected tokens that come next are guessed. Where they part, nothing is guessed, until
-    the newest tokens of the row stand among those that are expected: from there on, or anywhere if they do not.
+    the newest tokens of the row stand among the expected tokens: from there on, or anywhere if they do not.
     """
 
     def __init__(self, tokens: Array) -> None:
@@ -35,7 +35,7 @@ class Prediction:
         """Guesses of the tokens after `sampled`: [0 to most] int32, at least [1]; -1 = none.
 
         Args:
-            sampled: the row's new tokens so far; each call gets those of the call before, and more.
+            sampled: the row's new tokens so far; each call gets the tokens of the call before, and more.
             most: guesses.
         """
         for count in range(self._seen + 1, len(sampled) + 1):
@@ -69,7 +69,7 @@ class DraftStats:
 
     Attributes:
         num_steps: decode steps that gave the row tokens.
-        num_drafts: those that had guesses to check.
+        num_drafts: the steps that had guesses to check.
         num_draft_tokens: guesses.
         num_accepted_tokens: guesses that were the tokens which were drawn there.
     """

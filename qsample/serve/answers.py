@@ -60,7 +60,7 @@ class Answers:
         """Give the prompts to the engine, all or none.
 
         Args:
-            prompts: token ids, which have passed the model's `check_count` and `check_room`.
+            prompts: token ids that have passed the model's `check_count` and `check_room`.
             params: of every answer.
             make_guide: makes the guide of an answer; None for any text.
             max_time: seconds that an answer may take.

@@ -39,7 +39,7 @@ class PromptScores:
     outputs: Mapping[str, Array]
 
     def told(self, texts: TokenTexts, top: int) -> list[Event | None]:
-        """VLLM's form: for each token the `top` likeliest tokens in its place, and itself, by token id. None for the
+        """In vLLM's form: for each token the `top` likeliest tokens in its place, and itself, by token id. None for the
         first token: it follows nothing. The rank of a token is None if it is not among the alternatives that the
         package returns."""
         ids, values = self.outputs.get(_TOP_IDS), self.outputs.get(_TOP_VALUES)

@@ -61,7 +61,7 @@ class Metrics:
         registry.register(self._tokens)
 
     def follow(self, model: str, request: Request) -> None:
-        """Count a request's tokens as they come, and the request when it ends, for whatever reason."""
+        """Count a request's tokens as they come, and the request when it ends, for any reason."""
         self._tokens.follow(model, request)
         request.add_done_callback(partial(self._count, model))
 
@@ -115,7 +115,7 @@ class _Engines(Collector):
         slots = GaugeMetricFamily("qsample:num_slots", "Slots.", labels=[_MODEL])
         loras = GaugeMetricFamily(
             "qsample:lora_requests_info",
-            "The adapters of requests in slots and of others; its value is the time.",
+            "The adapters of requests in slots and of waiting requests; its value is the time.",
             labels=[_MODEL, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
         for model in self._models():

@@ -39,7 +39,7 @@ MOST_BIASES: Final = 1024
 MOST_STOP_STRINGS: Final = 64
 MOST_STOP_CHARACTERS: Final = 2048  # of all of them
 MOST_PROMPTS: Final = 2**16  # of a request; few servers take that number at once
-MOST_NAME: Final = 256  # characters of an adapter's name, which is a label of a metric
+MOST_NAME: Final = 256  # characters of an adapter's name; it is a label of a metric
 MOST_PATH: Final = 4096
 MOST_FIELDS: Final = 256  # of an object; pydantic notes an error for each that is not known
 # Fields that have the same name in `SamplingParams`.
@@ -201,7 +201,7 @@ class StructuredOutputs(Body):
     json_object: StrictBool | None = None
 
 
-# The filters' parameters, under the names of `SamplingParams`, which checks the values: vLLM's, llama.cpp's and
+# The filters' parameters, under the names of `SamplingParams`; that checks the values: vLLM's, llama.cpp's and
 # transformers' names.
 _Items = Annotated[list[Any], Field(max_length=MOST_STOPS)]
 if TYPE_CHECKING:

@@ -153,7 +153,7 @@ class ResponsesRequest(GenerationRequest):
     """`/v1/responses`.
 
     input: a text, or messages, calls of functions and their results, in order; kept as the messages of a chat.
-    instructions: a system prompt in front of it. Fields of vLLM's and llama.cpp's requests are those of chats.
+    instructions: a system prompt in front of it. Fields of vLLM's and llama.cpp's requests are as in chats.
     """
 
     refusals = RESPONSES

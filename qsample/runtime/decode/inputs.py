@@ -30,7 +30,7 @@ _HALF: Final = np.uint64(32)
 _MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS: Final = 10
-_MANY: Final = 256  # columns, which a step does not notice
+_MANY: Final = 256  # columns; a step does not notice
 _NUCLEI: Final = ("top_p", "typical_p")  # 1 is off
 _READ: Final = ("temperature", "top_k", *_NUCLEI)
 
@@ -149,7 +149,7 @@ class SearchedRows:
         self._written: list[int] = []
 
     def set(self, rows: int | slice, parameters: Mapping[str, Array]) -> None:
-        """Note parameters of some rows; those that make no difference are ignored."""
+        """Note parameters of some rows; values that make no difference are ignored."""
         for name, values in self._values.items():
             if name in parameters:
                 values[rows] = parameters[name]
@@ -174,7 +174,7 @@ class SearchedRows:
         return self._batch.reshaped(len(rows))
 
     def of_rows(self, rows: range) -> Buffer:
-        """The list of some rows alone, which count from 0 there; the memory is that of every such list."""
+        """The list of some rows alone, counted from 0; all such lists share the memory."""
         chosen = self._listed(rows)
         if chosen:
             self._chunk.write_at(slice(len(chosen)), chosen)
@@ -203,7 +203,7 @@ class PromptInputs:
         """Write the tokens of each row, [n] int64. Returns them with their padding, [rows, most tokens of a row]."""
         lengths = [len(row) for row in ids]
         width = self._tokens.cover(max(lengths))
-        # Nothing reads the padding. It repeats a token of the row, which brings in no NaN that is not there anyway.
+        # Nothing reads the padding. It repeats a token of the row, so that it brings in no new NaN.
         padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
         self._ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))
         self._lengths.write_at(slice(len(ids)), lengths)

@@ -13,7 +13,7 @@ from qsample.runtime.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot. place: of the saved
+    """The first `tokens` tokens of `sequence`, held by the slot `source`, for the sequence's slot. place: of the saved
     recurrent states after them; None = the slot has these states now."""
 
     sequence: Sequence
@@ -28,8 +28,8 @@ class Admission:
 
     Attributes:
         sequence: with its new slot.
-        copy: the beginning of its prompt, which a slot holds, maybe its own.
-        moved: another slot, which gets the tokens that its slot kept so far, and these tokens; None = nothing is moved.
+        copy: the beginning of its prompt, held by a slot, maybe the same.
+        moved: another slot, to get the tokens that its slot kept so far, and these tokens; None = nothing is moved.
         stored: has the beginning of its prompt in place of a slot: all of `copy.tokens`.
         adapter: to be written to the sequence's place for adapters; None = it is there, or there is none.
     """
@@ -52,7 +52,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Pieces of a prompt in order, each for a call of its own; or the last piece of each of several sequences in
+    """Pieces of a prompt in order, each for a separate call; or the last piece of each of several sequences in
     adjacent slots, for a single call.
 
     copies: to be made before. saves: to be made at the ends of the pieces.

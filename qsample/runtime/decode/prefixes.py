@@ -1,7 +1,7 @@
 """Beginnings of prompts that need not be read again. No tensors here.
 
 A prompt is cut at places that depend on nothing but the prompt. Its beginning can be reused up to such a place; and if
-the model has recurrent states, which are those of a row's newest token, only up to a saved copy of them.
+the model has recurrent states, which belong to a row's newest token, only up to a saved copy of them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LATE: Final = 1024  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A prompt is read in pieces that are counted from its start, each in a call of its own.
+    """A prompt is read in pieces that are counted from its start, each in a separate call.
 
     A call over more tokens reads the tokens before it less often: after 4,000 tokens the CPU's attention takes 1.6
     times as long for each token of a piece of 64 as of 256. A shorter piece holds up other rows for less time.
 
     Attributes:
         size: tokens of a piece, at least 1.
-        late: tokens of the pieces that begin after LATE tokens; None = as the others. LATE and `late` are multiples of
+        late: tokens of the pieces that begin after LATE tokens; None = as any token. LATE and `late` are multiples of
             `size`, or no prompt is that long.
     """
 
@@ -70,7 +70,7 @@ class Pieces:
 
 
 def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int | None) -> int:
-    """The number of tokens of `prompt` that need not be read after `held`, which was read in pieces from its start.
+    """The number of tokens of `prompt` that need not be read after `held`, itself read in pieces from its start.
 
     Those of whole pieces that both have: the numbers of a piece may depend on its end. If both end in the same piece,
     all but its last `tail_size` tokens (None = all of it).
@@ -109,7 +109,7 @@ class SavedStates:
         return max((length for length in lengths if length <= most), default=0)
 
     def use(self, tokens: Array) -> int | None:
-        """The place that has the states after exactly these tokens, which is then the last to be given away."""
+        """The place that has the states after exactly these tokens; it is then the last to be given away."""
         for place, saved in self._tokens.items():
             if np.array_equal(saved, tokens):
                 self._tokens[place] = self._tokens.pop(place)

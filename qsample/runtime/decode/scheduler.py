@@ -46,9 +46,9 @@ class SchedulerConfig:
         pieces: the places at which prompts are cut.
         tail_size: so many tokens at the end of a piece may be read again without those before them; None = the whole
             piece.
-        recurrent: the model has states that are those of a slot's newest token, so that another slot can continue from
+        recurrent: the model has states that belong to a slot's newest token, so that another slot can continue from
             them at that moment, or from a copy that was saved.
-        attention: the model has keys and values, which a slot has to hold as well.
+        attention: the model has keys and values, and a slot has to hold these as well.
         join_prompts: read whole prompts of adjacent slots in a single run, if they have the same length.
         ragged: a run takes any number of tokens of each row behind any others, without a difference in the last bits:
             prompts of any lengths are read together, and what is left of them after the beginnings that slots hold.
@@ -97,7 +97,7 @@ class SchedulerConfig:
 class Scheduler:
     """Requests of equal priority run in arrival order; one that waits for an adapter does not block those after it.
 
-    A prompt is read in pieces, each in a call of its own, whatever else happens: kernels round differently for another
+    A prompt is read in pieces, each in a separate call, even if more work waits: kernels round differently for another
     number of tokens, and nothing but the prompt may decide that. So chunks are whole pieces, prompts are read together
     if they have the same length, and a prompt continues from the tokens of a slot at the end of a piece.
 
@@ -142,12 +142,13 @@ class Scheduler:
         return [sequence for sequence in self._in_slots if sequence.consumed < len(sequence.prompt)]
 
     def add(self, sequence: Sequence) -> None:
-        """Let it wait, after those of its own priority."""
+        """Let it wait, after the requests of the same priority."""
         sequence.marked = self._marks.mark(sequence.prompt, sequence.adapter)
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
     def admit(self, held: Callable[[], abc.Sequence[PrefixFile]] | None = None) -> list[Admission]:
-        """Give free slots to those who waited longest. held: returns the beginnings that can be loaded into a slot."""
+        """Give free slots to the requests that waited longest. held: returns the beginnings that can be loaded into
+        a slot."""
         admitted: list[Admission] = []
         passed: list[Sequence] = []
         claimed: dict[int, str] = {}
@@ -192,8 +193,9 @@ class Scheduler:
     def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, Array] | None:
         """Another free slot for the tokens that `slot` keeps, and these tokens: the slot left longest ago gives way.
 
-        Otherwise, slots next to those in use would forget the newest tokens, and other slots keep tokens that nobody
-        needs. None = nothing is moved: if the step is over all slots, the slot left longest ago was chosen anyway.
+        Otherwise, slots next to the slots in use would forget the newest tokens, and other slots keep tokens that no
+        request needs. None = nothing is moved: if the step is over all slots, the slot left longest ago was chosen
+        anyway.
         """
         kept, spare = self._kept[slot], next(free for free in self._free if free == slot or free != source)
         if source != slot and shared_prefix(self._kept[source], prompt) == len(self._kept[source]):
@@ -216,7 +218,7 @@ class Scheduler:
         self._in_slots.remove(sequence)
         self._free.append(slot)
         self._adapters.leave(sequence.adapter_place)
-        # Of a row whose first token was not read, nobody knows whether it was valid.
+        # It is unknown whether a row is valid whose first token was not read.
         keep = keep and bool(sequence.sampled or not sequence.issued)
         tokens = sequence.marked[: sequence.consumed]
         if self._config.reuse_sampled and len(tokens):  # the newest token was not fed yet, so the cache lacks it
@@ -335,7 +337,7 @@ class Scheduler:
         return tuple(saves)
 
     def _is_held(self, tokens: Array) -> bool:
-        """Whether some slot has the keys and values of all these tokens, or nobody needs any."""
+        """Whether some slot has the keys and values of all these tokens, or none are needed."""
         held = [*self._kept.values(), *(one.marked[: one.consumed] for one in self._in_slots)]
         return not self._config.attention or any(shared_prefix(one, tokens) == len(tokens) for one in held)
 
@@ -355,7 +357,7 @@ class Scheduler:
         return reusable_prefix(held, prompt, self._pieces, self._config.tail_size)
 
     def _loadable(self, stored: Array, prompt: Array) -> int:
-        """The number of tokens of `prompt` that need not be read after `stored`, which is whole pieces."""
+        """The number of tokens of `prompt` that need not be read after `stored`, a number of whole pieces."""
         if self._config.recurrent:  # the states are those after all of it
             return len(stored) if shared_prefix(stored, prompt[:-1]) == len(stored) else 0
         return reusable_prefix(stored, prompt, self._pieces, self._config.tail_size)

@@ -1,4 +1,4 @@
-"""The rows of a batch on the device, each started, filled and stopped on its own.
+"""The rows of a batch on the device, each started, filled and stopped separately.
 
 Everything is bound once: the graphs read and write the same memory at every step, and a step reads the tokens that the
 step before it sampled. The outputs for a host (`next_ids`, `status`, `lengths`, the optional outputs) have two buffers
@@ -86,7 +86,7 @@ class Snapshot:
 
 
 class NewestTokens:
-    """Gathers the last tokens of each row on the device, so that no others are copied from it."""
+    """Gathers the last tokens of each row on the device, so that only these are copied from it."""
 
     def __init__(self, count: int, device: str) -> None:
         """count: rows."""
@@ -134,7 +134,8 @@ class Slots:
     """`count` rows of `capacity` tokens.
 
     A slot is idle until `begin` gives it a prompt. `prefill` feeds it that prompt, a chunk a call, or several slots
-    theirs, while the others wait; between its chunks the slot is idle for `decode`, which advances all running rows by
+    their prompts, while other slots wait; between its chunks the slot is idle for `decode`, which advances all running
+    rows by
     a token, or by several if the package guesses tokens. A row that ends is idle again by itself: the graph neither
     advances it nor writes to it, except for the key and value at position `lengths`, which belong to no token yet.
 
@@ -142,7 +143,7 @@ class Slots:
     """
 
     def __init__(self, sessions: Sessions, count: int, capacity: int, *, saved_states: int = 0) -> None:
-        """saved_states: places for copies of states that are those of a row's newest token."""
+        """saved_states: places for copies of states that belong to a row's newest token."""
         self._sessions = sessions
         self._interface = interface = sessions.interface
         self.count, self.capacity = count, capacity
@@ -181,7 +182,7 @@ class Slots:
         # A token of padding has room, because a prompt is shorter than the capacity. No fixed width: the last piece
         # could pass the capacity.
         self._chunk = PromptInputs(most_rows, capacity, sessions.piece_tokens, given)
-        # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
+        # A prompt's chunks run with a separate status, so that the batch sees an idle row between them.
         self._chunk_status = Buffer.of(np.full(most_rows, RUNNING, dtype=np.int32), device)
         self._newest = NewestTokens(rows, device)
         self._drafts = Drafts(rows) if interface.features.num_speculative_tokens else None
@@ -234,7 +235,7 @@ class Slots:
         reused: int = 0,
         adapter: int = 0,
     ) -> None:
-        """Get an idle slot ready for `prompt`, which `prefill` then feeds it.
+        """Get an idle slot ready for `prompt`, for `prefill` to feed it.
 
         Args:
             prompt: [n] int64, 1 <= n < capacity.
@@ -261,8 +262,8 @@ class Slots:
 
         Args:
             source, slot: the slots.
-            prompt: [n] int64, n >= 1: the first tokens of `source`; all of them if the model has states that are those
-                of the newest token, unless `place` is given.
+            prompt: [n] int64, n >= 1: the first tokens of `source`; all of them if the model has states that belong to
+                the newest token, unless `place` is given.
             place: of such states after `prompt`, saved.
         """
         for spec in self._interface.cache_states:
@@ -280,7 +281,7 @@ class Slots:
         Args:
             slot: the slot.
             parts: (start, stop, states): of the tokens [start, stop), keys and values [H, stop - start or more, D] by
-                name; the other states are those of the first part, after its last token.
+                name; the other states belong to the first part, after its last token.
         """
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
@@ -358,7 +359,8 @@ class Slots:
         self._run(graphs, rows if emit else None)
 
     def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
-        """Feed rows their newest token; those that run sample the next. Prepares the slots unless they are `prepared`.
+        """Feed rows their newest token; the running rows sample the next. Prepares the slots unless they are
+        `prepared`.
 
         Args:
             rows: at least all that run; None = every row. The step includes adjacent rows if the package needs them.

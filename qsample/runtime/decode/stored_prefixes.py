@@ -41,7 +41,7 @@ _log: Final = logging.getLogger("qsample.prefixes")
 
 
 class Part(NamedTuple):
-    """The states of the tokens [start, stop) of a prompt; see `PrefixFile.states`, which may have more tokens."""
+    """The states of the tokens [start, stop) of a prompt; see `PrefixFile.states`; these may have more tokens."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ _Unwritten = tuple[Path, Array, Mapping[str, Array], int, str]  # the arguments 
 
 
 class StoredPrefixes:
-    """The prefixes that an engine can load into a slot. For a single thread, which `close` waits for."""
+    """The prefixes that an engine can load into a slot. For a single thread; `close` waits for it."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class StoredPrefixes:
         return parts
 
     def keep(self, tokens: Array, read: Callable[[int, int], Mapping[str, Array]], adapter: str = "") -> None:
-        """Write the states of the first tokens of a prompt to the folder in another thread, those that it lacks.
+        """Write the states of the first tokens of a prompt to the folder in another thread, except states that it has.
 
         Args:
             tokens: [n] int64, whole pieces.
@@ -196,7 +196,7 @@ class StoredPrefixes:
         return replace(file, tokens=np.array(file.tokens), states={})  # which lets the system close it
 
     def _before(self, held: PrefixFile) -> PrefixFile | None:
-        """A file with the states before those of `held`."""
+        """A file with the states before the states of `held`."""
         kept = (one for one in self._kept.values() if one.adapter == held.adapter)
         return next((one for one in kept if one.start < held.start <= shared_prefix(one.tokens, held.tokens)), None)
 
