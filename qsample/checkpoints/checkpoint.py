@@ -36,9 +36,9 @@ from qsample.checkpoints.gptq_awq import (
     read_checkpoint,
 )
 from qsample.checkpoints.gptq_awq_layouts import Quantization
-from qsample.checkpoints.hub import ADAPTER, CONFIG, HubOptions, check_exists
 from qsample.checkpoints.mapped_weights import INDEX, SINGLE, loading_in_this_thread, mapped_weights, weight_files
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
+from qsample.checkpoints.source import ADAPTER, CONFIG, HubOptions, check_exists
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import check_free, full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError, listed

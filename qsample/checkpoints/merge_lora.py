@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
-from qsample.checkpoints.hub import HubOptions
+from qsample.checkpoints.source import HubOptions
 from qsample.errors import QsampleError
 from qsample.huggingface.lora import CONFIG, WEIGHTS, Change, floats, read_changes
 from qsample.transforms.deferred import SMALLEST, defer, deferred, numbers

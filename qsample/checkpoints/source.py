@@ -1,20 +1,32 @@
-"""Where a model comes from, before it is read: the arguments of `Checkpoint`, and the identity of files and hub ids.
+"""Where a model comes from, before it is read: a folder, or a repository of the Hugging Face hub and how it is read.
 
-Imports nothing heavy: a package that was made of a model earlier is found without the libraries that read models.
+Names are checked before anything is loaded, so that a mistyped name fails at once: transformers would take it for a hub
+id and try for half a minute to reach the hub. Imports nothing heavy: a package that was made of a model earlier is
+found without the libraries that read models.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
-from qsample.checkpoints.hub import ADAPTER, CONFIG, HubOptions, downloaded_commit, newest_commit
+from qsample.disk.untrusted import leads_out
+from qsample.errors import QsampleError
 
+CONFIG: Final = "config.json"
+ADAPTER: Final = "adapter_config.json"
+_HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_LONGEST_ID: Final = 96  # characters, of huggingface_hub
+# Weights may lie on another disk: nothing else than numbers is read of them.
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
+_SECONDS: Final = 10  # to wait for the hub
 _READ_WHOLE: Final = 1 << 24  # bytes; of larger files, the weights, size, time of change and a sample are looked at
 _SAMPLES: Final = 16  # from a large file
 _SAMPLE: Final = 1 << 12  # bytes
@@ -24,6 +36,160 @@ _FOLDERS: Final = (
 )  # whose files belong to a model, besides the files of its folder
 _BESIDE: Final = re.compile(r".*config\.json|token.*|.*\.jinja|special_tokens_map\.json")  # of a decoder in `onnx/`
 _IGNORED: Final = (".md", ".lock")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubOptions:
+    """Options of transformers, by its names; they are checked when the object is made.
+
+    A new option is a field here and a keyword of `AutoModelForCausalLM.from_pretrained`.
+
+    Attributes:
+        revision: a branch, tag or commit; None = "main".
+        cache_dir: the folder of downloads; None = Hugging Face's default.
+        token: for repositories that need one; None = the token of the user who is logged in.
+        local_files_only: download nothing.
+        trust_remote_code: run the Python code of the repository.
+
+    Raises:
+        ValueError: for a value of another type.
+    """
+
+    revision: str | None = None
+    cache_dir: str | Path | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    local_files_only: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(HubOptions).items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                accepted = kind.__name__ if isinstance(kind, type) else str(kind).replace(" | ", " or ")
+                raise ValueError(f"{name} is of type {type(value).__name__}; it must be {accepted}")
+
+    def for_another_repository(self) -> HubOptions:
+        """The same options without the revision: it belongs to the model's repository."""
+        return replace(self, revision=None)
+
+    def loading(self) -> dict[str, Any]:
+        """The keywords of transformers' `from_pretrained`."""
+        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        return options | {"revision": self.revision or "main"}
+
+    def downloading(self) -> dict[str, Any]:
+        """The keywords of a download; it runs no code: transformers' `cached_file`, huggingface_hub's functions."""
+        options = self.loading()
+        del options["trust_remote_code"]
+        return options
+
+
+def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG) -> None:
+    """Check that `name` is a folder, or a repository of the hub with `file`.
+
+    The hub is asked once, and not again if it cannot be reached. Its other answers are left to transformers.
+
+    Args:
+        name: a folder (of a model: with a config.json) or a hub id.
+        hub: how the hub is read; None = do not ask it, a name that may be a hub id is accepted.
+        file: the file that the repository must have.
+
+    Raises:
+        QsampleError: if the name is neither, or if a file of the folder, other than weights, is a link that leads out.
+    """
+    path = Path(name)
+    if os.path.isdir(path):
+        if file == CONFIG and not (path / file).is_file():
+            raise QsampleError(f"{name} has neither a {file} (a checkpoint) nor a qsample.json (a package)")
+        entries = sorted([*path.iterdir(), *path.glob("*/*.jinja")])
+        check_links((entry for entry in entries if entry.suffix not in _WEIGHTS), [path])
+        return
+    if os.path.exists(path):
+        raise QsampleError(f"{name} is a file; give the folder that it is in, or a hub id")
+    missing = f"{name:.200} does not exist{_similar(path)}"
+    accepted = "a checkpoint folder, a package folder or a hub id" if file == CONFIG else "a folder or a hub id"
+    if name.startswith((".", "~")) or not _HUB_ID.fullmatch(name) or len(name) > _LONGEST_ID:
+        raise QsampleError(f"{missing}; give {accepted}")
+    if hub is not None:
+        _ask_hub(name, missing, accepted, hub, file)
+
+
+def check_links(paths: Iterable[Path], folders: Iterable[Path]) -> None:
+    """Raise QsampleError for a link that leads out of `folders`: a stranger's checkpoint could put any file of this
+    machine into a package."""
+    for path in paths:
+        if path.is_symlink() and leads_out(path, folders):
+            raise QsampleError(
+                f"{path} is a link that leads out of its folder, to {os.path.realpath(path)}; copy the file there if "
+                "you trust it"
+            )
+
+
+def downloaded_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str | None:
+    """The commit of a hub id that was downloaded last; None if `file` of it was not. Uses no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if _COMMIT.fullmatch(hub.revision or ""):
+        return hub.revision
+    if len(name) > _LONGEST_ID or not _HUB_ID.fullmatch(name):
+        return None
+    found = try_to_load_from_cache(name, file, cache_dir=hub.cache_dir, revision=hub.revision)
+    return _commit_of(found) if isinstance(found, str) else None
+
+
+def newest_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str:
+    """The hub's newest commit of a hub id. Downloads `file`, so that `downloaded_commit` finds the commit from then on.
+
+    If the hub cannot be reached, that which was downloaded last. Raises QsampleError if there is none.
+    """
+    check_exists(name, hub, file=file)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return _commit_of(hf_hub_download(name, file, **hub.downloading()))
+    except Exception as error:  # of the hub and of the network
+        raise QsampleError(
+            f"the hub does not give {file} of {name} ({' '.join(str(error).split())!s:.300}); download the model to a "
+            "folder, or give a token if it is gated"
+        ) from error
+
+
+def _commit_of(path: str) -> str:
+    parts = Path(path).parts
+    return parts[len(parts) - parts[::-1].index("snapshots")]
+
+
+def _similar(path: Path) -> str:
+    """A folder next to `path` with a name that was perhaps meant."""
+    try:
+        folders = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, folders, n=1, cutoff=0.75)
+    return f" (did you mean {path.parent / close[0]}?)" if close else ""
+
+
+def _ask_hub(name: str, missing: str, accepted: str, hub: HubOptions, file: str) -> None:
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    if isinstance(try_to_load_from_cache(name, file, cache_dir=hub.cache_dir, revision=hub.revision), str):
+        return
+    if hub.local_files_only or constants.HF_HUB_OFFLINE:
+        reason = "local_files_only" if hub.local_files_only else "HF_HUB_OFFLINE"
+        raise QsampleError(f"{missing}, was not downloaded from the hub before, and {reason} allows no download")
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file, revision=hub.revision), token=hub.token, timeout=_SECONDS)
+    except GatedRepoError:
+        return
+    except RepositoryNotFoundError as error:
+        raise QsampleError(
+            f"{missing}, nor is there such a model on the hub, unless it is private and needs a token; give {accepted}"
+        ) from error
+    except HfHubHTTPError:
+        return
+    except Exception as error:
+        raise QsampleError(f"{missing}, and the hub cannot be reached ({error}); give {accepted}") from error
 
 
 @dataclass(frozen=True, slots=True)

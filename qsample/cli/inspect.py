@@ -301,7 +301,7 @@ def pull(
 ) -> None:
     """Download the newest version of a model and compile it into the cache, for commands that name the same model and
     options. Prints the package's folder."""
-    from qsample.checkpoints.hub import HubOptions, newest_commit
+    from qsample.checkpoints.source import HubOptions, newest_commit
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; commands take it as it is")

@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from qsample.checkpoints.hub import ADAPTER, HubOptions, check_exists
-from qsample.checkpoints.source import CheckpointSource, DecoderSource
+from qsample.checkpoints.source import ADAPTER, CheckpointSource, DecoderSource, HubOptions, check_exists
 from qsample.contract.interface import DEFAULT_LORA_RANK, Features
 from qsample.contract.tensors import HUGGING_FACE
 from qsample.errors import QsampleError

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints.checkpoint import Checkpoint
-from qsample.checkpoints.hub import HubOptions
 from qsample.checkpoints.mapped_weights import INDEX, weight_files
+from qsample.checkpoints.source import HubOptions
 from qsample.errors import QsampleError
 from qsample.transforms.deferred import computing, deferred, numbers
 from tests.helpers.mixtures import mixture

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints.checkpoint import Checkpoint
-from qsample.checkpoints.hub import HubOptions
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
+from qsample.checkpoints.source import HubOptions
 from qsample.errors import QsampleError
 from qsample.huggingface.lora import read_config
 from tests.helpers.adapters import lora_pair, save_adapter

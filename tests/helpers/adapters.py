@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qsample.checkpoints.hub import HubOptions
 from qsample.checkpoints.merge_lora import find_adapter
+from qsample.checkpoints.source import HubOptions
 from qsample.contract.interface import Interface
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "bias": "none"}

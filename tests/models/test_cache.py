@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from qsample.checkpoints.hub import HubOptions
-from qsample.checkpoints.source import CheckpointSource, identity_of
+from qsample.checkpoints.source import CheckpointSource, HubOptions, identity_of
 from qsample.errors import PackageError, QsampleError
 from qsample.models import cache
 from qsample.models.cache import LIMIT_VARIABLE, Recipe, entries, open_cached

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from qsample.checkpoints.hub import HubOptions, check_links
+from qsample.checkpoints.source import HubOptions, check_links
 from qsample.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.conventions import refusal

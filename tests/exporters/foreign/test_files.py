@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import qsample
-from qsample.checkpoints.hub import HubOptions
+from qsample.checkpoints.source import HubOptions
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.files import Settings, decoders, locate, read_settings, without_links, write_files

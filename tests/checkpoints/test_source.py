@@ -17,7 +17,7 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints import checkpoint as checkpoint_module
-from qsample.checkpoints.hub import HubOptions, check_exists
+from qsample.checkpoints.source import HubOptions, check_exists
 from qsample.errors import QsampleError
 
 GIVEN = {
@@ -85,7 +85,7 @@ def test_options_reach_the_loader_whole(
 
 def test_importing_the_options_is_light() -> None:
     program = (
-        "import sys, qsample.checkpoints.hub\n"
+        "import sys, qsample.checkpoints.source\n"
         "print(sorted({'torch', 'transformers', 'onnx', 'numpy'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -127,7 +127,7 @@ def ask(*names: str, **variables: str) -> list[str]:
     """What `check_exists` says of each name where nothing of the hub's is cached; the endpoint is read on import."""
     code = (
         "import sys\nfrom qsample.errors import QsampleError\n"
-        "from qsample.checkpoints.hub import HubOptions, check_exists\n"
+        "from qsample.checkpoints.source import HubOptions, check_exists\n"
         "for name in sys.argv[1:]:\n"
         "    try:\n        print(check_exists(name, HubOptions()))\n"
         "    except QsampleError as error:\n        print(error)\n"
