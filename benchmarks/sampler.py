@@ -21,12 +21,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import report
-import torch
 from report import Rows, count, describe_machine, find, make_parser, markdown, median, print_table, write_json
 from rich.console import Console
 from rich.progress import track
 from systems import EVERYTHING
-from torch import Tensor, nn
 
 from qsample.contract.interface import Interface
 from qsample.sampler import build_sampler
@@ -47,23 +45,36 @@ ARGMAX, SORT = "ArgMax", "sort"
 OFF = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_length": 2**30, "stop_ids": -1}
 
 
-class ArgMax(nn.Module):
-    """The reference for greedy decoding."""
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return logits.argmax(-1)
-
-
-class NaiveTopP(nn.Module):
-    """The reference for random decoding: sort all tokens, cut the cumulative sum, draw."""
-
-    def forward(self, logits: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        values, ids = logits.topk(logits.shape[-1], dim=-1)
-        probs = values.softmax(-1)
-        cumulative = probs.cumsum(-1)
-        kept = torch.where(cumulative - probs < top_p, probs, 0.0).cumsum(-1)
-        drawn = (kept <= uniform * kept[:, -1:]).sum(-1, keepdim=True)
-        return ids.gather(1, drawn.clamp(max=logits.shape[-1] - 1))
+# The reference for greedy decoding; and for random decoding: sort all tokens, cut the cumulative sum, draw.
+ARGMAX_GRAPH = """
+<ir_version: 10, opset_import: ["" : 20]>
+argmax (float[B, V] logits) => (int64[B] ids) { ids = ArgMax <axis = -1, keepdims = 0> (logits) }
+"""
+SORT_GRAPH = """
+<ir_version: 10, opset_import: ["" : 20]>
+sort (float[B, V] logits, float[B, 1] top_p, float[B, 1] uniform) => (int64[B, 1] drawn_ids) {
+  shape = Shape (logits)
+  one = Constant <value_ints = [1]> ()
+  size = Gather (shape, one)
+  values, ids = TopK (logits, size)
+  probs = Softmax <axis = -1> (values)
+  axis = Constant <value_int = 1> ()
+  cumulative = CumSum (probs, axis)
+  before = Sub (cumulative, probs)
+  inside = Less (before, top_p)
+  zero = Constant <value_float = 0.0> ()
+  cut = Where (inside, probs, zero)
+  kept = CumSum (cut, axis)
+  total = ReduceMax (kept, one)
+  drawn = Mul (uniform, total)
+  passed = LessOrEqual (kept, drawn)
+  passed_int = Cast <to = 7> (passed)
+  rank = ReduceSum (passed_int, one)
+  last = Sub (size, one)
+  place = Min (rank, last)
+  drawn_ids = GatherElements <axis = 1> (ids, place)
+}
+"""
 
 
 def make_session(model: ir.Model, threads: int, folder: Path) -> ort.InferenceSession:
@@ -73,15 +84,6 @@ def make_session(model: ir.Model, threads: int, folder: Path) -> ort.InferenceSe
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     return ort.InferenceSession(path, options)
-
-
-def export_yardstick(module: nn.Module, *example: Tensor) -> ir.Model:
-    batch = torch.export.Dim("B")
-    program = torch.onnx.export(
-        module.eval(), example, dynamo=True, dynamic_shapes=[{0: batch}] * len(example), opset_version=20, verbose=False
-    )
-    assert program is not None
-    return program.model
 
 
 def make_logits(kind: str, batch: int, vocab: int) -> np.ndarray:
@@ -163,9 +165,7 @@ def medians(calls: dict[str, Callable[[], None]], seconds: float) -> dict[str, f
 def measure(vocab: int, batches: list[int], mixes: list[str], threads: int, seconds: float, folder: Path) -> Results:
     interface = Interface(vocab, ())
     sampler = make_session(build_sampler(interface, 0), threads, folder)
-    example, column = torch.zeros(2, vocab), torch.zeros(2, 1)
-    argmax = make_session(export_yardstick(ArgMax(), example), threads, folder)
-    naive = make_session(export_yardstick(NaiveTopP(), example, column, column), threads, folder)
+    argmax, naive = (make_session(ir.from_onnx_text(text), threads, folder) for text in (ARGMAX_GRAPH, SORT_GRAPH))
     results: Results = []
     for batch in batches:
         logits = {kind: make_logits(kind, batch, vocab) for kind in (PEAKED, FLAT)}

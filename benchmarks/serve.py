@@ -43,6 +43,7 @@ from checkpoints import (
 from report import Kept, describe_machine, make_parser, markdown, median, print_table
 from rich.console import Console
 from turns import GENAI as GENAI_MODULES
+from turns import Worker
 
 HERE: Final = Path(__file__).resolve().parent
 START_SECONDS: Final = 300
@@ -104,22 +105,42 @@ def write_requests(folder: Path, vocab_size: int, streams: list[int], new_tokens
     return files
 
 
-class Process:
-    """A process whose output goes to a log."""
+class EngineAlone:
+    """The engine without a server; see `systems/engine.py`."""
 
-    def __init__(self, command: list[str], log: Path, **options: Any) -> None:
-        self._log = log
+    def __init__(self, package: Path, requests: Path, options: argparse.Namespace) -> None:
+        more = {"requests": str(requests), "slots": options.slots}
+        self._worker = Worker(ENGINE, package, sys.executable, options.threads, "streams", **more)
+        self.close = self._worker.close
+
+    def measure(self, streams: int, waves: int, seconds: float) -> dict[str, Any]:
+        """As `Server.measure`."""
+        return self._worker.ask("measure", streams=streams, waves=waves)
+
+
+class Server:
+    """A server of OpenAI's API, once it answered a whole request; `{port}` in its command is a free port."""
+
+    def __init__(self, command: list[str], requests: Path, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+        self._url, self._requests, self._log = f"http://127.0.0.1:{port}/v1", requests, log
+        # Only qsample's process gets this path: a peer's Python has its own libraries.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        if command[0] == sys.executable:
+            given = os.environ.get("PYTHONPATH")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), given]))
+        command = [part.format(port=port) for part in command]
         with log.open("w") as file:
-            # Only qsample's process gets this path: a peer's Python has its own libraries.
-            environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            if command[0] == sys.executable:
-                given = os.environ.get("PYTHONPATH")
-                environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), given]))
-            self._process: subprocess.Popen[str] = subprocess.Popen(
-                command, stderr=file, env=environment, text=True, **({"stdout": file} | options)
-            )
+            self._process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        try:
+            self._wait()
+            self._check()
+        except BaseException:
+            self.close()
+            raise
 
-    def failure(self, message: str) -> RuntimeError:
+    def _failure(self, message: str) -> RuntimeError:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return RuntimeError(f"{message}{': ' if lines else ''}{' '.join(lines[-2:])[-300:]}")
 
@@ -131,48 +152,6 @@ class Process:
             self._process.kill()
             self._process.wait()
 
-
-class EngineAlone(Process):
-    """The engine without a server; see `serve_engine.py`."""
-
-    def __init__(self, package: Path, requests: Path, options: list[str], log: Path) -> None:
-        command = [sys.executable, str(HERE / "serve_engine.py"), str(package), str(requests), *options]
-        super().__init__(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._answer("it did not start")
-        self.measure(1, 1, 0)  # allocates memory and reads files
-
-    def measure(self, streams: int, waves: int, seconds: float) -> dict[str, Any]:
-        """As `Server.measure`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"streams": streams, "waves": waves}) + "\n")
-        self._process.stdin.flush()
-        return self._answer("it ended early")
-
-    def _answer(self, failure: str) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            raise self.failure(failure)
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-class Server(Process):
-    """A server of OpenAI's API, once it answered a whole request; `{port}` in its command is a free port."""
-
-    def __init__(self, command: list[str], requests: Path, log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            port = listening.getsockname()[1]
-        self._url, self._requests = f"http://127.0.0.1:{port}/v1", requests
-        super().__init__([part.format(port=port) for part in command], log)
-        try:
-            self._wait()
-            self._check()
-        except BaseException:
-            self.close()
-            raise
-
     def _wait(self) -> None:
         end = time.monotonic() + START_SECONDS
         while self._process.poll() is None and time.monotonic() < end:
@@ -181,7 +160,7 @@ class Server(Process):
                 return
             except OSError:
                 time.sleep(0.2)
-        raise self.failure("the server did not start")
+        raise self._failure("the server did not start")
 
     def _check(self) -> None:
         """Check that it reads and writes as many tokens as the others; this also keeps its first request unmeasured."""
@@ -195,7 +174,7 @@ class Server(Process):
             text = error.read().decode(errors="replace")
             raise RuntimeError(f"the server answers {error.code}: {text:.300}") from None
         except OSError as error:
-            raise self.failure(f"the server does not answer ({error})") from None
+            raise self._failure(f"the server does not answer ({error})") from None
         counts = (usage["prompt_tokens"], usage["completion_tokens"])
         if counts != (asked["prompt_tokens"], asked["body"]["max_tokens"]):
             raise RuntimeError(f"of {asked['prompt_tokens']} and {asked['body']['max_tokens']} tokens it has {counts}")
@@ -215,7 +194,7 @@ class Server(Process):
             RuntimeError: The server or the client failed, or took longer than `seconds`.
         """
         if self._process.poll() is not None:
-            raise self.failure("the server ended")
+            raise self._failure("the server ended")
         before = self._cpu_seconds()
         command = [sys.executable, str(HERE / "serve_client.py"), f"{self._url}/completions", str(self._requests)]
         command += ["--streams", str(streams), "--waves", str(waves)]
@@ -226,7 +205,7 @@ class Server(Process):
         if done.returncode:
             raise RuntimeError(f"the client failed: {done.stderr[-300:]}")
         if self._process.poll() is not None:
-            raise self.failure("the server ended")
+            raise self._failure("the server ended")
         return {**json.loads(done.stdout), "cpu_seconds": self._cpu_seconds() - before}
 
 
@@ -255,7 +234,7 @@ def makers(
 
     waiting = ["--max-waiting", max(256, *options.streams)]
     return {
-        ENGINE: lambda: EngineAlone(package, requests[QSAMPLE], sizes, folder / "engine.log"),
+        ENGINE: lambda: EngineAlone(package, requests[QSAMPLE], options),
         QSAMPLE: lambda: server(QSAMPLE, qsample("serve", package, "--port", "{port}", *sizes, *waiting)),
         GENAI: genai,
         LLAMA: llama,

@@ -48,6 +48,7 @@ SYSTEMS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "llama.cpp, q8_0": ("llama_cpp", "LlamaRows", {"cache": "q8_0"}),
     },
     "load": {name.lower(): ("load", name, {}) for name in ("Continuous", "Static", "Genai")},
+    "streams": {"engine alone": ("engine", "EngineAlone", {})},
     "write": {"qsample": ("qsample", "QsampleWriter", {}), "llama.cpp": ("llama_cpp", "LlamaWriter", {})},
 }
 
