@@ -37,7 +37,6 @@ from qsample.serve.models import ServedModel, ServedModels
 from qsample.serve.requests import CompletionRequest, GenerationRequest, LoadLoraRequest, UnloadLoraRequest
 from qsample.serve.responses import ResponseAnswers, ResponsesRequest
 from qsample.serve.settings import ServeSettings
-from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import LONG_TEXT
 
 ACCESS_LOG: Final = "qsample.access"  # the logger of a line for each request
@@ -300,8 +299,7 @@ class _Server:
                 "this server takes no chat templates of clients; name a template of the package, or start the server "
             )
             raise ApiError(400, text + "with --trust-request-chat-template", param="chat_template")
-        options = ChatOptions(**body.template_options(with_tools=with_tools))
-        render = partial(model.render_chat, body.template_messages, options)
+        render = partial(model.render_chat, body.template_messages, body.template_options(with_tools=with_tools))
         # A template is a program of the model; on the event loop, a slow template would delay everybody.
         try:
             text = await asyncio.to_thread(render)

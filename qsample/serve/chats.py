@@ -10,6 +10,7 @@ from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import with_objects
 from qsample.serve.requests import CHAT, Body, Count, GenerationRequest, Objects, TokenId
+from qsample.text.chat import ChatOptions
 
 
 class Function(Body):
@@ -59,21 +60,19 @@ class ChatPrompt(Body):
         """The messages as templates take them: the arguments of calls are objects, in OpenAI's API texts."""
         return [with_objects(message) if "tool_calls" in message else message for message in self.messages]
 
-    def template_options(self, *, with_tools: bool = True) -> dict[str, Any]:
-        """The fields as `ChatOptions` takes them."""
+    def template_options(self, *, with_tools: bool = True) -> ChatOptions:
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []] if with_tools else []
-        options = {
-            "tools": tools or None,
-            "documents": self.documents,
-            "chat_template": self.chat_template,
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message or None,
-            "chat_template_kwargs": kwargs or None,
-        }
-        return {name: value for name, value in options.items() if value is not None}
+        return ChatOptions(
+            tools=tools or None,
+            documents=self.documents,
+            chat_template=self.chat_template,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=kwargs,
+        )
 
 
 class TextPart(Body):

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from qsample.serve.chats import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
+from qsample.text.chat import ChatOptions
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -49,9 +50,9 @@ def test_what_is_right() -> None:
 
 
 def test_what_a_template_gets() -> None:
-    assert chat().template_options() == {}
+    assert chat().template_options() == ChatOptions()
     empty = {"tools": [], "chat_template_kwargs": {}, "continue_final_message": False}
-    assert chat(**empty).template_options() == {}
+    assert chat(**empty).template_options() == ChatOptions()
     fields: dict[str, Any] = {
         "documents": [], "chat_template": "", "add_generation_prompt": False, "continue_final_message": True,
     }  # fmt: skip
@@ -62,11 +63,11 @@ def test_what_a_template_gets() -> None:
         reasoning_effort="low",
     )
     kwargs = {"a": 1, "reasoning_effort": "low"}
-    assert whole.template_options() == fields | {"tools": [tool("f")], "chat_template_kwargs": kwargs}
-    assert whole.template_options(with_tools=False) == fields | {"chat_template_kwargs": kwargs}
+    assert whole.template_options() == ChatOptions(**fields, tools=[tool("f")], chat_template_kwargs=kwargs)
+    assert whole.template_options(with_tools=False) == ChatOptions(**fields, chat_template_kwargs=kwargs)
     assert whole.chat_template_kwargs == {"a": 1}, "the request stays as it is"
     both = chat(chat_template_kwargs={"reasoning_effort": "high"}, reasoning_effort="low")
-    assert both.template_options() == {"chat_template_kwargs": {"reasoning_effort": "high"}}
+    assert both.template_options() == ChatOptions(chat_template_kwargs={"reasoning_effort": "high"})
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     made = chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
     first, second = made.template_messages

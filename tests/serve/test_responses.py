@@ -20,6 +20,7 @@ from qsample.runtime import SamplingParams
 from qsample.runtime.request import Usage
 from qsample.serve.grammar import Form
 from qsample.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
+from qsample.text.chat import ChatOptions
 from tests.helpers.answers import Scripted, delta, ended, served
 from tests.helpers.servers import ServerProcess
 
@@ -195,7 +196,12 @@ def test_a_request_is_a_chat() -> None:
         False,
         None,
     )
-    assert (chat.limit, chat.top_logprobs, chat.parallel_tool_calls, chat.template_options()) == (None, None, None, {})
+    assert (chat.limit, chat.top_logprobs, chat.parallel_tool_calls, chat.template_options()) == (
+        None,
+        None,
+        None,
+        ChatOptions(),
+    )
     params = SamplingParams(temperature=0.5, top_p=0.25)
     described = {
         "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
@@ -224,10 +230,11 @@ def test_a_request_is_a_chat() -> None:
     assert chat.response_format is not None
     assert chat.response_format.type == "json_object"
     function = {name: value for name, value in WEATHER.items() if name != "type"}
-    assert chat.template_options() == {
-        "tools": [{"type": "function", "function": function}], "chat_template": "t",
-        "chat_template_kwargs": {"a": 1, "reasoning_effort": "low"},
-    }  # fmt: skip
+    assert chat.template_options() == ChatOptions(
+        tools=[{"type": "function", "function": function}],
+        chat_template="t",
+        chat_template_kwargs={"a": 1, "reasoning_effort": "low"},
+    )
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     followed = ResponsesRequest.model_validate({"input": "x", "text": {"format": form}})
     assert followed.chat.form == Form("json_schema", schema)
