@@ -212,7 +212,7 @@ def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> Non
 
     Args:
         given: the keywords.
-        own: the names of those that it has.
+        own: the names of the keywords that it has.
 
     Raises ValueError for a keyword of transformers that asks for something, TypeError for an unknown keyword.
     """

@@ -129,7 +129,7 @@ class SamplingParams:
     Args:
         dry_sequence_breakers: token ids, or texts of a single token each; None = none.
         bad_words_ids: sequences of 1 to 64 token ids; None = none.
-        bad_words: the same as texts, which are forbidden alone and after a space.
+        bad_words: the same as texts, forbidden alone and after a space.
         mirostat: 2 for Mirostat 2.0, after the other filters; 0 = off.
 
     Raises ValueError, naming the field, if a value is outside its range.

@@ -159,7 +159,7 @@ def _sampling_params(
 
 
 def _inputs(inputs: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """The prompts and their mask, in whichever of the ways they are given."""
+    """The prompts and their mask, however they are given."""
     named, mask = keywords.pop("input_ids", None), keywords.pop("attention_mask", None)
     if inputs is not None and named is not None:
         raise ValueError("inputs and input_ids were given, which are two names of the same argument; give either")

@@ -121,7 +121,7 @@ class Engine:
         )
         self._prefixes = loop.prefixes
         self._changed = threading.Condition()  # guards the next six
-        self._requests: dict[Sequence, Request] = {}  # those that have not ended
+        self._requests: dict[Sequence, Request] = {}  # until they end
         self._added: list[Sequence] = []
         self._telling = False  # a request that ended is being finished; it is not among them any more
         self._closed = False

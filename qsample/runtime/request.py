@@ -248,7 +248,7 @@ class Request:
         self._feed.end(outcome)
         callbacks, self._callbacks = self._callbacks, []
         for function in callbacks:
-            with suppress(BaseException):  # SystemExit, and warnings that are errors: nobody else is to suffer
+            with suppress(BaseException):  # SystemExit, and warnings that are errors: other requests go on
                 self._call(function)
 
     def _make_output(self, reason: str) -> RequestOutput:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.package.package import Package
 from qsample.runtime import CausalLM, load
 from tests.helpers.fake_cases import PROMPTS
 from tests.helpers.fake_package import PAD, VOCAB, compilation
@@ -305,17 +302,3 @@ def test_transformers_own_criteria_see_tensors_and_end_the_same_rows(model: Caus
     short = model.generate(PROMPTS, stopping_criteria=lists([MaxLengthCriteria(WIDTH + 4)]), **TWELVE)
     assert [len(row) for row in short.token_ids] == [4] * 4
     assert model.generate(PROMPTS, stopping_criteria=lists([EosTokenCriteria(token)]), **TWELVE).token_ids == expected
-
-
-def test_a_criterion_of_ones_own_needs_no_torch(fake: Callable[..., Package]) -> None:
-    program = (
-        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'onnx']))\n"
-        "from qsample.runtime import load\n"
-        f"model = load({str(fake().path)!r})\n"
-        "out = model.generate(input_ids=[[5, 6]], attention_mask=[[1, 1]], do_sample=False,\n"
-        "    stopping_criteria=lambda ids, _: ids.size > 4,\n"
-        "    generation_config={'max_new_tokens': 9}, pad_token_id=0, max_time=1e6, use_cache=True)\n"
-        "print(len(out.token_ids[0]), model.config.pad_token_id, model.eval().device)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout == "3 None cpu\n", done.stderr

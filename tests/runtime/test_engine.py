@@ -41,8 +41,7 @@ def test_many_requests_give_the_tokens_that_each_gives_alone(options: dict[str, 
         assert [outcome(request) for request in requests] == [expected(*case) for case in cases]
 
 
-@pytest.mark.parametrize("sampler", [True, False])
-def test_requests_from_many_threads_in_any_order(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+def test_requests_from_many_threads_in_any_order(model: CausalLM) -> None:
     generator = random.Random(4)
     cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(40)]
     outcomes: dict[int, tuple[list[int], str]] = {}
@@ -54,7 +53,7 @@ def test_requests_from_many_threads_in_any_order(sampler: bool, fake_model: Call
 
     order = list(range(40))
     generator.shuffle(order)
-    with Engine(fake_model(sampler=sampler), slots=4, max_waiting=1, prefill_chunk_size=5) as engine:
+    with Engine(model, slots=4, max_waiting=1, prefill_chunk_size=5) as engine:
         threads = [threading.Thread(target=ask, args=(order[start::5],)) for start in range(5)]
         for thread in threads:
             thread.start()
@@ -233,19 +232,16 @@ def ways_to_add(engine: Engine, model: CausalLM) -> list[Callable[..., Request]]
     ]
 
 
-def test_several_requests_of_one_prompt(model: CausalLM, gate: threading.Semaphore) -> None:
-    with Engine(model, slots=2, max_waiting=1) as engine:
-        requests = engine.add_requests([5, 6, 7], FREE, num_return_sequences=3, seed=4, priority=2)
+def test_each_way_to_add_takes_the_options_of_an_engine(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=3, max_waiting=3) as engine:
+        requests = [add([5], FREE, seed=1, priority=2) for add in ways_to_add(engine, model)]
+        requests += [add([5], FREE, seed=1) for add in ways_to_add(engine, model)]
         for add in ways_to_add(engine, model):
             with pytest.raises(QueueFullError):
                 add([5], FREE, timeout=0)
         gate.release(100_000)
-        assert [outcome(request) for request in requests] == [expected([5, 6, 7], FREE, seed) for seed in (4, 5, 6)]
-        assert {request._sequence.priority for request in requests} == {2}
-        plain = [add([5], FREE, seed=1) for add in ways_to_add(engine, model)]
-        assert [outcome(request) for request in plain] == [expected([5], FREE, 1)] * 3
-        assert [request._sequence.priority for request in plain] == [0] * 3
-        assert outcome(engine.add_request([5], FREE, seed=1, num_return_sequences=1)) == expected([5], FREE, 1)
+        assert [outcome(request) for request in requests] == [expected([5], FREE, 1)] * 6
+        assert [request._sequence.priority for request in requests] == [2] * 3 + [0] * 3
 
 
 @pytest.mark.parametrize("way", range(3))

@@ -29,15 +29,6 @@ def model(llama_package: Path) -> CausalLM:
     return load(llama_package)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("chunk", [1, 4])
-def test_chunking_changes_nothing(chunk: int, model: CausalLM) -> None:
-    wanted = model.generate(PROMPTS, PARAMS, seed=11)
-    got = model.generate(PROMPTS, PARAMS, seed=11, prefill_chunk_size=chunk)
-    assert got.token_ids == wanted.token_ids
-    assert got.finish_reasons == wanted.finish_reasons
-
-
 @pytest.mark.parametrize("sampler", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_prompts_in_one_run_give_the_same_tokens_as_alone(sampler: bool, exported: Callable[..., Path]) -> None:
     model = load(exported("llama") if sampler else exported("llama", include_sampler=False))

@@ -40,24 +40,17 @@ def test_generation_without_everything_else(fake: Callable[..., Package]) -> Non
             "streamer = r.TextStreamer(model.tokenizer)\n"
             "output = model.generate('hello', r.SamplingParams(max_new_tokens=5), seed=1, streamer=streamer)\n"
             "print(len(output.token_ids[0]))\n"
+            "output = model.generate(input_ids=[[5, 6]], attention_mask=[[1, 1]], pad_token_id=0, max_time=1e6,\n"
+            "    stopping_criteria=lambda ids, _: ids.size > 4, generation_config={'max_new_tokens': 9})\n"
+            "print(len(output.token_ids[0]), model.config.pad_token_id, model.eval().device)\n"
             f"print(sorted(set({ABSENT!r}) & set(sys.modules)))\n"
         )
-        assert output.splitlines()[-2:] == ["5", "[]"]
+        assert output.splitlines()[-3:] == ["5", "3 None cpu", "[]"]
         assert output.startswith("hello")
 
 
 def test_the_blocker_blocks() -> None:
     assert run("try:\n    import torch\nexcept ImportError as error:\n    print(error)").strip() == "blocked: torch"
-
-
-def test_chat_without_jinja_says_what_to_install(fake: Callable[..., Package]) -> None:
-    output = run(
-        "import qsample.runtime as r\n"
-        f"model = r.load({str(fake().path)!r})\n"
-        "try:\n    model.generate([{'role': 'user', 'content': 'hi'}])\n"
-        "except ImportError as error:\n    print(error)"
-    )
-    assert "pip install 'qsample[chat]'" in output
 
 
 def test_importing_the_runtime_loads_nothing_heavy_and_a_module_of_it_not_the_others() -> None:

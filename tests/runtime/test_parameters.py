@@ -43,13 +43,10 @@ def test_a_row_follows_the_contract() -> None:
     row = parameter_row(interface, asked, 3, 100)
     assert row["temperature"] == 0.5
     assert row["stop_ids"].tolist() == [7, 8]
+    none = parameter_row(interface, SamplingParams(eos_token_id=()), 1, 10, default_stops=(2,))
+    assert none["stop_ids"].tolist() == [-1], "a column of padding"
     assert (row["logit_bias_ids"].tolist(), row["logit_bias"].tolist()) == ([5], [1.0])
     assert row["bad_words_ids"].tolist() == [[1, 2], [-1, 3]]
-
-
-def test_no_stop_ids_is_one_column_of_padding() -> None:
-    row = parameter_row(fake_interface(), SamplingParams(eos_token_id=()), 1, 10, default_stops=(2,))
-    assert row["stop_ids"].tolist() == [-1]
 
 
 READ = read_by_the_graph()
