@@ -21,62 +21,54 @@ from qsample.errors import QsampleError, UnsupportedModelError
 from tests.helpers.tiny_models import random_model, save_checkpoint
 
 
-def test_unknown_model_type(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-    with pytest.raises(UnsupportedModelError, match="no_such_model"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, tokenizer=None).export(tmp_path / "package")
-
-
-def test_model_that_is_no_causal_lm(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(UnsupportedModelError, match=r"(?i)vit"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, tokenizer=None).export(tmp_path / "package")
-
-
-def test_missing_tokenizer(tmp_path: Path) -> None:
-    random_model("llama").save_pretrained(tmp_path / "checkpoint")
-    with pytest.raises(QsampleError, match=r"no tokenizer in .*tokenizer=None"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
-    assert os.listdir(tmp_path) == ["checkpoint"]
-    assert Checkpoint(str(tmp_path / "checkpoint"), tokenizer=None).tokenizer is None
-
-
-def test_weights_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "checkpoint", "llama")
-    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
-    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
-    named = r"holds lm_head\.weight of shape \[320, 64\], and LlamaForCausalLM has \[400, 64\].*1 more do not fit"
-    with pytest.raises(QsampleError, match=named):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
+def configured(folder: Path, **changes: object) -> str:
+    """A Llama's checkpoint whose config.json has `changes`."""
+    save_checkpoint(folder / "checkpoint", "llama")
+    file = folder / "checkpoint" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(folder / "checkpoint")
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"eos_token_id": "2"},
-        {"num_attention_heads": 3},
-        {"num_hidden_layers": "2"},
-        {"pad_token_id": 400},
-        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
-        {"hidden_act": "cubic"},
-        {"dtype": "float99"},
+        ({"model_type": "no_such_model"}, "no_such_model"),
+        ({"model_type": "vit"}, r"(?i)vit"),
+        *(
+            (changes, r"checkpoint: transformers makes no model of its config\.json \(")
+            for changes in (
+                {"eos_token_id": "2"},
+                {"num_attention_heads": 3},
+                {"num_hidden_layers": "2"},
+                {"pad_token_id": 400},
+                {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+                {"hidden_act": "cubic"},
+                {"dtype": "float99"},
+            )
+        ),
     ],
 )
-def test_a_configuration_that_no_model_can_be_made_of(changes: dict[str, object], tmp_path: Path) -> None:
-    """Each fails in transformers or torch, in its own way."""
-    save_checkpoint(tmp_path / "checkpoint", "llama")
-    file = tmp_path / "checkpoint" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(UnsupportedModelError, match=r"checkpoint: transformers makes no model of its config\.json \("):
-        Checkpoint(str(tmp_path / "checkpoint")).load()
+def test_a_configuration_that_no_model_can_be_made_of(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    """Each fails in transformers or torch, in a different way."""
+    with pytest.raises(UnsupportedModelError, match=message):
+        Checkpoint(configured(tmp_path, **changes)).load()
 
 
-def test_a_wrong_configuration_is_no_missing_tokenizer(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "checkpoint", "llama")
-    file = tmp_path / "checkpoint" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 3}))
+def test_tokenizers(tmp_path: Path) -> None:
+    """A missing tokenizer is refused, and a wrong configuration is not taken for one."""
+    random_model("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(QsampleError, match=r"no tokenizer in .*tokenizer=None"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model").export(tmp_path / "package")
+    assert os.listdir(tmp_path) == ["model"]
+    assert Checkpoint(str(tmp_path / "model"), tokenizer=None).tokenizer is None
     with pytest.raises(UnsupportedModelError, match=r"transformers makes no model of its config\.json"):
-        _ = Checkpoint(str(tmp_path / "checkpoint")).tokenizer
+        _ = Checkpoint(configured(tmp_path, num_attention_heads=3)).tokenizer
+
+
+def test_weights_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
+    named = r"holds lm_head\.weight of shape \[320, 64\], and LlamaForCausalLM has \[400, 64\].*1 more do not fit"
+    with pytest.raises(QsampleError, match=named):
+        AutoModelForCausalLM.from_pretrained(configured(tmp_path, vocab_size=400)).export(tmp_path / "package")
 
 
 @pytest.mark.parametrize(

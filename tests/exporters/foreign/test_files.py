@@ -53,25 +53,6 @@ def test_a_genai_config_names_it(decoder: Decoder, tmp_path: Path) -> None:
         locate(folder)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ("nowhere.onnx", "nowhere.onnx does not exist"),
-        ("./nowhere/model", "does not exist"),
-        ("./nowhere", "does not exist"),
-    ],
-)
-def test_nothing_there(given: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(QsampleError, match=why):
-        locate(given)
-
-
-def test_a_folder_without_any(tmp_path: Path) -> None:
-    with pytest.raises(QsampleError, match=r"has no \.onnx file, in it or in onnx/"):
-        locate(tmp_path)
-
-
 def test_data_that_is_missing_or_lies_elsewhere(decoder: Decoder, tmp_path: Path) -> None:
     folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "copy", lambda model: None)
     (folder / "model.onnx.data").rename(folder / "elsewhere")
@@ -90,50 +71,50 @@ def test_data_that_is_missing_or_lies_elsewhere(decoder: Decoder, tmp_path: Path
         locate(folder)
 
 
-def test_no_onnx_file(tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(b"not a protobuf, which is clear from the first byte on")
-    with pytest.raises(QsampleError, match="not an ONNX file"):
-        locate(tmp_path)
+class Repository:
+    """`some/model` on the hub, with files in a folder. fetched: what was downloaded. asked: the options of looks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, names: list[str]) -> None:
+        import huggingface_hub
+        from huggingface_hub import constants
+
+        self.folder, self.names = folder, names
+        self.fetched: set[str] = set()
+        self.asked: list[dict[str, Any]] = []
+        self.downloads: list[dict[str, Any]] = []
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda api, *args, **options: self.look(options))
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
+
+    def look(self, options: dict[str, Any]) -> list[str]:
+        self.asked.append(options)
+        return self.names
+
+    def download(self, repository: str, name: str, **options: Any) -> str:
+        assert repository == "some/model"
+        self.downloads.append(options)
+        self.fetched.add(name)
+        return str(self.folder / name)
 
 
 def test_of_a_repository_only_what_belongs_to_the_decoder_is_downloaded(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub
-    from huggingface_hub import constants
-
     folder, _ = decoder("community_gqa/x")
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     names += ["onnx/vision/config.json", "README.md", "model.safetensors"]
-    fetched = []
-
-    def download(repository: str, name: str, **options: Any) -> str:
-        assert repository == "some/model"
-        assert options == HubOptions(revision="v2").downloading()
-        fetched.append(name)
-        return str(folder / name)
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, **options: names)
-
+    repository = Repository(monkeypatch, folder, names)
     location = locate("some/model", "onnx/model.onnx", hub=HubOptions(revision="v2"))
-
     assert location.file == folder / "onnx" / "model.onnx"
-    assert {name for name in fetched if name.startswith("onnx/")} == {
-        "onnx/model.onnx",
-        "onnx/model.onnx_data",
-        "onnx/model.onnx_data_1",
-    }
-    assert "tokenizer.json" in fetched
-    assert not {"README.md", "model.safetensors", "onnx/vision/config.json"} & {*fetched}
+    assert all(options == HubOptions(revision="v2").downloading() for options in repository.downloads)
+    files = {"onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx_data_1"}
+    assert {name for name in repository.fetched if name.startswith("onnx/")} == files
+    assert "tokenizer.json" in repository.fetched
+    assert not {"README.md", "model.safetensors"} & repository.fetched
 
 
 def test_a_deep_file_of_a_repository(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one if it is asked for only; configurations are its folder's, its parent's and the repository's."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
     names = ["a.json", "b.onnx", "cpu/c.json", "cpu/x/model.onnx", "cpu/x/d.jinja", "cpu/x/e.txt", "gpu/f.json"]
     names += ["genai_config.json"]
     for name in names:
@@ -143,50 +124,30 @@ def test_a_deep_file_of_a_repository(decoder: Decoder, tmp_path: Path, monkeypat
     for name in ("model.onnx", "model.onnx.data"):
         (folder / name).rename(tmp_path / "cpu" / "x" / name)
     names += ["cpu/x/model.onnx.data"]
-    asked, fetched = [], set()
-
-    def listed(self: Any, repository: str, **options: Any) -> list[str]:
-        asked.append(options)
-        return names
-
-    def download(repository: str, name: str, **options: Any) -> str:
-        fetched.add(name)
-        return str(tmp_path / name)
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listed)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    repository = Repository(monkeypatch, tmp_path, names)
     location = locate("some/model", "cpu/x/model.onnx", hub=HubOptions(revision="v2", token="secret"))
     assert location.file == tmp_path / "cpu" / "x" / "model.onnx"
     assert location.folders == (tmp_path / "cpu" / "x", tmp_path / "cpu", tmp_path)
-    assert asked == [{"revision": "v2", "token": "secret"}]
-    assert fetched == {*names} - {"b.onnx", "cpu/x/e.txt", "gpu/f.json"}
+    assert repository.asked == [{"revision": "v2", "token": "secret"}]
+    assert repository.fetched == {*names} - {"b.onnx", "cpu/x/e.txt", "gpu/f.json"}
 
     (tmp_path / "b.onnx").write_bytes((tmp_path / "cpu" / "x" / "model.onnx").read_bytes())
     (tmp_path / "model.onnx.data").touch()
-    fetched.clear()
-    assert locate("some/model").file == tmp_path / "b.onnx"
-    assert fetched == {"a.json", "b.onnx", "genai_config.json"}
-    names.remove("genai_config.json")
-    fetched.clear()
-    locate("some/model")
-    assert fetched == {"a.json", "b.onnx"}
+    for wanted in ({"a.json", "b.onnx", "genai_config.json"}, {"a.json", "b.onnx"}):
+        repository.fetched.clear()
+        assert locate("some/model").file == tmp_path / "b.onnx"
+        assert repository.fetched == wanted
+        names[:] = [name for name in names if name != "genai_config.json"]
     with pytest.raises(QsampleError, match=r"has no \.\./b\.onnx; it has none$"):
         locate(tmp_path / "cpu", "../b.onnx")
 
 
-def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    def fail(self: Any, repository: str, **options: Any) -> list[str]:
+def test_a_repository_that_the_hub_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: dict[str, Any]) -> list[str]:
         raise OSError("no route\nto host")
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
-    with pytest.raises(
-        QsampleError, match=r"some/model is not a folder here, and the hub does not give it \(no route to"
-    ):
+    Repository(monkeypatch, tmp_path, []).look = fail  # type: ignore[method-assign]
+    with pytest.raises(QsampleError, match=r"is not a folder here, and the hub does not give it \(no route to"):
         locate("some/model")
 
 
@@ -248,27 +209,39 @@ def test_links_that_lead_elsewhere(name: str, decoder: Decoder, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_and_a_choice(decoder: Decoder) -> None:
-    folder, _ = decoder("optimum_llama")
-    with pytest.raises(QsampleError, match=r"model\.onnx is a file already; leave file out, or give its folder"):
-        locate(folder / "model.onnx", "model.onnx")
-    with pytest.raises(QsampleError, match=r"config\.json is not an \.onnx file"):
-        locate(folder / "config.json")
-    with pytest.raises(QsampleError, match=r"has no config\.json; it has model\.onnx$"):
-        locate(folder, "config.json")
+DOZEN = [f"{number:02}.onnx" for number in range(12)]
 
 
-def test_of_many_decoders_a_dozen_is_listed(tmp_path: Path) -> None:
-    names = [f"{number:02}.onnx" for number in range(13)]
-    for name in [*names, "notes.txt"]:
-        (tmp_path / name).touch()
+@pytest.mark.parametrize(
+    ("names", "given", "file", "why"),
+    [
+        ([], "nowhere.onnx", None, "nowhere.onnx does not exist"),
+        ([], "./nowhere/model", None, "does not exist"),
+        ([], "./nowhere", None, "does not exist"),
+        ([], ".", None, r"has no \.onnx file, in it or in onnx/"),
+        (["model.onnx"], ".", None, "not an ONNX file"),
+        (
+            ["model.onnx"],
+            "model.onnx",
+            "model.onnx",
+            r"is a file already; leave file out, or give its folder",
+        ),
+        (["config.json"], "config.json", None, r"config\.json is not an \.onnx file"),
+        (["model.onnx", "config.json"], ".", "config.json", r"has no config\.json; it has model\.onnx$"),
+        (DOZEN, ".", None, rf": {', '.join(DOZEN)}$"),
+        ([*DOZEN, "12.onnx", "notes.txt"], ".", None, rf": {', '.join(DOZEN)} and 1 others$"),
+    ],
+)
+def test_no_decoder_is_found(
+    names: list[str], given: str, file: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        (tmp_path / name).write_bytes(b"not a protobuf: that is clear from the first byte on")
     (tmp_path / "folder.onnx").mkdir()
-    assert decoders(tmp_path) == names
-    with pytest.raises(QsampleError, match=rf": {', '.join(names[:12])} and 1 others$"):
-        locate(tmp_path)
-    (tmp_path / names[-1]).unlink()
-    with pytest.raises(QsampleError, match=rf": {', '.join(names[:12])}$"):
-        locate(tmp_path)
+    with pytest.raises(QsampleError, match=why):
+        locate(given, file)
+    assert decoders(tmp_path) == [name for name in names if name.endswith(".onnx")]
 
 
 def test_a_copy_without_links(decoder: Decoder, tmp_path: Path) -> None:
