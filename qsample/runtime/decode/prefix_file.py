@@ -25,7 +25,8 @@ import onnxruntime as ort
 from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, CAPACITY
-from qsample.disk.scratch import scratch_for
+from qsample.disk.scratch import ScratchFolder
+from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.tensor_file import map_tensors, memory_of, write_tensors
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
@@ -150,7 +151,9 @@ def write_prefix(
         metadata[_ADAPTER] = adapter
     size = sum(array.nbytes for array in arrays.values())
     try:
-        with scratch_for(path.absolute(), size, "the prefix") as scratch:
+        # The folder is not made if it has gone: its owner chose who may read it.
+        with ScratchFolder(path.parent) as scratch, full_disk_named(path.parent, size, "the prefix"):
+            check_free(path.parent, size, "the prefix")
             made = scratch.new / path.name
             with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # it has private texts
                 write_tensors(file, metadata, arrays)

@@ -364,6 +364,10 @@ def test_what_else_is_in_the_folder_stays(
     shutil.rmtree(tmp_path)
     assert one.ends() == []
     assert "cannot read" in caplog.text
+    one.keep(tokens)
+    one.stored.close()
+    assert "a prefix is not kept: cannot write to" in caplog.text
+    assert not tmp_path.exists(), "it would be readable by others"
     assert {record.name for record in caplog.records} == {"qsample.prefixes"}
 
 
