@@ -37,6 +37,9 @@ def test_device_manifest_round_trip() -> None:
     data["files"] = {name: {"sha256": "00", "bytes": 5 << 30} for name in INTERFACE.graphs}
     data["compilation"]["verify"] = "full"  # of packages before gates had a single level
     assert replace(Manifest.from_json(json.dumps(data)), files={}) == made
+    data["compilation"]["execution_providers"] = []
+    with pytest.raises(PackageError, match=r"execution_providers in qsample.json is empty; compile the package again"):
+        Manifest.from_json(json.dumps(data))
 
 
 def test_filters_round_trip() -> None:
@@ -55,13 +58,25 @@ def test_a_device_package_needs_its_compilation() -> None:
         manifest(kind="device")
 
 
-def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
-    def edited(text: str) -> str:
-        data = json.loads(text)
-        change(data)
+ENTRY = {"sha256": "", "bytes": 0}
+GONE = object()
+
+
+def put(place: str, value: Any) -> Callable[[str], str]:
+    """Another value at a place of the manifest; GONE = none."""
+    *parents, name = place.split(" ")
+
+    def changed(text: str) -> str:
+        data = inner = json.loads(text)
+        for parent in parents:
+            inner = inner[int(parent) if parent.isdigit() else parent]
+        if value is GONE:
+            del inner[name]
+        else:
+            inner[name] = value
         return json.dumps(data)
 
-    return edited
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -70,46 +85,26 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
         (lambda text: text[: len(text) // 2], r"qsample.json is not JSON.*export the package again"),
         (lambda text: "[]", "no format_version"),
         (lambda text: "{}", "no format_version"),
-        (edit(lambda data: data.update(format_version=2, new_key=1)), r"has format 2 and .* reads format 1; upgrade"),
-        (edit(lambda data: data.update(format_version=0)), "has format 0 .*; export it again"),
-        (
-            edit(lambda data: data.update(contract_version="10.0")),
-            r"contract 10.0 and .* runs 2.0 and 2.1; upgrade qsample",
-        ),
-        (
-            edit(lambda data: data.update(contract_version="1.0")),
-            "contract 1.0 and .* runs 2.0 and 2.1; make the package again from the model",
-        ),
-        (edit(lambda data: data.update(surprise=1)), "manifest in qsample.json .*: unknown surprise"),
-        (edit(lambda data: data.pop("source")), "missing source"),
-        (edit(lambda data: data["source"].pop("weight_hash")), r"manifest.source .*: missing weight_hash"),
-        (edit(lambda data: data["interface"]["features"].update(telepathy=True)), "unknown telepathy"),
-        (
-            edit(lambda data: data["interface"].update(vocab_size="100")),
-            "interface.vocab_size .* is '100'; it must be int",
-        ),
-        (
-            edit(lambda data: data["interface"].update(vocab_size=True)),
-            "interface.vocab_size .* is True; it must be int",
-        ),
-        (
-            edit(lambda data: data["interface"].update(vocab_size=0)),
-            "vocab_size .* is 0; it must be 1 or more",
-        ),
-        (edit(lambda data: data["interface"].update(dtype="int4")), "dtype is 'int4'"),
-        (
-            edit(lambda data: data["interface"]["key_values"][1].update(head_dim=None)),
-            r"key_values\[1\].head_dim .* None",
-        ),
-        (
-            edit(lambda data: data.update(kind="magic")),
-            "manifest.kind .* is 'magic'; it must be 'portable' or 'device'",
-        ),
-        (edit(lambda data: data.update(kind="device")), "a device package has a compilation"),
-        (edit(lambda data: data.update(files=[])), r"manifest.files .* is \[\]"),
-        (edit(lambda data: data["files"].pop("decoder.onnx")), r"lists no decoder.onnx"),
-        (edit(lambda data: data["files"].update({"../x": {"sha256": "", "bytes": 0}})), r"'../x', which lies outside"),
-        (edit(lambda data: data["files"].update({"/etc/x": {"sha256": "", "bytes": 0}})), "lies outside"),
+        (lambda text: put("new_key", 1)(put("format_version", 2)(text)), r"has format 2 and .* format 1; upgrade"),
+        (put("format_version", 0), "has format 0 .*; export it again"),
+        (put("contract_version", "10.0"), "contract 10.0 and .* runs 2.0 and 2.1; upgrade qsample"),
+        (put("contract_version", "1.0"), "contract 1.0 and .*; make the package again from the model"),
+        (put("surprise", 1), "manifest in qsample.json .*: unknown surprise"),
+        (put("source", GONE), "missing source"),
+        (put("source weight_hash", GONE), r"manifest.source .*: missing weight_hash"),
+        (put("interface features telepathy", True), "unknown telepathy"),
+        (put("interface vocab_size", "100"), "interface.vocab_size .* is '100'; it must be int"),
+        (put("interface vocab_size", True), "interface.vocab_size .* is True; it must be int"),
+        (put("interface vocab_size", 0), "vocab_size .* is 0; it must be 1 or more"),
+        (put("interface dtype", "int4"), "dtype is 'int4'"),
+        (put("interface key_values 1 head_dim", None), r"key_values\[1\].head_dim .* None"),
+        (put("interface features max_loras", 2), "max_loras in qsample.json is 2, and 0 layers take adapters"),
+        (put("kind", "magic"), "manifest.kind .* is 'magic'; it must be 'portable' or 'device'"),
+        (put("kind", "device"), "a device package has a compilation"),
+        (put("files", []), r"manifest.files .* is \[\]"),
+        (put("files decoder.onnx", GONE), r"lists no decoder.onnx"),
+        (put("files ../x", ENTRY), r"'../x', which lies outside"),
+        (put("files /etc/x", ENTRY), "lies outside"),
     ],
 )
 def test_wrong_manifest(change: Callable[[str], str], message: str, package: Package) -> None:
