@@ -6,9 +6,7 @@ Stages: plan → the target's phases (`pipeline`) → self-test → divergence �
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from qsample.compiler.agreement import check_guesses_change_nothing, run_self_te
 from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.divergence import Divergence, measure_divergence
 from qsample.compiler.options import CompileOptions
-from qsample.compiler.pipeline import Placement
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize import METHODS
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
@@ -69,28 +66,37 @@ def compile_package(
     with metered(progress) as meter, package.write_package(path, overwrite=overwrite) as writer:
         stages = pipeline.stages_of(plan, meter)
         folder = writer.directory
-        placement, provider_options, quantization, weights_sha256 = _build(plan, target, folder, stages, dump)
+        compilation, weights_sha256 = _build(plan, target, folder, stages, dump)
         if weights_sha256 is not None:
             writer.hashed(pipeline.WEIGHTS, weights_sha256)
         _add_other_files(plan, folder)
         stages.begin(Stage.TESTING)
-        manifest = partial(_manifest, plan, target, placement, provider_options)
-        unsealed = _unsealed(folder, manifest())
-        self_test = run_self_test(plan, unsealed, target)
+        unsealed = _unsealed(plan, compilation, folder)
+        compilation = replace(compilation, self_test=asdict(run_self_test(plan, unsealed, target)))
         if options.num_speculative_tokens:
             check_guesses_change_nothing(plan, unsealed)
-        divergence = refused = None
+        refused = None
         if plan.quantized:
-            divergence = _measure_divergence(plan, target, folder, stages.begin(Stage.DIVERGENCE))
-            if not _is_close(divergence, plan):
-                kept = writer.put_aside() if np.isfinite([divergence.kl, divergence.kept_kl]).all() else None
-                refused = _too_far_off(divergence, plan, kept)
+            divergence = measure_divergence(
+                source.path,
+                folder,
+                plan.interface,
+                plan.ctx_len,
+                target.execution_providers,
+                stages.begin(Stage.DIVERGENCE),
+                rows=target.fixed_axes(plan).get(BATCH),
+            )
+            figures = {"divergence": asdict(divergence), **(compilation.quantization or {})}
+            compilation = replace(compilation, quantization=figures)
+            furthest = float(np.max([divergence.kl, divergence.kept_kl]))  # NaN, if any is
+            if not furthest <= options.max_divergence:
+                kept = writer.put_aside() if np.isfinite(furthest) else None
+                refused = _too_far_off(divergence, furthest, plan, kept)
                 if kept is None:
                     raise refused
         stages.begin(Stage.PUBLISHING)
         source.check_not_replaced()
-        made = manifest(asdict(self_test), _figures(plan, quantization, divergence))
-        writer.finish(replace(made, timing=meter.costs))
+        writer.finish(replace(unsealed.manifest, compilation=compilation, timing=meter.costs))
     if refused is not None:
         raise refused
     stages.finish()
@@ -99,15 +105,25 @@ def compile_package(
 
 def _build(
     plan: CompilePlan, target: Target, folder: Path, stages: Stages, dump: DebugDump | None
-) -> tuple[Placement, Mapping[str, str], QuantizationReport | None, str | None]:
-    """Write the decode graph into `folder`. Returns where its nodes run, the provider's options, the report of its
-    quantization, and the sha256 of its weights if they have a file."""
+) -> tuple[package.Compilation, str | None]:
+    """Write the decode graph into `folder`. Returns how it was compiled, and the sha256 of its weights if they have a
+    file."""
     with ScratchFolder(folder.parent) as scratch:
         build = pipeline.start(plan, stages, folder, scratch.new)
         pipeline.run(build, target.phases(plan), dump)
         assert build.placement is not None, f"the last phase of {target.name} sets the placement"
-        options = {**target.provider_options, **build.provider_options}
-        return build.placement, options, quantization_report(build.model), build.weights_sha256
+        compilation = package.Compilation(
+            provider=plan.options.provider,
+            execution_providers=target.execution_providers,
+            batch_size=plan.batch_size,
+            ctx_len=plan.ctx_len,
+            placement=build.placement,
+            self_test={},
+            provider_options={**target.provider_options, **build.provider_options},
+            quantization=_figures(plan, quantization_report(build.model)),
+            least_onnxruntime=STEPS_ONNXRUNTIME if plan.options.num_speculative_tokens else None,
+        )
+        return compilation, build.weights_sha256
 
 
 def _add_other_files(plan: CompilePlan, folder: Path) -> None:
@@ -120,26 +136,8 @@ def _add_other_files(plan: CompilePlan, folder: Path) -> None:
         ir.save(build_initial_state(plan.interface), folder / "initial_state.onnx")
 
 
-def _measure_divergence(
-    plan: CompilePlan, target: Target, folder: Path, progress: Callable[[float], None]
-) -> Divergence:
-    return measure_divergence(
-        plan.source.path,
-        folder,
-        plan.interface,
-        plan.ctx_len,
-        target.execution_providers,
-        progress,
-        rows=target.fixed_axes(plan).get(BATCH),
-    )
-
-
-def _is_close(divergence: Divergence, plan: CompilePlan) -> bool:
-    return all(kl <= plan.options.max_divergence for kl in (divergence.kl, divergence.kept_kl))  # NaN is not
-
-
-def _too_far_off(divergence: Divergence, plan: CompilePlan, kept: Path | None) -> CompileError:
-    causes, advice, furthest = [], [], np.max([divergence.kl, divergence.kept_kl])  # NaN, if any is
+def _too_far_off(divergence: Divergence, furthest: float, plan: CompilePlan, kept: Path | None) -> CompileError:
+    causes, advice = [], []
     if plan.weights is not None:
         causes.append(f"{plan.options.weights} weights in blocks of {plan.weights.block_size} ({plan.weights.method})")
         methods = [repr(name) for name in METHODS if name != plan.weights.method]
@@ -161,16 +159,14 @@ def _too_far_off(divergence: Divergence, plan: CompilePlan, kept: Path | None) -
     )
 
 
-def _figures(
-    plan: CompilePlan, quantization: QuantizationReport | None, divergence: Divergence | None
-) -> dict[str, Any] | None:
+def _figures(plan: CompilePlan, report: QuantizationReport | None) -> dict[str, Any] | None:
     """The manifest's entry of quantized weights and a quantized cache; None if nothing is quantized."""
-    if divergence is None:
+    if not plan.quantized:
         return None
-    figures: dict[str, Any] = {"divergence": asdict(divergence)}
-    if quantization is not None:
+    figures: dict[str, Any] = {}
+    if report is not None:
         blocks = asdict(plan.weights) if plan.weights is not None else {}
-        figures |= {"dtype": plan.options.weights, **blocks, **asdict(quantization)}
+        figures |= {"dtype": plan.options.weights, **blocks, **asdict(report)}
     if plan.kv_cache_dtype is not None:
         figures["kv_cache_dtype"] = plan.kv_cache_dtype
     if plan.source.manifest.packed_weights is not None:
@@ -178,37 +174,17 @@ def _figures(
     return figures
 
 
-def _unsealed(folder: Path, manifest: package.Manifest) -> package.Package:
+def _unsealed(plan: CompilePlan, compilation: package.Compilation, folder: Path) -> package.Package:
     """The package that `folder` will be, before its files are hashed."""
-    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
-    files = {name: package.FileEntry(sha256="", bytes=0) for name in names}
-    return package.Package(folder, replace(manifest, files=files))
-
-
-def _manifest(
-    plan: CompilePlan,
-    target: Target,
-    placement: Placement,
-    provider_options: Mapping[str, str],
-    self_test: dict[str, int] | None = None,
-    quantization: dict[str, Any] | None = None,
-) -> package.Manifest:
     source = plan.source.manifest
-    return replace(
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    manifest = replace(
         source,
         kind="device",
         contract_version=plan.interface.contract_version,
         interface=plan.interface,
         versions={**source.versions, "onnxruntime": str(ort.__version__)},
-        compilation=package.Compilation(
-            provider=plan.options.provider,
-            execution_providers=target.execution_providers,
-            batch_size=plan.batch_size,
-            ctx_len=plan.ctx_len,
-            placement=placement,
-            self_test=self_test or {},
-            provider_options=provider_options,
-            quantization=quantization,
-            least_onnxruntime=STEPS_ONNXRUNTIME if plan.options.num_speculative_tokens else None,
-        ),
+        compilation=compilation,
+        files={name: package.FileEntry(sha256="", bytes=0) for name in names},
     )
+    return package.Package(folder, manifest)

@@ -85,7 +85,10 @@ def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
     plan = CompilePlan(
         source,
         options,
-        _interface(source.interface, options),
+        replace(
+            source.interface,
+            features=replace(source.interface.features, num_speculative_tokens=options.num_speculative_tokens),
+        ),
         ctx_len=_ctx_len(source, options.ctx_len),
         dtype=options.dtype or own,
         weights=_weights(source, options),
@@ -94,10 +97,6 @@ def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
     )
     _check_cache(plan)
     return plan
-
-
-def _interface(own: Interface, options: CompileOptions) -> Interface:
-    return replace(own, features=replace(own.features, num_speculative_tokens=options.num_speculative_tokens))
 
 
 def _ctx_len(source: Package, asked: int | None) -> int:

@@ -111,13 +111,12 @@ def _narrowed(
     None if `model` computes the same without them, because no layer has a window or because it took them from its
     configuration when it was made, and if it fails.
     """
-    prompt, continuation, whole = expected.prompts[-1], expected.continuations[-1], expected.logits[-1]
     try:
         with _with_windows(model, windows):
-            logits = _logits(model, batch)[-1][len(prompt) - 1 :]
+            logits = _logits(model, batch)[-1][len(expected.prompts[-1]) - 1 :]
     except (RuntimeError, ValueError, IndexError):  # weights whose shape is the window's
         return None
-    return None if np.array_equal(logits, whole) else Narrowed(windows, prompt, continuation, logits)
+    return None if np.array_equal(logits, expected.logits[-1]) else Narrowed(windows, logits)
 
 
 @contextmanager

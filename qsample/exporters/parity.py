@@ -38,18 +38,11 @@ _PADDING: Final = 2
 CONTINUED: Final = _CHUNK + 1  # tokens after each prompt: the chunk and a step
 
 
-@dataclass(frozen=True, slots=True)
-class Narrowed:
-    """Logits of the original model with smaller attention windows.
-
-    Attributes:
-        windows: each window, and its replacement.
-        prompt, continuation, logits: a row of a `Reference`.
-    """
+class Narrowed(NamedTuple):
+    """The last row of a `Reference`, with smaller attention windows. windows: each window, and its replacement.
+    logits: [CONTINUED + 1, V]."""
 
     windows: Mapping[int, int]
-    prompt: list[int]
-    continuation: list[int]
     logits: Array
 
 
@@ -61,8 +54,8 @@ class Reference:
         prompts: token ids, a row each.
         continuations: [rows, CONTINUED].
         logits: a row each, [CONTINUED + 1, V].
-        narrowed: the same for windows that are too long for a prompt; None = no such window, or the model does not
-            let them be made smaller.
+        narrowed: for windows that are too long for a prompt; None = no such window, or the model does not let them be
+            made smaller.
         windows: in words, how the model's attention windows are compared.
     """
 
@@ -170,7 +163,7 @@ def check(
     if expected.narrowed is not None:
         narrow_windows(model, expected.narrowed.windows)
         sizes = " and ".join(f"{window} made {narrow}" for window, narrow in expected.narrowed.windows.items())
-        parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected.narrowed)
+        parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected, expected.narrowed)
     error, scale, most = compare(parts, interface.dtype, tolerance=tolerance, original=original)
     _compare_states(states, TOLERANCES[interface.dtype] if tolerance is None else tolerance)
     return Parity(
@@ -221,10 +214,9 @@ def compare(
 def _in_few_calls(
     runner: GraphRunner, interface: Interface, expected: Reference
 ) -> tuple[dict[str, list[Compared]], dict[str, Compared]]:
-    """The calls by name: the prompts as a ragged batch, a padded later chunk of the longest, and a step
-    of every row. And each state of the longest after them, beside the state of a further row of the batch that read
-    the same tokens in one piece: a wrong state that no logit has shown yet, such as a step's that is not kept, shows
-        there.
+    """The calls by name: the prompts as a ragged batch, a padded later chunk of the longest, and a step of every row.
+    And each state of the longest after them, beside the state of a further row of the batch that read the same tokens
+    in one piece: a wrong state that no logit has shown yet, such as a step's that is not kept, shows there.
     """
     longest, continued = expected.prompts[-1], expected.continuations[-1]
     prompts = [*expected.prompts, longest + continued]
@@ -273,12 +265,12 @@ def _ragged(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Array, Arr
     return ids, lengths
 
 
-def _beyond_windows(runner: GraphRunner, expected: Narrowed) -> list[Compared]:
-    """[V] after the prompt, and after another token."""
+def _beyond_windows(runner: GraphRunner, expected: Reference, narrowed: Narrowed) -> list[Compared]:
+    """[V] after the last prompt, and after another token."""
     state = runner.start(1)
-    pieces = [expected.prompt, expected.continuation[:1]]
+    pieces = [expected.prompts[-1], expected.continuations[-1][:1]]
     logits = [_logits(runner, *_ragged([piece]), state)[0] for piece in pieces]
-    return list(map(Compared, logits, expected.logits[:2]))
+    return list(map(Compared, logits, narrowed.logits[:2]))
 
 
 def _logits(runner: GraphRunner, ids: Array, lengths: Array, state: dict[str, Array]) -> Array:
