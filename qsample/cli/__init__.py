@@ -1,11 +1,11 @@
 """The command line: `qsample export | compile | bake | generate | chat | serve | web | evaluate | bench | inspect |
 prefix | policy | bundle | pull | cache`.
 
-build.py has the commands that write packages, prefixes and components; measure.py bench and evaluate; inspect.py pull
-and cache, too; the rest have a module each. prompt_file.py has the prompt files of generate, common.py shared
-options, terminal.py what is printed, errors included. Heavy modules are imported inside the commands, so that `qsample
---help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error also goes to
-stdout, as {"error": {"type": ..., "message": ..., "status": ...}}.
+build.py has the commands that write packages, prefixes and components; measure.py bench and evaluate; serve.py web,
+too; inspect.py pull and cache, too; the rest have a module each. prompt_file.py has the prompt files of generate,
+common.py shared options, terminal.py what is printed, errors included. Heavy modules are imported inside the commands,
+so that `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an
+error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}.
 Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import qsample
-from qsample.cli import build, chat, generate, inspect, measure, serve, web
+from qsample.cli import build, chat, generate, inspect, measure, serve
 from qsample.cli.terminal import DEBUG_VARIABLE, no_escapes, report
 
 # `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
@@ -72,8 +72,8 @@ app.command(epilog=build.BAKE_EXAMPLES)(build.bake)
 app.command(epilog=build.BUNDLE_EXAMPLES)(build.bundle)
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=chat.EXAMPLES)(chat.chat)
-app.command(epilog=serve.EXAMPLES)(serve.serve)
-app.command(epilog=web.EXAMPLES)(web.web)
+app.command(epilog=serve.SERVE_EXAMPLES)(serve.serve)
+app.command(epilog=serve.WEB_EXAMPLES)(serve.web)
 app.command(epilog=build.PREFIX_EXAMPLES)(build.prefix)
 app.command(epilog=measure.EVALUATE_EXAMPLES)(measure.evaluate)
 app.command(epilog=build.POLICY_EXAMPLES)(build.policy)

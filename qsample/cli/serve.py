@@ -1,9 +1,10 @@
-"""`qsample serve`: an OpenAI-compatible server."""
+"""`qsample serve`, an OpenAI-compatible server, and `qsample web`, a page that runs a package in the browser."""
 
 from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Final
 
@@ -30,32 +31,37 @@ from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
 _LORAS: Final = 4  # of a batch, for a checkpoint whose adapters come later
 _LOG_LEVELS: Final = ("critical", "error", "warning", "info", "debug", "trace")
-EXAMPLES: Final = (
+SERVE_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample serve\n\n"
     "qsample serve qwen3-cpu --slots 16 --api-key secret\n\n"
     "qsample serve --model small=qwen3-cpu --model large=llama-cuda --port 9000\n\n"
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{\"prompt\": \"In the beginning\"}'"
 )
+WEB_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\nqsample web\n\nqsample web --provider webgpu\n\nqsample web qwen3-webgpu --port 9000\n\n"
+    "qsample web Qwen/Qwen3-0.6B --weights int4"
+)
+PackageOrModel = Annotated[
+    str | None,
+    typer.Argument(metavar="[PACKAGE_OR_MODEL]", help="Package, checkpoint or hub id. (default: the bundled model)"),
+]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")]
 
 
 @with_flags(flags_of(ServeSettings))
 def serve(
     context: typer.Context,
-    package: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PACKAGE_OR_MODEL]", help="Package, checkpoint or hub id. (default: the bundled model)"
-        ),
-    ] = None,
+    package: PackageOrModel = None,
     model: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PACKAGE", help="Serve this package, too; may be repeated.")
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="The name of PACKAGE for clients. (default: its folder's)")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = DEFAULT_PORT,
+    host: Host = "127.0.0.1",
+    port: Port = DEFAULT_PORT,
     ctx_len: CtxLen = None,
     chat_template: Template = None,
     lora: Lora = None,
@@ -105,6 +111,32 @@ def serve(
         typer.echo(f"Serving {names} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
 
     run(settings, host, port, ready=ready, log_level=log_level)
+
+
+def web(
+    package: PackageOrModel = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    provider: Provider = None,
+    ctx_len: CtxLen = None,
+    weights: Weights = None,
+) -> None:
+    """Serve a page that runs a package in the browser; this command sends files and computes nothing.
+
+    A checkpoint is compiled for WebAssembly, or with --provider webgpu for WebGPU and WebAssembly. For other machines,
+    put https before it: browsers have WebGPU and threads on secure pages and on localhost only.
+    """
+    from qsample.ort.model_package import package_in
+    from qsample.serve.web import WebServer, check_built
+
+    check_built()  # before a checkpoint is exported
+    if provider is None:  # of a bundle, the variant that runs everywhere
+        provider = "webgpu" if package is not None and is_package(package_in(package, "webgpu")) else "web"
+    opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, for_serving=True)
+    with WebServer(opened.package, host, port) as server:
+        typer.echo(f"Serving {opened.package.path} on {server.url} (ctrl-C ends it)", err=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def _parsed(config: str | None) -> Any:
