@@ -1,8 +1,8 @@
 """A package that is made in milliseconds, without torch: one real attention layer and a plain sampler, by the contract.
 
 The sampler knows temperature, penalties, minimum length, stop ids, biases and masks, and no filters: it takes their
-inputs and does nothing with them. Nothing in it is
-shared with the exporter, so it is a second implementation of the contract for the runtime to run.
+inputs and does nothing with them. Nothing in it is shared with the exporter, so it is a second implementation of the
+contract for the runtime to run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from qsample.contract.interface import Features, Interface, KeyValueShape
-from qsample.contract.tensors import CONTRACT_VERSION
 from qsample.package.package import Compilation, Manifest, Package, Source, TokenIds, read_package, write_package
 from tests.helpers.fake_graphs import DIM, PAD, VOCAB, fake_graphs
+from tests.helpers.small_packages import byte_tokenizer, manifest
 
 BOS, EOS = 1, 2
 POISON = 300  # a row that holds this token has NaN logits
@@ -60,18 +59,6 @@ def fake_weights() -> dict[str, Any]:
     }
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Byte-level, without merges: every byte is a token, "a" is 68; `<s>` in front."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>", "<unk>"])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    return tokenizer
-
-
 def ascii_piece(text: str) -> str:
     """A character in the middle of a random text that is certain as soon as it comes."""
     return next(character for character in text[4:] if "!" <= character <= "~")
@@ -80,16 +67,14 @@ def ascii_piece(text: str) -> str:
 def fake_manifest(interface: Interface, compilation: Compilation | None = None, **changes: Any) -> Manifest:
     values: dict[str, Any] = {
         "kind": "portable" if compilation is None else "device",
-        "contract_version": CONTRACT_VERSION,
         "interface": interface,
         "source": Source("fake", None, "fake", "FakeForCausalLM", "0" * 64),
-        "versions": {"qsample": "0"},
         "token_ids": TokenIds(PAD, BOS, (EOS,)),
         "max_position_embeddings": MAX_POSITIONS,
         "parity": None,
         "compilation": compilation,
     }
-    return Manifest(**(values | changes))
+    return manifest(**(values | changes))
 
 
 def fake_package(

@@ -1,4 +1,5 @@
-"""Requests: random ones, sequences made of them, and what the reference says of them."""
+"""Prompts and parameters for the models of fake packages, fixed and random; sequences, requests and the reference's
+answers to them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,23 @@ from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import EOS, MAX_POSITIONS
 
+PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [77], [50, 51, 52, 53, 54]]
+GREEDY = SamplingParams(temperature=0, max_new_tokens=24)
+RANDOM = SamplingParams(
+    temperature=0.8, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, max_new_tokens=24
+)
 FREE = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
 ENDLESS = SamplingParams(temperature=0.9, max_new_tokens=240, eos_token_id=())
+
+
+def mixed() -> list[SamplingParams]:
+    """Greedy and random rows, other lengths and stop ids, in one batch."""
+    return [
+        GREEDY,
+        RANDOM,
+        SamplingParams(temperature=1.5, max_new_tokens=9, eos_token_id=()),
+        SamplingParams(temperature=0.5, repetition_penalty=1.1, max_new_tokens=30, eos_token_id=tuple(range(3, 60))),
+    ]
 
 
 def random_params(generator: random.Random, most: int = 24) -> SamplingParams:

@@ -1,10 +1,12 @@
-"""Packages of a few bytes, whose files are no graphs: for what looks at files and manifests only."""
+"""Packages of a few bytes, whose files are no graphs: for code that looks at files and manifests only; a tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from qsample.contract.interface import Features, Interface, KeyValueShape
 from qsample.contract.tensors import CONTRACT_VERSION
@@ -33,6 +35,20 @@ def manifest(**changes: Any) -> Manifest:
         "parity": {"max_error": 1e-6, "rows": 3},
     }
     return Manifest(**(values | changes))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level, without merges: every byte is a token, "a" is 68; `<s>` in front."""
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
 
 
 def throw(error: BaseException) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from qsample.contract.interface import Features
@@ -17,9 +16,9 @@ from qsample.exporters.portable import write_graphs
 from qsample.graph.join import cut_at_logits
 from qsample.graph.weights import load_graph
 from qsample.package.package import MANIFEST_NAME, Package, write_package
+from tests.helpers import small_packages
 
 VOCAB_SIZE = 320  # 256 bytes, four special tokens and some that no text encodes to
-SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]
 
 # What each family needs beside the common sizes. Windows are shorter than the prompts of the tests.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -86,18 +85,9 @@ def random_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrai
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: id 4 + b for byte b, `<s>` in front."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
-    )
+    """transformers' form of `small_packages.byte_tokenizer`."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=small_packages.byte_tokenizer(), **special)
 
 
 def save_checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:

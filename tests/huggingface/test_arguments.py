@@ -16,8 +16,8 @@ from qsample.package.manifest import TokenIds
 from qsample.package.package import Package
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.text.tokenizer import Tokenizer
-from tests.helpers.fake_cases import PROMPTS
 from tests.helpers.fake_package import BOS, EOS, PAD, VOCAB, byte_tokenizer
+from tests.helpers.requests import PROMPTS
 
 FREE: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, load
-from tests.helpers.fake_cases import PROMPTS
 from tests.helpers.fake_package import PAD, VOCAB, compilation
 from tests.helpers.fake_reference import logits as reference_logits
+from tests.helpers.requests import PROMPTS
 
 FREE: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": ()}
 

@@ -12,8 +12,8 @@ import pytest
 
 from qsample.package.package import Package
 from qsample.runtime import CausalLM, SamplingParams, load
-from tests.helpers.fake_cases import GREEDY, PROMPTS, RANDOM, mixed
 from tests.helpers.fake_package import BOS, MAX_POSITIONS, PAD, POISON, VOCAB, compilation
+from tests.helpers.requests import GREEDY, PROMPTS, RANDOM, mixed
 
 
 @pytest.mark.parametrize("sampler", [True, False])

@@ -14,9 +14,8 @@ import pytest
 from qsample.runtime import CausalLM, Engine, SamplingParams
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers import fake_reference
-from tests.helpers.fake_cases import GREEDY, PROMPTS, RANDOM, mixed
 from tests.helpers.fake_package import POISON, VOCAB, ascii_piece, byte_tokenizer, compilation
-from tests.helpers.requests import FREE, expected
+from tests.helpers.requests import FREE, GREEDY, PROMPTS, RANDOM, expected, mixed
 
 pytestmark = pytest.mark.parametrize("door", ["generate", "engine"])
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, GenerateOutput, SamplingParams
-from tests.helpers.fake_cases import PROMPTS, RANDOM, mixed
 from tests.helpers.fake_package import PAD, VOCAB
+from tests.helpers.requests import PROMPTS, RANDOM, mixed
 
 
 def test_the_output(model: CausalLM) -> None:

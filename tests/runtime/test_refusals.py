@@ -13,10 +13,9 @@ import torch
 from qsample.errors import ArgumentError
 from qsample.package.manifest import TokenIds
 from qsample.runtime import CausalLM, Engine, SamplingParams
-from tests.helpers.fake_cases import GREEDY, PROMPTS
 from tests.helpers.fake_package import EOS, MAX_POSITIONS, PAD, VOCAB, compilation
 from tests.helpers.filters import FILTERS
-from tests.helpers.requests import ENDLESS, FREE, expected, outcome
+from tests.helpers.requests import ENDLESS, FREE, GREEDY, PROMPTS, expected, outcome
 
 
 class Odd:
