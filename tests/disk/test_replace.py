@@ -42,16 +42,13 @@ def run(command: str, folder: Path, *numbers: int, atomic: bool = True) -> Any:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def check_race(folder: Path, rounds: int, writers: int) -> None:
-    results, errors = run("race", folder, rounds, writers, 0)
+@pytest.mark.parametrize(("rounds", "writers"), [(10, 3), pytest.param(100, 4, marks=pytest.mark.slow)])
+def test_of_several_writers_one_succeeds(rounds: int, writers: int, tmp_path: Path) -> None:
+    results, errors = run("race", tmp_path, rounds, writers, 0)
     for statuses in results:
         assert sorted(statuses) == [0] + [REFUSED] * (writers - 1)
     assert errors.count("already holds a package; pass overwrite=True to replace it") == rounds * (writers - 1)
-    assert sorted(os.listdir(folder)) == sorted(f"race{number}" for number in range(rounds))
-
-
-def test_of_several_writers_one_succeeds(tmp_path: Path) -> None:
-    check_race(tmp_path, 10, 3)
+    assert sorted(os.listdir(tmp_path)) == sorted(f"race{number}" for number in range(rounds))
 
 
 def test_writers_that_overwrite_all_succeed(tmp_path: Path) -> None:
@@ -62,36 +59,19 @@ def test_writers_that_overwrite_all_succeed(tmp_path: Path) -> None:
 
 @both_ways
 @pytest.mark.parametrize("overwrite", [0, 1])
-def test_killed_at_some_steps(atomic: bool, overwrite: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_steps(atomic: bool, overwrite: int, stride: int, tmp_path: Path) -> None:
     """Old or new is there, or will be; and the next writer finds the remains. The first step differs in each case."""
-    seen, _ = run("kill", tmp_path, 13 * overwrite + 7 * atomic, 31, overwrite, atomic=atomic)
+    seen, _ = run("kill", tmp_path, (13 * overwrite + 7 * atomic) % stride, stride, overwrite, atomic=atomic)
     assert seen["old" if overwrite else "new"] > 0
-    if atomic:
-        assert seen["none"] == 0
+    if atomic or stride == 1:
+        assert (seen["none"] == 0) == (atomic or not overwrite)
 
 
-@pytest.mark.slow
-@both_ways
-@pytest.mark.parametrize("overwrite", [0, 1])
-def test_killed_at_every_step(atomic: bool, overwrite: int, tmp_path: Path) -> None:
-    seen, _ = run("kill", tmp_path, 0, 1, overwrite, atomic=atomic)
-    assert (seen["none"] == 0) == (atomic or not overwrite)
-
-
-@pytest.mark.slow
-def test_many_races(tmp_path: Path) -> None:
-    check_race(tmp_path, 100, 4)
-
-
-def test_readers_while_a_package_is_replaced(tmp_path: Path) -> None:
-    result, errors = run("read", tmp_path, 60, 2, 0)
-    assert result == [0, 0], errors
-
-
-@pytest.mark.slow
-def test_many_readers_while_a_package_is_replaced(tmp_path: Path) -> None:
-    result, errors = run("read", tmp_path, 400, 3, 0)
-    assert result == [0, 0, 0], errors
+@pytest.mark.parametrize(("times", "readers"), [(60, 2), pytest.param(400, 3, marks=pytest.mark.slow)])
+def test_readers_while_a_package_is_replaced(times: int, readers: int, tmp_path: Path) -> None:
+    result, errors = run("read", tmp_path, times, readers, 0)
+    assert result == [0] * readers, errors
 
 
 # Files and folders that appear while a package is being made.
