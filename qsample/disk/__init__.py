@@ -1,1 +1,1 @@
-"""Files and folders of any owner: scratch space, publishing, full disks, input from strangers."""
+"""Files and folders: scratch space, locks, replacing, full disks, input from strangers, tensors in files."""
