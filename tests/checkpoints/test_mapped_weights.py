@@ -31,6 +31,14 @@ def save(path: Path, dtype: torch.dtype, **options: object) -> Path:
     return path
 
 
+def mapped(source: Path, dtype: str = "float32") -> PreTrainedModel:
+    """The checkpoint, loaded with its weights in their files; nothing is written to scratch space."""
+    (scratch := source.parent / "scratch").mkdir()
+    model = Checkpoint(str(source), dtype=dtype).load(scratch=scratch)
+    assert not list(scratch.iterdir())
+    return model
+
+
 def check_like_transformers(model: PreTrainedModel, source: Path, dtype: torch.dtype = torch.float32) -> None:
     """The same names, dtypes and numbers as transformers loads into memory."""
     wanted = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
@@ -52,10 +60,8 @@ def check_like_transformers(model: PreTrainedModel, source: Path, dtype: torch.d
 @pytest.mark.parametrize("shard", ["1GB", "50KB"])
 def test_the_weights_are_those_that_transformers_converts(dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
     source = save(tmp_path / "source", dtype, max_shard_size=shard)
-    (tmp_path / "scratch").mkdir()
-    model = Checkpoint(str(source)).load(scratch=tmp_path / "scratch")
+    model = mapped(source)
     check_like_transformers(model, source)
-    assert not list((tmp_path / "scratch").iterdir())
     for name, weight in model.named_parameters():
         found = deferred(weight)
         if "norm" in name:
@@ -72,8 +78,7 @@ def test_the_weights_are_those_that_transformers_converts(dtype: torch.dtype, sh
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 def test_float16_is_computed_from_what_is_stored(stored: torch.dtype, tmp_path: Path) -> None:
     source = save(tmp_path / "source", stored)
-    (tmp_path / "scratch").mkdir()
-    model = Checkpoint(str(source), dtype="float16").load(scratch=tmp_path / "scratch")
+    model = mapped(source, "float16")
     check_like_transformers(model, source, torch.float16)
     found = deferred(model.model.layers[0].mlp.up_proj.weight)
     assert found is not None
@@ -86,8 +91,7 @@ def test_a_weight_that_is_stored_in_float32_keeps_its_bits(tmp_path: Path) -> No
     tensors = load_file(source / "model.safetensors")
     exact = torch.randn(tensors[name].shape)
     save_file({**tensors, name: exact}, source / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "scratch").mkdir()
-    model = Checkpoint(str(source)).load(scratch=tmp_path / "scratch")
+    model = mapped(source)
     assert torch.equal(numbers(model.state_dict()[name]), exact)
     check_like_transformers(model, source)
 
@@ -100,8 +104,7 @@ def test_a_tied_head_that_is_stored_as_well(dtype: str, factor: int, tmp_path: P
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = factor * tensors["model.embed_tokens.weight"]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "scratch").mkdir()
-    model = Checkpoint(str(source), dtype=dtype).load(scratch=tmp_path / "scratch")
+    model = mapped(source, dtype)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (factor == 1)
     check_like_transformers(model, source, getattr(torch, dtype))
 
@@ -110,8 +113,7 @@ def test_experts_that_transformers_merges_are_put_together_when_they_are_needed(
     mixture("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path / "source")
     stored = load_file(tmp_path / "source" / "model.safetensors")
     assert any("experts.0." in name for name in stored)  # each expert on its own
-    (tmp_path / "scratch").mkdir()
-    model = Checkpoint(str(tmp_path / "source")).load(scratch=tmp_path / "scratch")
+    model = mapped(tmp_path / "source")
     found = deferred(model.model.layers[0].mlp.experts.gate_up_proj)
     assert found is not None
     assert found.dtype == torch.bfloat16
@@ -165,8 +167,6 @@ def cut(folder: Path) -> None:
 
 def forget(folder: Path) -> None:
     """A weight that neither the index nor its file has."""
-    from safetensors.torch import load_file, save_file
-
     name = "model.norm.weight"
     index = json.loads((folder / INDEX).read_text())
     file = folder / index["weight_map"].pop(name)

@@ -1,4 +1,4 @@
-"""The hub: what of its options reaches transformers, and names that fail at once, without waiting for a network."""
+"""Sources: what of the hub's options reaches transformers, names that fail at once, and what tells models apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints import checkpoint as checkpoint_module
-from qsample.checkpoints.source import HubOptions, check_exists
+from qsample.checkpoints.source import CheckpointSource, HubOptions, check_exists, identity_of
 from qsample.errors import QsampleError
 
 GIVEN = {
@@ -216,3 +216,58 @@ def test_links_that_stay(tmp_path: Path) -> None:
         (tmp_path / "model" / name).symlink_to(target)
     (tmp_path / "link").symlink_to("model")
     check_exists(str(tmp_path / "link"))
+
+
+def test_the_identity_of_a_folder_follows_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("qsample.checkpoints.source._READ_WHOLE", 1 << 17)
+    large, before = tmp_path / "model.safetensors", []
+    large.write_bytes(bytes(1 << 18))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "onnx").mkdir()
+
+    def state() -> Any:
+        return identity_of(str(tmp_path), HubOptions())
+
+    def changed() -> bool:
+        before.append(state())
+        return before[-1] not in before[:-1]
+
+    assert changed()
+    (tmp_path / "README.md").write_text("x")
+    (tmp_path / ".git").write_text("x")
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "checkpoint-500" / "model.safetensors").write_text("x")
+    os.utime(tmp_path / "config.json", (1, 1))
+    assert not changed(), "files that are not read, and the times of small files, do not count"
+    os.utime(large, (1, 1))
+    assert changed()
+    large.write_bytes(b"\1" * (1 << 18))
+    os.utime(large, (1, 1))
+    assert changed(), "other weights with the same size and time"
+    (tmp_path / "config.json").write_text("[]")
+    assert changed()
+    (tmp_path / "onnx" / "model.onnx").write_text("x")
+    assert changed()
+    (tmp_path / "onnx" / "other.onnx").write_text("x")
+    assert changed()
+    files = [identity_of(str(tmp_path / "onnx" / name), HubOptions()) for name in ("model.onnx", "other.onnx")]
+    assert files[0] == files[1], "a file's own name is its source's, not its identity's"
+    (tmp_path / "config.json").write_text("{}")
+    assert identity_of(str(tmp_path / "onnx" / "model.onnx"), HubOptions()) != files[0]
+
+
+def test_a_hub_id_is_its_downloaded_commit(tmp_path: Path) -> None:
+    repository = tmp_path / "models--some--model"
+    for branch, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / branch).write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").touch()
+    hub = HubOptions(cache_dir=tmp_path, local_files_only=True)
+    source = CheckpointSource("some/model", "float32", "auto", None, hub)
+    assert identity_of("some/model", hub) == ["some/model", "a" * 40]
+    assert source.pinned().hub.revision == "a" * 40
+    assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="v2")) == ["some/model", "b" * 40]
+    assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="c" * 40)) == ["some/model", "c" * 40]
+    with pytest.raises(QsampleError, match="other/model does not exist, was not downloaded"):
+        identity_of("other/model", hub)
