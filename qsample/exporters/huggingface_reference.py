@@ -38,7 +38,9 @@ def reference(model: PreTrainedModel) -> Reference:
     config = model.config.get_text_config(decoder=True)
     generator = np.random.default_rng(0)
     # Models that number positions themselves skip padding; a prompt contains none.
-    allowed = np.setdiff1d(np.arange(_vocab_size(model)), [_pad_token_id(model)])
+    weight, pad = model.get_input_embeddings().weight, getattr(config, "pad_token_id", None)
+    assert isinstance(weight, torch.Tensor)
+    allowed = np.setdiff1d(np.arange(len(weight)), [] if pad is None else [pad])
     windows = _windows(config)
     lengths, short = reference_lengths(longest_context(config), windows)
     long = [size for size in windows if size not in short]
@@ -83,18 +85,6 @@ def _logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
     with torch.no_grad():
         output = model(input_ids=ids, use_cache=False).logits.to(torch.float32).numpy()
     return [logits[: len(row)] for logits, row in zip(output, rows, strict=True)]
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    embeddings = model.get_input_embeddings()
-    weight = embeddings.weight
-    assert isinstance(weight, torch.Tensor)
-    return int(weight.shape[0])
-
-
-def _pad_token_id(model: PreTrainedModel) -> int:
-    pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-    return -1 if pad is None else int(pad)
 
 
 def _windows(config: Any) -> list[int]:

@@ -23,7 +23,6 @@ from qsample.graph.gqa import OP_TYPE, Slot, get_input, set_inputs
 from qsample.graph.operators import CONTRIB_DOMAIN
 
 _QUERY_SEQLENS: Final = 16
-_FORBIDDEN_NUMBER: Final = -1e4  # a bias below it hides a key
 _PRODUCTS: Final = ("MatMul", "FusedMatMul")
 _KEYS, _VALUES, _SCORES = 1, 2, 3  # inputs of ONNX's Attention, and its output
 _SCORES_MODE: Final = "qk_matmul_output_mode"
@@ -31,7 +30,7 @@ _WITH_CAP_AND_MASK: Final = 2
 _REPEATS: Final = ("Unsqueeze", "Expand", "Reshape", "Transpose", "Cast", "Identity", "Mul", "Div", "Tile")
 _ELEMENTWISE: Final = ("Add", "Sub", "Where", "Mul", "Div", "Cast", "Tanh", "Identity", "Max", "Clip")
 _WEIGHTS: Final = ("Cast", "Identity", "Dropout", "Where", "Reshape", "Slice")
-_HIDDEN_SCORE: Final = -1e4  # a key with a smaller score is hidden
+_HIDDEN_SCORE: Final = -1e4  # a key with a smaller score or bias is hidden
 # How far scores may be from the fitted rule, of the largest: float16 has 11 bits.
 _FIT: Final = {ir.DataType.FLOAT: 1e-3, ir.DataType.FLOAT16: 2e-2}
 
@@ -111,34 +110,29 @@ def drop_causal_biases(foreign: ForeignGraph, longest: int) -> None:
 
     longest: the capacity of a cache, in tokens. Raises UnsupportedModelError for any other bias.
     """
-    biases = {layer.number: bias for layer in foreign.layers if (bias := _bias(layer)) is not None}
+    biases = [(layer, bias) for layer in foreign.layers if (bias := _bias(layer)) is not None]
     if not biases:
         return
-    original = Original(foreign, biases.values())
+    original = Original(foreign, [bias for _, bias in biases])
     generator = np.random.default_rng(0)
     for past, tokens in probes(longest):
         results = original.run([1] * tokens, original.filled(past, generator), past)
-        for layer in foreign.layers:
-            if layer.number in biases:
-                window = layer.attention.attributes.get_int("local_window_size", -1) if layer.attention else -1
-                if not _is_causal(results[str(biases[layer.number].name)], past, window):
-                    raise refusal(
-                        foreign.path, f"layer {layer.number} adds an attention bias that is not a causal mask"
-                    )
-    for layer in foreign.layers:
-        if layer.attention is not None and layer.number in biases:
-            set_inputs(layer.attention, {Slot.ATTENTION_BIAS: None})
+        for layer, bias in biases:
+            assert layer.attention is not None
+            window = layer.attention.attributes.get_int("local_window_size", -1)
+            if not _repeats_the_mask(results[str(bias.name)], past, window):
+                raise refusal(foreign.path, f"layer {layer.number} adds an attention bias that is not a causal mask")
+    for layer, _ in biases:
+        assert layer.attention is not None
+        set_inputs(layer.attention, {Slot.ATTENTION_BIAS: None})
 
 
-def _is_causal(bias: Array, past: int, window: int) -> bool:
+def _repeats_the_mask(bias: Array, past: int, window: int) -> bool:
     """Whether `bias` [1, heads or 1, S, past + S] hides the same keys as causal attention with the window, or fewer."""
-    query, key = np.arange(past, past + bias.shape[-2])[:, None], np.arange(bias.shape[-1])
-    seen = key <= query
-    if window > 0:
-        seen &= key > query - window
-    inside = bias[..., seen]
+    tokens, size = bias.shape[-2:]
+    seen = _causal((past, tokens), size, window if window > 0 else size)
     outside = bias[..., ~seen]
-    return bool((inside == 0).all() and ((outside == 0) | (outside < _FORBIDDEN_NUMBER)).all())
+    return bool((bias[..., seen] == 0).all() and ((outside == 0) | (outside < _HIDDEN_SCORE)).all())
 
 
 def use_rows(foreign: ForeignGraph, rows: Rows) -> None:
