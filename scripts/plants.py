@@ -1,6 +1,6 @@
 """Plants one bug at a time in a module, runs the tests beside it, and lists the bugs that they miss.
 
-    python scripts/plants.py qsample/request/checks.py       20 random bugs in a module
+    python scripts/plants.py qsample/checks.py               20 random bugs in a module
     python scripts/plants.py qsample/disk --number 100       in the modules of a folder
     python scripts/plants.py --changed                       in modules that differ from HEAD, or --changed=REVISION
 

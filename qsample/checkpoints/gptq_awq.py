@@ -26,9 +26,9 @@ from transformers.pytorch_utils import Conv1D
 
 from qsample.checkpoints.gptq_awq_layouts import ADVICE, BITS, WORD, Quantization, dequantize, read_layer, to_blocks
 from qsample.checkpoints.mapped_weights import in_float32, open_weights, places
+from qsample.checks import is_integer
 from qsample.contract.tensors import BLOCK_SIZES
 from qsample.errors import QsampleError, UnsupportedModelError, listed
-from qsample.request.checks import is_integer
 from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
 from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any, Final
 
+from qsample.checks import check_fields, checked, choice, integer, number, refuse
 from qsample.compiler.quantize import METHODS
 from qsample.contract.tensors import BLOCK_SIZES, KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
 from qsample.errors import CompileError
-from qsample.request.checks import check_fields, checked, choice, integer, number, refuse
 from qsample.request.sampling_params import INT32_MAX
 
 WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}

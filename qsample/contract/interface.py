@@ -6,9 +6,11 @@ read names, dtypes and shapes from here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from qsample.checks import check_fields, checked, choice, flag, integer, is_integer, refuse
 from qsample.contract.tensors import (
     ADAPTER,
     ADAPTER_RANKS,
@@ -64,9 +66,17 @@ DEFAULT_LORA_RANK: Final = 16
 MOST_TOP_LOGPROBS: Final = 20  # alternatives of a token that OpenAI's requests may ask for
 
 
-def _feature(default: Any, help: str, **shown: Any) -> Any:
-    """A field that the command line shows. shown: its name there and elsewhere, its type and its range."""
-    return field(default=default, metadata={"help": help, **shown})
+def _filters(name: str, value: Any) -> tuple[str, ...]:
+    """In the contract's order: equal features compare as equal."""
+    if any(item not in EXTRA_PARAMETERS for item in value):
+        refuse(name, value, f"a list of {', '.join(EXTRA_PARAMETERS)}")
+    return tuple(item for item in EXTRA_PARAMETERS if item in value)
+
+
+def _rank(name: str, value: Any, least: int = 0) -> int:
+    if not is_integer(value, least, MOST_LORA_RANK):
+        refuse(name, value, f"the largest rank of an adapter, 1 to {MOST_LORA_RANK}")
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,51 +96,45 @@ class Features:
         max_lora_rank: 0 without max_loras.
     """
 
-    sampler: bool = _feature(
-        True, "Bake the sampler in, or return logits.", argument="include_sampler", flag="--sampler/--no-sampler"
+    sampler: bool = flag(
+        True, help="Bake the sampler in, or return logits.", argument="include_sampler", flag="--sampler/--no-sampler"
     )
-    logit_bias: bool = _feature(False, "Take a bias on chosen tokens.")
-    allowed_tokens: bool = _feature(False, "Take a token mask (guided decoding).")
-    logprobs: bool = _feature(False, "Also return each token's log-probability.")
-    top_logprobs: int = _feature(0, "Also return the M likeliest tokens.", metavar="M", least=0)
-    probs: bool = _feature(False, "Also return the sampled distribution, `probs`.", argument="return_pdfs")
-    filters: tuple[str, ...] = _feature(
+    logit_bias: bool = flag(False, help="Take a bias on chosen tokens.")
+    allowed_tokens: bool = flag(False, help="Take a token mask (guided decoding).")
+    logprobs: bool = flag(False, help="Also return each token's log-probability.")
+    top_logprobs: int = integer(
+        0, 0, math.inf, "an integer >= 0 (0 = off)", help="Also return the M likeliest tokens.", metavar="M"
+    )
+    probs: bool = flag(False, help="Also return the sampled distribution, `probs`.", argument="return_pdfs")
+    filters: tuple[str, ...] = checked(
         (),
-        f"Also have {', '.join(EXTRA_PARAMETERS)}; may be repeated, or a,b,c.",
+        _filters,
+        help=f"Also have {', '.join(EXTRA_PARAMETERS)}; may be repeated, or a,b,c.",
         flag="--filter",
         metavar="NAME",
         repeated=str,
     )
-    filter_order: str = _feature(
-        HUGGING_FACE, "Temperature before all filters, or last.", metavar="|".join(FILTER_ORDERS)
+    filter_order: str = choice(
+        HUGGING_FACE, FILTER_ORDERS, help="Temperature before all filters, or last.", metavar="|".join(FILTER_ORDERS)
     )
-    seed: bool = _feature(False, "Take each row's seed in place of a noise buffer.", argument="seed_input")
-    num_speculative_tokens: int = 0
-    max_loras: int = _feature(0, "Take LoRA adapters at run time, N in a batch.", metavar="N", least=0)
-    max_lora_rank: int = _feature(DEFAULT_LORA_RANK, "Largest rank of such an adapter.", metavar="R", least=1)
+    seed: bool = flag(False, help="Take each row's seed in place of a noise buffer.", argument="seed_input")
+    num_speculative_tokens: int = integer(0, 0, MOST_SPECULATIVE_TOKENS, f"0 to {MOST_SPECULATIVE_TOKENS}")
+    max_loras: int = integer(
+        0,
+        0,
+        MOST_LORAS,
+        f"the most LoRA adapters that a batch may use, 1 to {MOST_LORAS}, or 0 for none",
+        help="Take LoRA adapters at run time, N in a batch.",
+        metavar="N",
+    )
+    max_lora_rank: int = checked(
+        DEFAULT_LORA_RANK, _rank, help="Largest rank of such an adapter.", metavar="R", least=1
+    )
 
     def __post_init__(self) -> None:
-        given, known = self.filters, tuple(EXTRA_PARAMETERS)
-        if any(name not in known for name in given):
-            raise ValueError(f"filters is {given!r:.200}; give a list of {', '.join(known)}")
-        if self.filter_order not in FILTER_ORDERS:
-            raise ValueError(f"filter_order is {self.filter_order!r:.80}; choose one of {', '.join(FILTER_ORDERS)}")
-        guesses = self.num_speculative_tokens
-        if not 0 <= guesses <= MOST_SPECULATIVE_TOKENS:
-            raise ValueError(f"num_speculative_tokens is {guesses}; it must be 0 to {MOST_SPECULATIVE_TOKENS}")
-        if not 0 <= self.max_loras <= MOST_LORAS:
-            raise ValueError(
-                f"max_loras is {self.max_loras}; give the most LoRA adapters that a batch may use, 1 to {MOST_LORAS}, "
-                "or 0 for none"
-            )
-        if not self.max_loras:
-            object.__setattr__(self, "max_lora_rank", 0)
-        elif not 1 <= self.max_lora_rank <= MOST_LORA_RANK:
-            raise ValueError(
-                f"max_lora_rank is {self.max_lora_rank}; give the largest rank of an adapter, 1 to {MOST_LORA_RANK}"
-            )
-        # In a fixed order: equal features compare as equal.
-        object.__setattr__(self, "filters", tuple(name for name in known if name in given))
+        check_fields(self)
+        rank = _rank("max_lora_rank", self.max_lora_rank, 1) if self.max_loras else 0
+        object.__setattr__(self, "max_lora_rank", rank)
 
     def for_serving(self) -> Features:
         """These, with all that a request of OpenAI's API may ask of a graph: biases, masks, log-probabilities."""

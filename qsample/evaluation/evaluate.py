@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from qsample.checks import check_count, is_number
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import INPUT_IDS, LENGTHS, LOGITS
 from qsample.errors import QsampleError, shown
@@ -24,7 +25,6 @@ from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
 from qsample.package.package import Package, read_package
 from qsample.progress import Progress, Stage, unreported
-from qsample.request.checks import check_count, is_number
 
 DEFAULT_MAX_LENGTH: Final = 1024
 DEFAULT_BATCH_SIZE: Final = 8

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qsample.checks import is_integer
 from qsample.contract.interface import Features, Interface
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import full_disk_named
@@ -32,7 +33,6 @@ from qsample.exporters.trace import trace
 from qsample.huggingface.facade import dtype_name
 from qsample.package import package
 from qsample.progress import Progress, Stage, Stages, metered
-from qsample.request.checks import is_integer
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 from qsample.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.transforms.cache import DecodeContext

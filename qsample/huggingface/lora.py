@@ -18,10 +18,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from qsample.checks import is_integer, is_number
 from qsample.contract.arrays import Array
 from qsample.disk.tensor_file import map_tensors
 from qsample.errors import QsampleError, UnsupportedModelError, shown
-from qsample.request.checks import is_integer, is_number
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import onnxruntime as ort
 
-from qsample.request.checks import check_fields, checked, flag, integer, refuse
+from qsample.checks import check_fields, checked, flag, integer, refuse
 
 FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph in bytes
 # Kernels do not copy the weights into another layout: for a session that runs seldom, or never.

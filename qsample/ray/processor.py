@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from qsample.checks import check_fields, checked, integer, is_integer, number, refuse
 from qsample.errors import EngineClosedError
 from qsample.ort.options import NO_SPINNING
 from qsample.ray.archives import open_archive, pack
-from qsample.request.checks import check_fields, checked, integer, is_integer, number, refuse
 from qsample.request.sampling_params import SEEDS
 from qsample.runtime import Engine, RequestOutput, load
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+from qsample.checks import check_fields, checked, integer, is_integer, is_number, number, plain, refuse
 from qsample.contract.tensors import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
 from qsample.errors import ArgumentError, shown, unknown
-from qsample.request.checks import check_fields, checked, integer, is_integer, is_number, number, plain, refuse
 from qsample.request.refusals import UNSUPPORTED, without_refused
 
 GENERATION_CONFIG_FILE: Final = "generation_config.json"

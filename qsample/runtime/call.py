@@ -8,10 +8,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from qsample.checks import is_integer, is_number, plain, refuse
 from qsample.contract.arrays import Array
 from qsample.errors import shown, unknown
 from qsample.package.manifest import TokenIds
-from qsample.request.checks import is_integer, is_number, plain, refuse
 from qsample.request.refusals import BOOKKEEPING, GENERATE, UNSUPPORTED, without_refused
 from qsample.request.sampling_params import OFF, SamplingParams, layered, settings_of
 from qsample.text.chat import CHAT_OPTIONS, ChatOptions

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, overload
 
+from qsample.checks import check_count
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.errors import PackageError, shown
@@ -27,7 +28,6 @@ from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
 from qsample.package.package import Package, faster_way, read_package, use_package
 from qsample.progress import Progress, Stage, Stages
-from qsample.request.checks import check_count
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE, SamplingParams
 from qsample.runtime.adapters import Adapter, read_adapter
 from qsample.runtime.call import Call, is_chat, parse_prompts, read_call

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from qsample.checks import check_count, checked_timeout
 from qsample.errors import EngineClosedError, Failure, QsampleError, QueueFullError, RequestFailedError, shown
-from qsample.request.checks import check_count, checked_timeout
 from qsample.request.sampling_params import SEEDS, SamplingParams
 from qsample.runtime.call import Call
 from qsample.runtime.callbacks import INSTEAD, Guide

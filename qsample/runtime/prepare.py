@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from qsample.checks import plain
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import ALLOWED_TOKENS, DRAFT_IDS, MASK_WORDS, PAD_STOP_ID, PROMPT_LOOKUP, SEED
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
-from qsample.request.checks import plain
 from qsample.request.sampling_params import OFF, SEEDS, SamplingParams
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_array

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from qsample.checks import checked_timeout
 from qsample.contract.arrays import Array
 from qsample.errors import Failure, RequestFailedError, shown
-from qsample.request.checks import checked_timeout
 from qsample.runtime.sequence import NO_DRAFTS, DraftStats, PrefixStats, Sequence
 
 CANCELLED: Final = "cancelled"

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from qsample.checks import check_fields, checked, choice, flag, integer, is_integer, is_number, refuse
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
 from qsample.errors import shown
-from qsample.request.checks import check_fields, checked, choice, flag, integer, is_integer, is_number, refuse
 from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS
 
 DEFAULT_PORT: Final = 8000

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeGuard
 
 import numpy as np
 
+from qsample.checks import check_fields, checked, flag, instance, refuse
 from qsample.errors import PackageError, shown
 from qsample.package.package import Package
-from qsample.request.checks import check_fields, checked, flag, instance, refuse
 from qsample.text.tool_schemas import tool_schema
 
 TEMPLATE_FILE: Final = "chat_template.jinja"

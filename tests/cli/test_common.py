@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import typer
 
+from qsample.checks import checked, flag, integer
 from qsample.cli.common import flags_of, given_of, is_package, open_exported, open_model, with_flags
 from qsample.models.model import PackagedModel, SourceModel
-from qsample.request.checks import checked, flag, integer
 from tests.helpers.fake_package import fake_package
 
 

@@ -16,12 +16,12 @@ from typing import Final
 
 import numpy as np
 
+from qsample.checks import check_count
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import DRAFT_IDS, LENGTH, RUNNING, STOPPED
 from qsample.errors import QsampleError
 from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
-from qsample.request.checks import check_count
 from qsample.runtime.decode.jobs import Admission, Copy, Read, Save, Window, slot_of
 from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.scheduler import Scheduler

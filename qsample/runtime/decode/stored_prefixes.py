@@ -25,12 +25,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from qsample.checks import check_count
 from qsample.contract.arrays import Array
 from qsample.disk.space import trim
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
 from qsample.package.package import Package
-from qsample.request.checks import check_count
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of, write_prefix
 from qsample.runtime.decode.prefixes import Pieces, shared_prefix
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.errors import ArgumentError, CompileError
-from qsample.request.checks import (
+from qsample.checks import (
     check_count,
     check_fields,
     checked,
@@ -24,6 +23,7 @@ from qsample.request.checks import (
     number,
     refuse,
 )
+from qsample.errors import ArgumentError, CompileError
 
 
 @pytest.mark.parametrize("value", [0, 5, 10**400, np.int32(7)])
