@@ -114,7 +114,8 @@ def replace_sampler(
     if size is None:
         raise ValueError(f"{path} does not say how many tokens its logits have; give vocab_size (--vocab-size)")
     model = _sampler(size, provider, positions=found.positions)
-    _rename(model, found.bindings)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.name = found.bindings[str(value.name)]
     place = _find(root, ("pipeline", "workflow", "components", found.name, "implementation", "artifact"))
     changed = text if place is None else text[: place.start_mark.index] + _ARTIFACT + text[place.end_mark.index :]
     if _artifacts(yaml.safe_load(changed)) != _artifacts(document) | {found.name: _ARTIFACT}:
@@ -135,14 +136,8 @@ def _sampler(vocab_size: int, provider: str, *, positions: bool = False) -> ir.M
 
 @dataclass(frozen=True)
 class _Component:
-    """The sampler of a workflow package.
-
-    Attributes:
-        name: of the component.
-        artifact: its file.
-        bindings: role of the contract → the port's name.
-        ports: port → its axes, sizes or names.
-    """
+    """The sampler of a workflow package, and its file. bindings: role of the contract → the port's name. ports: port →
+    its axes, sizes or names."""
 
     name: str
     artifact: str
@@ -162,18 +157,21 @@ class _Component:
             )
         (name,) = names
         component = components[name]
-        if component.get("application_overridable") is not True:
-            raise PackageError(f"{path}: {name} is not application_overridable, so its sampler may not be replaced")
-        if component.get("effects"):
-            raise PackageError(f"{path}: {name} has effects, and the sampler has none: {shown(component['effects'])}")
-        implementation = _mapping(path, component, "implementation")
-        if implementation.get("kind") != "onnx" or not isinstance(implementation.get("artifact"), str):
-            raise PackageError(f"{path}: {name} is {shown(implementation.get('kind'))}; only an ONNX file is replaced")
-        contract = _mapping(path, component, "contract")
+        implementation, contract = (_mapping(path, component, key) for key in ("implementation", "contract"))
+        kind, artifact, effects = implementation.get("kind"), implementation.get("artifact"), component.get("effects")
+        overridable = component.get("application_overridable") is True
         given = _mapping(path, contract, "parameters")
-        for key, value in _PARAMETERS.items():
-            if given.get(key) != value:
-                raise PackageError(f"{path}: {name} has {key} {shown(given.get(key))}; the sampler's is {value!r}")
+        for is_right, problem in (
+            (overridable, "is not application_overridable, so its sampler may not be replaced"),
+            (not effects, f"has effects, and the sampler has none: {shown(effects)}"),
+            (kind == "onnx" and isinstance(artifact, str), f"is {shown(kind)}; only an ONNX file is replaced"),
+            *(
+                (given.get(key) == value, f"has {key} {shown(given.get(key))}; the sampler's is {value!r}")
+                for key, value in _PARAMETERS.items()
+            ),
+        ):
+            if not is_right:
+                raise PackageError(f"{path}: {name} {problem}")
         bindings = _mapping(path, contract, "bindings")
         ports: dict[str, list[Any]] = {}
         spec = sampler_ports()
@@ -194,7 +192,7 @@ class _Component:
                         f"{tensor.name} is {tensor.dtype} with {' or '.join(map(str, ranks))} axes"
                     )
                 ports[bindings[tensor.name]] = axes
-        return cls(name, implementation["artifact"], bindings, ports)
+        return cls(name, str(artifact), bindings, ports)
 
     @property
     def positions(self) -> bool:
@@ -247,12 +245,6 @@ def _find(node: Any, keys: tuple[str, ...]) -> Any:
         if node is None:  # merged from elsewhere
             return None
     return node
-
-
-def _rename(model: ir.Model, bindings: Mapping[str, str]) -> None:
-    """Give the tensors of the contract the names of a package's ports."""
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        value.name = bindings[str(value.name)]
 
 
 def _declaration(identity: str, artifact: str, ports: GraphSpec, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -39,15 +39,17 @@ class BoundGraph:
             session: runs the graph.
             spec: names its inputs and outputs.
             buffers: at least every input and output of `spec`, by name.
-            device: of the session, "cpu", "cuda" or "webgpu".
+            device: of the session.
             replays: of a session that captures CUDA graphs; None for any other session.
             captured: capture the first run and replay it later, over the same memory; counts only with `replays`.
         """
-        self._session = session
         self._thread = None if replays is None else replays.thread
         number = None if replays is None else replays.number() if captured else NOT_CAPTURED
-        self._options = {wait: _run_options(number, device, wait=wait) for wait in (True, False)}
         self._binding: Any = session.io_binding()
+        self._runs = {
+            wait: partial(session.run_with_iobinding, self._binding, _run_options(number, device, wait=wait))
+            for wait in (True, False)
+        }
         self._buffers = {name: buffers[name] for name in (*spec.input_names, *spec.output_names)}  # kept alive
         # ONNX Runtime copies an input from other memory when it is bound, not when the graph runs.
         foreign = _foreign_inputs(session) if device == "cpu" else set()
@@ -67,16 +69,12 @@ class BoundGraph:
 
     def _bind(self, name: str, buffer: Buffer, parts: set[Handle]) -> None:
         """parts: notes a part of a tensor that cannot be bound by itself."""
-        is_input = parts is self._read
         if isinstance(buffer, Handle) and buffer.is_part:
             parts.add(buffer)
             value = self._staged.setdefault(buffer, buffer.staged())
-            bind = self._binding.bind_ortvalue_input if is_input else self._binding.bind_ortvalue_output
-            bind(name, value)
-        elif is_input:
-            buffer.bind_input(self._binding, name)
-        else:
-            buffer.bind_output(self._binding, name)
+            buffer = Handle(value, buffer.dtype, buffer.shape, 0, buffer.device)
+        bind = buffer.bind_input if parts is self._read else buffer.bind_output
+        bind(self._binding, name)
 
     def run(self, *, wait: bool = True) -> None:
         """Run once. wait: for the device to finish; False if more runs follow before anything is read."""
@@ -84,15 +82,12 @@ class BoundGraph:
             self._buffers[name].bind_input(self._binding, name)
         for part in self._read:
             part.take(self._staged[part])
-        self._run(wait)
+        if self._thread is None:
+            self._runs[wait]()
+        else:
+            self._thread.submit(self._runs[wait]).result()
         for part in self._written:
             part.put(self._staged[part])
-
-    def _run(self, wait: bool) -> None:
-        if self._thread is None:
-            self._session.run_with_iobinding(self._binding, self._options[wait])
-        else:
-            self._thread.submit(partial(self._session.run_with_iobinding, self._binding, self._options[wait])).result()
 
 
 def _foreign_inputs(session: ort.InferenceSession) -> set[str]:

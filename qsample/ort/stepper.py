@@ -42,7 +42,7 @@ class Stepper:
         """Allocate the memory.
 
         Args:
-            sessions: as `open_sessions` opens them.
+            sessions: of the package.
             rows: at least 1.
             capacity: T, tokens of a row.
             captured: capture and replay the runs, if the package is made for that. A capture runs the graph several
@@ -116,10 +116,8 @@ class Stepper:
             # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.
             searched = Buffer.of(np.zeros(1, np.int64), ids.device)
             buffers |= {INPUT_IDS.name: ids, INPUT_LENGTHS.name: length, SEARCHED_ROWS.name: searched}
-            sessions = self._sessions
-            self._readers[row] = BoundGraph(
-                sessions.decoder, self._graph_spec, buffers, device, sessions.replays, captured=False
-            )
+            decoder, replays = self._sessions.decoder, self._sessions.replays
+            self._readers[row] = BoundGraph(decoder, self._graph_spec, buffers, device, replays, captured=False)
         graph = self._readers[row]
         graph.bind_input(INPUT_IDS.name, ids)
         graph.bind_input(INPUT_LENGTHS.name, length)

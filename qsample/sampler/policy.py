@@ -75,7 +75,7 @@ STATE_UPDATE_PORTS: Final = GraphSpec(
 
 
 class _Call(Call):
-    """The inputs of the sampler component, as the draw reads the inputs of a decode step."""
+    """The inputs of the sampler component, as the draw reads those of a decode step."""
 
     def __init__(self, interface: Interface, inputs: Mapping[str, Tensor]) -> None:
         self.interface, self.features = interface, interface.features
@@ -87,7 +87,7 @@ class _Call(Call):
         top_k = minimum(maximum(inputs["top_k"], 0), _LARGEST).to(INT32)
         temperature = where(inputs["top_k"].equals(1), 0.0, inputs["temperature"])
         self.inputs = {**inputs, "temperature": temperature, "top_k": top_k, "seed": key}
-        if self.captured:  # without control flow, no row may be left out: they are unknown before
+        if self.captured:  # without control flow, no row may be left out: nobody knows them before
             rows = op("Range", 0, op("Squeeze", size(inputs["counter"], 0)), 1)
             self.inputs[SEARCHED_ROWS.name] = rows
 
@@ -103,18 +103,13 @@ def build_token_sampler(vocab_size: int, *, positions: bool = False, control_flo
     that is not enabled gets token -1 and keeps its counter; other counters rise by 1. An enabled row with a NaN or +inf
     among its logits, or no finite logit, gets -1, too.
 
+    The graph has the tensors of `sampler_ports`: temperature (0: greedy), top_p in (0, 1] (1: off), min_p in [0, 1]
+    (0: off); top_k (0 or less: off), seed, counter; active, done; token, next_counter.
+
     Args:
-        vocab_size: V, at least 1.
+        vocab_size: V, at least 1; otherwise ValueError is raised.
         positions: the logits are [batch, S, V], of which the last position counts; otherwise [batch, V].
-        control_flow: use If to skip what no row needs; False for devices that capture and replay graphs.
-
-    Returns:
-        A graph with the tensors of `sampler_ports`: logits [batch, V] or [batch, S, V], temperature (0: greedy), top_p
-        in (0, 1] (1: off), min_p in [0, 1] (0: off) float32; top_k (0 or less: off), seed, counter int64; active, done
-        bool, [batch] each; token, next_counter [batch] int64.
-
-    Raises:
-        ValueError: If `vocab_size` is below 1.
+        control_flow: use If, which skips what no row needs; False for devices that capture and replay graphs.
     """
     # The seed feature computes each row's number from its key and position in the graph.
     interface = Interface(vocab_size, (), features=Features(seed=True), captured=not control_flow)
@@ -133,12 +128,8 @@ def build_token_sampler(vocab_size: int, *, positions: bool = False, control_flo
 
 
 def build_termination() -> ir.Model:
-    """The component `onnx-genai.termination-predicate@2`: an active row ends with the first `eos_lengths` of its
-    `eos_ids`, or if `iteration` + 1 is its `max_iterations`.
-
-    Returns:
-        A graph with the tensors of `TERMINATION_PORTS`.
-    """
+    """The component `onnx-genai.termination-predicate@2`, with the tensors of `TERMINATION_PORTS`: an active row ends
+    with the first `eos_lengths` of its `eos_ids`, or if `iteration` + 1 is its `max_iterations`."""
     interface = Interface(1, ())
     graph, inputs = new_graph(interface, TERMINATION_PORTS)
     with building(graph):
@@ -155,11 +146,8 @@ def build_termination() -> ir.Model:
 
 
 def build_state_update() -> ir.Model:
-    """The component `onnx-genai.state-update@2`: `update` for enabled rows, `current` for the rest.
-
-    Returns:
-        A graph with the tensors of `STATE_UPDATE_PORTS`.
-    """
+    """The component `onnx-genai.state-update@2`, with the tensors of `STATE_UPDATE_PORTS`: `update` for enabled rows,
+    `current` for the rest."""
     interface = Interface(1, ())
     graph, inputs = new_graph(interface, STATE_UPDATE_PORTS)
     with building(graph):

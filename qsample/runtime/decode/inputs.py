@@ -147,6 +147,7 @@ class SearchedRows:
         self._default = [0] if needed and interface.captured else []
         self._batch, self._chunk = (Buffer.allocate(SEARCHED_ROWS, {SEARCHED: count}, device) for _ in range(2))
         self._written: list[int] = []
+        self._empty = self._batch.reshaped(0)
 
     def set(self, rows: int | slice, parameters: Mapping[str, Array]) -> None:
         """Note parameters of some rows; values that make no difference are ignored."""
@@ -161,11 +162,15 @@ class SearchedRows:
     @property
     def size(self) -> int:
         """The length of the list of the whole batch: 0, a power of two, or all rows."""
+        if not self._values:
+            return 0
         needed = len(self._listed(range(self._count)))
         return min(1 << (needed - 1).bit_length(), self._count) if needed else 0
 
     def of_batch(self) -> Buffer:
         """The list of the whole batch, [size] int64, in memory that stays. A row may come twice."""
+        if not self._values:
+            return self._empty
         rows = self._listed(range(self._count))
         rows += rows[:1] * (self.size - len(rows))
         if rows != self._written:
