@@ -94,7 +94,7 @@ class Move:
 
 
 def slot_of(sequence: Sequence) -> int:
-    """The slot of a sequence in a slot."""
+    """The slot of a sequence that is in one."""
     assert sequence.slot is not None
     return sequence.slot
 

@@ -220,19 +220,21 @@ class DecodeLoop:
             self.steps += job.steps
             return [partial(self._slots.decode, job.rows, wait=step == job.steps) for step in range(1, job.steps + 1)]
         self._unread = [(sequence, 1) for sequence in job.sequences] if job.last else []
-        calls: list[Callable[[], None]] = [self._copy(copy) for copy in job.copies]
-        for sequence, _ in self._unread:
-            self._count(sequence)
+        calls = [self._copy(copy) for copy in job.copies]
+        for sequence, _ in self._unread:  # its whole prompt is issued
+            self.prefixes.prompts += 1
+            self.prefixes.prompt_tokens += len(sequence.prompt)
+            self.prefixes.hits += sequence.reused > 0
+            self.prefixes.cached_tokens += sequence.reused
         first, *others = job.sequences
+        prefill = partial(self._slots.prefill, slot_of(first))
         if others:
             pairs = zip(job.sequences, job.pieces, strict=True)
             ids = [sequence.prompt[piece.start : piece.stop] for sequence, piece in pairs]
-            return [*calls, partial(self._slots.prefill, slot_of(first), *ids, emit=True), *map(self._save, job.saves)]
+            return [*calls, partial(prefill, *ids, emit=True), *map(self._save, job.saves)]
         for piece in job.pieces:
             emit = piece.stop == len(first.prompt)
-            calls.append(
-                partial(self._slots.prefill, slot_of(first), first.prompt[piece.start : piece.stop], emit=emit)
-            )
+            calls.append(partial(prefill, first.prompt[piece.start : piece.stop], emit=emit))
             calls += [self._save(save) for save in job.saves if save.tokens == piece.stop]
         return calls
 
@@ -240,13 +242,6 @@ class DecodeLoop:
         """The call for it."""
         tokens = copy.sequence.prompt[: copy.tokens]
         return partial(self._slots.copy, copy.source, slot_of(copy.sequence), tokens, copy.place)
-
-    def _count(self, sequence: Sequence) -> None:
-        """Its whole prompt was issued."""
-        self.prefixes.prompts += 1
-        self.prefixes.prompt_tokens += len(sequence.prompt)
-        self.prefixes.hits += sequence.reused > 0
-        self.prefixes.cached_tokens += sequence.reused
 
     def _save(self, save: Save) -> Callable[[], None]:
         """The call for it."""
@@ -268,7 +263,8 @@ class DecodeLoop:
             slot = sequence.slot
             if slot is None:  # it left meanwhile
                 continue
-            tokens, status = _new_tokens(sequence, slot, snapshot), int(snapshot.status[slot])
+            known, status = len(sequence.prompt) + len(sequence.sampled), int(snapshot.status[slot])
+            tokens = snapshot.tokens_from(slot, known)
             sequence.sampled += tokens
             if snapshot.outputs:  # such packages are read after every step
                 rows = {name: values[slot] for name, values in snapshot.outputs.items()}
@@ -287,12 +283,6 @@ class DecodeLoop:
             self._deliver(sequence)
             if sequence.status != status and sequence.slot is not None:  # a stop string ended it
                 self.leave(sequence)
-
-
-def _new_tokens(sequence: Sequence, slot: int, snapshot: Snapshot) -> list[int]:
-    """The tokens of a sequence in the snapshot that were not read before."""
-    known = len(sequence.prompt) + len(sequence.sampled)
-    return snapshot.tokens_from(slot, known)
 
 
 def _of_each_token(outputs: Mapping[str, Array], count: int, *, several: bool) -> list[Mapping[str, Array]]:

@@ -44,17 +44,14 @@ class SchedulerConfig:
 
     Attributes:
         pieces: the places at which prompts are cut.
-        tail_size: so many tokens at the end of a piece may be read again without those before them; None = the whole
-            piece.
+        tail_size: see `Sessions`.
         recurrent: the model has states that belong to a slot's newest token, so that another slot can continue from
             them at that moment, or from a copy that was saved.
         attention: the model has keys and values, and a slot has to hold these as well.
         join_prompts: read whole prompts of adjacent slots in a single run, if they have the same length.
-        ragged: a run takes any number of tokens of each row behind any others, without a difference in the last bits:
-            prompts of any lengths are read together, and what is left of them after the beginnings that slots hold.
-        step_rows: a decode step can be over adjacent slots alone, in these numbers. Then those in use are best close
-            together, and the beginning of a prompt that another slot holds is copied. None = every step is over all
-            slots.
+        ragged: read prompts of any lengths together, and the rest of prompts after the beginnings that slots hold.
+        step_rows: see `Sessions`. Slots in use are best close together then, and the beginning of a prompt that another
+            slot holds is copied.
         flush_every: decode steps between two reads, at least 1.
         prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; None = the whole prompt.
         interleave: take turns between a chunk and a window, so that running rows wait for no more than a chunk;
@@ -123,12 +120,12 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Sequences without a slot."""
+        """Number of sequences without a slot."""
         return len(self._waiting)
 
     @property
     def saved_states(self) -> int:
-        """Copies of states."""
+        """Number of copies of states."""
         return len(self._saved.beginnings)
 
     @property
@@ -168,10 +165,9 @@ class Scheduler:
             source = max([slot, *self._free], key=reusable.__getitem__)
             tokens = reusable[source]
             found, loadable = self._best_stored(stored, sequence)
-            if loadable > tokens:
+            found = found if loadable > tokens else None
+            if found:
                 source, tokens = slot, loadable
-            else:
-                found = None
             sequence.slot, sequence.reused, sequence.consumed = slot, tokens, tokens
             place = None if found else self._saved.use(sequence.marked[:tokens])
             moved = self._make_room(slot, source, sequence.marked, 0 if found else tokens)
@@ -404,28 +400,21 @@ def joined_slots(
     lengths: Mapping[int, int], slot: int, piece_size: int, chunk_size: int | None = None, *, ragged: bool = False
 ) -> range:
     """Adjacent slots around `slot` whose prompts are read in a single run: they have the same length, at most a piece,
-    so that each row computes the same numbers as alone; or any length, if `ragged`.
+    so that each row computes the same numbers as alone; or any length, if `ragged`: rows do so in any case.
 
-    Args:
-        lengths: tokens to read for each slot that could be joined.
-        slot: of the first prompt.
-        piece_size: tokens of a piece.
-        chunk_size: most tokens of a run; None = only as many as make it faster.
-        ragged: rows compute the same numbers as alone in any case.
+    lengths: tokens to read for each slot that could be joined. chunk_size: most tokens of a run; None = only as many as
+    make it faster.
     """
-    length = lengths[slot]
     most = min(_MOST_JOINED, chunk_size or _MOST_JOINED)
-    joined = range(slot, slot + 1)
+    joined = [slot]
 
     def fits(other: int) -> bool:
         tokens = lengths.get(other)
-        alike = tokens is not None and (ragged or tokens == length <= piece_size)
+        alike = tokens is not None and (ragged or tokens == lengths[slot] <= piece_size)
         return alike and sum(lengths[one] for one in (*joined, other)) <= most
 
-    while True:
-        if fits(joined.stop):
-            joined = range(joined.start, joined.stop + 1)
-        elif fits(joined.start - 1):
-            joined = range(joined.start - 1, joined.stop)
-        else:
-            return joined
+    while fits(joined[-1] + 1):
+        joined.append(joined[-1] + 1)
+    while fits(joined[0] - 1):
+        joined.insert(0, joined[0] - 1)
+    return span_of(joined)

@@ -86,10 +86,9 @@ class Snapshot:
 
 
 class NewestTokens:
-    """Gathers the last tokens of each row on the device, so that only these are copied from it."""
+    """Gathers the last tokens of each of `count` rows on the device, so that only these are copied from it."""
 
     def __init__(self, count: int, device: str) -> None:
-        """count: rows."""
         self._count, self._device = count, device
         self._zero = Buffer.of(np.zeros(1, dtype=np.int32), device)
         self._made: dict[int, tuple[Buffer, Buffer]] = {}  # number of tokens → columns, and their tokens
@@ -107,10 +106,9 @@ class NewestTokens:
 
 
 class Drafts:
-    """Counts how the guesses of each row fared. As the outputs, the counts have two sides that take turns."""
+    """Counts how the guesses of each of `count` rows fared, on two sides that take turns, as the outputs have."""
 
     def __init__(self, count: int) -> None:
-        """count: rows."""
         self._counts = np.zeros((2, count, 4), dtype=np.int64)  # the fields of `DraftStats`
 
     def count(self, side: int, outputs: Mapping[str, Buffer], rows: range) -> None:
@@ -143,7 +141,7 @@ class Slots:
     """
 
     def __init__(self, sessions: Sessions, count: int, capacity: int, *, saved_states: int = 0) -> None:
-        """saved_states: places for copies of states that belong to a row's newest token."""
+        """saved_states: places for copies of recurrent states."""
         self._sessions = sessions
         self._interface = interface = sessions.interface
         self.count, self.capacity = count, capacity
@@ -172,9 +170,8 @@ class Slots:
         self.adapters = AdapterRows(interface, rows, sessions.device)
         self._logits: dict[str, Buffer] = {}  # between the graphs of a package that has two
         if sessions.sampler is not None:
-            self._logits = dict.fromkeys(
-                (LOGITS.name, ADJUSTED_LOGITS.name), Buffer.allocate(LOGITS, self._sizes, device)
-            )
+            logits = Buffer.allocate(LOGITS, self._sizes, device)
+            self._logits = {LOGITS.name: logits, ADJUSTED_LOGITS.name: logits}
 
         self._ones = Buffer.of(np.ones(rows, dtype=np.int32), given)
         self._emit = {emit: Buffer.of(np.full(rows, emit), given) for emit in (True, False)}
@@ -187,7 +184,7 @@ class Slots:
         self._newest = NewestTokens(rows, device)
         self._drafts = Drafts(rows) if interface.features.num_speculative_tokens else None
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}  # the least recently used first
-        # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
+        # With the sampler on the host: the logits of some slots, [n, V], to sample from in place of the model's.
         self.process_logits: Callable[[range, Array], Array] | None = None
 
     @property
@@ -227,13 +224,7 @@ class Slots:
         outputs.write(next_ids)
 
     def begin(
-        self,
-        slot: int,
-        prompt: Array,
-        seed: int,
-        parameters: Mapping[str, Array],
-        reused: int = 0,
-        adapter: int = 0,
+        self, slot: int, prompt: Array, seed: int, parameters: Mapping[str, Array], reused: int = 0, adapter: int = 0
     ) -> None:
         """Get an idle slot ready for `prompt`, for `prefill` to feed it.
 
@@ -262,9 +253,9 @@ class Slots:
 
         Args:
             source, slot: the slots.
-            prompt: [n] int64, n >= 1: the first tokens of `source`; all of them if the model has states that belong to
-                the newest token, unless `place` is given.
-            place: of such states after `prompt`, saved.
+            prompt: [n] int64, n >= 1: the first tokens of `source`; all of them if the model has recurrent states,
+                unless `place` is given.
+            place: of the recurrent states after `prompt`, saved.
         """
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
@@ -278,10 +269,8 @@ class Slots:
     def load(self, slot: int, parts: abc.Sequence[tuple[int, int, Mapping[str, Array]]]) -> None:
         """Write states from elsewhere to an idle slot, before `begin`.
 
-        Args:
-            slot: the slot.
-            parts: (start, stop, states): of the tokens [start, stop), keys and values [H, stop - start or more, D] by
-                name; the other states belong to the first part, after its last token.
+        parts: (start, stop, states): of the tokens [start, stop), keys and values [H, stop - start or more, D] by name;
+        the recurrent states belong to the first part, after its last token.
         """
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
@@ -291,7 +280,7 @@ class Slots:
                 self._state[spec.name].write_at(slot, parts[0][2][spec.name])
 
     def unload(self, slot: int, start: int, stop: int, place: int | None = None) -> dict[str, Array]:
-        """A copy of the states of a slot's tokens [start, stop) by name, as `load` takes them. place: of the other
+        """A copy of the states of a slot's tokens [start, stop) by name, as `load` takes them. place: of the recurrent
         states, saved; None = the slot has them now."""
         saved = {} if place is None else self.saved.read(place)
         for spec in self._interface.cache_states:
