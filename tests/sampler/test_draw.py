@@ -172,19 +172,27 @@ def test_rows_that_are_listed(filters: tuple[str, ...], listed: list[int]) -> No
     assert free > 0
 
 
-@pytest.mark.parametrize(
-    ("listed", "row"),
-    [
-        (True, {"top_k": 65}),
-        (True, {"top_p": 0.9}),
-        (True, {"typical_p": 0.9}),
-        (True, {"top_k": 2000, "top_p": 0.9}),
-        (False, {"top_k": 64, "top_p": 0.9, "typical_p": 0.9}),
-        (False, {"top_k": 65, "top_p": 0.9, "temperature": 0}),
-        (False, {"min_p": 0.5, "top_n_sigma": 1}),
-        (False, {"dynatemp_range": 0.5, "mirostat_tau": 3, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01}),
-    ],
-)
+# Whether a captured graph has to search a row, and its parameters.
+TO_SEARCH: list[tuple[bool, dict[str, Any]]] = [
+    (True, {"top_k": 65}),
+    (True, {"top_p": 0.9}),
+    (True, {"top_p": 0.9, "min_p": 0.1}),
+    (True, {"typical_p": 0.9}),
+    (True, {"top_k": 2000, "top_p": 0.9}),
+    (False, {}),
+    (False, {"temperature": 1.5}),
+    (False, {"temperature": 0, "top_p": 0.9}),
+    (False, {"temperature": 0, "typical_p": 0.9}),
+    (False, {"top_k": 64}),
+    (False, {"top_k": 64, "top_p": 0.9, "typical_p": 0.9}),
+    (False, {"top_k": 65, "top_p": 0.9, "temperature": 0}),
+    (False, {"min_p": 0.0001}),
+    (False, {"min_p": 0.5, "top_n_sigma": 1}),
+    (False, {"dynatemp_range": 0.5, "mirostat_tau": 3, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("listed", "row"), TO_SEARCH)
 @needs_1_32
 def test_rows_that_have_to_be_listed(listed: bool, row: dict[str, Any]) -> None:
     face = Interface(1000, (), features=Features(filters=ALL_FILTERS), captured=True)

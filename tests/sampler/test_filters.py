@@ -11,6 +11,7 @@ import pytest
 from qsample.contract.interface import Features, Interface
 from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS
 from qsample.sampler import filters
+from tests.helpers.reference import reference_step
 from tests.helpers.sampler_cases import check_steps, make_inputs, sampler
 
 ALL_FILTERS = tuple(EXTRA_PARAMETERS)
@@ -164,9 +165,12 @@ def test_ties_at_the_edge_of_top_k(captured: bool) -> None:
     face = Interface(1000, (), features=Features(probs=True), captured=captured)
     logits = np.zeros((5, 1000), np.float32)
     logits[:, 990:] = 1
-    probs = sampler(face)(logits, make_inputs(face, 5, top_k=[5, 11, 64, 65, 1000], top_p=[1, 1, 1, 1, 0.99]))["probs"]
+    inputs = make_inputs(face, 5, top_k=[5, 11, 64, 65, 1000], top_p=[1, 1, 1, 1, 0.99])
+    probs = sampler(face)(logits, inputs)["probs"]
     for row, kept in enumerate([range(990, 1000), *[[*range(54), *range(990, 1000)]] * 2, range(1000), range(1000)]):
         assert np.flatnonzero(probs[row]).tolist() == list(kept)
+    reference = reference_step(logits, inputs, pad_token_id=0)["probs"]
+    np.testing.assert_array_equal(probs > 0, reference > 0)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from qsample.graph.operators import OPSET
 from qsample.sampler.philox import noise_buffer, philox, uniforms
 from qsample.sampler.tensor import Tensor, building
 from tests.helpers.cuda_kernels import KERNELS
-from tests.helpers.reference import Array, philox4x32, philox_uniform, philox_uniforms
-from tests.helpers.sampler_cases import make_inputs, sampler
+from tests.helpers.reference import Array, philox4x32, philox_uniform, philox_uniforms, reference_step
+from tests.helpers.sampler_cases import PAD, make_inputs, sampler
 
 # kat_vectors of the Random123 distribution (Salmon et al., SC'11), philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [
@@ -150,7 +150,9 @@ def test_a_seed_draws_what_its_buffers_draw(filters: tuple[str, ...], captured: 
     results = []
     for seed, more in ((True, {"seed": seeds}), (False, buffers)):
         face = Interface(300, (), features=Features(filters=filters, seed=seed), captured=captured)
-        results.append(sampler(face)(logits, make_inputs(face, rows, capacity=capacity, **values, **more)))
-    for name, expected in results[1].items():
-        np.testing.assert_array_equal(results[0][name], expected)
-    assert len(np.unique(results[0]["next_ids"])) > 20
+        inputs = make_inputs(face, rows, capacity=capacity, **values, **more)
+        results.append((sampler(face)(logits, inputs), reference_step(logits, inputs, pad_token_id=PAD)))
+    for seeded, buffered in zip(*results, strict=True):  # of the graphs, and of the reference
+        for name, expected in buffered.items():
+            np.testing.assert_array_equal(seeded[name], expected)
+    assert len(np.unique(results[0][0]["next_ids"])) > 20

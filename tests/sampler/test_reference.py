@@ -9,12 +9,13 @@ import pytest
 
 from qsample.contract.interface import Features
 from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS
-from tests.helpers.reference import adjust, distribution, needs_search, philox_uniforms, reference_step
+from tests.helpers.reference import adjust, distribution, needs_search, reference_step
 from tests.helpers.reference_adjust import dry_penalties
 from tests.helpers.reference_filters import survivors
 from tests.helpers.sampler_cases import interface, make_inputs, random_step
 from tests.helpers.transformers_processors import PROCESSORS, WARPERS, draw, padded, scores
 from tests.sampler.test_adjust import DRY
+from tests.sampler.test_draw import TO_SEARCH
 from tests.sampler.test_filters import by_hand
 
 Array = np.ndarray
@@ -61,15 +62,6 @@ def test_filters_by_hand(order: str) -> None:
         np.testing.assert_allclose(probs, weights / np.sum(weights), rtol=1e-6, atol=1e-30, err_msg=str(parameters))
 
 
-def test_ties_at_the_edge_of_top_k() -> None:
-    """Up to 64 the ties of lowest id stay, 64 tokens in all; beyond that all ties stay."""
-    logits = np.zeros(100, np.float32)
-    logits[90:] = 1
-    for k, kept in ((5, range(90, 100)), *((k, [*range(54), *range(90, 100)]) for k in (11, 64)), (65, range(100))):
-        probs = distribution(logits, {**OFF, "top_k": k})
-        assert np.flatnonzero(probs).tolist() == list(kept), k
-
-
 def test_float32_differences_decide_ties() -> None:
     """1e-9 and 2e-9 below 1 are the same in float32, 3e38 below the largest logit is a mask."""
     for k in (0, 2):
@@ -86,43 +78,8 @@ def test_dry(text: str, changes: dict[str, Any], penalties: dict[str, float]) ->
     assert found == {ord(c) - ord("a"): p for c, p in penalties.items()}
 
 
-def test_mirostat_learns_only_from_random_tokens() -> None:
-    face = interface(4, Features(filters=("mirostat",)))
-    values = {"emit": [True, True, True, False], "temperature": [1, 0, 1, 1], "mirostat_tau": [1.25, 1, 0, 1]}
-    inputs = make_inputs(face, 4, mirostat_eta=0.5, mirostat_mu=[0, 3, 3, 3], noise=0.9, **values)
-    out = reference_step(np.tile(LOGITS, (4, 1)), inputs, pad_token_id=0)
-    # Tokens 0 and 1 are left, 2/3 and 1/3; the second is drawn, at log2(3) bits.
-    np.testing.assert_allclose(out["mirostat_mu_RetainedState"], [2.5 - 0.5 * (np.log2(3) - 1.25), 3, 3, 3], rtol=1e-6)
-
-
-def test_a_seed_gives_the_tokens_of_its_buffers() -> None:
-    rng, rows, capacity = np.random.default_rng(0), 40, 16
-    seeds, lengths = rng.integers(-(2**63), 2**63, rows), rng.integers(0, capacity, rows)
-    logits = rng.normal(size=(rows, 50)).astype(np.float32)
-    values: dict[str, Any] = {"lengths": lengths, "xtc_probability": 0.5, "xtc_threshold": 0.02}
-    stateless = interface(50, Features(filters=("xtc",), seed=True))
-    buffers = {
-        name: np.stack([philox_uniforms(int(seed), capacity, stream) for seed in seeds])
-        for stream, name in enumerate(("noise", "xtc_noise"))
-    }
-    got, expected = (
-        reference_step(logits, make_inputs(face, rows, capacity=capacity, **values, **more), pad_token_id=0)
-        for face, more in ((stateless, {"seed": seeds}), (interface(50, Features(filters=("xtc",))), buffers))
-    )
-    for name in expected:
-        np.testing.assert_array_equal(got[name], expected[name])
-
-
 @pytest.mark.parametrize(
-    ("needed", "parameters"),
-    [
-        (True, {"top_k": 65}),
-        (True, {"top_p": 0.9}),
-        (True, {"typical_p": 0.9}),
-        (False, {"top_k": 64, "top_p": 0.9, "typical_p": 0.9}),
-        (False, {"top_k": 65, "top_p": 0.9, "temperature": 0}),
-        (False, {"min_p": 0.5}),
-    ],
+    ("needed", "parameters"), [case for case in TO_SEARCH if case[1].keys() <= {*OFF, "typical_p"}]
 )
 def test_rows_to_search(needed: bool, parameters: dict[str, float]) -> None:
     assert needs_search({**OFF, **parameters}) == needed

@@ -10,11 +10,12 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import CANDIDATES, NOISE_STREAMS
+from qsample.contract.tensors import NOISE_STREAMS
 from qsample.exporters.portable import build_initial_state
 from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode.inputs import PromptInputs, SearchedRows, uniforms
 from tests.helpers.reference import philox4x32, philox_uniforms
+from tests.sampler.test_draw import TO_SEARCH
 
 INTERFACE = Interface(1000, (), features=Features(filters=("typical_p",)), captured=True)
 
@@ -24,25 +25,9 @@ def listed(rows: SearchedRows, count: int) -> list[int]:
     return buffer.read()[: buffer.shape[0]].tolist()
 
 
-@pytest.mark.parametrize(
-    ("parameters", "searched"),
-    [
-        ({}, False),
-        ({"temperature": 1.5}, False),
-        ({"temperature": 1.0, "min_p": 0.0001}, False),
-        ({"temperature": 0.0, "top_p": 0.9}, False),
-        ({"temperature": 0.0, "top_k": 500}, False),
-        ({"temperature": 1.0, "top_k": CANDIDATES}, False),
-        ({"temperature": 1.0, "top_k": CANDIDATES, "top_p": 0.99, "typical_p": 0.9}, False),
-        ({"temperature": 1.0, "top_k": CANDIDATES + 1}, True),
-        ({"temperature": 1.0, "top_p": 0.9}, True),
-        ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}, True),
-        ({"temperature": 1.0, "typical_p": 0.9}, True),
-        ({"temperature": 0.0, "typical_p": 0.9}, False),
-        ({"temperature": 1.0, "top_k": 500, "top_p": 0.9}, True),
-    ],
-)
-def test_rule(parameters: dict[str, float], searched: bool) -> None:
+@pytest.mark.parametrize(("searched", "parameters"), TO_SEARCH)
+def test_rule(searched: bool, parameters: dict[str, float]) -> None:
+    """As in the graph."""
     rows = SearchedRows(INTERFACE, 3, "cpu")
     rows.set(1, {name: np.float32(value) for name, value in parameters.items()})
     assert listed(rows, 3) == ([1] if searched else [0])  # on the CPU a list has some row
