@@ -55,12 +55,12 @@ class Sessions:
         device: of the decoder's buffers, "cpu", "cuda" or "webgpu".
         replays: None if the decoder's runs are not captured and replayed.
         tokens_per_call: S, if the decoder has it fixed.
-        joins_prompts: whether a run can read the first tokens of several rows.
+        joins_prompts: a run can read the first tokens of several rows.
         ragged: a run takes any number of tokens of each row behind any others, and each row gets the last bits that it
             gets alone.
         step_rows: a decode step can be over adjacent rows of the batch alone, in these numbers; None = it is over all
             rows.
-        adapter_rows: likewise, and of rows with LoRA adapters.
+        adapter_rows: the same of rows with LoRA adapters.
         batch_rows: the numbers of rows of a batch, idle ones included, that its products round alike.
         piece_tokens: how many tokens of a row, padding included, a piece of a prompt can have.
         guesses: steps may check guesses; False if these would change tokens here.
@@ -208,31 +208,22 @@ def _rows_of_heads(package: Package, options: SessionOptions) -> int:
 
 def _warn_of_broken_promises(package: Package, rounding: Rounding, *, guesses: bool, padded: bool) -> None:
     """Say what this processor's kernels, and a graph that does not pad its rows, cannot keep."""
-    again = "compile it again with this version of qsample"
+    broken, again = [], "compile it again with this version of qsample"
+    dependent = "a row's tokens may depend on its batch here: "
     if rounding.unknown:
-        warnings.warn(
-            f"{package.path}: a row's tokens may depend on its batch here: {'; '.join(rounding.unknown)}; try other "
-            "weights, or --provider web, whose activations stay in float32",
-            stacklevel=4,
-        )
+        weights = "try other weights, or --provider web, whose activations stay in float32"
+        broken.append(f"{dependent}{'; '.join(rounding.unknown)}; {weights}")
     if not rounding.experts.any and not padded:
-        warnings.warn(
-            f"{package.path}: a row's tokens may depend on its batch here: this processor's kernels round an expert's "
-            f"only row otherwise than several; {again}",
-            stacklevel=4,
-        )
+        broken.append(f"{dependent}this processor's kernels round an expert's only row otherwise than several; {again}")
     one = "row" if not padded and not rounding.products.any else None if rounding.attention else "token"
     if guesses and one is not None:
-        warnings.warn(
-            f"{package.path}: guesses are off here (num_speculative_tokens): this processor's kernels round one {one} "
-            f"otherwise than several, and they would change tokens; {again}, "
-            + (
-                "for batches (without --batch-size 1)"
-                if one == "row"
-                else "on this machine; compile says whether it can"
-            ),
-            stacklevel=4,
+        how = "for batches (without --batch-size 1)" if one == "row" else "on this machine; compile says whether it can"
+        broken.append(
+            f"guesses are off here (num_speculative_tokens): this processor's kernels round one {one} otherwise than "
+            f"several, and they would change tokens; {again}, {how}"
         )
+    for words in broken:
+        warnings.warn(f"{package.path}: {words}", stacklevel=4)
 
 
 def _compiled_for(package: Package) -> str | None:

@@ -75,7 +75,7 @@ STATE_UPDATE_PORTS: Final = GraphSpec(
 
 
 class _Call(Call):
-    """The inputs of the sampler component, as the draw reads those of a decode step."""
+    """The inputs of the sampler component, as the draw reads the inputs of a decode step."""
 
     def __init__(self, interface: Interface, inputs: Mapping[str, Tensor]) -> None:
         self.interface, self.features = interface, interface.features
@@ -87,7 +87,7 @@ class _Call(Call):
         top_k = minimum(maximum(inputs["top_k"], 0), _LARGEST).to(INT32)
         temperature = where(inputs["top_k"].equals(1), 0.0, inputs["temperature"])
         self.inputs = {**inputs, "temperature": temperature, "top_k": top_k, "seed": key}
-        if self.captured:  # without control flow, no row may be left out: nobody knows them before
+        if self.captured:  # without control flow, no row may be left out: they are unknown before
             rows = op("Range", 0, op("Squeeze", size(inputs["counter"], 0)), 1)
             self.inputs[SEARCHED_ROWS.name] = rows
 
@@ -109,7 +109,7 @@ def build_token_sampler(vocab_size: int, *, positions: bool = False, control_flo
     Args:
         vocab_size: V, at least 1; otherwise ValueError is raised.
         positions: the logits are [batch, S, V], of which the last position counts; otherwise [batch, V].
-        control_flow: use If, which skips what no row needs; False for devices that capture and replay graphs.
+        control_flow: use If to skip what no row needs; False for devices that capture and replay graphs.
     """
     # The seed feature computes each row's number from its key and position in the graph.
     interface = Interface(vocab_size, (), features=Features(seed=True), captured=not control_flow)

@@ -26,60 +26,42 @@ def test_loading_by_provider_name_or_list(fake: Callable[..., Package]) -> None:
         assert load(fake().path, provider).generate([5], max_new_tokens=1, seed=0).token_ids
 
 
-@pytest.mark.parametrize("provider", [5, [5], [("CPUExecutionProvider", {})], [None]])
-def test_what_names_no_provider(provider: Any, fake: Callable[..., Package]) -> None:
-    with pytest.raises(ValueError, match=r"provider is .*; give a short name such as \"cpu\", or a list of"):
-        load(fake().path, provider)
-
-
-@pytest.mark.parametrize(
-    ("provider", "message"),
-    [
+NO_PROVIDER = r"provider is .*; give a short name such as \"cpu\", or a list of"
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(({"provider": one}, ValueError, NO_PROVIDER) for one in (5, [5], [("CPUExecutionProvider", {})], [None])),
+    ({"provider": "tpu"}, QsampleError, r"no provider 'tpu'; choose 'cpu' or .* give a list of .*CPUExecutionProvider"),
+    ({"provider": ["NoSuchExecutionProvider"]}, QsampleError, r"has no NoSuch.*; it has .*CPUExecutionProvider"),
+    ({"provider": []}, QsampleError, "has no provider in an empty list"),
+    ({"ctx_len": 1}, ValueError, "ctx_len is 1; give an integer >= 2"),
+    ({"ctx_len": "64"}, ValueError, "ctx_len is '64'"),
+    ({"ctx_len": 257}, ValueError, "ctx_len is 257; the model knows 256 positions at most"),
+    ({"intra_op_num_threads": 0}, ValueError, "intra_op_num_threads is 0; give an integer >= 1"),
+    *(
         (
-            "tpu",
-            r"no provider 'tpu'; choose 'cpu' or 'cuda' or .*, or give a list of .*CPUExecutionProvider",
-        ),
-        (["NoSuchExecutionProvider"], r"has no NoSuchExecutionProvider; it has .*CPUExecutionProvider"),
-        ([], "has no provider in an empty list"),
-    ],
-)
-def test_unknown_provider(provider: Any, message: str, fake: Callable[..., Package]) -> None:
-    with pytest.raises(QsampleError, match=message):
-        load(fake().path, provider)
+            {"provider": "cuda", "provider_options": {"device_id": number}},
+            QsampleError,
+            f"CUDA_VISIBLE_DEVICES={number} for this process, and leave device_id out",
+        )
+        for number in ("1", 3)
+    ),
+]
 
 
-def test_a_device_package_runs_where_it_was_compiled_for(fake: Callable[..., Package]) -> None:
-    device = fake(compilation=compilation())
-    assert load(device.path).package.manifest.kind == "device"
-    with pytest.raises(QsampleError, match="was compiled for 'cpu', not 'cuda'"):
-        load(device.path, "cuda")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ctx_len": 1}, "ctx_len is 1; give an integer >= 2"),
-        ({"ctx_len": "64"}, "ctx_len is '64'"),
-        ({"ctx_len": 257}, "ctx_len is 257; the model knows 256 positions at most"),
-        ({"intra_op_num_threads": 0}, "intra_op_num_threads is 0; give an integer >= 1"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str, fake: Callable[..., Package]) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED, ids=[str(options) for options, _, _ in REFUSED])
+def test_what_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str, fake: Callable[..., Package]
+) -> None:
+    with pytest.raises(error, match=message):
         load(fake().path, **options)
 
 
-@pytest.mark.parametrize("number", ["1", 3])
-def test_another_gpu_than_the_first_is_chosen_by_the_process(number: Any, fake: Callable[..., Package]) -> None:
-    with pytest.raises(QsampleError, match=f"CUDA_VISIBLE_DEVICES={number} for this process, and leave device_id out"):
-        load(fake().path, "cuda", provider_options={"device_id": number})
-    load(fake().path, "cpu")
-
-
-def test_ctx_len_of_a_device_package_is_fixed(fake: Callable[..., Package]) -> None:
-    assert load(fake(compilation=compilation()).path, ctx_len=48)
+def test_a_device_package_runs_where_and_as_it_was_compiled(fake: Callable[..., Package]) -> None:
+    device = fake(compilation=compilation())
+    assert load(device.path, ctx_len=48).package.manifest.kind == "device"
+    with pytest.raises(QsampleError, match="was compiled for 'cpu', not 'cuda'"):
+        load(device.path, "cuda")
     with pytest.raises(ValueError, match="ctx_len is 64 and the package was compiled for 48"):
-        load(fake(compilation=compilation()).path, ctx_len=64)
+        load(device.path, ctx_len=64)
 
 
 def test_threads_and_session_configuration_reach_onnxruntime(fake: Callable[..., Package]) -> None:
