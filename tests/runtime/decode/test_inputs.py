@@ -10,10 +10,10 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import NOISE_STREAMS
+from qsample.contract.tensors import BATCH, NOISE_STREAMS, ROW_AXES
 from qsample.exporters.portable import build_initial_state
 from qsample.ort.rounding import RowCounts
-from qsample.runtime.decode.inputs import PromptInputs, SearchedRows, uniforms
+from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, SearchedRows, uniforms
 from tests.helpers.reference import philox4x32, philox_uniforms
 from tests.sampler.test_draw import TO_SEARCH
 
@@ -59,6 +59,17 @@ def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
     rows.set(slice(3, None), {"top_p": np.array(1.0)})
     assert rows.of_batch().read()[: rows.size].tolist() == [0, 1, 2, 0]
     assert rows.of_rows(range(2, 5)).read()[:1].tolist() == [0]  # counted from the first of them
+
+
+def test_the_list_follows_rows_that_move_and_end() -> None:
+    sizes = {**INTERFACE.sizes, BATCH: 3, **dict.fromkeys(ROW_AXES, 1)}
+    rows = ParameterRows(INTERFACE, sizes, "cpu", narrow=True, needed=True)
+    for row in (1, 2):
+        rows.set(row, {"top_p": np.array(0.9, np.float32)})
+    rows.swap_rows(1, 0)
+    assert listed(rows.searched, 3) == [0, 2]
+    rows.clear(0)
+    assert listed(rows.searched, 3) == [2]
 
 
 def test_prompts_are_padded_with_a_token_of_their_own() -> None:
