@@ -38,31 +38,28 @@ VOCAB_SIZE = 128
 PROMPTS = [[1, 17, 40, 23, 9], [1, 88, 5], [1, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40]]
 NEW_TOKENS = 24
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
-LONGROPE = {
-    "max_position_embeddings": 128,
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 128}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+_SCALES = {
+    "type": "longrope",
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.02 * i for i in range(8)],
+    "long_factor": [1.5 + 0.3 * i for i in range(8)],
     "original_max_position_embeddings": 64,
-    "rope_scaling": {
-        "type": "longrope",
-        "rope_type": "longrope",
-        "short_factor": [1.0 + 0.02 * i for i in range(8)],
-        "long_factor": [1.5 + 0.3 * i for i in range(8)],
-        "original_max_position_embeddings": 64,
-    },
 }
+LONGROPE = {"max_position_embeddings": 128, "original_max_position_embeddings": 64, "rope_scaling": _SCALES}
+WINDOW = {"sliding_window": 6}
+GEMMA2 = {**WINDOW, "query_pre_attn_scalar": 16}
+TWO_KINDS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA3 = {**TWO_KINDS, "query_pre_attn_scalar": 16}
+GRANITE = {"attention_multiplier": 0.2, "logits_scaling": 1.5, "residual_multiplier": 0.7, "embedding_multiplier": 2.0}
+EXPERTS = {"num_experts_per_tok": 2}
+GPT_OSS = {**TWO_KINDS, **EXPERTS, "num_local_experts": 4, "intermediate_size": 16}
+GPT_OSS["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8}
+QWEN3_NEXT |= {"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, **EXPERTS}
+QWEN3_NEXT |= {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
 # name → model type, precision, execution provider, the builder's options, changes of the configuration
 GENAI: dict[str, tuple[str, str, str, dict[str, str], dict[str, Any]]] = {
@@ -71,8 +68,8 @@ GENAI: dict[str, tuple[str, str, str, dict[str, str], dict[str, Any]]] = {
     "genai_cpu_int4_tied": ("qwen2", "int4", "cpu", {"shared_embeddings": "true"}, {"tie_word_embeddings": True}),
     "genai_cpu_int4_pruned": ("qwen3", "int4", "cpu", {"prune_lm_head": "true"}, {}),
     "genai_cpu_fp32_pruned": ("qwen3", "fp32", "cpu", {"prune_lm_head": "true"}, {}),
-    "genai_cpu_mistral": ("mistral", "fp32", "cpu", {}, {"sliding_window": 6}),
-    "genai_cpu_gemma2": ("gemma2", "fp32", "cpu", {}, {"sliding_window": 6, "query_pre_attn_scalar": 16}),
+    "genai_cpu_mistral": ("mistral", "fp32", "cpu", {}, WINDOW),
+    "genai_cpu_gemma2": ("gemma2", "fp32", "cpu", {}, GEMMA2),
     "genai_cpu_longrope": ("phi3", "fp32", "cpu", {}, LONGROPE),
     "genai_dml_fp16": ("llama", "fp16", "dml", {}, {}),
     "genai_dml_int4": ("qwen3", "int4", "dml", {}, {}),
@@ -85,67 +82,22 @@ OPTIMUM: dict[str, tuple[str, int, dict[str, Any]]] = {
     "optimum_llama_18": ("llama", 18, {}),
     "optimum_qwen2": ("qwen2", 14, {"num_key_value_heads": 1}),
     "optimum_qwen3": ("qwen3", 14, {}),
-    "optimum_mistral": ("mistral", 15, {"sliding_window": 6}),
-    "optimum_granite": (
-        "granite",
-        14,
-        {"attention_multiplier": 0.2, "logits_scaling": 1.5, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
-    ),
+    "optimum_mistral": ("mistral", 15, WINDOW),
+    "optimum_granite": ("granite", 14, GRANITE),
     "optimum_gpt2": ("gpt2", 14, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-    "optimum_gemma2": ("gemma2", 14, {"sliding_window": 6, "query_pre_attn_scalar": 16}),
-    "optimum_gemma2_eager": (
-        "gemma2",
-        14,
-        {"sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 4.0},
-    ),
-    "optimum_gemma3": (
-        "gemma3_text",
-        14,
-        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
+    "optimum_gemma2": ("gemma2", 14, GEMMA2),
+    "optimum_gemma2_eager": ("gemma2", 14, GEMMA2 | {"attn_logit_softcapping": 4.0}),
+    "optimum_gemma3": ("gemma3_text", 14, TWO_KINDS),
     "optimum_phi3": ("phi3", 14, {"sliding_window": None}),
 }
 # name → model type, mobius's options, changes of the configuration
 MOBIUS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "mobius_cpu_llama": ("llama", ["--ep", "cpu"], {}),
-    "mobius_gemma3": (
-        "gemma3_text",
-        [],
-        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
-    ),
-    "mobius_cpu_gemma3": (  # without its window, which mobius forgets
-        "gemma3_text",
-        ["--ep", "cpu"],
-        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
-    ),
+    "mobius_gemma3": ("gemma3_text", [], GEMMA3),
+    "mobius_cpu_gemma3": ("gemma3_text", ["--ep", "cpu"], GEMMA3),  # without its window, which mobius forgets
     "mobius_static_qwen3": ("qwen3", ["--static-cache", "--max-seq-len", "48"], {}),
-    "mobius_gpt_oss": (
-        "gpt_oss",
-        ["--ep", "onnx-standard"],
-        {
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 16,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "mobius_qwen3_next": (
-        "qwen3_next",
-        [],
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
-    ),
+    "mobius_gpt_oss": ("gpt_oss", ["--ep", "onnx-standard"], GPT_OSS),
+    "mobius_qwen3_next": ("qwen3_next", [], QWEN3_NEXT),
 }
 
 
@@ -158,10 +110,8 @@ def checkpoint(folder: Path, model_type: str, changes: dict[str, Any], steps: in
 
     sizes = {name: value for name, value in SIZES.items() if model_type != "phi3" or name != "head_dim"}
     if model_type == "phi3":
-        sizes |= {
-            "hidden_size": 64,
-            "intermediate_size": 48,
-        }  # the builder takes any matrix with V outputs for the head
+        # The builder takes any matrix with V outputs for the head.
+        sizes |= {"hidden_size": 64, "intermediate_size": 48}
     config = AutoConfig.for_model(model_type, **{**sizes, **changes})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -212,14 +162,8 @@ def make_example() -> None:
 
     A file for the CPU would need an attention kernel for heads of 40 numbers, which ONNX Runtime lacks.
     """
-    root = FIXTURES.parents[2]
-    _build_genai(
-        root / "qsample" / "assets" / "tiny_lm",
-        root / "examples" / "tiny_lm_genai",
-        "int4",
-        "dml",
-        {"shared_embeddings": "true"},
-    )
+    source, folder = (FIXTURES.parents[2] / name for name in ("qsample/assets/tiny_lm", "examples/tiny_lm_genai"))
+    _build_genai(source, folder, "int4", "dml", {"shared_embeddings": "true"})
 
 
 def _genai_tokens(folder: Path) -> dict[str, Any]:
