@@ -57,6 +57,11 @@ def test_a_run_goes_on_where_the_one_before_stopped(benchmark: Benchmark, tmp_pa
     assert results.shape("tiny")["missing"] == {"genai": "ValueError: no such model"}
     assert results.is_complete("tiny", greedy, ["qsample", "genai"], rounds=2)
 
+    # A cell that is measured again replaces the earlier one.
+    cells = results.shape("tiny")["cells"]
+    report.put(cells, {name: cells[0][name] for name in ("prompt", "batch", "mix", "system")}, step_ms=[3.0, 4.0])
+    assert [one["step_ms"] for one in cells] == [[3.0, 4.0]]
+
     # Complete cells of the plan are left out.
     part = decoders.Part("tiny", (64,), (1, 4), ("greedy",), 2, without=("transformers",))
     assert [one.rows for _, one in decoders.remaining(results, [part], ["qsample", "transformers"], again=False)] == [4]

@@ -54,13 +54,14 @@ class System:
     """Answers, or fails while it starts or runs."""
 
     def __init__(self, started: list[str], name: str, failing: str = "") -> None:
-        self.name, self.failing = name, failing
+        self.started, self.name, self.failing = started, name, failing
         started.append(name)
         if failing == "start":
             raise RuntimeError("it did not start")
 
     def measure(self, streams: int, waves: int, seconds: float) -> dict[str, Any]:
         if self.failing == f"at {streams}":
+            self.started.append(f"{self.name} fails")
             raise RuntimeError("no\nroom")
         return {**ANSWER, "streams": [[[0.5, 2]]] * streams * waves}
 
@@ -83,7 +84,7 @@ def test_a_system_that_fails_leaves_the_cell(serve: ModuleType, tmp_path: Path) 
     assert counts == {"good": [2, 2], "weak": [2, 0], "bad": [0, 0]}
     assert results.cell("weak", 64)["failed"] == "no room"
     assert results.cell("bad", 8)["failed"] == "it did not start"
-    assert started == ["good", "weak", "bad", "weak"], (
+    assert started == ["good", "weak", "bad", "weak fails", "weak"], (
         "a process that failed is replaced, one that did not start is not"
     )
 
