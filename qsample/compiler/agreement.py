@@ -88,13 +88,9 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     model, sampler = split_at_logits(load_graph(plan.decoder), plan.source.interface)
     own_logits = plan.quantized and texts[0][0].logits.size > 0
     portable = texts if own_logits else _with_portable_logits(texts, plan, model)
+    got = np.concatenate([call.tokens for text in texts for call in text])
     wanted = [_sampled(text, plan, sampler, rows) for text, rows in zip(portable, batches, strict=True)]
-    tokens = sum(len(call.tokens) for text in texts for call in text)
-    agreeing = sum(
-        int((call.tokens == token).sum())
-        for text, own in zip(texts, wanted, strict=True)
-        for call, token in zip(text, own, strict=True)
-    )
+    tokens, agreeing = got.size, int((got == np.concatenate([token for own in wanted for token in own])).sum())
     needed = 1.0 if own_logits else _AGREEMENT[plan.dtype]
     if (own_logits or not plan.quantized) and agreeing < needed * tokens:
         chooser = "portable sampler's token for the same logits" if own_logits else "portable graph's token"
@@ -110,10 +106,8 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
 def _device(plan: CompilePlan, published: Package, target: Target, rows: int) -> GraphRunner | _Published:
     if not target.self_contained:
         return _Published(published, rows)
-    model, mapped = (
-        return_logits(load_graph(published.path / "decoder.onnx")),
-        not (plan.weights or plan.packed_weights),
-    )
+    model = return_logits(load_graph(published.path / "decoder.onnx"))
+    mapped = not (plan.weights or plan.packed_weights)
     return GraphRunner(model, published.path, plan.interface, plan.ctx_len, weights_mapped=mapped)
 
 

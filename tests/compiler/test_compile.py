@@ -68,7 +68,6 @@ def test_manifest_says_where_every_node_runs(compiled: Path) -> None:
     package = read_package(compiled)
     compilation = package.manifest.compilation
     assert package.manifest.kind == "device"
-    assert compilation is not None
     assert (compilation.provider, compilation.batch_size, compilation.ctx_len) == ("cpu", 4, 96)
     nodes = list(ir.load(compiled / "decoder.onnx").graph.all_nodes())
     assert set(compilation.placement) == {"CPUExecutionProvider"}

@@ -75,8 +75,6 @@ def test_compiled_in_float_it_chooses_the_same_tokens(
 def test_compiled_in_four_bits_it_stays_close(portable: PackagedModel, tmp_path: Path) -> None:
     compiled = portable.compile(tmp_path / "compiled", ctx_len=64, weights="int4", block_size=16)
     compilation = compiled.package.manifest.compilation
-    assert compilation is not None
-    assert compilation.quantization is not None
     assert compilation.quantization["matrices"] > 0
     assert 0 < compilation.quantization["divergence"]["kl"] <= 1
     found = tokens(compiled)

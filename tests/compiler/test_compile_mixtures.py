@@ -51,9 +51,7 @@ def test_everything_is_packed(
     assert names.count("QMoE") == 1
     assert "MoE" not in names
     compilation = compiled.package.manifest.compilation
-    assert compilation is not None
     figures = compilation.quantization
-    assert figures is not None
     assert (figures["experts"], figures["expert_block_size"]) == (8, 16)
     # What scores the experts (8 of 64), norms, biases, numbers of the sampler: nothing else.
     assert 4 * 8 * 64 < figures["float_bytes"] < 4 * (8 * 64 + 512)
@@ -81,8 +79,6 @@ def test_stored_in_half_the_space_they_compute_the_same(portable: PackagedModel,
     dtypes = {value.dtype for name, value in constants.items() if ".experts." in name}
     assert dtypes == {ir.DataType.FLOAT16}
     compilation = compiled.package.manifest.compilation
-    assert compilation is not None
-    assert compilation.quantization is not None
     assert compilation.quantization["divergence"]["kl"] < 1e-4
 
 

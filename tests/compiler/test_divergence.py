@@ -38,7 +38,6 @@ def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_pa
         node for node in reversed(list(model.graph)) if node.op_type == "MatMul" and node.inputs[1].is_initializer()
     )  # type: ignore[union-attr]
     tensor = head.inputs[1].const_value  # type: ignore[union-attr]
-    assert tensor is not None
     head.inputs[1].const_value = ir.Tensor(tensor.numpy() * np.float32(3), name=tensor.name)  # type: ignore[union-attr]
     ir.save(model, tmp_path / "decoder.onnx", external_data="decoder.onnx.data")
     shutil.copy(package.file("initial_state.onnx"), tmp_path)
@@ -87,7 +86,6 @@ def test_a_text_of_the_float_graph_has_the_same_divergence(small: Package, tmp_p
     """The longer way round: the float graph writes, and the quantized graph reads call by call."""
     options = CompileOptions(ctx_len=24, weights="int4", max_divergence=100)
     package = compile_package(small, tmp_path / "int4", options)
-    assert package.manifest.compilation is not None
     figures = (package.manifest.compilation.quantization or {})["divergence"]
     rng, prompt = np.random.default_rng(0), np.arange(8)[:, None]
     writer = GraphRunner(trial.logits_of(small.path, small.interface), small.path, small.interface, 24)
@@ -117,8 +115,6 @@ def test_a_graph_that_has_the_logits_of_its_last_token_only_is_read_token_by_tok
 def test_a_package_for_few_rows_is_measured_on_as_many_tokens(batch_size: int, small: Package, tmp_path: Path) -> None:
     options = CompileOptions(batch_size=batch_size, ctx_len=24, weights="int8")
     package = compile_package(small, tmp_path / "out", options)
-    assert package.manifest.compilation is not None
-    assert package.manifest.compilation.quantization is not None
     figures = package.manifest.compilation.quantization["divergence"]
     assert figures["tokens"] == ROWS * 23
     assert 0 < figures["kl"] < 0.01
@@ -130,8 +126,6 @@ def test_weights_that_float16_cannot_hold_are_refused(llama_package: Path, tmp_p
     shutil.copytree(llama_package, source)
     model = ir.load(llama_package / "decoder.onnx")
     table = next(node for node in model.graph if node.op_type == "Gather").inputs[0]
-    assert table is not None
-    assert table.const_value is not None
     rows = table.const_value.numpy().copy()
     rows[:, 0] = 1e5
     table.const_value = ir.Tensor(rows, name=table.name)

@@ -30,8 +30,6 @@ def test_compiling(llama_package: Path, tmp_path: Path) -> None:
         *map(Path, ("compile", llama_package, tmp_path / "device", "--ctx-len", "64", "--weights", "int8")),
     )
     compilation = read_package(tmp_path / "device").manifest.compilation
-    assert compilation is not None
-    assert compilation.quantization is not None
     assert compilation.quantization["dtype"] == "int8"
     assert compilation.quantization["divergence"]["agreement"] > 0.8
     assert compilation.placement["CPUExecutionProvider"]["SkipSimplifiedLayerNormalization"] == 4  # fused, as always

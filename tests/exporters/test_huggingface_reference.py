@@ -54,7 +54,6 @@ def test_a_narrowed_window_is_that_of_a_model_made_with_it() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     expected = reference(model)
     narrowed, prompt = expected.narrowed, expected.prompts[-1]
-    assert narrowed is not None
     assert narrowed.windows == {2048: NARROW}
     assert model.config.sliding_window == 2048
     assert model.model.layers[0].self_attn.sliding_window == 2048

@@ -179,8 +179,6 @@ def padding_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     real = attention._group_query_attention
 
     def planted(context: DecodeContext, *args: Any, **options: Any) -> Any:
-        assert context.positions is not None
-        assert context.input_lengths is not None
         context.seqlens_k = context.positions[:, 0].to(torch.int32) + context.input_lengths - 1
         return real(context, *args, **options)
 
@@ -282,6 +280,5 @@ def test_long_windows_are_compared(model_type: str, tmp_path: Path, monkeypatch:
     for name in ("sliding_window", "attention_chunk_size"):
         monkeypatch.setitem(configs.SIZES, name, 2048)
     figures = export_without_sampler(configs.tiny_model(model_type), tmp_path / "package").manifest.parity
-    assert figures is not None
     assert figures["windows"] == "narrowed"
     assert figures["max_error"] < 1e-4

@@ -96,8 +96,6 @@ def given(graph: ir.Graph, name: str) -> ir.Value:
 
 def one_wrong_weight(graph: ir.Graph) -> None:
     down = matrices(graph)[-2].inputs[1]
-    assert down is not None
-    assert down.const_value is not None
     weights = down.const_value.numpy().copy()
     weights[5, 3] += 0.12
     down.const_value = ir.tensor(weights)
@@ -169,7 +167,6 @@ def step_that_is_not_kept(graph: ir.Graph) -> None:
     """No logit of the step itself shows it."""
     attention = attentions(graph)[-1]
     past, present = attention.inputs[Slot.PAST_VALUE], attention.outputs[2]
-    assert past is not None
     node = ir.node("Identity", [present])
     graph.insert_after(attention, node)
     kept = put(node, "Where", [is_step(graph, node), past, present], ir.DataType.FLOAT, 4)

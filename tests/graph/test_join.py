@@ -21,7 +21,6 @@ def test_split_and_joined_again_it_is_the_same_graph(llama_package: Path) -> Non
     package = read_package(llama_package)
     path, interface = package.file("decoder.onnx"), package.interface
     model, sampler = split_at_logits(ir.load(path), interface)
-    assert sampler is not None
     assert model.graph.outputs[0].name == "logits"
     assert {value.name for value in sampler.graph.inputs} == set(interface.sampler.input_names)
     assert not any(str(node.name).startswith("sampler.") for node in model.graph)

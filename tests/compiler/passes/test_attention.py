@@ -124,8 +124,6 @@ def test_reshapes_between_known_shapes() -> None:
     assert apply(model, simplify_reshapes)
     assert operators(model) == ["Reshape", "Add", "Reshape"]
     target = model.graph.node(0).inputs[1]
-    assert target is not None
-    assert target.const_value is not None
     assert target.const_value.numpy().tolist() == [0, 0, 2, 32]
     assert not simplify_reshapes(model)
 

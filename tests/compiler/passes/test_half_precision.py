@@ -48,7 +48,6 @@ def test_weights_states_and_hidden_values_are_converted_and_logits_are_not(dtype
     assert model.graph.outputs[0].name == "logits"
     assert model.graph.initializers.keys() == {"frequency", f"weight_{dtype}", f"half_{dtype}"}
     stored = model.graph.initializers[f"weight_{dtype}"].const_value
-    assert stored is not None
     np.testing.assert_array_equal(stored.numpy(), WEIGHT.astype(half.numpy()))
     assert not convert_to_half(model, dtype, {"past"})
 
@@ -93,7 +92,6 @@ def test_an_operator_without_bfloat16_chooses_in_float32() -> None:
         assert convert_to_half(model, dtype, {"scores"})
         assert operators(model) == wanted
         (top,) = (node for node in model.graph if node.op_type == "TopK")
-        assert top.inputs[0] is not None
         assert top.inputs[0].dtype == (ir.DataType.FLOAT16 if dtype == "float16" else ir.DataType.FLOAT)
         assert model.graph.outputs[0].dtype == ir.DataType.FLOAT
 
@@ -115,8 +113,6 @@ def test_sums_of_routing_weights_have_kernels_in_half_precision(dtype: str) -> N
     assert "Pad" in operators(model)
     for node in model.graph:
         read = node.inputs[0]
-        assert read is not None
-        assert read.dtype is not None
         assert read.dtype.name.lower() in KERNELS[node.op_type], node.op_type
     if dtype == "float16":
         chosen = normal(3, 6)

@@ -44,7 +44,6 @@ class Written(NamedTuple):
 def guessing(guessing_package: Path) -> Guessing:
     package = read_package(guessing_package)
     compilation = package.manifest.compilation
-    assert compilation is not None
     model = load_graph(package.file("decoder.onnx"))
     runner = GraphRunner(model, package.path, package.interface, compilation.ctx_len)
     text = Tokenizer.from_file(str(package.path / "tokenizer.json")).encode(TEXT).ids

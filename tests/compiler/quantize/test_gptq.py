@@ -206,9 +206,7 @@ def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None
     assert "fitting weights to the text" in stages
     assert [path.name for path in tmp_path.iterdir()] == ["fitted"], "nothing is left beside it"
     compilation = fitted.package.manifest.compilation
-    assert compilation is not None
     figures = compilation.quantization
-    assert figures is not None
     assert (figures["dtype"], figures["method"], figures["mixed"], figures["bits"]) == ("int4_mixed", "gptq", True, 4)
     # Two layers, and both are outer ones: only the embedding has 4 bits.
     assert figures["wide_matrices"] == figures["matrices"] - 1

@@ -36,7 +36,6 @@ def attention() -> ir.Model:
     # The text form has no dots in names.
     model = ir.from_onnx_text(ATTENTION.replace("past_key_values.0.", "past_").replace("present.0.", "present_"))
     for value in [*model.graph.inputs, *model.graph.outputs]:
-        assert value.name is not None
         value.name = value.name.replace("past_", "past_key_values.0.").replace("present_", "present.0.")
     return model
 
@@ -98,9 +97,7 @@ def compiled(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.mark.ci
 def test_manifest(compiled: Path) -> None:
     manifest = read_package(compiled).manifest
-    assert manifest.compilation is not None
     figures = manifest.compilation.quantization
-    assert figures is not None
     assert figures["kv_cache_dtype"] == manifest.interface.kv_cache_dtype == "int8"
     assert {spec.dtype for spec in manifest.interface.cache_states} == {"int8"}
     assert "matrices" not in figures  # the weights are as they were

@@ -231,9 +231,7 @@ def int8(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
     compiled, portable = read_package(int8), read_package(llama_package)
     compilation = compiled.manifest.compilation
-    assert compilation is not None
     quantization = compilation.quantization
-    assert quantization is not None
     assert (quantization["dtype"], quantization["block_size"], quantization["method"]) == ("int8", 32, "rtn")
     operators = compilation.placement["CPUExecutionProvider"]
     assert operators["MatMulNBits"] >= quantization["matrices"] - 1
@@ -265,13 +263,11 @@ def test_too_far_off_is_refused_and_put_aside(small: Package, tmp_path: Path) ->
         compile_package(small, tmp_path / "out", options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.rejected", "out.rejected1"]
     kept = read_package(tmp_path / "out.rejected1").manifest.compilation
-    assert kept is not None
     assert kept.quantization["divergence"]["kl"] > 1e-9
 
 
 def test_the_packages_own_dtype_is_no_quantization(small: Package, tmp_path: Path) -> None:
     compiled = compile_package(small, tmp_path / "out", CompileOptions(ctx_len=32, weights="float32"))
-    assert compiled.manifest.compilation is not None
     assert compiled.manifest.compilation.quantization is None
 
 
@@ -371,7 +367,6 @@ def test_inputs_that_the_block_does_not_divide(asked: int, inputs: int, got: int
     model, way = small_model(weights, odd=inputs), WeightQuantization(4, asked, method)
     assert quantize_weights(model, way)
     report = quantization_report(model)
-    assert report is not None
     assert (report.matrices, report.float_bytes) == (3, 0)
     assert report.block_sizes == tuple(sorted({got, min(asked, HIDDEN)}))
     ir.save(model, tmp_path / "m.onnx", external_data="m.data")
@@ -394,7 +389,6 @@ def test_inputs_that_no_block_divides(inputs: int, way: WeightQuantization, tmp_
     model = small_model(weights, odd=inputs)
     assert quantize_weights(model, way, pads=True)
     report = quantization_report(model)
-    assert report is not None
     assert (report.matrices, report.float_bytes) == (3, 0)
     ir.save(model, tmp_path / "m.onnx", external_data="m.data")
 
@@ -424,7 +418,5 @@ def test_a_packages_block_sizes(small: Package, tmp_path: Path) -> None:
     """Its hidden size is 16. The manifest has both the block size of the options and those that were used."""
     compile_package(small, tmp_path / "out", CompileOptions(ctx_len=32, weights="int8", block_size=128))
     compilation = read_package(tmp_path / "out").manifest.compilation
-    assert compilation is not None
-    assert compilation.quantization is not None
     assert compilation.quantization["block_size"] == 128
     assert compilation.quantization["block_sizes"] == [16]

@@ -115,8 +115,6 @@ def test_a_layer_has_the_norms_of_its_heads_inside_the_attention(bfloat16: ir.Mo
             weights = (Slot.COS_CACHE, Slot.SIN_CACHE, Slot.Q_NORM_WEIGHT, Slot.K_NORM_WEIGHT)
             assert all(node.inputs[slot] is not None for slot in weights)
             total = node.inputs[Slot.TOTAL_SEQUENCE_LENGTH]
-            assert total is not None
-            assert total.const_value is not None
             assert total.const_value.numpy() == CAPACITY
 
 
@@ -142,13 +140,10 @@ def test_quantized_weights_keep_scales_in_half_precision(
     assert scales == {ir.DataType(DTYPES[dtype].onnx)}
     assert capture_problems(model) == []
     report = quantization_report(model)
-    assert report is not None
     assert report.matrices >= len(packed)
 
     head = next(node for node in packed if node.attributes.get_int("N", 0) == VOCAB_SIZE)
     blocks, steps = (constant(value) for value in head.inputs[1:3])
-    assert blocks is not None
-    assert steps is not None
     levels = stored_levels(blocks.reshape(VOCAB_SIZE, -1), bits).astype(np.float64) - 2 ** (bits - 1)
     sizes = np.repeat(steps.astype(np.float64).reshape(VOCAB_SIZE, -1), 32, axis=1)
     wanted = random_model("llama").lm_head.weight.detach().numpy()

@@ -56,7 +56,6 @@ def openvino_devices() -> list[str]:
 def test_openvino_end_to_end(options: dict[str, Any], llama: Package, tmp_path: Path) -> None:
     package = compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY, **options))
     compilation = package.manifest.compilation
-    assert compilation is not None
     assert compilation.placement["OpenVINOExecutionProvider"] == {"EPContext": 3}
     assert compilation.placement["CPUExecutionProvider"]["GroupQueryAttention"] == 2
     if "weights" in options:

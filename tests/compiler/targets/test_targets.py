@@ -34,13 +34,11 @@ GPTQ = {"weights": "int4", "quantization_method": "gptq"}
     [
         ("cpu", {"dtype": "bfloat16"}, "'bfloat16' and the target cpu computes in 'float32' or 'float16'; export the"),
         ("cpu", {"dtype": "float16"}, "'float16' and the package was exported as float32; export it again with that"),
-        ("cpu", {"ctx_len": 257}, "ctx_len is 257; it must be 2 to 256, the model's max_position_embeddings"),
         (
             "cpu",
             {"weights": "bfloat16"},
             "'bfloat16' and the package holds float32; choose one of int4, int8, int4_mixed",
         ),
-        ("cpu", {"kv_cache_dtype": "float16"}, "is 'float16' and the package holds float32; choose that or 'int8'"),
         ("cpu", {**GPTQ, "calibration_text": "too short"}, "calibration_text has 10 tokens; give at least 128"),
         ("cpu", {**GPTQ, "calibration_text": ""}, "calibration_text is empty"),
         ("cpu", {**GPTQ, "calibration_text": 5}, "calibration_text is 5; give a text"),
@@ -144,7 +142,6 @@ def test_a_target_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     wanted = PackagedModel(portable).generate("abc", **options).token_ids
     compiled = PackagedModel(portable).compile(tmp_path / "toy", provider="toy", ctx_len=32)
     compilation = compiled.package.manifest.compilation
-    assert compilation is not None
     assert (compilation.provider, dict(compilation.provider_options)) == ("toy", {"toy_option": "1"})
     assert compilation.self_test["agreeing"] == compilation.self_test["tokens"]
     assert compiled.generate("abc", **options).token_ids == wanted
