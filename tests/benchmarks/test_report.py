@@ -1,4 +1,4 @@
-"""The look of the benchmarks' plots: colours, legends, bars, and what was not measured."""
+"""The pages and plots of docs/benchmarks: tables of the figures next to them; colours, legends, bars, missing figures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,24 @@ def test_every_measured_system_has_a_colour(plots: ModuleType) -> None:
 @pytest.mark.parametrize(("number", "text"), [(1, "1 row"), (0, "0 rows"), (16, "16 rows"), (1024, "1,024 rows")])
 def test_counts(plots: ModuleType, number: int, text: str) -> None:
     assert plots.count(number, "row") == text
+
+
+@pytest.mark.parametrize("name", ["decode", "models", "long_context", "export", "sampler", "serve", "serving"])
+def test_a_page_says_what_its_figures_say(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Written again from its JSON file, a page is what it is, to the letter."""
+    file = Path(shutil.copy(DOCS / f"{name}.json", tmp_path))
+    given: Any = json.loads(file.read_text())
+    module, decoders = benchmark(name), benchmark("decoders")
+    for part in (module, decoders):
+        for function in ("plot", "print_table"):
+            monkeypatch.setattr(part, function, lambda *_: None, raising=False)
+    if name in ("decode", "models"):
+        given = decoders.Results(file, given["machine"])
+    more = ("Decode benchmark", "decode.py", module.SYSTEMS) if name == "decode" else ()
+    module.write(given, tmp_path / name, *more)
+    assert (tmp_path / f"{name}.md").read_text() == (DOCS / f"{name}.md").read_text()
 
 
 @pytest.mark.slow
