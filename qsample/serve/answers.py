@@ -16,7 +16,7 @@ from qsample.runtime import Delta, Request, RequestOutput, Step
 from qsample.runtime.request import RequestTiming, Usage
 from qsample.runtime.sequence import NO_DRAFTS
 from qsample.serve.choices import Choice, Event, PromptScores
-from qsample.serve.guides import GrammarGuide
+from qsample.serve.grammar import GrammarGuide
 from qsample.serve.http import ApiError, json_bytes, logged_api_error
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel

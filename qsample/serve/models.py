@@ -20,8 +20,7 @@ from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.call import Call
 from qsample.runtime.prepare import check_features
-from qsample.serve.grammar import Form, grammar_of
-from qsample.serve.guides import GrammarGuide, Grammars
+from qsample.serve.grammar import Form, GrammarGuide, Grammars, grammar_of
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import ReasoningReader, find_reasoning_format, find_tool_format
 from qsample.serve.requests import GenerationRequest
