@@ -6,10 +6,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from qsample.contract.interface import Features
+from qsample.serve.grammar import Form
+from qsample.serve.http import ApiError
 from qsample.serve.models import ServedModel, ServedModels
 from qsample.serve.settings import ServeSettings
 from qsample.text.chat import ChatOptions
@@ -79,3 +83,27 @@ def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
     with pytest.raises(ValueError, match=message):
         ServedModels(ServeSettings(models={"tiny": str(package.path)}, **options))
     assert not [thread for thread in threading.enumerate() if thread.name == "qsample-engine"]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "tokenizer", "ends", "message"),
+    [
+        (
+            False,
+            object(),
+            (1,),
+            "exported without allowed_tokens, which an answer .* needs; export it with --for-serving",
+        ),
+        (True, None, (1,), "has no tokenizer, which an answer that follows a schema needs"),
+        (True, object(), (), "has no stop token, with which an answer that follows a schema ends"),
+    ],
+)
+def test_what_a_form_needs(allowed: bool, tokenizer: object, ends: tuple[int, ...], message: str) -> None:
+    manifest = SimpleNamespace(token_ids=SimpleNamespace(eos=ends))
+    loaded = SimpleNamespace(tokenizer=tokenizer, package=SimpleNamespace(manifest=manifest))
+    interface = SimpleNamespace(features=Features(allowed_tokens=allowed))
+    model: Any = SimpleNamespace(model=loaded, interface=interface)
+    assert ServedModel.guides(model, None) is None
+    with pytest.raises(ApiError, match=message) as raised:
+        ServedModel.guides(model, Form("regex", "a"))
+    assert raised.value.status == 400

@@ -48,7 +48,6 @@ REFUSED: dict[str, list[Row]] = {
         ({"guided_choice": ["yes"], "ignore_eos": True}, "ignore_eos", "ignore_eos asks for tokens after the end"),
         ({"guided_choice": ["yes"], "min_tokens": 5}, "min_tokens", "min_tokens asks for tokens after the end"),
         ({"logprobs": 6}, "logprobs", "this package returns 5"),
-        ({"n": 100}, None, "100 answers were requested at once, and this server takes 66"),
         ({"suffix": "y"}, None, "suffix is not done here: the model writes"),
         ({"stream_options": {"include_usage": True}}, None, "stream_options is for streams"),
         ({"stream": False, "stream_options": {"include_obfuscation": True}}, None, "stream_options is for streams"),
@@ -69,6 +68,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"prompt_embeds": "x"}, "prompt_embeds", "prompt_embeds is not done here; give texts or token ids"),
     ],
     "both": [
+        ({"n": 100}, None, "100 answers were requested at once, and this server takes 66"),
         ({"use_beam_search": True}, "use_beam_search", "without beams"),
         ({"length_penalty": 0.5}, "length_penalty", "without beams"),
         ({"early_stopping": "never"}, "early_stopping", "without beams"),
