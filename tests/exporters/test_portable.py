@@ -1,4 +1,4 @@
-"""A portable package: versions, and initial_state.onnx: the noise of the seeds, shapes, dtypes and starting values."""
+"""A portable package: versions, packed weights, and initial_state.onnx: noise, shapes, dtypes and starting values."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ def test_the_version_of_onnxruntime_does_not_depend_on_its_distribution(monkeypa
 
     monkeypatch.setattr(portable, "version", installed)
     assert portable._versions(())["onnxruntime"] == ort.__version__
+
+
+def test_the_figures_of_packed_weights() -> None:
+    def node(bits: int, block: int, *shapes: tuple[int, ...]) -> ir.Node:
+        tensors = [ir.tensor(np.zeros(shape, np.uint8)) for shape in shapes]
+        weights = [ir.Value(name="w", const_value=tensor) for tensor in tensors]
+        attributes = {"bits": bits, "block_size": block}
+        return ir.node("MatMulNBits", [ir.Value(name="x"), *weights], attributes, domain="com.microsoft")
+
+    nodes = [node(4, 32, (6, 2, 16), (12,), (6,)), node(8, 16, (2, 16), (2,))]
+    graph = ir.Graph([], [], nodes=nodes, opset_imports={"": 20})
+    wanted = {"matrices": 2, "bits": [4, 8], "block_sizes": [16, 32], "bytes": 192 + 12 + 6 + 32 + 2}
+    assert portable.packed_weights(ir.Model(graph, ir_version=10)) == wanted
+    assert portable.packed_weights(ir.Model(ir.Graph([], [], nodes=[]), ir_version=10)) is None
 
 
 FACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 4)))

@@ -264,6 +264,19 @@ def with_context(folder: Path, tokens: int) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": tokens}))
 
 
+@pytest.mark.parametrize(
+    ("hides", "window", "repeats"),
+    [(None, -1, True), (3, 3, True), (None, 3, True), (2, 3, False), (3, -1, False)],
+)
+def test_a_bias_may_repeat_the_mask(hides: int | None, window: int, repeats: bool) -> None:
+    """Causal with the window of the attention, or hiding less. hides: the window of the bias, if any."""
+    query, key = np.arange(5, 9)[:, None], np.arange(9)
+    seen = (key <= query) & (True if hides is None else key > query - hides)
+    for hidden, is_hidden in ((-1e9, True), (-0.5, False)):
+        bias = np.where(seen, 0.0, hidden)[None, None]
+        assert attention._repeats_the_mask(bias, 5, window) == (repeats and is_hidden)
+
+
 def test_a_bias_of_chunks_is_not_taken_for_a_window(decoder: Decoder, tmp_path: Path) -> None:
     def edit(model: ir.Model) -> None:
         node = next(node for node in model.graph if node.op_type == "GroupQueryAttention")
