@@ -1,4 +1,4 @@
-"""The pages and plots of docs/benchmarks: tables of the figures next to them; colours, legends, bars, missing figures."""
+"""The pages and plots of docs/benchmarks: tables of the figures next to them; colours, legends, bars, gaps."""
 
 from __future__ import annotations
 
