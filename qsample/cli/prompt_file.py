@@ -162,7 +162,7 @@ def _merge(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     """`own` on top of `options`, without the options that it contradicts."""
     dropped: set[str] = set()
     if own.get("do_sample") is False or own.get("temperature") == 0:
-        dropped |= {*SAMPLING_FIELDS, "do_sample"}
+        dropped |= SAMPLING_FIELDS.keys()
     elif any(own.get(name) is not None for name in SAMPLING_FIELDS):
         dropped.add("do_sample")
     dropped.add("seed")  # of row 0; each has its own

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from qsample import CompileOptions
 from qsample.contract.interface import Features
 from qsample.package.package import read_package
 from qsample.runtime import Engine, load
 from qsample.serve.models import ServedModel
 from qsample.serve.settings import ServeSettings
+from tests.helpers.fake_package import fake_package
 
 
 @pytest.mark.ci
@@ -58,6 +60,24 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert seen["features"] == Features(filters=("mirostat",), filter_order="llama.cpp", seed=True)
     run("bake", "some/model", tmp_path / "p", "--for-serving", "--top-logprobs", "3")
     assert seen["features"] == Features(logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=20)
+
+
+def test_compile_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(self: Any, out: Path, **given: Any) -> None:
+        seen.update(given, out=out)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("qsample.models.model.PackagedModel.compile", spy)
+    (tmp_path / "text").write_text("In the beginning")
+    gptq = ("--weights", "int4", "--quantization-method", "gptq", "--calibration-text", tmp_path / "text")
+    sizes = ("--ctx-len", "64", "--batch-size", "2", "--max-divergence", "0.5", "--debug-dump", tmp_path / "dump")
+    run("compile", fake_package(tmp_path / "package").path, tmp_path / "out", *gptq, *sizes, "--overwrite")
+    weights = {"weights": "int4", "quantization_method": "gptq", "calibration_text": ["In the beginning"]}
+    bounds = {"ctx_len": 64, "batch_size": 2, "max_divergence": 0.5, "debug_dump": str(tmp_path / "dump")}
+    assert seen["options"] == CompileOptions(**weights, **bounds)
+    assert (seen["out"], seen["overwrite"]) == (tmp_path / "out", True)
 
 
 def test_compile_takes_a_package_and_shows_what_it_took(run: Any, llama_package: Path, tmp_path: Path) -> None:

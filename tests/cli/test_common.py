@@ -12,6 +12,7 @@ import typer
 from qsample.checks import checked, flag, integer
 from qsample.cli.common import flags_of, given_of, is_package, open_exported, open_model, with_flags
 from qsample.models.model import PackagedModel, SourceModel
+from qsample.request.sampling_params import SamplingParams
 from tests.helpers.fake_package import fake_package
 
 
@@ -58,3 +59,21 @@ def test_a_dataclass_becomes_flags_and_flags_its_fields() -> None:
         with pytest.raises(Exception, match=words):
             app(line.split(), standalone_mode=False)
     assert flags_of(_Options, unset=True)["with_noise"].default is None
+
+
+def test_the_options_of_loading_and_measuring_reach_the_runtime(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, seen = fake_package(tmp_path / "package").path, dict[str, Any]()
+    monkeypatch.setattr("qsample.runtime.bench.measure", lambda model, *given: seen.update(given=given))
+    run("bench", package, "--batch", "2", "--top-k", "3")
+    assert seen["given"] == (2, 64, 64, SamplingParams(temperature=0, top_k=3), 3, [])
+
+    def load(path: Path, provider: str, **options: Any) -> None:
+        seen.update(options, path=path, provider=provider)
+
+    monkeypatch.setattr("qsample.runtime.load", load)
+    run("chat", package, "--provider", "cpu", "--threads", "3", "--ctx-len", "32", "--no-batch-invariant")
+    del seen["given"]
+    options = {"ctx_len": 32, "intra_op_num_threads": 3, "batch_invariant": False, "verify": False}
+    assert seen == {"path": package, "provider": "cpu", **options}
