@@ -92,7 +92,7 @@ def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
             False,
             object(),
             (1,),
-            "exported without allowed_tokens, which an answer .* needs; export it with --for-serving",
+            "exported without allowed_tokens, which an answer .* needs; export it with --for",
         ),
         (True, None, (1,), "has no tokenizer, which an answer that follows a schema needs"),
         (True, object(), (), "has no stop token, with which an answer that follows a schema ends"),
