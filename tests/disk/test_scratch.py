@@ -17,7 +17,7 @@ import pytest
 
 from qsample.disk import locks
 from qsample.disk import scratch as module
-from qsample.disk.scratch import NEW, OWNER, REPLACED, ScratchFolder, remove_abandoned, scratch_near
+from qsample.disk.scratch import NEW, OWNER, REPLACED, ScratchFolder, remove_abandoned, scratch_for, scratch_near
 from qsample.errors import PackageError
 from tests.helpers.writers import fork, status
 
@@ -308,3 +308,19 @@ def test_a_folder_that_takes_no_other_is_named(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(PackageError) as told:
         scratch_near(tmp_path / "no" / "package")
     assert str(told.value) == f"cannot write to {tmp_path}: Permission denied; choose another folder"
+
+
+def test_a_scratch_folder_for_a_place_makes_its_parents_and_takes_them_back(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "er" / "package"
+    with pytest.raises(KeyboardInterrupt), scratch_for(target, 100, "the package"):
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+    with (
+        pytest.raises(PackageError, match=r"er has .* free and the package needs"),
+        scratch_for(target, 10**18, "the package"),
+    ):
+        pytest.fail("the body ran")
+    assert os.listdir(tmp_path) == []
+    with scratch_for(target, 100, "the package") as scratch:
+        assert (scratch.path.parent, scratch.replaced.name) == (target.parent, "package")
+    assert os.listdir(target.parent) == []
