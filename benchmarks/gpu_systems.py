@@ -178,7 +178,8 @@ class Qsample:
         prompts = prompt_ids(rows, PROMPT_TOKENS, interface.vocab_size)
         lengths = [PROMPT_TOKENS] * rows
         params = sampling(mix, rows, new_tokens)
-        slots.stop(slice(None))
+        for row in range(slots.count):
+            slots.stop(row)
         for row, prompt in enumerate(prompts):
             parameters = parameter_row(interface, params[row], lengths[row], slots.capacity)
             parameters["max_length"] = np.int32(slots.capacity)  # the last window may exceed the new tokens

@@ -249,7 +249,8 @@ class CausalLM(ModelMethods):
         loop = DecodeLoop(device, Scheduler(slots, config), deliver, double_buffering=double_buffering)
         timing = run(loop, sequences, streamer, guide, end)
         if self.sessions.replays is not None:
-            device.stop(slice(None))
+            for slot in range(slots):
+                device.stop(slot)
             self._captured[slots, capacity] = device
         prompts = options.get("input_ids") if inputs is None else inputs
         output = make_output(self.interface, sequences, pad, timing, prompts)

@@ -133,11 +133,6 @@ class AdapterRows:
             self._number_of_row[row] = number
             self._buffers[ADAPTER.name].write_at(row, number)
 
-    def stop(self, rows: int | slice) -> None:
-        """Let rows use no adapter."""
-        for row in range(len(self._number_of_row))[rows] if isinstance(rows, slice) else (rows,):
-            self.begin(row, 0)
-
     def swap_rows(self, one: int, other: int) -> None:
         """Let two rows use each other's adapters."""
         numbers = self._number_of_row[one], self._number_of_row[other]

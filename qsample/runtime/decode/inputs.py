@@ -81,14 +81,13 @@ class ParameterRows:
             self.buffers[name].write_at(row, values)
         return resized
 
-    def clear(self, rows: int | slice) -> None:
-        """Turn everything off for some rows."""
-        self.searched.set(rows, self._off)
+    def clear(self, row: int) -> None:
+        """Turn everything off for a row."""
+        self.searched.set(row, self._off)
         for name, off in self._off.items():
-            self.buffers[name].write_at(rows, off)
+            self.buffers[name].write_at(row, off)
         for widths in self._widths.values():
-            for row in range(len(widths))[rows] if isinstance(rows, slice) else (rows,):
-                widths[row] = 1
+            widths[row] = 1
 
     def swap_rows(self, one: int, other: int) -> None:
         """On the CPU."""
@@ -149,11 +148,11 @@ class SearchedRows:
         self._written: list[int] = []
         self._empty = self._batch.reshaped(0)
 
-    def set(self, rows: int | slice, parameters: Mapping[str, Array]) -> None:
-        """Note parameters of some rows; values that make no difference are ignored."""
+    def set(self, row: int, parameters: Mapping[str, Array]) -> None:
+        """Note parameters of a row; values that make no difference are ignored."""
         for name, values in self._values.items():
             if name in parameters:
-                values[rows] = parameters[name]
+                values[row] = parameters[name]
 
     def swap_rows(self, one: int, other: int) -> None:
         for values in self._values.values():

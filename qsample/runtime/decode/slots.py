@@ -398,11 +398,11 @@ class Slots:
         drafts = () if self._drafts is None else self._drafts.of_rows(side)
         return Snapshot(status, lengths, tokens, outputs, newest, drafts)
 
-    def stop(self, slots: int | slice) -> None:
-        """Make slots idle, and their parameters cheap; their cache stays."""
-        self._state[STATUS.name].write_at(slots, _IDLE)
-        self._parameters.clear(slots)
-        self.adapters.stop(slots)
+    def stop(self, slot: int) -> None:
+        """Make a slot idle, and its parameters cheap; its cache stays."""
+        self._state[STATUS.name].write_at(slot, _IDLE)
+        self._parameters.clear(slot)
+        self.adapters.begin(slot, 0)
 
     def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:
         """sampled: the slots that get a token, whose logits may be processed before a sampler on the host."""

@@ -196,7 +196,7 @@ def test_random_loads(captured: bool) -> None:
             memory.begin(row, place + 1)
         elif action < 0.8:
             of_row[row] = 0
-            memory.stop(row)
+            memory.begin(row, 0)
         else:
             other = int(rng.integers(ROWS))
             of_row[row], of_row[other] = of_row[other], of_row[row]
@@ -221,7 +221,6 @@ def test_random_loads(captured: bool) -> None:
 def test_without_adapters_there_is_nothing() -> None:
     memory = AdapterRows(Interface(9, ()), ROWS, "cpu")
     memory.begin(0, 0)
-    memory.stop(slice(None))
     memory.swap_rows(0, 1)
     assert memory.inputs(range(2)) == {}
     assert memory.key(range(2)) == ()
