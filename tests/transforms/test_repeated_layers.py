@@ -11,7 +11,7 @@ from torch import nn
 
 from qsample.contract.tensors import BATCH, TensorSpec
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers
+from qsample.transforms.repeated_layers import DecoderLayers, RepeatedLayers, find_repeated_layers, standing_in
 
 
 class Layer(nn.Module):
@@ -129,3 +129,46 @@ def test_layers_of_other_states_are_of_another_kind() -> None:
 
 def test_only_lists_of_all_layers_count() -> None:
     assert find_repeated_layers(Model(), DecoderLayers(4, {}, DecodeContext())) == []
+
+
+class Keeper(nn.Module):
+    """Doubles its hidden states, and writes the state of `owner`."""
+
+    def __init__(self, context: DecodeContext, owner: int) -> None:
+        super().__init__()
+        self.context, self.owner = context, owner
+
+    def forward(self, hidden: torch.Tensor | float, shift: float = 0.0) -> torch.Tensor | float:
+        self.context.next_states[self.owner, "conv_state", 0] = torch.ones(2, 3)
+        return hidden * 2 + shift
+
+
+@pytest.mark.parametrize(
+    ("owner", "calls", "difference"),
+    [
+        (0, [(0, ()), (1, ())], None),
+        (1, [(0, ()), (1, ())], "layer 0 returns no tensor, or writes the states"),
+        (0, [(0, ()), (0, ())], "layer 0 takes no tensor, or runs twice"),
+        (0, [(0, ()), (1, (1.0,))], "layer 1 is called in another way"),
+        (0, [(0, (1.0,)), (1, (1.0,))], None),
+        (0, [(0, (1.0,)), (1, (2.0,))], "layer 1 is called in another way"),
+        (0, [(1, ()), (0, ())], "layer 1 is called in another way"),
+    ],
+)
+def test_a_layer_stands_for_another(
+    owner: int, calls: list[tuple[int, tuple[float, ...]]], difference: str | None
+) -> None:
+    context = DecodeContext(states={(layer, "conv_state", 0): torch.zeros(2, 3) for layer in range(2)})
+    root = nn.Module()
+    root.layers = nn.ModuleList([Keeper(context, owner), Keeper(context, 1)])
+    hidden = torch.ones(2, 5, 4)
+    with torch.no_grad(), standing_in(root, [RepeatedLayers("layers", 0, (1,), ())], context) as notes:
+        for layer, arguments in calls:
+            hidden = root.layers[layer](hidden, *arguments)
+    assert hidden.shape == (2, 5, 4)
+    if difference is None:
+        assert notes.difference is None
+        assert context.next_states.keys() == context.states.keys()
+    else:
+        assert str(notes.difference).startswith(difference)
+    assert all("forward" not in vars(layer) for layer in root.layers)
