@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime import SamplingParams
 from qsample.runtime.call import Call, parse_prompts
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import BOS, byte_tokenizer
@@ -93,18 +93,3 @@ def test_torch_tensors() -> None:
     assert rows(ids) == [[0, 5], [6, 7]]
     assert rows(ids, torch.tensor([[0, 1], [1, 1]])) == [[5], [6, 7]]
     assert rows([torch.tensor([5, 6]), torch.tensor([7])]) == [[5, 6], [7]]
-
-
-def test_hugging_face_tokenizer_output(model: CausalLM) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer(), pad_token="<pad>", padding_side="left"
-    )
-    batch = tokenizer(["ab", "abcd"], return_tensors="np", padding=True)
-    options = {"temperature": 0, "max_new_tokens": 4}
-    assert model.generate(batch, **options).token_ids == model.generate(["ab", "abcd"], **options).token_ids
-    assert model.generate(**batch_to_keywords(batch), **options).prompt_lengths == [3, 5]
-
-
-def batch_to_keywords(batch: Any) -> dict[str, Any]:
-    return {"inputs": batch["input_ids"], "attention_mask": batch["attention_mask"]}
