@@ -7,6 +7,7 @@ read names, dtypes and shapes from here.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -68,9 +69,10 @@ MOST_TOP_LOGPROBS: Final = 20  # alternatives of a token that OpenAI's requests 
 
 def _filters(name: str, value: Any) -> tuple[str, ...]:
     """In the contract's order: equal features compare as equal."""
-    if any(item not in EXTRA_PARAMETERS for item in value):
-        refuse(name, value, f"a list of {', '.join(EXTRA_PARAMETERS)}")
-    return tuple(item for item in EXTRA_PARAMETERS if item in value)
+    known = tuple(EXTRA_PARAMETERS)
+    if not isinstance(value, Collection) or any(item not in known for item in value):
+        refuse(name, value, f"a list of {', '.join(known)}")
+    return tuple(item for item in known if item in value)
 
 
 def _rank(name: str, value: Any, least: int = 0) -> int:
