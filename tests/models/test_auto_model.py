@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import qsample
-from qsample import AutoModelForCausalLM
+from qsample import AutoModelForCausalLM, CompileOptions
 from qsample.contract.interface import Features
 from qsample.errors import CompileError, PackageError, QsampleError
 from qsample.models.model import PackagedModel, SourceModel
@@ -218,6 +218,32 @@ def test_a_checkpoint_takes_its_changed_settings_along(tmp_path: Path) -> None:
     with pytest.raises(QsampleError, match=r"generation_config cannot be exported"):
         model.export(tmp_path / "another")
     assert not (tmp_path / "another").exists()
+
+
+@pytest.mark.parametrize(
+    ("provider", "given", "dtype"),
+    [
+        ("cuda", "float32", "PREFERRED"),
+        ("cuda", "float16", "float16"),
+        ("cpu", "float16", None),
+        ("cpu", "float32", None),
+    ],
+)
+def test_a_package_in_the_cache_has_the_dtype_that_was_chosen(
+    provider: str,
+    given: str,
+    dtype: str | None,
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device's preferred dtype is for models without a choice."""
+    asked: list[Any] = []
+    monkeypatch.setattr(SourceModel, "compile", lambda model, path, *, options, progress: asked.append(options))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=given)
+    assert isinstance(model, SourceModel)
+    model._make(tmp_path / "package", provider=provider, options=CompileOptions(ctx_len=32), progress=None)
+    assert (asked[0].provider, asked[0].ctx_len, asked[0].dtype) == (provider, 32, dtype)
 
 
 @pytest.mark.parametrize(("provider", "message"), [("tpu", "no compile target 'tpu'"), ("webgpu", "onnxruntime")])
