@@ -223,7 +223,7 @@ def test_a_checkpoint_takes_its_changed_settings_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("provider", "given", "dtype"),
     [
-        ("cuda", "float32", "PREFERRED"),
+        ("cuda", "float32", "bfloat16"),
         ("cuda", "float16", "float16"),
         ("cpu", "float16", None),
         ("cpu", "float32", None),
