@@ -11,6 +11,7 @@ import pytest
 from qsample.graph.edit import (
     Part,
     ancestors,
+    cast,
     constant,
     copy_node,
     drop_unread,
@@ -19,6 +20,7 @@ from qsample.graph.edit import (
     insert,
     lazy_initializer,
     part_of,
+    put_behind,
     reads,
     reshape,
 )
@@ -71,6 +73,21 @@ def test_a_node_is_put_before_another_with_its_shape_and_dtype() -> None:
     assert (merged.dtype, list(merged.shape or ())) == (ir.DataType.FLOAT, [ir.SymbolicDim("B"), 1, 1])
     merged.dtype = ir.DataType.FLOAT16
     assert model.graph.inputs[0].dtype == ir.DataType.FLOAT  # a type of its own
+
+
+def test_values_are_cast_and_nodes_put_behind_them() -> None:
+    model = small_graph(TURN)
+    (node,) = model.graph
+    x, y = model.graph.inputs[0], node.outputs[0]
+    assert cast(x, ir.DataType.FLOAT, node) is x
+    half = cast(x, ir.DataType.FLOAT16, node)
+    node.replace_input_with(0, cast(half, ir.DataType.FLOAT))
+    behind = put_behind(y, "Abs", name="behind")
+    assert operators(model) == ["Cast", "Cast", "Neg", "Abs"]
+    assert model.graph.outputs[0] is behind
+    assert (half.dtype, behind.dtype, behind.shape) == (ir.DataType.FLOAT16, ir.DataType.FLOAT, y.shape)
+    (result,) = results(model, {"x": (states := normal(2, 3, 8))})
+    np.testing.assert_allclose(result, np.abs(states), rtol=1e-3)
 
 
 def test_the_last_axes_are_reshaped() -> None:
