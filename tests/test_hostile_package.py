@@ -13,6 +13,8 @@ from typing import Any
 
 import onnx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from onnx import helper
 
 from qsample.cli.inspect import describe, show
@@ -196,6 +198,24 @@ def test_manifests_with_altered_bytes(count: int, device: Package, tmp_path: Pat
                 [generator.choice(pieces), bytes([generator.randrange(256)]), bytes(content[other : other + 30])]
             )
         attempt(folder, bytes(content))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=JSON, choice=st.integers(min_value=0))
+def test_manifests_with_any_value_anywhere(value: Any, choice: int, device: Package, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir(exist_ok=True)
+    for path in device.path.iterdir():
+        shutil.copyfile(path, tmp_path / "package" / path.name)
+    data = json.loads((device.path / MANIFEST_NAME).read_text())
+    ways = list(places(data))
+    attempt(tmp_path / "package", json.dumps(changed(data, ways[choice % len(ways)], put(value))))
 
 
 # Folders: what is done to them, and the words of the error.

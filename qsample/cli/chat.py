@@ -28,6 +28,7 @@ from qsample.cli.common import (
     with_flags,
 )
 from qsample.cli.terminal import counted, note, progress
+from qsample.disk.replace import file_aside
 from qsample.errors import QsampleError
 from qsample.progress import Stage
 from qsample.request.sampling_params import SAMPLING_FIELDS, SamplingParams
@@ -419,8 +420,10 @@ class Screen:
         if path.exists() and path != self._file:
             raise TurnError(f"{path} exists; give another file")
         messages = self._talk.messages
+        text = json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n"
         try:
-            path.write_text(json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+            with file_aside(path) as aside:
+                aside.write_text(text, encoding="utf-8")
         except OSError as error:
             raise TurnError(f"cannot write {path}: {error.strerror}") from None
         self._file = path

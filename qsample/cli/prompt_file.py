@@ -25,6 +25,7 @@ import typer
 from qsample.cli.common import context_full, read_text
 from qsample.cli.terminal import AlreadyPrintedError, counted, finite, note, progress
 from qsample.disk.locks import lock
+from qsample.disk.replace import file_aside
 from qsample.errors import QsampleError, shown
 from qsample.progress import Stage
 from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
@@ -385,15 +386,13 @@ class Results:
 
     def replace(self, lines: Mapping[int, str]) -> None:
         """Put other lines in the place of some, by number: all or, if the disk is full, none."""
-        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            with self._path.open("rb") as old, aside.open("wb") as new:
-                for number, line in enumerate(old):
-                    new.write(lines[number].encode("utf-8", "replace") if number in lines else line)
-            shutil.copymode(self._path, aside)
-            aside.replace(self._path)
+            with file_aside(self._path) as aside:
+                with self._path.open("rb") as old, aside.open("wb") as new:
+                    for number, line in enumerate(old):
+                        new.write(lines[number].encode("utf-8", "replace") if number in lines else line)
+                shutil.copymode(self._path, aside)
         except OSError as error:
-            aside.unlink(missing_ok=True)
             raise QsampleError(
                 f"cannot write to the folder of --output {self._path}: {error.strerror}; the file is as it was. Free "
                 "some space, and the same command starts again"

@@ -1,4 +1,4 @@
-"""Moves a finished folder to its place: everybody sees its old content or all of the new content."""
+"""Moves a finished folder or file to its place: readers see the old content or all of the new content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -158,3 +158,20 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def file_aside(target: Path) -> Iterator[Path]:
+    """A free name next to `target` for a file that replaces it when the body ends; it is deleted if the body raises.
+
+    Raises:
+        OSError: If the system refuses.
+    """
+    aside = target.with_name(f".qsample-{os.getpid()}.part")
+    try:
+        yield aside
+        aside.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -160,7 +161,7 @@ class Manifest:
             raise PackageError(
                 f"the package's graphs follow decode contract {_shown(contract)} and this qsample runs "
                 f"{' and '.join(CONTRACT_VERSIONS)}; "
-                + ("upgrade qsample" if newer else "make the package again from the model")
+                + ("upgrade qsample" if newer else f"make the package again: {_commands(data)}")
             )
         manifest: Manifest = _decode(cls, data, "manifest")
         _check_names(manifest.files)
@@ -207,6 +208,23 @@ def _check_scalars(data: Any, where: str) -> None:
         raise PackageError(f"{where} in {MANIFEST_NAME} is an integer of more than 64 bits")
     elif isinstance(data, str) and (_CONTROL.search(data) or any("\ud800" <= c <= "\udfff" for c in data)):
         raise PackageError(f"{where} in {MANIFEST_NAME} is {data!r:.80}, which holds control characters")
+
+
+def _commands(data: Mapping[str, Any]) -> str:
+    """The commands that make a package of an older contract again, as far as its manifest, of other keys, has them."""
+
+    def told(name: str, key: str, otherwise: str) -> str:
+        values = data.get(name)
+        text = f"{values[key]!s:.200}" if isinstance(values, dict) and key in values else ""
+        return shlex.quote(text) if text and text.isprintable() else otherwise
+
+    make = "export" if told("versions", "transformers", "") else "bake"
+    model = told("source", "model_id", "MODEL")
+    if data.get("kind") != "device":
+        return f"qsample {make} {model} OUT"
+    provider, ctx_len = told("compilation", "provider", "cpu"), told("compilation", "ctx_len", "4096")
+    compile_again = f"qsample compile PORTABLE OUT --provider {provider} --ctx-len {ctx_len}"
+    return f"qsample {make} {model} PORTABLE && {compile_again}"
 
 
 def _place(where: str, key: str) -> str:

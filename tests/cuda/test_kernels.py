@@ -8,7 +8,7 @@ import onnx.defs
 import pytest
 from onnxruntime.capi import _pybind_state
 
-from tests.cuda.conftest import CUDA
+from tests.cuda.puppet import CUDA
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, VERSIONS, has_kernel
 
 OPSET = 18

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from qsample.disk import replace as module
-from qsample.disk.replace import exchange, put_in_place
+from qsample.disk.replace import exchange, file_aside, put_in_place
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import PackageError
 from qsample.package.package import MANIFEST_NAME, read_package, use_package, write_package
@@ -362,3 +362,23 @@ def test_systems_without_the_call(
     monkeypatch.setattr(sys, "platform", platform)
     assert exchange(*folders) is False
     assert numbers(*folders) == ["0", "1"]
+
+
+def test_a_file_arrives_whole_or_leaves_the_old_one(tmp_path: Path) -> None:
+    target = tmp_path / "talk.json"
+    target.write_text("old")
+
+    def interrupted() -> None:
+        with file_aside(target) as aside:
+            aside.write_text("hal")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+    assert target.read_text() == "old"
+    with file_aside(target) as aside:
+        aside.write_text("new")
+        assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+    assert target.read_text() == "new"

@@ -88,7 +88,6 @@ def put(place: str, value: Any) -> Callable[[str], str]:
         (lambda text: put("new_key", 1)(put("format_version", 2)(text)), r"has format 2 and .* format 1; upgrade"),
         (put("format_version", 0), "has format 0 .*; export it again"),
         (put("contract_version", "10.0"), "contract 10.0 and .* runs 2.0 and 2.1; upgrade qsample"),
-        (put("contract_version", "1.0"), "contract 1.0 and .*; make the package again from the model"),
         (put("surprise", 1), "manifest in qsample.json .*: unknown surprise"),
         (put("source", GONE), "missing source"),
         (put("source weight_hash", GONE), r"manifest.source .*: missing weight_hash"),
@@ -114,3 +113,29 @@ def test_wrong_manifest(change: Callable[[str], str], message: str, package: Pac
         read_package(package.path)
     assert str(package.path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "commands"),
+    [
+        ({}, "qsample bake some/model OUT"),
+        ({"versions": {"transformers": "5"}}, "qsample export some/model OUT"),
+        ({"versions": {"transformers": "5"}, "source": {"model_id": "a b; c"}}, "qsample export 'a b; c' OUT"),
+        (
+            {"versions": {"transformers": "5"}, "kind": "device", "compilation": {"provider": "cuda", "ctx_len": 512}},
+            "qsample export some/model PORTABLE && qsample compile PORTABLE OUT --provider cuda --ctx-len 512",
+        ),
+        ({"versions": None, "source": [], "kind": "device"}, "qsample bake MODEL PORTABLE && qsample compile PORTABLE"),
+    ],
+)
+def test_a_package_of_an_older_contract_says_what_makes_it_again(
+    changes: dict[str, Any], commands: str, package: Package
+) -> None:
+    path = package.path / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "contract_version": "1.0", **changes}))
+    with pytest.raises(PackageError) as caught:
+        read_package(package.path)
+    start = (
+        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0 and 2.1; make the package again: "
+    )
+    assert str(caught.value).startswith(f"{package.path}: {start}{commands}")
