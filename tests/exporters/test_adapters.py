@@ -224,6 +224,33 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_peft_gives_the_same_tokens(package: Path, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    configs: dict[str, dict[str, Any]] = {
+        "all": {"r": 4, "lora_alpha": 12, "target_modules": every},
+        "default": {"r": 8, "lora_alpha": 32, "use_rslora": True},
+        "patterns": {
+            "r": 4,
+            "target_modules": every,
+            "rank_pattern": {"layers.1.mlp.up_proj": 7},
+            "alpha_pattern": {"q_proj": 3},
+        },
+        "a layer": {"r": 2, "lora_alpha": 20, "target_modules": every, "layers_to_transform": [1]},
+    }
+    model, wanted = load(package), [greedy(HuggingFace.from_pretrained(checkpoint("llama")), PROMPTS[0])]
+    for seed, (name, config) in enumerate(configs.items()):
+        torch.manual_seed(seed)
+        base = HuggingFace.from_pretrained(checkpoint("llama"), dtype=torch.float32)
+        adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))
+        adapted.save_pretrained(tmp_path / name)
+        model.load_adapter(name, tmp_path / name)
+        wanted.append(greedy(adapted.eval(), PROMPTS[seed + 1]))
+    output = generated(model, PROMPTS, [None, *configs])
+    assert [[*row] for row in output.token_ids] == wanted
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [Scheme("gptq", act_order=True), Scheme("awq")], ids=str)
 def test_adapters_over_weights_that_came_quantized(scheme: Scheme, tmp_path: Path) -> None:
     save_quantized(tmp_path / "checkpoint", "llama", scheme)
