@@ -1,7 +1,7 @@
 """The registry of quantization methods: each turns a matrix into levels, scales and zero points.
 
 The numbers equal the results of ONNX Runtime's quantizers. A new method is a function here, its line in `FUNCTIONS` and
-in `quantize.METHODS`.
+in `quantize.METHODS`; a method that is fitted to a text is a function in `gptq.FITS`.
 
 Loads NumPy only.
 """
