@@ -5,8 +5,8 @@ build.py has the commands that write packages, prefixes and components; measure.
 too; inspect.py pull and cache, too; the rest have a module each. prompt_file.py has the prompt files of generate,
 common.py shared options, terminal.py what is printed, errors included. Heavy modules are imported inside the commands,
 so that `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an
-error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}.
-Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.
+error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2
+wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ app = typer.Typer(
 
 
 class Terminated(SystemExit):
-    """A signal asked for the end. code: 128 and the signal's number, as shells report it."""
+    """A signal asked for the end. `code`: 128 and the signal's number, as shells report it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -123,8 +123,7 @@ def main() -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """End the command as ctrl-C does, so that half-made files are removed on the way out; further signals are ignored
-    meanwhile."""
+    """End the command as ctrl-C does, so that half-made files are removed; further signals are ignored meanwhile."""
     for other in _ENDING:
         signal.signal(other, signal.SIG_IGN)
     raise Terminated(number)

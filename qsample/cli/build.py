@@ -190,12 +190,10 @@ def _check_model(model: str, revision: str | None) -> None:
 
 
 def _write(make: Callable[..., PackagedModel], out: Path, given: Mapping[str, Any]) -> None:
-    """Make a package, with its stages on stderr; print remarks there, and its path or a JSON document on stdout.
+    """Make a package in `out`, with its stages on stderr; print remarks there, and its path or a JSON document on
+    stdout.
 
-    Args:
-        make: makes the package, with `overwrite` and `progress`.
-        out: its folder, as the user gave it.
-        given: all parameters of the command, by name.
+    `make` takes `overwrite` and `progress`; `given` has all parameters of the command, by name.
     """
     with progress(logged=True) as report, metered(report) as meter:
         report(Stage.STARTING, 0.0)  # the imports of the libraries
@@ -236,7 +234,7 @@ def _timing_table(costs: Sequence[StageCost]) -> Table:
 
 
 def _show_phases(folder: Path) -> None:
-    """Print on stderr the nodes of the graph after each phase that is dumped in `folder`, and the changes of each."""
+    """Print on stderr the graph's nodes after each phase that is dumped in `folder`, and each phase's changes."""
     from qsample.compiler.debug_dump import read_counts
 
     shown = table(f"Phases, in {folder}", "file", "nodes", "operators")

@@ -87,7 +87,7 @@ def chat(
 
 
 def _check_template(model: CausalLM, system: str | None, template: dict[str, Any]) -> list[str]:
-    """Refuse a package that cannot chat before the first question, and return remarks about options that its template
+    """Refuse a package that cannot chat, before the first question. Returns remarks about options that its template
     ignores."""
     if model.tokenizer is None:
         raise QsampleError("the package has no tokenizer, so it cannot chat; export the model with its tokenizer")
@@ -155,16 +155,14 @@ class Conversation:
         return [*_system_message(self.system), *self.turns[self.forgotten :]]
 
     def start_with(self, messages: list[dict[str, Any]]) -> None:
-        """Continue a conversation, the system prompt of which may come first."""
+        """Continue a conversation that may begin with a system prompt."""
         has_system = messages[0]["role"] == "system"
         self.system = messages[0]["content"] if has_system else None
         self.turns, self.forgotten = messages[has_system:], 0
 
     def ask(self, text: str | None, show: Callable[[str], None]) -> RequestOutput:
-        """Answer the user's text, or the last question again if it is None, in pieces to `show`.
-
-        KeyboardInterrupt ends the answer, and its text is kept. Raises TurnError.
-        """
+        """Answer the user's text, or without it the last question again, in pieces to `show`. KeyboardInterrupt ends
+        the answer, and its text is kept. Raises TurnError."""
         before = self.turns, self.forgotten
         if text is not None:
             self.turns = [*self.turns, {"role": "user", "content": text}]
@@ -210,7 +208,7 @@ class Conversation:
         return output
 
     def _forget(self, new_tokens: int | None) -> None:
-        """Leave out the oldest turns that have no room in the context next to an answer of `new_tokens`, or of a
+        """Leave out the oldest turns that have no room in the context next to an answer of `new_tokens`, by default a
         quarter of it. The last question stays."""
         capacity = self.engine.capacity
         room = min(new_tokens or capacity, capacity // 4)
@@ -235,7 +233,7 @@ class Conversation:
             return None
 
     def _too_long(self) -> str | None:
-        """The message for a question that does not fit; None if it does."""
+        """A message if the question does not fit."""
         count = self._count()
         if count is None or count < self.engine.capacity:
             return None
@@ -275,7 +273,8 @@ class Screen:
         self._file: Path | None = None  # was written or read, and may be written again
 
     def run(self) -> int:
-        """Run until the input ends. Returns how many lines of a pipe failed; 0 at a terminal, whose user saw it."""
+        """Run until the input ends. Returns the number of a pipe's lines that failed; 0 at a terminal, whose user saw
+        it."""
         if self._typed:
             note("/help lists the commands; ctrl-D ends")
         for text in self._texts():
@@ -316,7 +315,7 @@ class Screen:
                 yield text.strip()
 
     def _text(self) -> str | None:
-        """A line, or several lines in quotes or with a backslash at their ends; None = the end of the input."""
+        """A line, or several lines in quotes or with a backslash at their ends; None at the end of the input."""
         line, lines = self._line(_PROMPT), list[str]()
         if line is None:
             return None
@@ -345,7 +344,7 @@ class Screen:
             return None
 
     def _answer(self, text: str | None) -> None:
-        """Answer the user's text, or the last question again if it is None."""
+        """Answer the user's text, or without it the last question again."""
         ended = "\n"
 
         def show(piece: str) -> None:

@@ -1,4 +1,4 @@
-"""Options of several commands, and the models that commands open."""
+"""Options of several commands, and the models that commands open. `given`: all parameters of a command, by name."""
 
 from __future__ import annotations
 
@@ -72,14 +72,12 @@ class Flag(NamedTuple):
 def flags_of(
     options: type, more: Mapping[str, Mapping[str, Any]] | None = None, *, unset: bool = False
 ) -> dict[str, Flag]:
-    """The flags of a dataclass, a flag for each field whose metadata has `help`.
+    """The flags of the dataclass `options`, a flag for each field whose metadata has `help`.
 
-    Args:
-        options: the dataclass. Further metadata of a field: `argument`, its name in Python's functions if that differs;
-            `flag`, its name here if that differs; `metavar`; `limits` or `least`, the numbers that it takes;
-            `repeated`, the type of each value if the flag may be repeated; `panel` of the help.
-        more: metadata of fields that have none, by name.
-        unset: a flag that is not given is None in place of the field's default, and the dataclass checks the numbers.
+    - Further metadata of a field, or of `more` by the field's name: `argument`, its name in Python's functions if that
+      differs; `flag`, its name here if that differs; `metavar`; `limits` or `least`, the numbers that it takes;
+      `repeated`, the type of each value if the flag may be repeated; `panel` of the help.
+    - `unset`: a flag that is not given is None in place of the field's default, and the dataclass checks the numbers.
     """
     types, flags = get_type_hints(options), {}
     for entry in fields(options):
@@ -106,7 +104,7 @@ def _kind_of(annotation: Any) -> Any:
 
 
 def given_of(options: type, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass with the values of its flags. params: of the command, by name."""
+    """The fields of a dataclass with the values of its flags among `params`, the command's by name."""
     values = {}
     for entry in fields(options):
         if "help" in entry.metadata:
@@ -185,13 +183,8 @@ def with_flags(flags: Mapping[str, Flag]) -> Callable[[Callable[..., None]], Cal
 
 
 def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling options of a command line, as options of `generate`.
-
-    Args:
-        given: all parameters of the command, by name.
-
-    Raises typer.BadParameter for a wrong value, before a model is loaded.
-    """
+    """The sampling options of a command line, as options of `generate`. Raises typer.BadParameter for a wrong value,
+    before a model is loaded."""
     from qsample.text.generated_text import check_stop_strings
 
     options = {name: given[name] for name in SAMPLING_FLAGS if name != "greedy" and given[name] not in (None, (), [])}
@@ -206,13 +199,8 @@ def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def feature_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The features of a package in a command line, as arguments of `from_pretrained`.
-
-    Args:
-        given: as for `sampling_options`. A --filter may have several names with commas between them.
-
-    Raises typer.BadParameter for an unknown filter.
-    """
+    """The features of a package in a command line, as arguments of `from_pretrained`. A --filter may have several names
+    with commas between them. Raises typer.BadParameter for an unknown filter."""
     names = tuple(name.strip() for item in given["filters"] or () for name in item.split(","))
     if unknown_names := [name for name in names if name not in EXTRA_PARAMETERS]:
         raise typer.BadParameter(unknown("--filter names", unknown_names[0], EXTRA_PARAMETERS))
@@ -220,7 +208,7 @@ def feature_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of chat templates of a command line, as options of `generate`. given: as for `sampling_options`."""
+    """The options of chat templates of a command line, as options of `generate`."""
     options: dict[str, Any] = {}
     if (template := given["chat_template"]) is not None:
         options["chat_template"] = read_template(template)
@@ -320,7 +308,7 @@ def open_model(model: str, provider: str | None = None) -> SourceModel | Package
 
 
 def load_given(opened: PackagedModel, given: Mapping[str, Any]) -> CausalLM:
-    """Load a package, with its adapters, as a command line says. given: as for `sampling_options`."""
+    """Load a package, with its adapters, as a command line says."""
     from qsample.runtime import load
 
     model = load(
@@ -337,7 +325,7 @@ def load_given(opened: PackagedModel, given: Mapping[str, Any]) -> CausalLM:
 
 
 def open_given(model: str | None, given: Mapping[str, Any]) -> PackagedModel:
-    """`open_exported` with the options of a command line. given: as for `sampling_options`."""
+    """`open_exported` with the options of a command line."""
     return open_exported(
         model,
         given["provider"],
@@ -357,17 +345,14 @@ def open_exported(
     loras: Mapping[str, str] | None = None,
     max_loras: int = 0,
 ) -> PackagedModel:
-    """A package as it is; a checkpoint or decoder file compiled, from the user's cache; None = the bundled model.
-
+    """A package as it is; a checkpoint or decoder file compiled, from the user's cache; by default the bundled model.
     The package stays in the cache as long as the returned object.
 
-    Args:
-        model: the package, checkpoint folder, hub id or decoder file.
-        provider: the execution provider; None = the package's, otherwise the CPU.
-        weights, ctx_len: of the compiled package, as in `CompileOptions`; a package has a fixed one.
-        for_serving: what is compiled gets all that a server's requests may ask for.
-        loras: adapters by name; what is compiled takes so many, of their ranks.
-        max_loras: what is compiled takes at least so many.
+    - `model`: the package, checkpoint folder, hub id or decoder file.
+    - `provider`: by default the package's, otherwise the CPU.
+    - `weights`, `ctx_len`: of the compiled package, as in `CompileOptions`; a package has a fixed one.
+    - `for_serving`: a compiled package gets all that a server's requests may ask for.
+    - `loras`: adapters by name. A compiled package takes all of them, with their ranks, and at least `max_loras`.
 
     Raises typer.BadParameter for a package with `weights`.
     """
@@ -427,7 +412,7 @@ def _tell_about_the_cache(model: str, package: Package, weights: str | None) -> 
 
 
 def context_full(limit: int, consequence: str) -> str:
-    """A remark about a context of `limit` tokens. consequence: the end of "which ...", for the sentence."""
+    """A remark about a context of `limit` tokens. `consequence` completes "which ..." in the sentence."""
     return (
         f"the context of {limit} tokens is full, which {consequence}; compile with a larger --ctx-len if the model "
         "supports it, or give less"

@@ -192,7 +192,7 @@ def _facts(package: Package) -> dict[str, str]:
 
 
 def _rounding(package: Package) -> str:
-    """How this machine's kernels round the rows of a package for the CPU, in words; "" = another device."""
+    """How this machine's kernels round the rows of a package for the CPU, in words; empty for another device."""
     from qsample.errors import QsampleError
     from qsample.ort.providers import CPU
     from qsample.ort.rounding import measured

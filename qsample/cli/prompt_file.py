@@ -40,10 +40,8 @@ _NO_OPTIONS: Final = ("id", "metadata", "prompt", "messages")  # fields of a lin
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt of the file.
-
-    error: the mistake in its line; None = none. source: what decides about its fingerprint, apart from the settings.
-    """
+    """A prompt of the file. `error`: the mistake in its line, if any. `source`: decides, with the settings, about its
+    fingerprint."""
 
     id: Any
     inputs: Any = None
@@ -62,13 +60,9 @@ def read_rows(
 ) -> list[Row]:
     """The rows of a file: a line of text each, or a JSON object with prompt or messages, id, and parameters.
 
-    Args:
-        path: the file.
-        options, chat: of rows without one.
-        as_chat: texts are a user's messages.
-        system: the system prompt of conversations.
-
-    Raises typer.BadParameter if the file cannot be read or is empty, and if `chat` or `system` apply to no row.
+    `options`, `chat`: of rows without one. `as_chat`: texts are a user's messages. `system`: the system prompt of
+    conversations. Raises typer.BadParameter if the file cannot be read or is empty, and if `chat` or `system` apply to
+    no row.
     """
     rows: list[Row] = []
     as_json, text = path.suffix.lower() in _JSON_LINES, read_text(path, "--prompt-file")
@@ -109,7 +103,7 @@ def read_rows(
 
 
 def with_fingerprints(rows: list[Row], settings: Any) -> list[Row]:
-    """The rows with a fingerprint of everything that decides about their tokens. settings: JSON-ready, of the run."""
+    """The rows with a fingerprint of all that decides about their tokens, the run's JSON-ready `settings` included."""
 
     def fingerprint(row: Row) -> str:
         source = json.dumps([row.source, settings], sort_keys=True, default=str)
@@ -166,7 +160,7 @@ def _merge(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
         dropped |= SAMPLING_FIELDS.keys()
     elif any(own.get(name) is not None for name in SAMPLING_FIELDS):
         dropped.add("do_sample")
-    dropped.add("seed")  # of row 0; each has its own
+    dropped.add("seed")  # of row 0; each row has another
     return layered({name: value for name, value in options.items() if name not in dropped}, own)
 
 
@@ -195,17 +189,9 @@ def generate_file(
     retry_errors: bool = False,
     **settings: Any,
 ) -> None:
-    """Generate the rows that `output` does not have yet.
-
-    Args:
-        load: loads the model.
-        rows: with their fingerprints.
-        output: a file; None = stdout.
-        retry_errors: do the rows again whose line in `output` has an error.
-        slots, settings: of `Engine`.
-
-    Raises QsampleError if rows have an error.
-    """
+    """Generate the rows, with their fingerprints, that `output` does not have yet; without that file, all on stdout.
+    `retry_errors`: do the rows again whose line in `output` has an error. `slots`, `settings`: of `Engine`. Raises
+    QsampleError if rows have an error."""
     work = _Work(cache(load), len(rows), {"slots": slots, "max_waiting": _WAITING, **settings})
     if output is None:
         work.do(rows, _print)
@@ -239,14 +225,8 @@ def _print(line: str) -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """Rows through engines, with their counts so far.
-
-    Attributes:
-        load: loads the model.
-        total: rows of the file.
-        settings: of `Engine`.
-        full: rows that ended because the context of `capacity` tokens was full.
-    """
+    """Rows through engines, with their counts so far. `total`: rows of the file. `settings`: of `Engine`. `full`: rows
+    that ended because the context of `capacity` tokens was full."""
 
     load: Callable[[], CausalLM]
     total: int
@@ -259,7 +239,7 @@ class _Work:
     capacity: int = 0
 
     def do(self, rows: list[Row], write: Callable[[str], None], done: int = 0) -> None:
-        """Generate rows, and write their records in order. done: rows of the file that are done already."""
+        """Generate rows, and write their records in order; `done` rows of the file are there already."""
         from qsample.runtime import Engine
 
         with progress(hidden=write is _print and sys.stdout.isatty()) as report:
@@ -322,18 +302,12 @@ class _Work:
 
 
 class Results:
-    """The file of the results, locked, of which a torn last line is cut off.
-
-    Attributes:
-        done: its whole lines, belonging to the first rows.
-        failed: the numbers of the lines with an error, from 0 on.
-    """
+    """The file of the results, locked; a torn last line is cut off. `done`: the number of whole lines, of the first
+    rows. `failed`: the numbers of the lines with an error, from 0 on."""
 
     def __init__(self, path: Path, rows: list[Row], *, any_error: bool) -> None:
-        """any_error: a line with an error may be the line of another prompt.
-
-        Raises typer.BadParameter, and changes nothing, if the file holds anything but lines of the first rows.
-        """
+        """With `any_error`, a line with an error may be another prompt's. Raises typer.BadParameter, and changes
+        nothing, if the file holds anything but lines of the first rows."""
         self._path, self._file = path, FileIO(path, "a+")  # a buffer would be written again after a full disk
         self.done, self.failed = 0, list[int]()
         try:
@@ -404,7 +378,7 @@ class Results:
 
 @contextmanager
 def results_file(path: Path, rows: list[Row], *, retry_errors: bool = False) -> Iterator[Results]:
-    """`Results`, and no file if no row was finished. Raises typer.BadParameter; see there."""
+    """`Results`, and no file if no row was finished. Raises typer.BadParameter as `Results` does."""
     path = Path(os.path.realpath(path))
     created = not path.exists()
     try:

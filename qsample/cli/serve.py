@@ -94,7 +94,7 @@ def serve(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     opened = None  # stays in the cache as long as this
-    if (package or "") in named.values():  # otherwise every model has a --model of its own
+    if (package or "") in named.values():  # otherwise each model has a --model
         opened = open_exported(
             package,
             provider,
@@ -148,7 +148,7 @@ def _parsed(config: str | None) -> Any:
 
 
 def _named(package: str | None, named: list[str], name: str | None) -> dict[str, str]:
-    """Served name → package; "" is the bundled model. Raises typer.BadParameter."""
+    """Served name → package, "" for the bundled model. Raises typer.BadParameter."""
     from qsample.ort.model_package import package_in
 
     models: dict[str, str] = {}

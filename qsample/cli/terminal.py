@@ -47,10 +47,8 @@ def no_escapes() -> bool:
 
 
 def console(*, stderr: bool = False, width_of_a_file: int | None = None) -> Console:
-    """A console on stdout or stderr; `width_of_a_file` applies if that is not a terminal.
-
-    Without a colour system Rich writes no escapes at all; NO_COLOR alone keeps bold and dim.
-    """
+    """A console on stdout or stderr; `width_of_a_file` applies if that is not a terminal. Without a colour system Rich
+    writes no escapes at all; NO_COLOR alone keeps bold and dim."""
     made = Console(stderr=stderr, highlight=False, color_system=None if no_escapes() else "auto")
     if width_of_a_file is not None and not made.is_terminal:
         made.width = width_of_a_file
@@ -64,12 +62,8 @@ def note(text: str) -> None:
 
 @contextmanager
 def progress(*, hidden: bool = False, logged: bool = False) -> Iterator[Progress]:
-    """A progress bar on stderr, as a callback of stage and fraction done.
-
-    Args:
-        hidden: no bar.
-        logged: a line for each stage if stderr is not a terminal; by default nothing is shown there.
-    """
+    """A progress bar on stderr, unless it is `hidden`, as a callback of stage and fraction done. If stderr is not a
+    terminal, nothing is shown, or a line for each stage if they are `logged`."""
     shown = console(stderr=True)
     if not shown.is_terminal or shown.is_dumb_terminal:
         yield _log(shown) if logged and not hidden else unreported
@@ -133,13 +127,8 @@ class AlreadyPrintedError(QsampleError):
 def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, Any]) -> int:
     """Print an error, with --json also as {"error": {"type": ..., "message": ..., "status": ...}} on stdout.
 
-    Args:
-        error: the error.
-        arguments: the command line.
-        commands: the parser's commands, by name.
-
-    Returns:
-        The exit status: 2 for wrong usage, otherwise 1.
+    `arguments` are the command line, `commands` the parser's, by name. Returns the exit status: 2 for wrong usage,
+    otherwise 1.
     """
     usage = getattr(error, "exit_code", 1) == 2  # the parser's errors have a separate status
     status = 2 if usage else 1
@@ -171,10 +160,8 @@ def _running(arguments: Sequence[str], commands: Mapping[str, Any]) -> str | Non
 
 
 def name_options(text: str, options: Options, argument: str | None = None) -> str:
-    """A message of the Python API with options in place of Python's arguments.
-
-    A plain word, such as temperature, names an argument if it is `argument`, in front of "is" or with a value.
-    """
+    """A message of the Python API with options in place of Python's arguments. A plain word, such as temperature, names
+    an argument if it is `argument`, in front of "is" or with a value."""
 
     def flag(match: re.Match[str]) -> str:
         name, value = match["name"], match["value"]

@@ -41,7 +41,7 @@ class Comparison:
             ln(p_reference / p_package), in nats a token.
         agreement: share of tokens, in [0, 1], with the same likeliest next token (top-1).
         perplexity_ratio: the package's perplexity over the reference's; its interval is of pairs, and so narrower than
-            the two perplexities' own.
+            the intervals of the two perplexities.
     """
 
     reference: str
@@ -60,7 +60,7 @@ class PackageQuality:
         bytes: of all its files.
         perplexity: exp of the mean negative log-likelihood of a token.
         comparisons: with each reference.
-        step_ms: milliseconds of a decode step of a row, median; None = not measured.
+        step_ms: milliseconds of a decode step of a row, median, if they were measured.
     """
 
     path: str
@@ -76,8 +76,7 @@ class Evaluation:
     """Packages on a text.
 
     Attributes:
-        tokens: number of scored tokens.
-        documents: number of documents.
+        tokens, documents: numbers of scored tokens and of documents.
         max_length, stride: of the windows, in tokens; see `texts.cut_windows`.
         confidence: of every interval, in (0, 1).
         packages: in the order given, then the references, each of them once.
@@ -105,24 +104,24 @@ def evaluate(
     intra_op_num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Score `text` by packages, and say how far they are from references.
+    """Score `text` by packages, and say how far they are from references. Every package is loaded at the same time.
 
     Args:
         packages: a folder, a `Package`, a result of `export` or `compile`, or a list of these.
         text: a document, or a list of documents. Each is a text, tokenized as a prompt is, or token ids, [n] integers.
         against: references, as `packages`: each package is compared with each of them.
-        max_length: tokens of a window, at least 2; None = the capacity of all packages, at most 1,024.
-        stride: tokens from a window to the next, 1 to max_length; None = half of max_length. A smaller stride gives
-            tokens more context and takes longer; see `texts.cut_windows`.
+        max_length: tokens of a window, at least 2; by default the capacity of all packages, at most 1,024.
+        stride: tokens from a window to the next, 1 to max_length, by default half of it. A smaller stride gives tokens
+            more context and takes longer; see `texts.cut_windows`.
         batch_size: windows that are read at once, at least 1; fewer if a package was compiled for fewer rows.
         confidence: of the intervals, in (0, 1); `statistics` has the method. seed: of their resamples.
         step_time: time decode steps of a single row, too, with prompts of up to 64 tokens.
-        intra_op_num_threads: of ONNX Runtime, None = its choice.
+        intra_op_num_threads: of ONNX Runtime, by default its choice.
         progress: called with a stage's name and the fraction done, in [0, 1].
 
-    Every package is loaded at the same time. Raises ValueError for a wrong argument and for a text without a token to
-    score; QsampleError if the packages' vocabularies or tokenizers differ, a package has no tokenizer for a text, or a
-    model gives logits that are not numbers; PackageError for a folder that is not a package.
+    Raises ValueError for a wrong argument and for a text without a token to score; QsampleError if the packages'
+    vocabularies or tokenizers differ, a package has no tokenizer for a text, or a model gives logits that are not
+    numbers; PackageError for a folder that is not a package.
 
     >>> evaluate("tiny-int4", Path("book.txt").read_text(), against="tiny-cpu").packages[0].comparisons[0].kl
     """
@@ -180,14 +179,14 @@ class _Scores:
     """A few numbers of every scored token, [models or pairs, tokens]."""
 
     def __init__(self, models: Sequence[Package], pairs: Sequence[tuple[int, int]], tokens: int) -> None:
-        """pairs: a package and the reference that it is compared with, by their places in `models`."""
+        """`pairs`: a package and the reference that it is compared with, by their places in `models`."""
         self.models, self.pairs, self.tokens = models, list(dict.fromkeys(pairs)), tokens
         self.losses = np.zeros((len(models), tokens))
         self.kl = np.zeros((len(self.pairs), tokens))
         self.same = np.zeros((len(self.pairs), tokens), bool)
 
     def add(self, place: int, token: int, logits: Sequence[Array]) -> None:
-        """logits: [V] of each model, of which `token` came next; the scored token at `place`."""
+        """Keep the numbers of the scored token at `place`: `token` came after the `logits`, [V] of each model."""
         log_p = [_log_softmax(row) for row in logits]
         for index, row in enumerate(log_p):
             if not np.isfinite(row.max()):
@@ -245,7 +244,7 @@ def _opened(given: Any, what: str) -> dict[Path, Package]:
 
 
 def _window_size(models: Sequence[Package], max_length: int | None, stride: int | None) -> tuple[int, int]:
-    """max_length and stride, checked."""
+    """The checked max_length and stride."""
     limits = [(limit, one.path) for one in models if (limit := _longest_context(one)) is not None]
     most, tightest = min(limits, default=(None, None))
     check_count("max_length", max_length, least=2)
@@ -264,13 +263,13 @@ def _window_size(models: Sequence[Package], max_length: int | None, stride: int 
 
 
 def _compiled_for(package: Package) -> tuple[int | None, int | None]:
-    """T, and the most rows; None = any number, as in a portable package."""
+    """T, and the most rows (None: any number, as in a portable package)."""
     compilation = package.manifest.compilation
     return (None, None) if compilation is None else (compilation.ctx_len, compilation.batch_size)
 
 
 def _longest_context(package: Package) -> int | None:
-    """The most tokens of a row; None = any number."""
+    """The most tokens of a row (None: any number)."""
     return _compiled_for(package)[0] or package.manifest.max_position_embeddings
 
 
@@ -300,7 +299,7 @@ def _step_time(package: Package, threads: int | None, report: Progress) -> float
 
 
 def _run(steppers: Sequence[Stepper], windows: Sequence[Window], rows: int, scores: _Scores) -> Iterator[int]:
-    """Score every window, `rows` at a time; yields how many tokens are done."""
+    """Score every window, `rows` at a time; yields the number of tokens that are done."""
     done = 0
     for start in range(0, len(windows), rows):
         batch = windows[start : start + rows]
@@ -322,8 +321,8 @@ def _run(steppers: Sequence[Stepper], windows: Sequence[Window], rows: int, scor
 
 
 def _logits(stepper: Stepper, ids: Array, lengths: Array) -> Array:
-    """[rows, V] float32 after one more token of each row. ids: [rows] int64. lengths: [rows] int32, the tokens before
-    it; a recurrent layer wants them to grow by the tokens read, or to start again from 0."""
+    """[rows, V] float32 after one more token of each row. `ids`: [rows] int64. `lengths`: [rows] int32, the tokens
+    before it; a recurrent layer wants them to grow by the tokens read, or to start again from 0."""
     stepper.write(INPUT_IDS.name, ids[:, None])
     stepper.write(LENGTHS.name, lengths)
     stepper.run()

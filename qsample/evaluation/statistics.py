@@ -78,7 +78,7 @@ def block_length(series: Array) -> int:
 
 
 def _resampled_means(series: Array, length: int, seed: int) -> Array:
-    """[RESAMPLES]. The series is a ring; the last block is cut off so that a resample has as many numbers."""
+    """[RESAMPLES]. The series is a ring; the last block is cut off so that a resample has the series' length."""
     n, centre = len(series), series.mean()
     sums = np.concatenate([[0.0], np.cumsum(np.concatenate([series, series[: length - 1]]) - centre)])
     rng, blocks = np.random.default_rng(seed), -(-n // length)

@@ -14,14 +14,9 @@ from qsample.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:
-    """Each document's token ids, [n] int64 in [0, V).
-
-    Args:
-        text: a document or a list of documents, each a text or token ids.
-        packages: all that will read them.
-
-    Raises ValueError if nothing is left to read, QsampleError if the packages would read different tokens in a text.
-    """
+    """The token ids, [n] int64 in [0, V), of each document, a text or token ids; `packages` are all that will read
+    them. Raises ValueError if nothing is left to read, QsampleError if the packages would read different tokens in a
+    text."""
     documents = [text] if isinstance(text, str) or _is_ids(text) else text
     if not isinstance(documents, Sequence) or not all(isinstance(one, str) or _is_ids(one) for one in documents):
         raise ValueError(f"text is {shown(text)}; give a text, token ids, or a list of either")
@@ -73,7 +68,7 @@ class Window(NamedTuple):
 
     Attributes:
         ids: [n] int64, n >= 2.
-        first: the tokens from here on are scored, 1 to n - 1; those before it are context.
+        first: the tokens from here on are scored, 1 to n - 1; the tokens before are context.
         offset: the place of the first scored token among all scored tokens.
     """
 
@@ -87,17 +82,13 @@ class Window(NamedTuple):
 
 
 def cut_windows(documents: Sequence[Array], max_length: int, stride: int) -> list[Window]:
-    """Windows of at most `max_length` tokens, each starting `stride` tokens after the last. So a scored token has at
-    least max_length - stride tokens of context, or all that its document has.
+    """Windows of at most `max_length` tokens (at least 2) of documents, [n] int64 each; each starts `stride` tokens, 1
+    to max_length, after the last. So a scored token has at least max_length - stride tokens of context, or all that its
+    document has.
 
     This is the sliding window of transformers' guide (https://huggingface.co/docs/transformers/perplexity): each token
-    is scored once, by the first window that reaches it; the first of a document by none, and with
-    stride = max_length the first of each window by none.
-
-    Args:
-        documents: [n] int64 each.
-        max_length: at least 2.
-        stride: 1 to max_length.
+    is scored once, by the first window that reaches it; the first of a document by none, and with stride = max_length
+    the first of each window by none.
     """
     windows: list[Window] = []
     offset = 0

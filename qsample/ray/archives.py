@@ -21,10 +21,8 @@ CACHE_VARIABLE: Final = "QSAMPLE_RAY_CACHE"
 
 
 def pack(package: str | Path) -> bytes:
-    """A package's folder as an uncompressed tar archive: weights do not compress.
-
-    Raises PackageError for other folders.
-    """
+    """A package's folder as an uncompressed tar archive (weights do not compress). Raises PackageError for other
+    folders."""
     opened = read_package(package)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -37,10 +35,7 @@ def open_archive(archive: Path | bytes) -> Path:
     """The folder of an archive's package on this machine; the first process that asks for it unpacks it.
 
     Folders are named after the archive's contents and kept in the system's temporary folder, or in $QSAMPLE_RAY_CACHE.
-
-    Args:
-        archive: a tar file, compressed or not, of a package's files or of its folder; or the bytes of such a file.
-
+    The archive is a tar file, compressed or not, of a package's files or of its folder, or the bytes of such a file.
     Raises PackageError if it does not hold a package.
     """
     root = Path(os.environ.get(CACHE_VARIABLE) or Path(tempfile.gettempdir()) / f"qsample-ray-{os.getuid()}")
@@ -86,14 +81,14 @@ def _unpack(archive: Path | bytes, target: Path) -> None:
 
 
 def _package_in(folder: Path) -> Path | None:
-    """The folder itself or a folder in it, whichever is a package; None if neither is."""
+    """The package, which is the folder or a folder in it; None if there is none."""
     if not folder.is_dir():
         return None
     return next((path for path in (folder, *sorted(folder.iterdir())) if (path / MANIFEST_NAME).is_file()), None)
 
 
 def _whole(folder: Path) -> Path | None:
-    """The package in a folder that was unpacked earlier; None if it or files of it are missing."""
+    """The package in a folder that was unpacked earlier, if it and its files are still there."""
     try:
         found = _package_in(folder)
         return None if found is None else read_package(found, verify=False).path

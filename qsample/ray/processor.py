@@ -55,16 +55,15 @@ class QsampleProcessorConfig:
         send_package: read it on this machine and send it with the job instead.
         concurrency: actors, each with an engine and a copy of the model; or (least, most) of them.
         batch_size: rows of a batch.
-        max_concurrent_batches: batches of an actor at once, to keep its engine full while the last rows of a batch
-            end.
-        num_cpus, num_gpus: of an actor. It has as many threads as CPUs, at least 1.
+        max_concurrent_batches: batches of an actor at once, to keep its engine full while the last rows of a batch end.
+        num_cpus, num_gpus: of an actor. It has a thread for each CPU, at least 1.
         slots, prefill_chunk_size: as in `Engine`.
         provider, ctx_len: as in `load`.
         loras: name → the folder of a LoRA adapter, on a path that every machine sees; the sampling_params of a row, or
             of all, choose one as `adapter`.
         sampling_params: fields of `SamplingParams` and options of `generate`; rows may override them.
         id_column: the column with a row's id. A row without a seed gets the seed that follows from its id.
-        should_continue_on_error: a row that fails gets an error in the column `__inference_error__`; False = it ends
+        should_continue_on_error: a row that fails gets an error in the column `__inference_error__`; otherwise it ends
             the job.
         runtime_env: Ray's.
 
@@ -99,10 +98,9 @@ def build_processor(
     preprocess: Callable[[Row], Row] | None = None,
     postprocess: Callable[[Row], Row] | None = None,
 ) -> Callable[[Dataset], Dataset]:
-    """A function of a dataset that continues the prompt of each of its rows.
+    """A function of a dataset that continues the prompt of each of its rows, as `config` says.
 
     Args:
-        config: how.
         preprocess: its result is added to a row. Then a row has `prompt` (a text or token ids) or `messages`, and may
             have `sampling_params` (a mapping) and `seed`. Its tokens depend on these alone: a row without a seed gets
             the seed of its id, so it comes out the same if it runs again because a machine failed. A row with neither
@@ -145,12 +143,7 @@ def build_processor(
 
 
 def warn_where_full(taken: float, cpus: float) -> None:
-    """Warn of actors that leave no CPU for reading rows: Ray Data would wait silently.
-
-    Args:
-        taken: CPUs of the actors.
-        cpus: CPUs of the cluster; it may grow.
-    """
+    """Warn if the actors' CPUs (`taken`) leave no CPU for reading rows: Ray Data would wait silently."""
     if taken > cpus - 1:
         warnings.warn(
             f"the actors take {taken:g} of the cluster's {cpus:g} CPUs, and reading rows takes one: unless the cluster "
@@ -163,7 +156,7 @@ class EngineActor:
     """An engine in an actor. Ray calls it for several batches at once; they overlap in the engine's slots."""
 
     def __init__(self, config: QsampleProcessorConfig, sent: Any) -> None:
-        """sent: a reference to the package's archive; None = it is opened from `config.package`."""
+        """`sent`: a reference to the package's archive; by default it is opened from `config.package`."""
         self._config = config
         if sent is not None:
             import ray
@@ -212,10 +205,8 @@ class EngineActor:
         yield batch
 
     async def generate(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """The generated columns of each row.
-
-        If the engine fails, the rows run once more in a new engine: their tokens follow from their seeds.
-        """
+        """The generated columns of each row. If the engine fails, the rows run once more in a new engine: their tokens
+        follow from their seeds."""
         requests, loop = [self._request(row) for row in rows], asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._threads, self._run, self._engine, requests)
@@ -250,10 +241,8 @@ class EngineActor:
 
 
 def _plain(value: Any) -> Any:
-    """Without NumPy's types, and without the nulls that Arrow inserts for the keys of other rows' mappings.
-
-    The `content` of a message stays, because it may be None by itself.
-    """
+    """Without NumPy's types, and without the nulls that Arrow inserts for the keys of other rows' mappings. The
+    `content` of a message stays, because it may be None by itself."""
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, np.generic):
@@ -264,15 +253,9 @@ def _plain(value: Any) -> Any:
 
 
 def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> tuple[Any, dict[str, Any]]:
-    """The prompt or the messages of a row, and the arguments of its request, its seed included.
-
-    Args:
-        row: a row of a dataset.
-        defaults: arguments for rows whose `sampling_params` leave them out.
-        id_column: the column of the row's id.
-
-    Raises ValueError for a row that has neither prompt nor messages, or neither seed nor id.
-    """
+    """The prompt or the messages of a row, and the arguments of its request: its `sampling_params` on top of
+    `defaults`, its seed included. Raises ValueError for a row that has neither prompt nor messages, or neither seed nor
+    id."""
     options = {**defaults, **_plain(row.get("sampling_params") or {})}
     seed = _number(options.pop("seed", None))
     seed = _number(row.get("seed")) if seed is None else seed

@@ -31,7 +31,7 @@ def serve_app(
 
     Args:
         settings: of each replica's server; `threads` defaults to a replica's CPUs, at least 1.
-        num_replicas: how many; None = 1, or the range of `autoscaling_config`; "auto" = Ray Serve's own range.
+        num_replicas: by default 1, or the range of `autoscaling_config`; "auto" for Ray Serve's range.
         autoscaling_config: Ray Serve's; its `target_ongoing_requests` defaults to the settings' slots, so that a
             replica is added when requests begin to wait.
         num_cpus, num_gpus: of a replica.

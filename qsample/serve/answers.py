@@ -57,16 +57,10 @@ class Answers:
         max_time: float | None,
         prediction: Sequence[int] | None = None,
     ) -> None:
-        """Give the prompts to the engine, all or none.
+        """Give the prompts, which have passed the model's `check_count` and `check_room`, to the engine, all or none.
 
-        Args:
-            prompts: token ids that have passed the model's `check_count` and `check_room`.
-            params: of every answer.
-            make_guide: makes the guide of an answer; None for any text.
-            max_time: seconds that an answer may take.
-            prediction: tokens that every answer is expected to have.
-
-        Raises ApiError, QueueFullError or ValueError.
+        Every answer gets `params` and, if there is a `make_guide`, a guide. It takes at most `max_time` seconds, and is
+        expected to have the tokens of `prediction`. Raises ApiError, QueueFullError or ValueError.
         """
         body, model = self._body, self._model
         self._prompts = prompts
@@ -112,10 +106,8 @@ class Answers:
         return {**head, "choices": choices, "usage": self._usage(outputs)}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, each a part of an answer, then [DONE]; an error is an event, too.
-
-        A slow reader delays no other request: its events wait here, and its requests leave their slots.
-        """
+        """Server-sent events, each a part of an answer, then [DONE]; an error is an event, too. A slow reader delays no
+        other request: its events wait here, and its requests leave their slots."""
         try:
             await self._score()
             self._outer = self._choices[0].outer()
@@ -174,7 +166,7 @@ class Answers:
                 choice.scores = PromptScores(prompt, {} if output is None else output.outputs)
 
     def _empty_outputs(self) -> list[RequestOutput]:
-        """Answers of no tokens. The engine is not asked for them."""
+        """Answers of no tokens, without the engine."""
         timing = RequestTiming(None, None, 0.0)
         return [
             RequestOutput([], "", "length", None, 0, Usage(len(prompt), 0, 0), timing, {})
@@ -203,10 +195,8 @@ class Answers:
 
 
 async def _merged(requests: Sequence[Request]) -> AsyncIterator[tuple[int, Delta | None]]:
-    """The deltas of several requests as they come, with the request's index; None at the end of each.
-
-    Raises the exception of the first request that fails.
-    """
+    """The requests' deltas as they come, with the request's index; None at the end of each. Raises the exception of the
+    first request that fails."""
     if len(requests) == 1:
         async for delta in requests[0]:
             yield 0, delta
@@ -255,12 +245,13 @@ def scoring_params(tokens: int) -> SamplingParams:
 
 
 class ForcedTokens:
-    """The `allowed_tokens` of a request that has to sample given tokens.
+    """The `allowed_tokens` of a request that has to sample given tokens: so the server gets a prompt's
+    log-probabilities.
 
-    So the server computes the log-probabilities of a prompt. A graph returns the log-probability of the tokens that it
-    samples, as the model has it, before any mask. A request begins with the prompt's first token, and each mask allows
-    only the prompt's next token. That takes a step for each token, in a slot like any other, and works on every device.
-    It changes no other request, the answer to the same prompt included.
+    A graph returns the log-probability of the tokens that it samples, as the model has it, before any mask. A request
+    begins with the prompt's first token, and each mask allows only the prompt's next token. That takes a step for each
+    token, in a slot like any other, and works on every device. It changes no other request, the answer to the same
+    prompt included.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:

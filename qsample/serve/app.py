@@ -52,11 +52,8 @@ _DOCS_PACKAGE: Final = "fastapi_offline"  # it brings the files of Swagger UI; F
 
 
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
-    """An ASGI application that loads its models when it starts, and closes them when it ends.
-
-    Args:
-        settings: the models and limits.
-        models: loaded already, with these settings; None loads them at the start.
+    """An ASGI application that loads its models when it starts, unless it gets `models`, loaded with the same settings,
+    and closes them when it ends.
 
     >>> app = make_app(ServeSettings(models={"tiny": "tiny-cpu"}))  # uvicorn.run(app)
     """

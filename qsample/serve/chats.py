@@ -14,8 +14,7 @@ from qsample.text.chat import ChatOptions
 
 
 class Function(Body):
-    """A function that the model may call. parameters: a JSON schema of its arguments. strict: followed if the call is
-    demanded."""
+    """A function that the model may call. `parameters`: a JSON schema. `strict`: followed if the call is demanded."""
 
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: StrictStr | None = None
@@ -94,12 +93,9 @@ class Prediction(Body):
 
 
 class ChatCompletionRequest(ChatPrompt, GenerationRequest):
-    """`/v1/chat/completions`.
-
-    max_completion_tokens: the new name of max_tokens. tool_choice: "none", "auto" (if the request has tools),
-    "required", or the function to call. prediction: guesses of the answer's tokens, if the package checks any.
-    include_reasoning: return the model's thoughts, if the server splits them off the answer (vLLM).
-    """
+    """`/v1/chat/completions`. max_completion_tokens: the new name of max_tokens. tool_choice: "none", "auto" (if the
+    request has tools), "required", or the function to call. prediction: guesses of the answer's tokens, if the package
+    checks any. include_reasoning: return the model's thoughts, if the server splits them off the answer (vLLM)."""
 
     refusals = CHAT
     top_field = "top_logprobs"
@@ -135,7 +131,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer; None if the request sets no limit."""
+        """The most tokens of an answer, if the request limits them."""
         return self.max_completion_tokens or self.max_tokens
 
     @property

@@ -1,7 +1,5 @@
-"""An answer on the wire: a choice of a completion or of a chat.
-
-A choice has the events that new tokens make certain. A whole answer is the sum of its events.
-"""
+"""An answer on the wire: a choice of a completion or of a chat. It consists of the events that new tokens make certain;
+a whole answer is their sum."""
 
 from __future__ import annotations
 
@@ -27,21 +25,16 @@ _TOP_IDS, _TOP_VALUES = (spec.name for spec in TOP_LOGPROB_OUTPUTS)
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What the model says of a prompt.
-
-    Attributes:
-        token_ids: n tokens of the prompt.
-        outputs: the optional outputs of the package by name, an entry for each token but the first, [n - 1, ...]; none
-            for a prompt of a single token.
-    """
+    """What the model says of the n tokens of a prompt. `outputs`: the package's optional outputs by name, [n - 1, ...],
+    from the second token on; empty for a prompt of a single token."""
 
     token_ids: Sequence[int]
     outputs: Mapping[str, Array]
 
     def told(self, texts: TokenTexts, top: int) -> list[Event | None]:
-        """In vLLM's form: for each token the `top` likeliest tokens in its place, and itself, by token id. None for the
-        first token: it follows nothing. The rank of a token is None if it is not among the alternatives that the
-        package returns."""
+        """In vLLM's form: for each token the `top` likeliest tokens in its place, and itself, by token id. The first
+        token has None: it follows nothing. A token's rank is None if the package does not return it among the
+        alternatives."""
         ids, values = self.outputs.get(_TOP_IDS), self.outputs.get(_TOP_VALUES)
         found: list[Event | None] = [None]
         for place, token in enumerate(self.token_ids[1:]):
@@ -61,11 +54,9 @@ class PromptScores:
 
 
 class Choice(ABC):
-    """An answer as events.
-
-    kind, chunk: OpenAI's names of a whole answer and of an event. prefix: of a request's id. content: the field of an
-    event that has the text. scores: of the prompt, if the request asks for them; set before `start`.
-    """
+    """An answer as events. `kind`, `chunk`: OpenAI's names of a whole answer and of an event. `prefix`: of a request's
+    id. `content`: the field of an event that has the text. `scores`: of the prompt, if the request asks for them; set
+    before `start`."""
 
     kind: ClassVar[str]
     chunk: ClassVar[str]
@@ -108,8 +99,8 @@ class Choice(ABC):
         return {}
 
     def _end(self, output: RequestOutput) -> Event:
-        """OpenAI's finish reason, "length" after a timeout, too; and vLLM's stop reason: the stop string or token that
-        ended the answer, None for the model's own end of text; and "timeout"."""
+        """OpenAI's finish reason ("length" after a timeout, too) and vLLM's stop reason: the stop string or token that
+        ended the answer, None for the model's end of text, or "timeout"."""
         stopped = output.finish_reason == "stop"
         reason: str | int | None = output.stop_string if stopped else None
         if stopped and reason is None and output.token_ids and output.token_ids[-1] not in self._model.ends:
@@ -274,7 +265,7 @@ class CompletionChoice(Choice):
 
     def _logprobs(self, tokens: Sequence[int], outputs: Mapping[str, Array], offset: int) -> Event:
         """An object for all tokens. The alternatives include the sampled token, even if it is not among the likeliest.
-        offset: of the first token's text in the answer."""
+        `offset`: of the first token's text in the answer."""
         texts = self._model.token_texts
         strings = [texts.of(token)[0] for token in tokens]
         values = [_finite(outputs[LOGPROBS.name][index, 0]) for index in range(len(tokens))]
@@ -298,7 +289,7 @@ class CompletionChoice(Choice):
 
 def added(first: Any, second: Any) -> Any:
     """Two events as one: texts and lists follow each other, objects are joined field by field, null adds nothing, and
-    another value takes the place of the first."""
+    another value replaces the first."""
     if isinstance(first, dict) and second is not None:
         return first | {name: added(first.get(name), value) for name, value in second.items()}
     if first is None or second is None:
@@ -307,7 +298,7 @@ def added(first: Any, second: Any) -> Any:
 
 
 def _likeliest(outputs: Mapping[str, Array], index: int, top: int | None) -> list[tuple[int, float]]:
-    """The likeliest tokens in the place of a token, with their log-probabilities."""
+    """The likeliest tokens in a token's place, with their log-probabilities."""
     if not top:
         return []
     return [*zip(outputs[_TOP_IDS][index, :top], outputs[_TOP_VALUES][index, :top], strict=True)]

@@ -41,10 +41,11 @@ _STACK: Final = 4 << 20  # bytes; the server's threads have twice as much
 class Form(NamedTuple):
     """The form that an answer has to follow.
 
-    kind: "json_schema" (value: a schema, true for any JSON, or a schema's text), "regex" (value: an expression of
-    Rust's regex crate, for the whole answer), "choice" (value: a list of texts), "grammar" (value: Lark's notation as
-    llguidance reads it, or llama.cpp's GBNF), "call" or "calls" (value: name → schema of a function's arguments): a
-    list of a single call, or of several.
+    - "json_schema": `value` is a schema, true for any JSON, or a schema's text;
+    - "regex": an expression of Rust's regex crate, for the whole answer;
+    - "choice": a list of texts;
+    - "grammar": Lark's notation as llguidance reads it, or llama.cpp's GBNF;
+    - "call", "calls": name → schema of a function's arguments, for a list of a single call, or of several.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "call", "calls"]
@@ -52,10 +53,7 @@ class Form(NamedTuple):
 
 
 def grammar_of(form: Form) -> str:
-    """The text of a form's grammar, for `Grammars.guide`. Needs llguidance.
-
-    Raises ApiError if the form is invalid.
-    """
+    """The text of a form's grammar, for `Grammars.guide`. Needs llguidance. Raises ApiError if the form is invalid."""
     from llguidance import LLMatcher
 
     kind, value = form
@@ -115,10 +113,8 @@ def refused(reason: str) -> ApiError:
 
 
 def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> Compiled:
-    """Compile `grammar` (see `grammar_of`) for llguidance's `tokenizer`.
-
-    Raises ApiError if the grammar is invalid, and if no answer can follow it.
-    """
+    """Compile `grammar` (of `grammar_of`) for llguidance's `tokenizer`. Raises ApiError if the grammar is invalid, or
+    if no answer can follow it."""
     from llguidance import LLMatcher
 
     if grammar.startswith(_GBNF):
@@ -149,7 +145,7 @@ def fill_mask(matcher: Any, mask: Array) -> None:
 
 
 def check_matcher(matcher: Any) -> None:
-    """Raise ApiError for an invalid grammar, and for a grammar that became too complex for llguidance on the way."""
+    """Raise ApiError if the grammar is invalid, or became too complex for llguidance on the way."""
     if matcher.is_error():
         raise refused(matcher.get_error())
 
@@ -163,12 +159,8 @@ class TokenizerArguments(TypedDict):
 
 
 class Trial:
-    """Tells whether grammars can be compiled, one at a time; its process begins with the first.
-
-    Args:
-        tokenizer: returns the arguments of the model's llguidance.LLTokenizer.
-        seconds: that a grammar may take.
-    """
+    """Tells whether grammars can be compiled, one at a time, in a process that begins with the first; each may take
+    `seconds`. `tokenizer` returns the arguments of the model's llguidance.LLTokenizer."""
 
     def __init__(self, tokenizer: Callable[[], TokenizerArguments], seconds: float = SECONDS) -> None:
         self._tokenizer = tokenizer
@@ -176,8 +168,7 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
 
     def refusal(self, grammar: str) -> str | None:
-        """Why `grammar` cannot be compiled, and None if it can. Blocks for `seconds` at most, and a start of the
-        process."""
+        """Why `grammar` cannot be compiled; None if it can. Blocks for at most `seconds` and a start of the process."""
         process = self._process
         if process is None:
             process = self._process = self._start()  # `stop` ends it from here on
@@ -199,7 +190,7 @@ class Trial:
         return f"it takes more than {self._seconds:g} seconds to compile; give a smaller one"
 
     def stop(self) -> None:
-        """End the process, and so the work on a grammar; the next grammar starts another. Callable from any thread."""
+        """End the process, and the work on a grammar; the next grammar starts another. Callable from any thread."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -244,8 +235,8 @@ class Grammars:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qsample-grammar")
 
     async def guide(self, grammar: str) -> GrammarGuide:
-        """A guide for an answer, compiled on another thread, once for simultaneous requests, for as long as one waits.
-        Raises ApiError if the grammar is invalid, takes too much to compile, or no answer can follow it."""
+        """A guide for an answer, compiled on another thread, once for simultaneous requests, as long as one waits.
+        Raises ApiError if the grammar is invalid or takes too much to compile, or if no answer can follow it."""
         if grammar not in self._kept:
             loop = asyncio.get_running_loop()
             self._kept[grammar] = loop.run_in_executor(self._threads, self._compile, grammar)
@@ -337,10 +328,8 @@ class GrammarGuide:
 
 
 def _serve() -> None:
-    """Answer each line of standard input, a grammar in JSON, with a line: null, or the reason why it is refused.
-
-    Invalid grammars pass; the server reports them.
-    """
+    """Answer each line of standard input, a grammar in JSON, with null, or with the reason why it is refused, on a
+    line. Invalid grammars pass; the server reports them."""
     from llguidance import LLTokenizer
 
     arguments: TokenizerArguments = json.loads(sys.stdin.readline())

@@ -64,10 +64,8 @@ _REASON: Final = "qsample.reason"  # why a request is refused; in its scope
 
 
 def json_bytes(value: Any) -> bytes:
-    """`value` as compact JSON in UTF-8, on a line. A lone surrogate is written as its escape: UTF-8 cannot hold it.
-
-    Raises ValueError for NaN and infinities: JSON has none.
-    """
+    """`value` as compact JSON in UTF-8, on a line; lone surrogates, which UTF-8 cannot hold, are written as escapes.
+    Raises ValueError for NaN and infinities: JSON has none."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     if not text.isascii():
         text = text.translate(_LINE_ENDS)
@@ -80,15 +78,8 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 class ApiError(QsampleError):
-    """A request that is answered with an error.
-
-    Args:
-        status: HTTP's number.
-        message: the problem and its remedy.
-        param: the field of the request that is wrong.
-        code: OpenAI's or vLLM's word for the problem.
-        headers: of the answer.
-    """
+    """A request that is answered with an error: HTTP's `status`, and a `message` with the problem and its remedy.
+    `param`: the field of the request that is wrong. `code`: OpenAI's or vLLM's word for the problem."""
 
     def __init__(
         self,
@@ -141,7 +132,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def logged_api_error(error: Exception) -> ApiError:
-    """`as_api_error`; a fault of the server itself is also written to its log, with the traceback."""
+    """`as_api_error`; the log gets a fault of the server itself, with the traceback."""
     answer = as_api_error(error)
     if answer.status == 500:
         _LOG.error("a request failed: %s", answer, exc_info=error)
@@ -198,13 +189,13 @@ def _of_validation(first: Mapping[str, Any], prefix: Sequence[str] = ()) -> ApiE
 
 
 def _is_a_type(part: Any) -> bool:
-    """Whether a part of pydantic's path is a type of a union, not a field or an index."""
+    """Whether a part of pydantic's path is a union's type, not a field or an index."""
     return isinstance(part, str) and (not part.replace("_", "").isalnum() or part in _UNION_TYPES)
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body by itself: a long body on a thread, so that the event loop goes on, and the first of
-    its errors only. FastAPI lists all of them, for half a minute if a body of 4 MB has two million."""
+    """A route that reads its body by itself: a long body on a thread, so that the event loop goes on, and only its
+    first error. FastAPI lists all errors, for half a minute if a body of 4 MB has two million."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -215,7 +206,7 @@ class JsonRoute(APIRoute):
 
         class JsonRequest(Request):
             async def json(self) -> BaseModel:
-                """The body, checked: FastAPI passes an instance of its model on as it is. Raises ApiError."""
+                """The checked body, a model that FastAPI passes on unchanged. Raises ApiError."""
                 body = await self.body()
                 if len(body) < _LONG_BODY:
                     return _parsed(body, model)
@@ -251,11 +242,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Starlette notices that a client has gone only when it sends, and a request may wait long for
-    its first token."""
+    """Server-sent events that end when the client goes, even before the first token; Starlette notices it only when it
+    sends."""
 
     def __init__(self, events: AsyncIterator[bytes], end: Callable[[], object]) -> None:
-        """end: called at the end, an error's or a cancellation's included."""
+        """`end` is called at the end, also after an error or a cancellation."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._end = end
@@ -292,10 +283,8 @@ def _no_constant(name: str) -> None:
 
 
 class ApiKeys:
-    """Lets requests pass that come with a valid key, `Authorization: Bearer KEY`.
-
-    The page, its description, /health and /metrics need no key: they reveal nothing of the prompts.
-    """
+    """Demands a valid key, `Authorization: Bearer KEY`, of requests, except for the page, its description, /health and
+    /metrics: they reveal nothing of the prompts."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
@@ -319,10 +308,10 @@ class ApiKeys:
 
 
 class Exchanges:
-    """Gives each request an id, counts and logs its end, and answers unexpected exceptions. It raises them again
-    for the server's log.
+    """Gives each request an id, counts and logs its end, and answers unexpected exceptions; the server's log gets them,
+    too.
 
-    The id is the client's X-Request-Id, if it is short and plain; the answer has it, too. Starlette's own handler of
+    The id is the client's X-Request-Id, if it is short and plain; the answer has it, too. Starlette's handler of
     exceptions is outside of every other middleware: its answers lack the headers of the CORS middleware, so a page of
     another origin could not read them.
     """
@@ -330,8 +319,8 @@ class Exchanges:
     def __init__(
         self, app: ASGIApp, paths: frozenset[str], count: Callable[[str, int, str], object], log: logging.Logger | None
     ) -> None:
-        """paths: counted by their names; every other path is "other". count: called with a path, a status and a reason;
-        "" = no error. log: gets a line for each request."""
+        """`paths`: counted by their names; every other path is "other". `count`: called with a path, a status and a
+        reason, empty without an error. `log`: gets a line for each request."""
         self._app, self._paths, self._count, self._log = app, paths, count, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -370,8 +359,8 @@ def _shown(text: str) -> str:
 
 
 class BodyLimit:
-    """Refuses larger bodies: before they are read if their length is announced, otherwise while they come; and others
-    while those that are held take too much memory together."""
+    """Refuses bodies of more than `most` bytes: before they are read if their length is announced, otherwise while they
+    come; and any body while the bodies in memory are too large together."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         """most: bytes."""

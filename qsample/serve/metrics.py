@@ -66,11 +66,11 @@ class Metrics:
         request.add_done_callback(partial(self._count, model))
 
     def count_exchange(self, path: str, status: int, reason: str) -> None:
-        """Count an HTTP request. reason: of a refusal, "rate_limit_exceeded" for instance; "" = none."""
+        """Count an HTTP request. `reason`: of a refusal, such as "rate_limit_exceeded"; otherwise empty."""
         self._exchanges.labels(path, str(status), reason).inc()
 
     def follow_scoring(self, model: str, request: Request) -> None:
-        """Count the tokens of a request that scores a prompt; it samples none of them."""
+        """Count the tokens of a request that scores a prompt, and samples none of them."""
         request.add_done_callback(lambda ended: self._scored_tokens.labels(model).inc(ended.completion_tokens))
 
     def text(self) -> bytes:

@@ -40,11 +40,9 @@ _UNKNOWN: Final = "\ufffd"
 
 
 class ServedModel:
-    """A loaded package, or one of its adapters, under its served name.
-
-    base: the package's served name. adapter: None for the package itself. created: seconds since 1970 at which it was
-    loaded. defaults: fields of `SamplingParams` for requests that leave them out.
-    """
+    """A loaded package, or one of its adapters, under its served name. `base`: the package's served name. `adapter`:
+    None for the package itself. `created`: seconds from 1970 to its loading. `defaults`: fields of `SamplingParams` for
+    requests that leave them out."""
 
     def __init__(self, name: str, path: str, settings: ServeSettings) -> None:
         """Raises QsampleError or ValueError if the package cannot be served."""
@@ -97,7 +95,7 @@ class ServedModel:
         )
 
     def with_adapter(self, name: str) -> ServedModel:
-        """The same package and engine under the name of a loaded adapter. All its requests have the adapter."""
+        """The same package and engine under a loaded adapter's name; all its requests have the adapter."""
         view = copy(self)
         view.name = view.adapter = name
         view.created = int(time.time())
@@ -141,18 +139,15 @@ class ServedModel:
         return ReasoningReader(self._reasoning_format, end)
 
     def _is_shown(self, text: str) -> bool:
-        """Whether this model's texts can contain `text`: they do not contain special tokens."""
+        """Whether this model's texts, which lack special tokens, can contain `text`."""
         if self.model.tokenizer is None:
             return True
         token = self.model.tokenizer.get_vocab().get(text)
         return token is None or not self.model.tokenizer.is_skipped(token)
 
     def sampling_params(self, request: GenerationRequest) -> SamplingParams:
-        """The sampling parameters of every answer: the request's fields on top of `defaults`.
-
-        Raises ApiError for what the package cannot do, and ArgumentError for a value out of its range, and for fields
-        that contradict each other.
-        """
+        """The sampling parameters of every answer: the request's fields on top of `defaults`. Raises ApiError for what
+        the package cannot do, and ArgumentError for a value out of its range or fields that contradict each other."""
         self._check_logprobs(request)
         fields = {**self.defaults, **request.sampling_fields()}
         if "max_new_tokens" not in fields:
@@ -192,8 +187,8 @@ class ServedModel:
             raise without_feature("allowed_tokens", asked[-1][0], ", which log-probabilities of a prompt need")
 
     def guides(self, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
-        """A function that makes the guide of an answer that follows `form`; None = any text. Raises ApiError if answers
-        of this model cannot follow it."""
+        """A function that makes guides of answers in this form; None if any text is allowed. Raises ApiError if this
+        model's answers cannot follow the form."""
         if form is None:
             return None
         needed = ", which an answer that follows a schema needs"
@@ -209,13 +204,13 @@ class ServedModel:
         return partial(self.grammars.guide, grammar_of(form))
 
     def check_count(self, count: int) -> None:
-        """Raise ApiError if that many answers can never have places at once."""
+        """Raise ApiError if `count` answers can never have places at once."""
         most = self.engine.slots + self.engine.max_waiting
         if count > most:
             raise ApiError(400, f"{count} answers were requested at once, and this server takes {most}")
 
     def check_places(self, count: int) -> None:
-        """Raise QueueFullError unless that many places are free. They stay free until the event loop goes on, because
+        """Raise QueueFullError unless `count` places are free. They stay free until the event loop goes on, because
         only it adds requests."""
         stats = self.engine.stats()
         taken, most = stats.running + stats.waiting, stats.slots + stats.max_waiting
@@ -249,8 +244,8 @@ class ServedModel:
             )
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
-        """The text of a conversation. Messages of OpenAI's role "developer" have the role "system" for a template that
-        does not know it, as OpenAI does for its earlier models. Raises ValueError as `Tokenizer.render_chat` does."""
+        """The text of a conversation. OpenAI's role "developer" becomes "system" for a template that does not know it,
+        as OpenAI does for its earlier models. Raises ValueError as `Tokenizer.render_chat` does."""
         if any(message.get("role") == "developer" for message in messages):
             source = self.tokenizer.get_chat_template(options.chat_template, tools=options.tools)
             if "developer" not in source:
@@ -268,7 +263,7 @@ class ServedModel:
             raise ApiError(400, f"{wrong} is not a token of this model, which has 0 to {most - 1}", param="prompt")
 
     def add(self, prompt: list[int], params: SamplingParams, *, priority: int = 0, **options: Any) -> Request:
-        """A request to the engine, without waiting for room; options: fields of `Call`. Every token is read, the
+        """A request to the engine, without waiting for room; `options`: fields of `Call`. Every token is read, the
         padding token too: a single prompt has no padding, and a text may spell that token. An empty prompt begins a
         text. Raises ApiError if the adapter has been unloaded meanwhile."""
         if self.adapter is not None:
@@ -310,8 +305,8 @@ class ServedModels:
         return list(self._models.values())  # a copy: another thread may load an adapter meanwhile
 
     def find(self, name: str | None, param: str = "model") -> ServedModel:
-        """The model or the adapter with that name; the first model for None and "". Raises ApiError for an unknown
-        name, in the field `param`."""
+        """The model or adapter `name`; the first model for None and "". Raises ApiError, about `param`, for an unknown
+        name."""
         if not name:
             return next(iter(self))
         if name not in self._models:
@@ -319,15 +314,12 @@ class ServedModels:
         return self._models[name]
 
     def load_adapter(self, name: str, path: str, base: str | None = None, *, replaced: bool = False) -> None:
-        """Serve an adapter. Requests that run go on with the adapter that they began with, replaced or not.
+        """Serve the adapter in a folder below the settings' `lora_dir`; running requests keep the adapter that they
+        began with.
 
-        Args:
-            name: of the adapter for clients.
-            path: its folder, below the settings' `lora_dir`.
-            base: the served name of its model; None for the first.
-            replaced: another adapter of that name may be there.
-
-        Raises ApiError and changes nothing if the name is taken, or if the adapter cannot be used.
+        Clients know it as `name`. It belongs to the model `base`, or by default to the first. With `replaced`, it may
+        take the place of that model's adapter of the same name. Raises ApiError and changes nothing if the name is
+        taken, or if the adapter cannot be used.
         """
         model = self.find(base, "base_model_name")
         self._check_new(name, replaced=model.base if replaced else None)
@@ -346,8 +338,8 @@ class ServedModels:
         self._models.pop(name).model.unload_adapter(name)
 
     def _check_new(self, name: str, *, replaced: str | None = None) -> None:
-        """Raise ApiError if `name` is taken, or no more adapters have room. replaced: an adapter of that name may be
-        there if it is of this model."""
+        """Raise ApiError if no more adapters have room, or if `name` is taken; an adapter of the model `replaced` may
+        have it."""
         there = self._models.get(name)
         if there is not None and (there.adapter is None or there.base != replaced):
             remedy = "give another lora_name" if there.adapter is None else "give another, or load_inplace: true"
@@ -383,7 +375,7 @@ class ServedModels:
 
 
 def without_feature(name: str, param: str | None = None, use: str = "") -> ApiError:
-    """The answer to a request for a feature that the package lacks. use: the feature's, as a clause."""
+    """The answer to a request for a feature that the package lacks. `use`: a clause about the feature."""
     option = f"--{name.replace('_', '-')}"
     text = (
         f"this package was exported without {name}{use}; export it with --for-serving, which brings all that requests"
@@ -392,7 +384,7 @@ def without_feature(name: str, param: str | None = None, use: str = "") -> ApiEr
 
 
 def unknown_model(name: str, there: Iterable[str], kind: str = "model", param: str = "model") -> ApiError:
-    """The answer to a request for a model that is not served. there: the served names."""
+    """The answer to a request for a model that is not served; `there`: the served names."""
     text = f"the {kind} {name!r:.100} does not exist here; there is {', '.join(map(repr, there)) or 'none'}"
     return ApiError(404, text, param=param, code="model_not_found")
 
@@ -445,8 +437,8 @@ class TokenTexts:
 
 @lru_cache(maxsize=1)
 def _byte_table() -> dict[str, int]:
-    """GPT-2's printable characters for bytes (Radford et al. 2019; openai/gpt-2, encoder.py): printable bytes stand
-    for themselves, the other bytes for the code points from 256 on."""
+    """GPT-2's printable characters for bytes (Radford et al. 2019; openai/gpt-2, encoder.py): printable bytes stand for
+    themselves, the other bytes for the code points from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

@@ -15,11 +15,8 @@ Call = tuple[str, str]  # a function's name, and its arguments as JSON text
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models writes its thoughts.
-
-    start, end: texts around them. from_start: an answer begins with thoughts, even without `start`, unless its prompt
-    ends them.
-    """
+    """How a family of models writes its thoughts: between `start` and `end`. `from_start`: an answer begins with
+    thoughts, even without `start`, unless its prompt ends them."""
 
     start: str
     end: str
@@ -37,14 +34,8 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 
 
 def find_reasoning_format(name: str | None, is_shown: Callable[[str], bool]) -> ReasoningFormat | None:
-    """The format with a name; None if thoughts stay in the answer.
-
-    Args:
-        name: a key of REASONING_FORMATS, or None.
-        is_shown: tells whether a text of the model can contain a mark.
-
-    Raises ValueError if the model's texts cannot contain the marks.
-    """
+    """The format `name` of REASONING_FORMATS; None without a name: then thoughts stay in the answer. Raises ValueError
+    unless the model's texts can contain both marks (`is_shown`)."""
     if name is None:
         return None
     form = REASONING_FORMATS[name]
@@ -66,7 +57,7 @@ class ReasoningReader:
     """
 
     def __init__(self, form: ReasoningFormat, prompt: str) -> None:
-        """prompt: its end, special tokens included. Many templates write the mark that begins the thoughts, or, for
+        """`prompt`: its end, special tokens included. Many templates write the mark that begins the thoughts, or, for
         clients that want none, both marks."""
         prompt = prompt.rstrip()
         self._form = form
@@ -77,7 +68,7 @@ class ReasoningReader:
         self._after_mark = False  # blanks that come now are dropped
 
     def put(self, text: str, last: bool = False) -> tuple[str, str]:
-        """The thoughts, and the text of the answer, that have become certain. last: no text follows."""
+        """The thoughts, and the text of the answer, that have become certain. `last`: no text follows."""
         if self._answering:
             if self._after_mark:
                 text = text.lstrip()
@@ -111,10 +102,11 @@ class ReasoningReader:
 class ToolFormat:
     """A notation of calls.
 
-    marks: texts that begin a call, anywhere in an answer. at_start: texts that begin an answer of calls alone; special
-    tokens in front of them are not in the text. read: the calls of a text that begins with a mark; raises ValueError or
-    TypeError unless they are complete and JSON can hold them. in_template: texts of chat templates that teach the
-    format.
+    - `marks`: texts that begin a call, anywhere in an answer.
+    - `at_start`: texts that begin an answer of calls alone; special tokens in front of them are not in the text.
+    - `read`: the calls of a text that begins with a mark; raises ValueError or TypeError unless they are complete and
+      JSON can hold them.
+    - `in_template`: texts of chat templates that teach the format.
     """
 
     marks: tuple[str, ...]
@@ -129,10 +121,8 @@ def _hermes(text: str, tools: Mapping[str, Any]) -> list[Call]:
 
 
 def _json(text: str, tools: Mapping[str, Any]) -> list[Call]:
-    """{"name": ..., "parameters": {...}}, of Llama 3; or a list of {"name": ..., "arguments": ...}, of Mistral.
-
-    Several objects follow each other, perhaps with semicolons between them. [TOOL_CALLS]name{...} too.
-    """
+    """{"name": ..., "parameters": {...}}, of Llama 3; or a list of {"name": ..., "arguments": ...}, of Mistral. Several
+    objects follow each other, perhaps with semicolons between them. [TOOL_CALLS]name{...} too."""
     text = text.strip().removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]").strip()
     calls: list[Call] = []
     decoder = json.JSONDecoder()
@@ -213,7 +203,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 
 
 def find_tool_format(name: str | None, template: str) -> ToolFormat:
-    """The format with a name. Without a name, the format that a chat template teaches, or else Hermes'."""
+    """The format `name`; by default the format that a chat template teaches, or else Hermes'."""
     if name is None:
         known = (key for key, form in TOOL_FORMATS.items() if any(text in template for text in form.in_template))
         name = next(known, "hermes")
@@ -222,12 +212,9 @@ def find_tool_format(name: str | None, template: str) -> ToolFormat:
 
 @dataclass(slots=True)
 class ToolReader:
-    """Splits an answer that comes in pieces into text for the user and calls of tools.
-
-    Text that may begin a call is held back until that is certain; a call comes whole. A beginning that turns out not to
-    be a call is text. tools: the functions' names and parameters. parallel: whether several calls are returned; False
-    drops all but the first.
-    """
+    """Splits an answer that comes in pieces into text for the user and calls of `tools`, the functions' parameters by
+    name. Text that may begin a call is held back until that is certain; a call comes whole. A beginning that turns out
+    not to be a call is text. Without `parallel`, all calls but the first are dropped."""
 
     format: ToolFormat
     tools: Mapping[str, Any]
@@ -274,10 +261,8 @@ class ToolReader:
 
 @dataclass(slots=True)
 class DemandedCalls:
-    """Reads an answer that a grammar constrained to calls: the arguments of a function, or a list of calls.
-
-    name: of the function; None if the answer has calls of any functions, each with its name.
-    """
+    """Reads an answer that a grammar constrained to calls: the arguments of the function `name`, or without a name, a
+    list of calls, each with its function's name."""
 
     name: str | None
     _text: str = field(default="", init=False)
@@ -309,7 +294,7 @@ def _as_tool_call(call: Call) -> dict[str, Any]:
 
 
 def _open_end(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
+    """The number of characters at the end of `text` that may begin `mark`."""
     for count in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:count]):
             return count
@@ -359,9 +344,7 @@ def _typed(name: str, values: list[tuple[str, str]], tools: Mapping[str, Any]) -
 
 def with_objects(message: dict[str, Any]) -> dict[str, Any]:
     """A chat message whose calls have objects as arguments, as templates take them; in OpenAI's API they are texts.
-
-    Texts that are not JSON objects stay.
-    """
+    Texts that are not JSON objects stay."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

@@ -32,7 +32,7 @@ from qsample.serve.http import ApiError
 
 MOST_CHOICES: Final = 128  # OpenAI's limit for n
 MOST_TOKENS: Final = 2**31 - 1
-# Stop tokens, and biases: a step reads as many for each row as the widest row has.
+# Stop tokens, and biases: for each row, a step reads the number that the widest row has.
 MOST_STOPS: Final = 1024
 MOST_BIASES: Final = 1024
 # OpenAI takes 4 stop strings, and vLLM any number; each character takes some hundred bytes while the request runs.
@@ -132,10 +132,8 @@ STRUCTURED_OUTPUTS: Final[Refusals] = {
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields, and without NaN and infinities: JSON has none.
-
-    A null field counts as left out, even an unknown field: clients write out fields that they do not use.
-    """
+    """A JSON object without unknown fields, NaN and infinities. A null field counts as left out, even an unknown field:
+    clients write out fields that they do not use."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     refusals: ClassVar[Refusals] = {}
@@ -215,15 +213,15 @@ else:
 
 
 class GenerationRequest(FilterFields):
-    """The fields that completions and chat completions share; names, ranges and defaults are OpenAI's, after `top_k`
+    """The fields that completions and chat completions share; names, ranges and defaults are OpenAI's, from `top_k` on
     vLLM's.
 
-    model: a served name; None for the first. repeat_penalty: llama.cpp's name of repetition_penalty.
-    prompt_lookup_num_tokens: transformers'; 0 turns the server's guesses off. `user` and the fields
-    after it are ignored.
+    model: a served name, by default the first. repeat_penalty: llama.cpp's name of repetition_penalty.
+    prompt_lookup_num_tokens: transformers'; 0 turns the server's guesses off. `user` and the fields after it are
+    ignored.
     """
 
-    default_limit: ClassVar[int | None] = None  # tokens of an answer; None = as many as the context has room for
+    default_limit: ClassVar[int | None] = None  # tokens of an answer; None: all that fit into the context
     top_field: ClassVar[str]  # the field of `top`
 
     model: StrictStr | None = None
@@ -314,22 +312,22 @@ class GenerationRequest(FilterFields):
 
     @property
     def top(self) -> int | None:
-        """How many alternatives of each token an answer tells; None for no log-probabilities."""
+        """The number of alternatives to each token in an answer; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
     def choices(self) -> int:
-        """How many answers each prompt gets."""
+        """The number of answers to each prompt."""
         return self.n or 1
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer; None if the request sets no limit."""
+        """The most tokens of an answer, if the request limits them."""
         return self.max_tokens
 
     @property
     def requests(self) -> int:
-        """How many requests of an engine each prompt makes."""
+        """The number of engine requests that each prompt makes."""
         return (0 if self.limit == 0 else self.choices) + self.scores_prompt
 
     @property
@@ -344,7 +342,7 @@ class GenerationRequest(FilterFields):
         return options.include_usage, options.include_usage and options.continuous_usage_stats
 
     def sampling_fields(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that the request sets; stop tokens and seeds are not among them."""
+        """The fields of `SamplingParams` that the request sets, except for stop tokens and seeds."""
         fields = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         fields |= {name: max(fields[name], least) for name, least in _LEAST.items() if name in fields}
         if self.limit:
@@ -361,10 +359,8 @@ class GenerationRequest(FilterFields):
 
     @cached_property
     def form(self) -> Form | None:
-        """The form that every answer has to follow; None for any text.
-
-        Raises ApiError if the request has several, or if it asks for tokens after the end of the form.
-        """
+        """The form that every answer has to follow; None for any text. Raises ApiError if the request has several, or
+        if it asks for tokens after the end of the form."""
         form = self._given_form()
         for name in ("ignore_eos", "min_tokens"):
             if form is not None and getattr(self, name):
@@ -418,11 +414,8 @@ Prompt = Annotated[
 
 
 class LoadLoraRequest(Body):
-    """`/v1/load_lora_adapter`, with vLLM's fields.
-
-    lora_path: a folder below the server's `lora_dir`. load_inplace: replace a loaded adapter of that name.
-    base_model_name: the model that it changes; None for the first.
-    """
+    """`/v1/load_lora_adapter`, with vLLM's fields. lora_path: a folder below the server's `lora_dir`. load_inplace:
+    replace a loaded adapter of that name. base_model_name: the model that it changes, by default the first."""
 
     lora_name: StrictStr = Field(min_length=1, max_length=MOST_NAME, pattern=r"^[^\x00-\x1f\x7f,]+$")
     lora_path: StrictStr = Field(min_length=1, max_length=MOST_PATH)
@@ -431,19 +424,16 @@ class LoadLoraRequest(Body):
 
 
 class UnloadLoraRequest(Body):
-    """`/v1/unload_lora_adapter`, with vLLM's fields. lora_int_id: ignored, as there."""
+    """`/v1/unload_lora_adapter`, with vLLM's fields; lora_int_id is ignored, as there."""
 
     lora_name: StrictStr = Field(min_length=1)
     lora_int_id: StrictInt | None = None
 
 
 class CompletionRequest(GenerationRequest):
-    """`/v1/completions`.
-
-    prompt: a text or token ids, or several of either; "" begins a text. logprobs: log-probabilities, with that many of
-    the likeliest tokens. echo: the prompt before its continuation, with its log-probabilities if the request asks for
-    `logprobs`. max_tokens: 0 writes nothing.
-    """
+    """`/v1/completions`. prompt: a text or token ids, or several of either; "" begins a text. logprobs:
+    log-probabilities, with that number of the likeliest tokens. echo: the prompt before its continuation, with its
+    log-probabilities if the request asks for `logprobs`. max_tokens: 0 writes nothing."""
 
     refusals = COMPLETIONS
     default_limit = 16  # OpenAI's

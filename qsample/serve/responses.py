@@ -1,7 +1,5 @@
 """`/v1/responses`, OpenAI's later API: its requests as chat completions, and answers as items with their events.
-
-Nothing is stored: a client sends the whole conversation each time, the items of earlier answers included.
-"""
+Nothing is stored: a client sends the whole conversation each time, with the items of earlier answers."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ class Reasoning(Body):
 
 
 def _messages_of(value: Any) -> list[dict[str, Any]]:
-    """The messages of a chat that the items of an input are."""
+    """An input's items as messages of a chat."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -150,10 +148,8 @@ _Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content
 
 
 class ResponsesRequest(GenerationRequest):
-    """`/v1/responses`.
-
-    input: a text, or messages, calls of functions and their results, in order; kept as the messages of a chat.
-    instructions: a system prompt in front of it. Fields of vLLM's and llama.cpp's requests are as in chats.
+    """`/v1/responses`. input: a text, or messages, calls of functions and their results, in order; kept as the messages
+    of a chat. instructions: a system prompt in front of it. Fields of vLLM's and llama.cpp's requests are as in chats.
     """
 
     refusals = RESPONSES
@@ -244,7 +240,7 @@ class ResponsesRequest(GenerationRequest):
 
 
 class ResponseChoice(ChatChoice):
-    """The items of an answer: its thoughts, its message, its calls; and the events that tell of them."""
+    """The items of an answer (its thoughts, message and calls) and their events."""
 
     kind = chunk = "response"
     prefix = "resp"
@@ -402,7 +398,7 @@ class ResponseAnswers(Answers):
     def __init__(
         self, model: ServedModel, body: ResponsesRequest, metrics: Metrics, params: SamplingParams, prompt: list[int]
     ) -> None:
-        """Prepare it. Arguments: as for `Answers`; params, prompt: of the answer."""
+        """Arguments as for `Answers`; `params` and `prompt` are the answer's."""
         response = {
             "id": f"resp_{body.request_id or uuid.uuid4().hex}",
             "object": "response",

@@ -1,4 +1,4 @@
-"""A server as a process: uvicorn, whose connections have limits, and which lets running requests end on a signal."""
+"""A server as a process: uvicorn with limits for connections; on a signal, running requests may end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def run(
     """Serve until a signal comes; a second signal does not wait for running requests.
 
     Args:
-        settings: the models and limits.
         host, port: the address to listen on; port 0 takes a free port.
         ready: called with the address as soon as the server answers there.
         options: of `uvicorn.Config`, such as log_level.
@@ -87,8 +86,7 @@ class _Server(uvicorn.Server):
         self._drain_timeout = drain_timeout
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal asks for the end that comes now, and the process exits with 0. A second one forces it, and
-        is raised again at the end."""
+        """The process exits with 0 after a first signal. A second signal forces the end, and is raised again then."""
         if self.should_exit:
             super().handle_exit(sig, frame)
             self.force_exit = True
@@ -116,11 +114,10 @@ def limited_protocol(
 ) -> type[asyncio.Protocol]:
     """A class of connections for `uvicorn.Config(http=...)`.
 
-    Args:
-        most_body: bytes of a body, beyond which the application refuses it.
-        refused: called with a status and a reason for each request that does not reach the application; status 0 = the
-            connection was closed without an answer.
-        seconds: in which a request has to arrive.
+    - `most_body`: bytes of a body; the application refuses more.
+    - `refused`: called with a status and a reason for each request that does not reach the application; the status is 0
+      if the connection was closed without an answer.
+    - `seconds`: in which a request has to arrive.
     """
 
     class Limited(HttpToolsProtocol):

@@ -54,19 +54,17 @@ def _guesses(name: str, config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """The models of a server, and its limits.
+    """The models of a server, and its limits; raises ValueError for a wrong value.
 
     The `help` of a field says what it is. Fields without:
 
     Args:
         models: served name → the package's folder; the first model answers requests that name none.
         provider, ctx_len, batch_invariant: as in `load`.
-        threads: of ONNX Runtime's operators; None for its choice.
+        threads: of ONNX Runtime's operators; by default ONNX Runtime chooses.
         chat_template: replaces the packages' templates: a Jinja template, or the name of a template in the packages.
         loras: served name → the folder of a LoRA adapter, for a server of a single model.
         session_config: more settings of ONNX Runtime's sessions, by its keys.
-
-    Raises ValueError for a wrong value.
     """
 
     models: Mapping[str, str]
