@@ -60,10 +60,8 @@ def unreported(stage: str, fraction: float) -> None:
 
 @contextmanager
 def shown(progress: Progress | None) -> Iterator[Progress]:
-    """`progress`; for callers without one, a bar on a terminal or in a notebook, as transformers shows when it loads.
-
-    It needs tqdm; transformers brings it. HF_HUB_DISABLE_PROGRESS_BARS hides it, too.
-    """
+    """`progress`; for callers without one, a bar on a terminal or in a notebook, by tqdm, which transformers brings.
+    HF_HUB_DISABLE_PROGRESS_BARS hides it, too."""
     try:
         from tqdm.auto import tqdm as bar_class
     except ModuleNotFoundError:
@@ -96,11 +94,7 @@ class Stages:
     """
 
     def __init__(self, progress: Progress | None, shares: Mapping[str, float]) -> None:
-        """
-        Args:
-            progress: the caller's callback, if any.
-            shares: the stages by name, with the time that each takes in proportion to the rest.
-        """
+        """progress: the caller's callback, if any. shares: the stages by name, with their times in proportion."""
         self._report = progress or unreported
         ends = list(accumulate(shares.values(), initial=0.0))
         self._spans = {
@@ -124,10 +118,9 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The cost of a stage. None = unknown: Linux alone reports bytes and memory.
+    """The cost of a stage; numbers that only Linux reports (bytes, memory) may be None.
 
     Attributes:
-        stage: its name.
         seconds: of the clock.
         cpu_seconds: of all threads of the process.
         bytes_read, bytes_written: from and to storage; files that the system still holds in memory cost no read.
@@ -160,10 +153,9 @@ def total(costs: Iterable[StageCost], name: str = "total") -> StageCost:
 
 @contextmanager
 def metered(progress: Progress | None) -> Iterator[Meter]:
-    """Measure the stages of the body, from `Stage.STARTING` on.
+    """Measure the stages of the body, from `Stage.STARTING` on; `progress` gets every report.
 
-    Args:
-        progress: gets every report. If it measures already, it is returned: parts of a whole make a single list.
+    If `progress` measures already, it is returned: parts of a whole make a single list.
 
     >>> with metered(progress) as meter:
     ...     meter(Stage.TRACING, 0.1)
@@ -202,10 +194,8 @@ class Meter:
         self._report(stage, fraction)
 
     def part(self, start: float, end: float) -> Meter:
-        """A callback for work that is a part of the whole: its fractions 0 to 1 become `start` to `end`.
-
-        The part's "done" is passed on only if the whole ends with it.
-        """
+        """A callback for work that is a part of the whole: its fractions 0 to 1 become `start` to `end`. The part's
+        "done" is passed on only if the whole ends with it."""
 
         def report(stage: str, fraction: float) -> None:
             if stage != Stage.DONE or end == 1.0:

@@ -1,8 +1,5 @@
-"""What fixes a package's graphs: a model's dimensions and the features chosen at export; the `GraphSpec` of each.
-
-Made of the tensors of `contract.py`. The exporter, the runtime, the manifest, `qsample inspect`, the docs and the tests
-read names, dtypes and shapes from here.
-"""
+"""What fixes a package's graphs: a model's dimensions and the features chosen at export; and the `GraphSpec` of each,
+made of the tensors of `tensors.py`."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ class Features:
 
     Attributes:
         sampler: the graph returns next-token ids; without it `decoder.onnx` returns logits and `sampler.onnx` samples.
-        top_logprobs: 0 = off.
+        top_logprobs: 0 switches it off.
         filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state.
         seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
         num_speculative_tokens: G, the most tokens that a step may guess for a row and check (0: none, and no such
@@ -148,8 +145,7 @@ class Features:
 class KeyValueShape:
     """The cache of an attention layer: `num_key_value_heads` (H) heads of `head_dim` (D).
 
-    Attributes:
-        layer: the layer's number in the model; None: its position among the attention layers, if all layers are.
+    layer: its number in the model; by default its position among the attention layers, if all layers are.
     """
 
     num_key_value_heads: int
@@ -161,12 +157,8 @@ class KeyValueShape:
 class RecurrentShape:
     """A state of fixed size that a recurrent or convolutional layer keeps.
 
-    Attributes:
-        layer: its number in the model.
-        kind: "conv_state" or "recurrent_state".
-        index: of the state among those of its kind in the layer.
-        shape: without the batch axis; it comes first.
-        dtype: "float32" or the model's.
+    `layer` is the layer's number in the model, `kind` "conv_state" or "recurrent_state", and `index` counts the layer's
+    states of that kind. `shape` lacks the batch axis, the first. `dtype` is "float32" or the model's.
     """
 
     layer: int
@@ -185,10 +177,7 @@ class RecurrentShape:
 class AdapterTarget:
     """A linear layer that LoRA adapters may change: y + x A^T B, with the adapter's scale in B.
 
-    Attributes:
-        path: the layer's name in the model, as PEFT names it: "model.layers.0.self_attn.q_proj".
-        in_features: the numbers of x.
-        out_features: the numbers of y.
+    x has `in_features` numbers, y `out_features`. path: PEFT's name of the layer: "model.layers.0.self_attn.q_proj".
     """
 
     path: str
@@ -271,8 +260,7 @@ class Interface:
         vocab_size: V, at least 1.
         key_values: an entry for each attention layer, in layer order.
         dtype: of the model, from MODEL_DTYPES.
-        features: the options of the export.
-        kv_cache_dtype: of keys and values, from KV_CACHE_DTYPES; None = the model's.
+        kv_cache_dtype: of keys and values, from KV_CACHE_DTYPES; by default the model's.
         captured: the decode graph has no control flow, so that a device can capture and replay it, and has the input
             `searched_rows`.
         recurrent: an entry for each state of a recurrent or convolutional layer, in layer order.

@@ -1,5 +1,4 @@
-"""Locks on files: for one process, or shared by several. The system frees them when their process ends, however it
-ends."""
+"""Locks on files: for one process, or shared by several. The system frees them when their process ends, even killed."""
 
 from __future__ import annotations
 
@@ -22,10 +21,9 @@ _PAUSE: Final = 0.1  # seconds between two looks at a lock
 
 
 def lock(descriptor: int, *, shared: bool = False) -> bool | None:
-    """Lock a file without waiting, until it is closed. shared: other processes may share the lock.
+    """Lock a file without waiting, until it is closed; `shared` with other processes that say so.
 
-    Returns:
-        False: another process holds a lock in the way. None: this file system, or Windows for a shared lock, has none.
+    False: another process holds a lock in the way. None: this file system, or Windows for a shared lock, has none.
     """
     try:
         if sys.platform == "win32":
@@ -55,12 +53,8 @@ def is_at(path: Path, file: FileIO) -> bool:
 def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Run the body in one process at a time.
 
-    Args:
-        path: a file that the processes lock. It is made if it is missing, and stays: a process may wait for it.
-        waiting: called once if another process runs the body.
-
-    Raises:
-        OSError: If the file cannot be made.
+    The processes lock the file at `path`. It is made if it is missing (or OSError is raised), and stays: a process may
+    wait for it. `waiting` is called once if another process runs the body.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600)) as file:

@@ -1,7 +1,4 @@
-"""Protobuf messages without the packages protobuf and onnx: the runtime does not need them.
-
-https://protobuf.dev/programming-guides/encoding
-"""
+"""Protobuf messages (https://protobuf.dev/programming-guides/encoding) without the packages protobuf and onnx."""
 
 from __future__ import annotations
 
@@ -12,11 +9,10 @@ _NUMBER, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5  # wire types
 
 
 def fields(data: Any, start: int, end: int) -> Iterator[tuple[int, int | range]]:
-    """The fields of the message in `data[start:end]`, in order.
+    """The fields of the message in `data[start:end]`, in order: each field's number, and its integer or the range of
+    its bytes.
 
-    data: bytes, or a map of a file. Yields the number of a field with an integer, or with the range of its bytes.
-
-    Raises ValueError if it is cut off or no protobuf.
+    data: bytes, or a map of a file. Raises ValueError if it is cut off or no protobuf.
     """
     position = start
     while position < end:

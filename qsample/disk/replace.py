@@ -23,20 +23,16 @@ _UNSUPPORTED: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSU
 
 
 def put_in_place(scratch: ScratchFolder, target: Path, check: Callable[[Path], None]) -> None:
-    """Give the folder `scratch.new` the name `target`. A folder that it replaces goes with the scratch folder.
+    """Give the finished folder `scratch.new` the name `target` on its file system.
 
-    A plain rename of a folder never deletes anything: POSIX lets it replace an empty folder and nothing else, Windows
-    nothing at all. Of two writers, one gets the name. A package is replaced by exchanging the two names. If the
-    file system cannot do that, the name is missing between two renames.
+    A folder that it replaces goes with the scratch folder. A plain rename of a folder never deletes anything: POSIX
+    lets it replace an empty folder and nothing else, Windows nothing at all. Of two writers, one gets the name. A
+    package is replaced by exchanging the two names. If the file system cannot do that, the name is missing between two
+    renames.
 
-    Args:
-        scratch: holds the finished folder, on the file system of `target`.
-        target: its new name.
-        check: raises PackageError if the file or folder at a path has to stay. It gets `target` if something is there,
-            and the replaced folder once more, out of reach of other programs; it goes back if it is refused.
-
-    Raises:
-        PackageError: If the system refuses, and from `check`.
+    `check` raises PackageError if the file or folder at a path has to stay. It gets `target` if something is there, and
+    the replaced folder once more, out of reach of other programs; it goes back if it is refused. A refusal by the
+    system is a PackageError, too.
     """
     try:
         while True:
@@ -90,13 +86,9 @@ def check_replaceable(
 ) -> None:
     """Raise PackageError unless nothing, an empty folder, or something that may be overwritten is at `path`.
 
-    Args:
-        path: `target`, or where it was moved.
-        target: its name for the reader.
-        kind: of a folder that may be overwritten.
-        is_one: whether a folder is of that kind.
-        foreign_files: the files in it that did not come with it.
-        overwrite: the caller's consent.
+    `path` is `target`, the reader's name of it, or where it was moved. With the caller's consent `overwrite`, a folder
+    may be overwritten that is of the kind `kind`, as `is_one` tells, and has no `foreign_files`: files that did not
+    come with it.
     """
     try:
         os.lstat(path)
@@ -124,12 +116,8 @@ def check_replaceable(
 def exchange(first: Path, second: Path) -> bool:
     """Give two folders of one file system each other's name, at once: neither name is ever missing.
 
-    Returns:
-        False, and nothing is changed, if the system or the file system cannot: Windows, a C library without the call
-        (glibc before 2.28), NFS and other file systems.
-
-    Raises:
-        OSError: If it can, and is not permitted.
+    Returns False, and changes nothing, if the system or the file system cannot: Windows, a C library without the call
+    (glibc before 2.28), NFS and other file systems. Raises OSError if it can, and is not permitted.
     """
     name = {"linux": "renameat2", "darwin": "renamex_np"}.get(sys.platform)
     call: Any = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name else None

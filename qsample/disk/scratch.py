@@ -1,10 +1,9 @@
 """Scratch folders next to the files that are made in them: they go with their process, or with the next one.
 
 A scratch folder is called `.qsample-` and sixteen random hexadecimal digits. Its process holds a lock on the file
-`owner` in it; the file names the machine. A killed process leaves both. The next process that makes a
-scratch folder in the same place removes the folders of the same user whose lock is free, if their process ran on this
-machine. Another machine may not see a lock on a network file system, and some file systems have no locks: such a folder
-goes after a week.
+`owner` in it, and the file names the machine. A killed process leaves both. The next process that makes a scratch
+folder in the same place removes the folders of the same user whose lock is free, if their process ran on this machine.
+Another may not see locks on a network file system, and some file systems have none: such a folder goes after a week.
 """
 
 from __future__ import annotations
@@ -37,20 +36,12 @@ _own: set[Path] = set()  # of this process: some file systems let a process take
 class ScratchFolder:
     """A folder in `parent` that is deleted by `cleanup`, or with the last reference to it, or at exit.
 
-    Making it removes the folders that killed processes left in `parent`.
-
-    Args:
-        parent: an existing folder.
-        target: the place in `parent` for `new`, if it goes anywhere. Its old content may be moved to `replaced`, and
-            returns from there if `new` does not arrive.
+    Making it removes the folders that killed processes left in `parent`; PackageError if no folder can be made there.
 
     Attributes:
         path: the folder.
-        new: an empty folder in it, to work in.
-        replaced: a free name in it.
-
-    Raises:
-        PackageError: If no folder can be made in `parent`.
+        new: an empty folder in it, to work in; `target` is its later place in `parent`, if any.
+        replaced: a free name in it, for the old content of `target`; this returns from there if `new` does not arrive.
     """
 
     def __init__(self, parent: Path, target: Path | None = None) -> None:
@@ -77,11 +68,8 @@ class ScratchFolder:
 
 
 def scratch_near(path: Path) -> ScratchFolder:
-    """A scratch folder on the future disk of `path`: the disk of temporary files is often memory.
-
-    Raises:
-        PackageError: If no folder can be made there.
-    """
+    """A scratch folder on the future disk of `path`: the disk of temporary files is often memory. PackageError if it
+    cannot be made."""
     parent = next(
         (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
     )
@@ -92,13 +80,8 @@ def scratch_near(path: Path) -> ScratchFolder:
 def scratch_for(target: Path, needed: int, what: str) -> Iterator[ScratchFolder]:
     """A scratch folder next to `target`, whose missing parents are made; they are removed if the body raises.
 
-    Args:
-        target: the place of what is made.
-        needed: bytes that it takes, about. The disk must have them free.
-        what: the reader's name of it.
-
-    Raises:
-        PackageError: If the folder cannot be made, or the disk is full, before the body or in it.
+    needed: bytes that must be free on the disk. what: the reader's name of what is made. Raises PackageError if the
+    folder cannot be made, or the disk is full, before the body or in it.
     """
     parent = target.parent
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
@@ -209,10 +192,8 @@ def _remove(folder: Path, owner: FileIO, process: int) -> None:
 
 
 def _delete(folder: Path, owner: FileIO) -> None:
-    """Return the content of `replaced` to its place if `new` did not get there, and delete everything else.
-
-    The file `owner` goes last: if this process is killed on the way, the next one knows the folder.
-    """
+    """Return the content of `replaced` to its place if `new` did not get there, and delete everything else; the file
+    `owner` last: if this process is killed on the way, the next one knows the folder."""
     for old in (folder / REPLACED).glob("*"):
         if (folder / NEW).exists():
             old.rename(_free_name(folder.with_name(old.name)))

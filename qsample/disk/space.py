@@ -42,12 +42,9 @@ def check_free(folder: Path, needed: int, what: str) -> None:
 
 @contextmanager
 def full_disk_named(folder: Path, needed: int = 0, what: str = "the work") -> Iterator[None]:
-    """Turn an error inside the `with` block that came of a full disk into a PackageError that names `folder`.
+    """Turn an error of the body that came of a full disk into a PackageError that names `folder`, missing or not.
 
-    Args:
-        folder: a folder on the disk; it may be missing.
-        needed: bytes that `what` takes there, about; 0 = unknown.
-        what: the reader's name of the files.
+    needed: bytes that `what`, the reader's name of the files, takes there, about; 0 if unknown.
     """
     try:
         yield
@@ -80,9 +77,7 @@ def _problem(error: BaseException, folder: Path) -> str | None:
 
 def trim(paths: Iterable[Path], limit: int, remove: Callable[[Path], bool]) -> None:
     """Remove the files and folders that were used longest ago, as their times say, until the rest takes `limit` bytes.
-
-    remove: removes one; False if it has to stay.
-    """
+    `remove` returns False for one that has to stay."""
     found = []
     for path in paths:
         with suppress(OSError):  # another process has removed it

@@ -1,7 +1,5 @@
-"""Tensors in a safetensors file, without the library: written, and read as arrays over the file's mapped memory.
-
-The format is https://huggingface.co/docs/safetensors.
-"""
+"""Tensors in a safetensors file (https://huggingface.co/docs/safetensors), without the library: written, and read as
+arrays over the file's mapped memory."""
 
 from __future__ import annotations
 
@@ -24,10 +22,8 @@ _ALIGNMENT: Final = 8
 def map_tensors(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
     """The metadata and the tensors of a file, in the order of its bytes; bfloat16 as uint16 of its bits.
 
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError, KeyError, TypeError, AttributeError: If it is damaged, or has other dtypes than
-            `_NAMES` and float64.
+    Raises OSError if it cannot be read; ValueError, KeyError, TypeError or AttributeError if it is damaged, or has
+    other dtypes than `_NAMES` and float64.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

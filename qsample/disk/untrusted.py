@@ -54,10 +54,8 @@ def problem_of_name(name: str) -> str | None:
 
 
 def colliding_name(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two names of the same file on some system, or None.
-
-    They differ in case or composition only, or the first is the folder of the second.
-    """
+    """Two names of the same file on some system, or None: they differ in case or composition only, or the first is the
+    folder of the second."""
     seen: dict[str, str] = {}
     folders: dict[str, str] = {}
     for name in names:
@@ -89,15 +87,11 @@ _DEEPEST_JSON: Final = 64
 
 
 def parse_json(text: str, *, infinities: bool = False) -> Any:
-    """The value of a JSON document.
+    """The value of a JSON document. infinities: take `Infinity` and `-Infinity`: Python and some configurations write
+    them.
 
-    Args:
-        text: the document.
-        infinities: take `Infinity` and `-Infinity`, as Python writes them and some configurations have them.
-
-    Raises:
-        ValueError: In one line, for bad syntax, a key that comes twice, NaN, other infinities, a number that no float
-            holds, and arrays and objects more than 64 deep.
+    Raises ValueError, in one line, for bad syntax, a key that comes twice, NaN, other infinities, a number that no
+    float holds, and arrays and objects more than 64 deep.
     """
     constant = _infinity if infinities else _no_constant
     try:
@@ -118,9 +112,7 @@ def read_json(path: Path, largest: int = LARGEST_FILE, *, infinities: bool = Fal
 def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
     """The text of a UTF-8 file.
 
-    Raises:
-        OSError: If it cannot be read.
-        ValueError: If it is not a plain file, larger than `largest` bytes, or not UTF-8.
+    Raises OSError if it cannot be read, ValueError if it is no plain file, larger than `largest` bytes, or not UTF-8.
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ValueError("it is not a plain file")
@@ -195,11 +187,8 @@ _DEEPEST: Final = 100  # protobuf's own limit of nested messages
 def referenced_files(path: Path) -> set[str]:
     """The location of every external tensor, and the file of every EPContext node whose content is in a file.
 
-    ONNX Runtime opens the first, and lets providers open the second.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not a protobuf.
+    ONNX Runtime opens the first, and lets providers open the second. Raises OSError if the file at `path` cannot be
+    read, ValueError if it is not a protobuf.
     """
     found: set[bytes] = set()
     with path.open("rb") as file:
@@ -212,10 +201,8 @@ def referenced_files(path: Path) -> set[str]:
 
 
 def _read(data: Any, kind: str, place: range, found: set[bytes], depth: int) -> dict[str, list[Any]]:
-    """The values and attributes of the message at `place`, by name; the files that it names join `found`.
-
-    A field that comes twice counts both times: a parser may take either.
-    """
+    """The values and attributes of the message at `place`, by name; the files that it names join `found`. A field that
+    comes twice counts both times: a parser may take either."""
     if depth > _DEEPEST:
         raise ValueError(f"its messages are more than {_DEEPEST} deep")
     message: dict[str, list[Any]] = {}

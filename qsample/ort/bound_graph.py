@@ -33,16 +33,9 @@ class BoundGraph:
         *,
         captured: bool = True,
     ) -> None:
-        """Bind a session.
-
-        Args:
-            session: runs the graph.
-            spec: names its inputs and outputs.
-            buffers: at least every input and output of `spec`, by name.
-            device: of the session.
-            replays: of a session that captures CUDA graphs; None for any other session.
-            captured: capture the first run and replay it later, over the same memory; counts only with `replays`.
-        """
+        """`buffers` has every input and output of `spec` by name; `device` is the session's. With `replays`, for a
+        session that captures CUDA graphs, and `captured`, the first run is captured and replayed later, over the same
+        memory."""
         self._thread = None if replays is None else replays.thread
         number = None if replays is None else replays.number() if captured else NOT_CAPTURED
         self._binding: Any = session.io_binding()
@@ -155,9 +148,8 @@ def _end(tasks: _Tasks, thread: threading.Thread) -> None:
 class Replays:
     """The thread and the numbers of all captured runs of a session.
 
-    ONNX Runtime keeps a captured graph under a number, for the thread that captured it and for as long as the session
-    lives; another thread would capture it again. So all of them run on `thread`, and every number is used once: a
-    replay reads and writes the memory that it was captured over.
+    ONNX Runtime keeps a captured graph for its thread under a number, as long as the session lives. So all runs are on
+    `thread`, and a number is used once: a replay reads and writes the memory that it was captured over.
     """
 
     def __init__(self) -> None:

@@ -27,15 +27,11 @@ WITHOUT_ADDRESSES: Final = ("webgpu",)  # devices whose memory is a handle
 class Buffer:
     """Memory of a tensor, or of some rows of it, that graphs are bound to by its address.
 
-    This class is a device's memory: small graphs copy rows there. `HostBuffer` is NumPy's, `Handle` has no address.
-    An array of bfloat16, missing in NumPy, has uint16 of the same bits.
+    This class is a device's memory: small graphs copy rows there. `HostBuffer` is NumPy's, `Handle` has no address. An
+    array of bfloat16, missing in NumPy, has uint16 of the same bits.
 
-    Attributes:
-        owner: keeps the memory alive.
-        dtype: the contract's name.
-        shape: of the tensor or its rows.
-        address: in bytes, of the first number.
-        device: "cpu", "cuda" or "webgpu".
+    `owner` keeps the memory alive; `dtype` is the contract's name; `shape` is the tensor's or the rows'; `address` is
+    the first number's, in bytes; `device` is "cpu", "cuda" or "webgpu".
     """
 
     owner: ort.OrtValue
@@ -118,13 +114,8 @@ class Buffer:
         copy_on_device(_zeros(self.shape[1:], self.dtype, self.device), self.rows(row))
 
     def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
-        """Write row `source` over row `target`.
-
-        Args:
-            source, target: numbers of rows.
-            index: a NumPy index of the row; nothing else has to be copied.
-            of: the tensor of `source`; None = this tensor.
-        """
+        """Write row `source` of `of`, by default this tensor, over row `target`; only NumPy's `index` of it has to be
+        copied."""
         copy_on_device((of or self).rows(source), self.rows(target))
 
     def read_row(self, row: int) -> Array:
@@ -136,8 +127,7 @@ class Buffer:
         return result.view(DTYPES[self.dtype].numpy)
 
     def write_columns(self, row: int, parts: Iterable[tuple[slice, Array]]) -> None:
-        """Write `values` to the columns, along the second axis of a row, of each (columns, values). The other columns
-        may become anything."""
+        """Write arrays to columns of a row, along its second axis: `parts`. The other columns may become anything."""
         whole = np.zeros((1, *self.shape[1:]), DTYPES[self.dtype].numpy)
         for columns, values in parts:
             whole[0][:, columns] = values
@@ -152,7 +142,7 @@ class Buffer:
         return replace(self, dtype="float16") if self.dtype == "bfloat16" else self
 
     def swap_rows(self, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
-        """Swap two rows, on the CPU. columns: how many of each, from the start of its second axis; None = all."""
+        """Swap two rows, on the CPU. columns: how many of each, from the start of its second axis; by default all."""
         raise NotImplementedError(self.device)
 
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
@@ -209,8 +199,8 @@ class HostBuffer(Buffer):
 class Handle(Buffer):
     """Memory of a device that hands out tensors without addresses, such as WebGPU's: they are bound whole.
 
-    `address` counts from the start of `owner`. Some rows are a part, over which a graph can only run in a separate
-    tensor: `take` copies them there and `put` back, on the device.
+    `address` counts from the start of `owner`. Some rows are a part: for a graph, `take` copies them to a separate
+    tensor and `put` back, on the device.
     """
 
     @property
@@ -315,7 +305,7 @@ class RetainedState:
         return self._sides[self.side][name]
 
     def inputs(self, rows: range | None = None, *, side: int | None = None) -> dict[str, Buffer]:
-        """State name → its current value, or that of a given side: all rows, or some of them."""
+        """State name → its value, now or on a given side: all rows, or some of them."""
         buffers = self._sides[self.side if side is None else side]
         return dict(buffers) if rows is None else rows_of(buffers, rows)
 
@@ -326,8 +316,8 @@ class RetainedState:
         return buffers if rows is None else rows_of(buffers, rows)
 
     def flip(self, written: range | None = None) -> None:
-        """Make the newest values the current values. written: their rows; None = all. Other rows keep their values, for
-        which the host has to read the memory."""
+        """Make the newest values, of all rows or of `written`, the current values. The host has to read the memory to
+        keep the values of the other rows."""
         now, then = self._sides[self.side], self._sides[1 - self.side]
         others = [] if written is None else [slice(written.start), slice(written.stop, None)]
         for rows in others:
@@ -406,10 +396,8 @@ def _session(graph: bytes, device: str) -> ort.InferenceSession:
 
 
 def _value_at(buffer: Buffer) -> ort.OrtValue:
-    """A value over the buffer's memory, in the middle of its owner's: a binding creates it.
-
-    The same session does for every dtype, because its graph does not run.
-    """
+    """A value over the buffer's memory, in the middle of its owner's: a binding creates it. Its session serves every
+    dtype, because the graph does not run."""
     graph = small_graphs.identity(DTYPES["float32"].onnx)
     binding = _session(graph, buffer.device).io_binding()
     buffer.bind_output(binding, "y")

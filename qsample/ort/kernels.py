@@ -1,6 +1,6 @@
 """The kinds of products and attentions in an ONNX file, for `ort.rounding`; without the package onnx.
 
-An operator's kind is what decides on its kernel: its attributes, the dtypes and shapes of its weights. A model of many
+A kind is what decides on an operator's kernel: its attributes, the dtypes and shapes of its weights. A model of many
 layers has a handful.
 """
 
@@ -38,16 +38,11 @@ _FOLDED: Final = ("Cast", "Transpose")
 
 
 class Product(NamedTuple):
-    """A kind of product.
+    """A kind of product, by an operator of ONNX or com.microsoft.
 
-    Attributes:
-        operator: of ONNX or com.microsoft.
-        dtype: of activations, by the contract's names.
-        shapes: of its operands but the activations, with few outputs and experts: () = it lacks the operand.
-        dtypes: of these operands.
-        attributes: AttributeProtos.
-        cast: its weights are stored in float16.
-        given: its weights are an input of the graph.
+    `dtype` is the activations'; all dtypes have the contract's names. `shapes` and `dtypes` are the other operands',
+    with few outputs and experts; a missing operand has shape (). `attributes` are AttributeProtos. `cast`: the weights
+    are stored in float16. `given`: the weights are an input of the graph.
     """
 
     operator: str
@@ -76,12 +71,8 @@ class Product(NamedTuple):
 class Attention(NamedTuple):
     """A kind of GroupQueryAttention.
 
-    Attributes:
-        attributes: AttributeProtos.
-        past: key-value heads, head size.
-        dtype: of the cache.
-        packed: queries, keys and values are one input.
-        constants: slot, shape and dtype of the inputs that never change.
+    `attributes` are AttributeProtos; `past` is the number of key-value heads and the head size; `dtype` is the cache's;
+    `packed`: queries, keys and values are one input; `constants`: slot, shape and dtype of inputs that never change.
     """
 
     attributes: tuple[bytes, ...]
@@ -92,14 +83,11 @@ class Attention(NamedTuple):
 
 
 def read_kernels(data: Any, columns: int) -> frozenset[Product | Attention]:
-    """The kinds of products with weights in an ONNX file, and of attentions to several tokens of each row; those in
-    graphs inside it included.
+    """The kinds of products with weights, and of attentions to several tokens of a row, in an ONNX file, inner graphs
+    included.
 
-    Args:
-        data: of the file: bytes, or a map of it.
-        columns: products with more outputs become small products of about so many.
-
-    Raises ValueError, IndexError or KeyError if it is no ONNX file, or none of a model.
+    data: bytes of the file, or a map of it. columns: products with more outputs become small products of about this
+    number. Raises ValueError, IndexError or KeyError if it is no ONNX file, or none of a model.
     """
     found = set[Product | Attention]()
     for graph in _parts(_message(data, range(len(data))), _MODEL_GRAPH):
@@ -243,8 +231,8 @@ def _float_product(operator: str, known: _Known, attributes: tuple[bytes, ...], 
 
 
 def _experts(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product | None:
-    """MoE and QMoE with two experts of few hidden units; None for layouts that no exporter here writes. columns: not
-    for them."""
+    """MoE and QMoE with two experts of few hidden units, for any `columns`; None for layouts that no exporter here
+    writes."""
     numbers = dict(map(integer_of, attributes))
     quantized, bits = operator == "QMoE", numbers.get("expert_weight_bits", 0)
     inner, last = ((2, 3, 4, 11), 5) if quantized else ((2, 3), 4)  # operands of the first product; the second matrix

@@ -35,9 +35,8 @@ Mapping = tuple[int, int]  # start and end, in bytes
 def in_huge_pages() -> Iterator[None]:
     """Put memory that is allocated and written to inside the `with` block into huge pages. Addresses do not change.
 
-    A thread does it afterwards, because a gigabyte takes more than half a second. Each allocation is rounded up to
-    2 MiB. Nothing happens if the system is not Linux, is older than 6.1 or has no contiguous memory left, or if huge
-    pages are switched off.
+    A thread does it afterwards, because a gigabyte takes more than half a second; allocations are rounded up to 2 MiB.
+    Nothing happens before Linux 6.1, on other systems, without contiguous memory, or if huge pages are switched off.
     """
     if not _allowed():
         yield

@@ -1,8 +1,8 @@
 """ONNX Runtime's model packages: the `manifest.json` of a package, and bundles of the variants of a model.
 
 ONNX Runtime 1.32 opens both with `onnxruntime.ModelPackage` (microsoft/onnxruntime#27786). A bundle is a folder with a
-`manifest.json` and a qsample package for each target in a folder of its name; equal files of the packages are one file
-on the disk. Each package stays whole, and its hashes are verified when it is loaded: ONNX Runtime verifies nothing.
+`manifest.json` and a folder for each target's qsample package; equal files are one file on the disk. Each package stays
+whole, and its hashes are verified when it is loaded: ONNX Runtime verifies nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +27,11 @@ _LARGEST: Final = 1 << 20
 
 
 def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool = False) -> list[str]:
-    """Put packages of a model into a bundle.
+    """Put packages of a model into a bundle at the folder `out`, and return the names of the variants.
 
-    Args:
-        out: the bundle's folder.
-        packages: folders of packages with the same tokenizer and vocabulary, each for another target; a portable
-            package is the variant "portable".
-        overwrite: replace a bundle that is already there.
-
-    Returns:
-        The names of the variants.
-
-    Raises:
-        PackageError: If a package is damaged, two are for one target, they are not of one model, or `out` cannot be
-            written.
+    `packages` are folders of packages with the same tokenizer and vocabulary, each for another target; a portable
+    package is the variant "portable". `overwrite` replaces a bundle that is already there. Raises PackageError if a
+    package is damaged, two are for one target, they are not of one model, or `out` cannot be written.
     """
     opened = {str(path): read_package(path) for path in packages}
     if not opened:
@@ -90,15 +81,11 @@ def is_bundle(path: str | Path) -> bool:
 
 
 def package_in(path: str | Path, provider: str | Sequence[str] | None = None) -> str | Path:
-    """The folder of the package to load.
+    """The folder of the package to load: a bundle's variant, or `path` itself if it is no bundle.
 
-    Args:
-        path: the folder of a bundle; anything else is returned as it is.
-        provider: a short name, whose variant is taken, or the portable variant if there is none; None = the variant of
-            the first provider that is available here: CUDA, WebGPU, OpenVINO, the CPU.
-
-    Raises:
-        PackageError: If a bundle has no variant for the provider.
+    `provider` as a short name chooses its variant, or the portable variant if there is none. Otherwise the variant of
+    the first provider that is available here counts: CUDA, WebGPU, OpenVINO, the CPU. Raises PackageError if a bundle
+    has no such variant.
     """
     folder = Path(path)
     variants = _variants(folder)

@@ -41,7 +41,7 @@ class SessionOptions:
     """How ONNX Runtime runs.
 
     Attributes:
-        intra_op_num_threads: threads of one operator; None = see `chosen_threads`.
+        intra_op_num_threads: threads of one operator; by default as `chosen_threads` says.
         provider_options: for the first provider.
         config: further session configuration entries by ONNX Runtime's key.
         batch_invariant: rows get the same last bits in any batch; see `ort.rounding`. False takes what is fastest.
@@ -66,11 +66,8 @@ class SessionOptions:
 def session_options(
     config: Mapping[str, str] | None = None, *, intra_op_num_threads: int | None = None
 ) -> ort.SessionOptions:
-    """ONNX Runtime's own options, without its log: warnings are about its own optimisations, errors are exceptions, and
-    both print names of the graph as they are; such names could command a terminal.
-
-    config, intra_op_num_threads: as in `SessionOptions`.
-    """
+    """ONNX Runtime's options, from the fields of `SessionOptions`, without its log: warnings are about optimisations,
+    errors are exceptions, and both print a graph's names as they are: such names could command a terminal."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     threads = chosen_threads(intra_op_num_threads)
@@ -82,11 +79,11 @@ def session_options(
 
 
 def chosen_threads(asked: int | None) -> int | None:
-    """The threads of a session: `asked`, or as many as this process may use; None = ONNX Runtime's choice, the number
-    of the machine's cores.
+    """The threads of a session: `asked`, or one for each core that this process may use; None leaves it to ONNX
+    Runtime.
 
-    That choice respects neither the process's affinity nor the quota of a container: ONNX Runtime starts a thread for
-    every core of the machine, and binds each to its core, even if the process may not run on it.
+    ONNX Runtime would start a thread for every core of the machine, and bind each to its core, regardless of the
+    process's affinity and of its container's quota.
     """
     if asked is not None or _from_environment() is not None:
         return asked
@@ -109,7 +106,7 @@ def _from_environment() -> int | None:
 
 
 def _affinity() -> Iterable[int] | None:
-    """Numbers of the processors that this process may run on; None = unknown."""
+    """Numbers of the processors that this process may run on; None if unknown."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
@@ -119,7 +116,7 @@ def _machine() -> int:
 
 
 def _cores(processors: Iterable[int] | None) -> int:
-    """The number of cores of some processors; None = of all."""
+    """The number of cores of some processors, by default of all."""
     if processors is None:
         online = [int(path.name[3:]) for path in _CPUS.glob("cpu[0-9]*") if (path / "topology").exists()]
         processors = online or range(os.cpu_count() or 1)

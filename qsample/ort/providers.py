@@ -38,8 +38,8 @@ class Provider(NamedTuple):
 
     Attributes:
         install: advice on its installation.
-        options: those that a manifest may set, each with its values as a pattern of the whole text: those that
-            compile's own targets write, and precision. None = no manifest may name the provider.
+        options: precision and the options that compile's targets write, each with a pattern of its whole value: a
+            manifest may set them. None: no manifest may name the provider.
         memory: the device of a session's buffers.
         fallbacks: providers before the CPU's for the nodes that it leaves over.
     """
@@ -79,8 +79,7 @@ _PLUGIN_PREFIX: Final = "onnxruntime_ep_"
 def execution_providers(name: str) -> tuple[str, ...]:
     """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's last.
 
-    A short name stands for a provider that ONNX Runtime knows, or that an installed plugin `onnxruntime_ep_<name>`
-    brings. Raises QsampleError for any other name.
+    QsampleError unless ONNX Runtime knows the provider, or an installed plugin `onnxruntime_ep_<name>` brings it.
     """
     known = {short_name(provider): provider for provider in ort.get_all_providers()}
     provider = known.get(name) or next(iter(_plugin_providers(_PLUGIN_PREFIX + name)), None)
@@ -160,15 +159,10 @@ def _install_advice(provider: str) -> str:
 
 def check_manifest_options(package: Package, provider: object, chosen: Mapping[str, str]) -> None:
     """Raise PackageError if the manifest of a device package names a provider or an option that a package may not: a
-    manifest is data that may come from anybody, and some options of a provider load libraries or write files.
+    manifest may come from anybody, and some options of a provider load libraries or write files.
 
-    An installed compile target that the package was made for (entry point group `qsample.targets`) may have every
-    option that it writes. The caller's own options are not checked.
-
-    Args:
-        package: of any kind.
-        provider: the caller's, by short name or in a list: it is allowed.
-        chosen: the caller's options, in place of the manifest's.
+    An installed compile target (entry point group `qsample.targets`) may have every option that it writes. The caller's
+    `provider`, by short name or in a list, and options `chosen`, used in place of the manifest's, are allowed.
     """
     compilation = package.manifest.compilation
     if compilation is None:
@@ -234,16 +228,10 @@ def open_session(
     provider_options: Mapping[str, str] | None = None,
     **more: Any,
 ) -> ort.InferenceSession:
-    """A session.
+    """A session of a model's file, or of the graph in bytes.
 
-    Args:
-        model: a file, or the graph in bytes.
-        options: ONNX Runtime's own.
-        providers: in order of preference.
-        provider_options: for the first provider.
-        more: for InferenceSession.
-
-    Raises QsampleError if the first provider does not load; ONNX Runtime would only warn, and run without it.
+    `providers` come in order of preference, the first with `provider_options`; `more` is for InferenceSession. Raises
+    QsampleError if the first provider does not load; ONNX Runtime would only warn, and run without it.
     """
     chosen = dict(provider_options or {})
     if CUDA in providers:
@@ -266,10 +254,8 @@ def compile_context(
     source: Path, destination: Path, providers: Sequence[str], provider_options: Mapping[str, str]
 ) -> None:
     """Let the first of `providers` compile ahead of time: write `destination`, in which EPContext nodes replace the
-    nodes that it runs, and next to it their content and the remaining weights.
-
-    https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
-    """
+    nodes that it runs, and next to it their content and the remaining weights
+    (https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html)."""
     options = session_options()
     if is_plugin(providers[0]):
         add_plugin(options, providers[0], provider_options)
@@ -287,12 +273,10 @@ def compile_context(
 
 
 def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]) -> None:
-    """Put a plugin's provider into `options`, on all its devices of this machine.
+    """Put a plugin's provider into `options`, on all its devices of this machine; QsampleError if it has none.
 
-    provider_options: its own. For OpenVINO: DEVICE, the device, "CPU" if it is absent; and properties of that device
+    For OpenVINO, `provider_options` are `DEVICE`, "CPU" if it is absent, and properties of that device
     (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html).
-
-    Raises QsampleError if the provider has no such device here.
     """
     if provider == OPENVINO:
         _add_openvino(options, provider_options)

@@ -69,12 +69,11 @@ class Rounding(NamedTuple):
     """How the products of a package round here.
 
     Attributes:
-        products: the numbers of rows for those with the model's own weights.
-        adapters: for those with the matrices of LoRA adapters.
-        experts: for the rows of each expert.
-        attention: several tokens of a row round as one by one; of graphs whose attention gets the tokens of each
-            row (`query_seqlens`), as in packages with guesses.
-        unknown: faults, in words: products for which no such numbers were found, or that could not be measured.
+        products, adapters, experts: numbers of rows for products with the model's weights, with the matrices of LoRA
+            adapters, and for the rows of each expert.
+        attention: several tokens of a row round as one by one; of graphs whose attention gets the tokens of each row
+            (`query_seqlens`), as in packages with guesses.
+        unknown: in words, products for which no such numbers were found, or that could not be measured.
         digest: hexadecimal; another processor whose kernels round otherwise has another.
     """
 
@@ -94,14 +93,8 @@ class Rounding(NamedTuple):
 
 
 def measured(path: Path, threads: int | None = None, config: Mapping[str, str] | None = None) -> Rounding:
-    """How the products of a graph round here, on the CPU.
-
-    Args:
-        path: of the graph.
-        threads, config: of the sessions, as in `session_options`.
-
-    Raises PackageError if the file is no ONNX graph.
-    """
+    """How the products of the graph at `path` round here, on the CPU, in sessions with `session_options(config,
+    threads)`. Raises PackageError if the file is no ONNX graph."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             kernels = read_kernels(data, _COLUMNS * most_shares(threads))

@@ -49,25 +49,22 @@ class Sessions:
     """The loaded graphs of a package.
 
     Attributes:
-        interface: of the package.
-        decoder: runs the model, and the sampler if that is in the same graph.
         sampler: samples on the host; None if the decoder does.
         device: of the decoder's buffers, "cpu", "cuda" or "webgpu".
         replays: None if the decoder's runs are not captured and replayed.
         tokens_per_call: S, if the decoder has it fixed.
         joins_prompts: a run can read the first tokens of several rows.
-        ragged: a run takes any number of tokens of each row behind any others, and each row gets the last bits that it
-            gets alone.
-        step_rows: a decode step can be over adjacent rows of the batch alone, in these numbers; None = it is over all
-            rows.
+        ragged: a run takes any number of tokens of each row behind any earlier ones, and each row gets the last bits
+            that it gets alone.
+        step_rows: the numbers of adjacent rows that a decode step can be over; None if it is over the whole batch.
         adapter_rows: the same of rows with LoRA adapters.
         batch_rows: the numbers of rows of a batch, idle ones included, that its products round alike.
         piece_tokens: how many tokens of a row, padding included, a piece of a prompt can have.
         guesses: steps may check guesses; False if these would change tokens here.
-        rounding: how the products round here; None = it was not measured.
+        rounding: how the products round here, if it was measured.
         piece_size, late_piece_size: tokens of the pieces in which a prompt is read; see `Pieces`.
-        tail_size: so many tokens at the end of a piece, read again without those before them, give the same last bits;
-            None = the whole piece has to be read.
+        tail_size: the number of tokens at the end of a piece that give the same last bits when they are read again
+            without those before them; None if the whole piece has to be read.
     """
 
     interface: Interface
@@ -90,8 +87,8 @@ class Sessions:
 
     @property
     def input_device(self) -> str:
-        """The device of what the host writes and graphs only read. If the memory has no addresses, that is the host,
-        from which each run copies it."""
+        """The device of what the host writes and graphs only read: the host if the memory has no addresses; each run
+        copies it."""
         return "cpu" if self.device in WITHOUT_ADDRESSES else self.device
 
 
@@ -102,14 +99,11 @@ def open_sessions(
     *,
     logits: bool = False,
 ) -> Sessions:
-    """Load the graphs of a package.
+    """Load the graphs of a package, checked against its manifest.
 
-    Args:
-        package: its graphs are checked against its manifest.
-        provider: a short name (see `execution_providers`), or ONNX Runtime's own provider names in order of preference;
-            None = the provider that a device package was compiled for, otherwise "cpu".
-        options: None = the defaults.
-        logits: the decoder returns its logits in addition to its other outputs; see `with_logits`.
+    `provider` is a short name (see `execution_providers`) or ONNX Runtime's provider names in order of preference; by
+    default the provider that a device package was compiled for, otherwise "cpu". With `logits`, the decoder returns its
+    logits as well (`with_logits`).
 
     Raises QsampleError if the provider does not exist here or the package was compiled for another, PackageError if a
     graph does not have the interface that the manifest promises.
@@ -197,10 +191,8 @@ def _scalar(number: int) -> ort.OrtValue:
 
 
 def _rows_of_heads(package: Package, options: SessionOptions) -> int:
-    """The smallest number of rows at which attention in a decode step rounds as it does over more rows.
-
-    If a session has more threads than rows times attention heads, several threads share a head and add up their parts.
-    """
+    """The smallest number of rows at which attention in a decode step rounds as over more rows: if a session has more
+    threads than rows times attention heads, several threads share a head and add up their parts."""
     shares = most_shares(options.intra_op_num_threads)
     heads = min((shape.num_key_value_heads for shape in package.interface.key_values), default=shares)  # or more
     return -(-shares // heads)

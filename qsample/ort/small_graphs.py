@@ -1,7 +1,4 @@
-"""Graphs of a few nodes, made without the package onnx: the runtime does not need it.
-
-The numbers of the fields come from onnx.proto.
-"""
+"""Graphs of a few nodes, made without the package onnx, which the runtime lacks; field numbers are onnx.proto's."""
 
 from __future__ import annotations
 

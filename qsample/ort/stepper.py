@@ -28,26 +28,18 @@ from qsample.ort.session import Sessions, with_logits
 class Stepper:
     """Rows of a package on its device; each run reads a token of every row.
 
-    `write` inputs and states, `run`, and `read` outputs. Parameters that were not written are off, everything else is
-    zeros: so every row runs, and none emits.
-
-    Attributes:
-        specs: the inputs, and the states but the cache; these may be written.
-        outputs: names of the outputs but the states.
+    `write` what `specs` has (inputs, and states but the cache), `run`, and `read` `outputs` (names, without states) or
+    states. Parameters that were not written are off, everything else is zeros: so every row runs, and none emits.
     """
 
     def __init__(
         self, sessions: Sessions, rows: int, capacity: int, *, captured: bool = False, logits: bool = False
     ) -> None:
-        """Allocate the memory.
+        """Allocate the memory of at least one row, with capacity T.
 
-        Args:
-            sessions: of the package.
-            rows: at least 1.
-            capacity: T, tokens of a row.
-            captured: capture and replay the runs, if the package is made for that. A capture runs the graph several
-                times over the same inputs, so a cache that may not be written twice is not updated in place.
-            logits: `sessions` were opened with the logits among the outputs.
+        With `captured`, runs are captured and replayed if the package is made for that. A capture runs the graph
+        several times over the same inputs, so a cache that may not be written twice is not updated in place. `logits`:
+        `sessions` were opened with the logits among the outputs.
         """
         interface, self._sessions = sessions.interface, sessions
         self._graph_spec = spec = with_logits(interface.decoder) if logits else interface.decoder

@@ -64,14 +64,14 @@ class Compilation:
     Attributes:
         provider: the target's name.
         execution_providers: of ONNX Runtime, in order.
-        batch_size: most rows in a call; None = any number.
+        batch_size: most rows in a call (None: any number).
         ctx_len: capacity T.
         placement: execution provider → operator → number of nodes.
         self_test: figures of the run that compared it with the portable graph.
         provider_options: of the first execution provider.
-        quantization: of weights and cache, with the bytes of the weights before and after, the number of matrices that
-            came quantized, and the measured divergence; None = not quantized.
-        least_onnxruntime: the oldest version of ONNX Runtime that runs it; None = as docs/contract.md says.
+        quantization: of weights and cache, if any, with the bytes of the weights before and after, the number of
+            matrices that came quantized, and the measured divergence.
+        least_onnxruntime: the oldest version of ONNX Runtime that runs it; by default as docs/contract.md says.
     """
 
     provider: str
@@ -99,13 +99,13 @@ class Manifest:
 
     Attributes:
         versions: package name → version that made it.
-        max_position_embeddings: longest context that the model knows; None = unlimited.
+        max_position_embeddings: longest context that the model knows (None: unlimited).
         parity: figures of the export's comparison with the original model.
         compilation: device packages only.
         files: name → entry; filled in by the writer.
         packed_weights: of a checkpoint that was quantized already: the number of quantized matrices, their bits, block
-            sizes and bytes; None = not quantized.
-        timing: the stages before the publishing, because publishing ends with this manifest; empty = not measured.
+            sizes and bytes.
+        timing: the stages before the publishing, because publishing ends with this manifest; empty if not measured.
     """
 
     kind: Literal["portable", "device"]
@@ -173,10 +173,8 @@ class Manifest:
 
 
 def model_package(packages: Mapping[str, Manifest]) -> dict[str, Any]:
-    """The content of `manifest.json`, with which ONNX Runtime opens packages as the variants of a model package.
-
-    packages: the manifests by folder, relative to the folder of `manifest.json`.
-    """
+    """The content of `manifest.json`, with which ONNX Runtime opens packages as the variants of a model package, from
+    the manifests by folder, relative to the folder of `manifest.json`."""
     components: dict[str, Any] = {}
     for folder, manifest in packages.items():
         compilation = manifest.compilation
@@ -273,12 +271,7 @@ def _check_names(files: Mapping[str, FileEntry]) -> None:
 
 def _decode(kind: Any, data: Any, where: str, field: str = "") -> Any:
     """JSON `data` as the annotated type `kind`; PackageError says which key is unknown, missing, mistyped or out of
-    range.
-
-    Args:
-        where: the place in the manifest, for the message.
-        field: the dataclass's field that `data` belongs to.
-    """
+    range, at the place `where` in the manifest. field: the dataclass's field that `data` belongs to."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return data

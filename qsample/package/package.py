@@ -61,12 +61,7 @@ _READINGS: Final = 50  # of a package that is replaced while it is read; on a bu
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package on disk.
-
-    Attributes:
-        path: absolute.
-        identity: of the manifest's file when it was read; None = unknown.
-    """
+    """A package on disk, at the absolute `path`. identity: of the manifest's file when it was read, if known."""
 
     path: Path
     manifest: Manifest
@@ -127,7 +122,7 @@ class Unpublished(Package):
 
 class PackageWriter:
     """The argument of `write_package`'s body: write files below `directory`, then call `finish` once. `target` is the
-    place of the package."""
+    package's."""
 
     def __init__(self, directory: Path, target: Path) -> None:
         self.directory = directory
@@ -136,8 +131,8 @@ class PackageWriter:
         self._known: dict[Path, tuple[Version | None, str]] = {}
 
     def put_aside(self) -> Path | None:
-        """Publish to a free name next to the unchanged target, and return that name; None if the target itself
-        is temporary."""
+        """Publish to a free name next to the unchanged target, and return it; None if the target itself is
+        temporary."""
         if outside_scratch(self.target) != self.target:
             return None
         names = (f"{self.target.name}.rejected{number or ''}" for number in itertools.count())
@@ -156,8 +151,8 @@ class PackageWriter:
         return sha256 if version is not None and version == version_of(path) else sha256_of(path)
 
     def finish(self, manifest: Manifest) -> None:
-        """Describe the package. `manifest.files` is ignored: the files on disk are hashed when the body ends,
-        unless they are `hashed` already."""
+        """Describe the package. `manifest.files` is ignored: the body's end hashes all files that are not `hashed`
+        yet."""
         self.manifest = manifest
 
 
@@ -169,17 +164,12 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
     flushed to the disk, and the folder is renamed into place; if it raises, KeyboardInterrupt included, the folder is
     removed and `path` is as before. The remains of a killed process next to `path` are removed first.
 
-    A package is replaced in one step if the file system can do that: at any time, even after a crash, the old package
-    or the new package is at `path`. `disk.replace` describes other file systems.
+    With `overwrite`, a package at `path` is replaced, but never a folder that is not a package or holds foreign files;
+    that is checked once more when the body has ended. If the file system can do it in one step (`disk.replace`
+    describes the rest), the old package or the new package is at `path` at any time, even after a crash.
 
-    Args:
-        path: the package's folder.
-        overwrite: replace a package that is already there. A folder that is not a package, or holds foreign files, is
-            never replaced. `path` is checked once more when the body has ended.
-        required_bytes: an estimate of the package's size; the disk must have this free.
-
-    Raises:
-        PackageError: If `path` cannot be written, or the disk is full.
+    The disk must have `required_bytes` free, an estimate of the package's size. Raises PackageError if `path` cannot be
+    written, or the disk is full.
 
     >>> with write_package("exported") as writer:
     ...     (writer.directory / "decoder.onnx").write_bytes(graph)
@@ -198,15 +188,8 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
 
 
 def read_package(path: str | Path, verify: bool = True) -> Package:
-    """Open the package at `path`.
-
-    Args:
-        path: the package's folder.
-        verify: also compare every file's sha256; without it, only presence and sizes.
-
-    Raises:
-        PackageError: If the package is not intact; it names the file.
-    """
+    """Open the package at `path`. `verify` compares every file's sha256, not only presence and sizes. Raises
+    PackageError, which names the file, if the package is not intact."""
     return use_package(path, lambda package: package, verify=verify)
 
 
@@ -270,11 +253,8 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def copy_package(package: Package, path: str | Path, *, overwrite: bool = False) -> Package:
-    """Copy `package` to `path` as `write_package` would write it, and return the copy.
-
-    Raises:
-        PackageError: If the files no longer match the manifest; nothing is copied.
-    """
+    """Copy `package` to `path` as `write_package` would write it, and return the copy. Raises PackageError, and copies
+    nothing, if the files no longer match the manifest."""
     size = sum(entry.bytes for entry in package.manifest.files.values())
     with write_package(path, overwrite=overwrite, required_bytes=size) as writer:
         for name, entry in package.manifest.files.items():
@@ -288,12 +268,8 @@ def copy_package(package: Package, path: str | Path, *, overwrite: bool = False)
 
 
 def check_not_source(path: str | Path, *sources: str | Path) -> None:
-    """Raise PackageError if a package written to `path` would take the place of its source.
-
-    Args:
-        path: the package's folder.
-        sources: folders; anything else, such as a hub id, is ignored.
-    """
+    """Raise PackageError if a package written to `path` would take the place of one of the folders `sources`; anything
+    else among them, such as a hub id, is ignored."""
     target = Path(os.path.realpath(path))
     for source in sources:
         if Path(source).is_dir() and target in (origin := Path(os.path.realpath(source)), *origin.parents):
@@ -322,7 +298,8 @@ def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> N
 
 
 def check_features(package: Package, wanted: Features, dtype: str | None) -> None:
-    """Raise QsampleError if the package lacks `wanted`, or has another dtype; None = any. An export fixes both."""
+    """Raise QsampleError if the package lacks `wanted`, or has another dtype than a given `dtype`: an export fixes
+    both."""
     present = package.interface.features
     for name, argument in (("sampler", "include_sampler"), ("filter_order", "filter_order")):
         if getattr(wanted, name) != getattr(present, name):
