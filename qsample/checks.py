@@ -36,7 +36,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def checked_timeout(timeout: Any) -> float | None:
-    """Seconds as `threading` takes them; None = for ever. Raises ValueError."""
+    """Seconds as `threading` takes them, or None to wait for ever. Raises ValueError."""
     if timeout is None:
         return None
     if not is_number(timeout):
@@ -50,7 +50,7 @@ def plain(value: Any) -> Any:
 
 
 class Limits(NamedTuple):
-    """The numbers that a field accepts; hosts in other languages get them from here. accepted: the same in words."""
+    """The numbers that a field accepts, and in words, `accepted`; hosts in other languages get them from here."""
 
     least: float
     most: float
@@ -62,9 +62,8 @@ def number(default: Any, least: float, most: float, accepted: str, *, optional: 
     """A field for a number from `least` to `most`.
 
     Args:
-        default: kept as it is, within the limits or not.
+        default: kept as it is, within the limits or not; None implies `optional`.
         accepted: the limits in words, the object of "give".
-        optional: accept None, too; a default of None implies it.
         metadata: of the field, for its doors: the help of a flag, for example.
     """
     return _ranged(default, Limits(least, most, accepted, float), is_number, optional, metadata)
@@ -122,10 +121,9 @@ def checked(
     """A field that keeps the default, or the result of `check(name, value)` for another value.
 
     Args:
-        check: raises ValueError; see `refuse`. None = every value is accepted.
+        check: raises ValueError; see `refuse`. By default, every value is accepted.
         factory: makes the default, in place of `default`.
-        hashed: whether the value counts for equality's hash; None = as equality does.
-        metadata: of the field.
+        hashed: whether the value counts for the dataclass's hash; by default, if it counts for equality.
     """
     metadata["check"] = check
     return field(default=default, default_factory=factory, hash=hashed, metadata=metadata)
@@ -137,10 +135,8 @@ def refuse(name: str, value: Any, accepted: str) -> NoReturn:
 
 
 def check_fields(options: Any, error: type[Exception] | None = None) -> None:
-    """Check the fields of a dataclass, from its `__post_init__`, and keep the results of their checks.
-
-    error: raised with the message in place of ArgumentError; None = ArgumentError.
-    """
+    """Check the fields of a dataclass, from its `__post_init__`, and keep the results of their checks. error: raised
+    with the message in place of ArgumentError."""
     for entry in fields(options):
         value, check = getattr(options, entry.name), entry.metadata.get("check")
         if check is None or value is entry.default:

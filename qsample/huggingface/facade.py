@@ -25,9 +25,7 @@ def is_dtype(value: Any) -> bool:
 
 def dtype_name(value: Any) -> str:
     """The short name: "float32" for torch.float32, "torch.float32", np.float32 and np.dtype("float32"), and so on.
-
-    Raises ValueError for other objects.
-    """
+    Raises ValueError for other objects."""
     name = _name(value)
     if name is None:
         raise ValueError(f'dtype is {shown(value, 60)}; give "float32", "float16", "auto", or a dtype of torch')
@@ -35,10 +33,8 @@ def dtype_name(value: Any) -> str:
 
 
 def choose_dtype(dtype: Any, torch_dtype: Any) -> str | None:
-    """The name in the two keywords of `from_pretrained`, dtype first, as in transformers; None = neither was given.
-
-    Raises ValueError for other objects than dtypes and strings.
-    """
+    """The name in the two keywords of `from_pretrained`, dtype first, as in transformers; None if neither was given.
+    Raises ValueError for objects other than dtypes and strings."""
     given = dtype if dtype is not None else torch_dtype
     return None if given is None else dtype_name(given)
 
@@ -78,9 +74,8 @@ _ALWAYS: Final = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": No
 
 
 class GenerationConfig(dict[str, Any]):
-    """The fields of a generation_config.json, as keys and as attributes.
-
-    A field that is not set is None, as in transformers. A new value counts from the next `generate` on.
+    """The fields of a generation_config.json, as keys and as attributes; a field that is not set is None, as in
+    transformers. A new value counts from the next `generate` on.
 
     >>> model.generation_config.pad_token_id = 0
     """
@@ -262,7 +257,7 @@ class ModelMethods(ABC):
         return self
 
     def place(self, device_map: Any) -> Self:
-        """The model itself, if `device_map`, as `from_pretrained` of transformers takes it, asks for no other device
+        """The model itself, if `device_map`, as `from_pretrained` of transformers takes it, asks for no device other
         than the model's; None, "auto" and the like ask for none. Raises ValueError otherwise."""
         if device_map is not None and not (isinstance(device_map, str) and device_map in _SPREAD):
             for wanted in device_map.values() if isinstance(device_map, Mapping) else [device_map]:

@@ -79,12 +79,8 @@ class LoraConfig:
 
 
 def read_config(path: Path) -> LoraConfig:
-    """The configuration at `path`.
-
-    Raises:
-        QsampleError: if it is not a configuration, or a value is out of its range.
-        UnsupportedModelError: if it asks for more than plain LoRA.
-    """
+    """The configuration at `path`. Raises QsampleError if it is not a configuration, or a value is out of its range,
+    and UnsupportedModelError if it asks for more than plain LoRA."""
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -104,12 +100,9 @@ def read_config(path: Path) -> LoraConfig:
 
 
 class Change(NamedTuple):
-    """The change of the weight of the module at `path`: scale * b a, of matrices in the adapter's file.
-
-    Attributes:
-        a, b: [rank, in] and [out, rank]; None = the adapter has `base` alone.
-        base: the weight itself, if the adapter has a copy of it: peft saves one with the LoRA of an embedding.
-    """
+    """The change of the weight of the module at `path`: scale * b a, of matrices in the adapter's file. a, b: [rank,
+    in] and [out, rank]; None if the adapter has `base` alone. base: the weight itself, if the adapter has a copy of it:
+    peft saves one with the LoRA of an embedding."""
 
     path: str
     a: Array | None
@@ -119,13 +112,9 @@ class Change(NamedTuple):
 
 
 def read_changes(config_path: Path, weights_path: Path) -> list[Change]:
-    """The changes that an adapter makes, in order of their paths.
-
-    Raises:
-        QsampleError: for files that cannot be read, and for matrices without a partner, of another rank than the
-            configuration's, or with numbers that are not finite.
-        UnsupportedModelError: for more than plain LoRA.
-    """
+    """The changes that an adapter makes, in order of their paths. Raises QsampleError for files that cannot be read,
+    and for matrices without a partner, of another rank than the configuration's, or with numbers that are not finite;
+    UnsupportedModelError for more than plain LoRA."""
     config = read_config(config_path)
     try:
         _, tensors = map_tensors(weights_path)

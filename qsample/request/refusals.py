@@ -1,4 +1,4 @@
-"""Keywords and attributes of transformers that ask for something which qsample does not do, with what to do instead."""
+"""Keywords and attributes of transformers that ask for something that qsample does not do, with what to do instead."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from qsample.errors import shown, unknown
 
 
 class Refusal(NamedTuple):
-    """Why an argument of another library is refused.
-
-    Args:
-        instead: what to do, as the end of a sentence.
-        neutral: values that ask for nothing, in addition to None.
-    """
+    """Why an argument of another library is refused. instead: what to do, as the end of a sentence. neutral: values
+    that ask for nothing, in addition to None."""
 
     instead: str
     neutral: tuple[Any, ...] = ()
@@ -34,7 +30,7 @@ def refusals(names: str, instead: str, *neutral: Any) -> dict[str, Refusal]:
 
 
 def without_refused(table: Mapping[str, Refusal], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` without the names of `table`. Raises ValueError that lists those whose value asks for something."""
+    """`given` without the names of `table`. Raises ValueError, listing the names whose value asks for something."""
     asked = [name for name in given if name in table and table[name].applies_to(given[name])]
     if asked:
         listed = "; ".join(
@@ -208,14 +204,8 @@ IGNORED: Final = frozenset(
 
 
 def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> None:
-    """Check the keywords that `from_pretrained` does not have.
-
-    Args:
-        given: the keywords.
-        own: the names of the keywords that it has.
-
-    Raises ValueError for a keyword of transformers that asks for something, TypeError for an unknown keyword.
-    """
+    """Check the keywords `given` that `from_pretrained` lacks; `own` are the names that it has. Raises ValueError for a
+    keyword of transformers that asks for something, TypeError for an unknown keyword."""
     rest = without_refused(FROM_PRETRAINED, given).keys() - IGNORED
     if rest:
         raise TypeError(unknown("from_pretrained has no argument", next(iter(rest)), own))

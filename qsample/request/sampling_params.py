@@ -101,7 +101,7 @@ def _is_text(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose the tokens of a row. The defaults sample from the model's own distribution.
+    """How to choose the tokens of a row. The defaults sample from the model's distribution as it is.
 
     Args:
         temperature: >= 0; 0 = greedy.
@@ -113,22 +113,21 @@ class SamplingParams:
         min_length, max_length: total tokens, prompt included.
         min_new_tokens, max_new_tokens: sampled tokens. They win over min_length and max_length, as in transformers. A
             row always ends when its buffers are full.
-        eos_token_id: an id or several; sampling any of them ends the row. Before min_length none of them can be
-            sampled. None = the model's own; () = none.
-        seed: in [0, 2**63); the same seed gives the same tokens. None = a fresh seed, reported in the output.
-        logit_bias: token id → a number added to its logit (-inf forbids the token); for packages that were exported
-            with `logit_bias`.
-        adapter: the name of a LoRA adapter that was loaded with `load_adapter`; None = the model without an adapter.
-        prompt_lookup_num_tokens: in [0, 64]; 0 = off. Tokens that a step may guess by looking for the row's last tokens
-            in its text so far; changes how fast tokens come, and no token. For packages that were compiled with
-            num_speculative_tokens of at least as many.
+        eos_token_id: an id or several; sampling any of them ends the row, and none can be sampled before min_length. By
+            default the model's; () for none.
+        seed: in [0, 2**63); the same seed gives the same tokens. By default a fresh seed, reported in the output.
+        logit_bias: token id → a number added to its logit (-inf forbids the token). Needs the feature `logit_bias`.
+        adapter: the name of a LoRA adapter that `load_adapter` loaded; None for the model without an adapter.
+        prompt_lookup_num_tokens: in [0, 64]; 0 = off. The most tokens that a step guesses by looking for the row's last
+            tokens in its text so far; changes how fast tokens come, and no token. Needs a package compiled with
+            num_speculative_tokens of at least this number.
 
     The rest are for packages that were exported with a filter: `contract.EXTRA_PARAMETERS` has their meanings, and each
     field its range. Of these:
 
     Args:
-        dry_sequence_breakers: token ids, or texts of a single token each; None = none.
-        bad_words_ids: sequences of 1 to 64 token ids; None = none.
+        dry_sequence_breakers: token ids, or texts of a single token each.
+        bad_words_ids: sequences of 1 to 64 token ids.
         bad_words: the same as texts, forbidden alone and after a space.
         mirostat: 2 for Mirostat 2.0, after the other filters; 0 = off.
 
@@ -241,9 +240,9 @@ class SamplingParams:
         """The parameters of a model's generation_config, with `overrides` on top.
 
         Args:
-            config: the contents of generation_config.json, its path, or an object with `to_dict()`. The defaults of
-                its fields equal transformers': greedy unless do_sample is true, and top_k = 50 if it samples and
-                top_k is not set. Keys that transformers does not know are ignored, as it ignores them.
+            config: see `settings_of`. The defaults of its fields equal transformers': greedy unless do_sample is true,
+                and top_k = 50 if it samples and top_k is not set. Keys that transformers does not know are ignored,
+                too.
             overrides: fields of this class, or do_sample. None switches a field off. One of SAMPLING_FIELDS implies
                 do_sample=True. A max_length or min_length beats a max_new_tokens or min_new_tokens of the config.
 
@@ -287,26 +286,15 @@ class SamplingParams:
         return 0.0 if parameter == "mirostat_tau" and not self.mirostat else getattr(self, parameter)
 
     def total_length(self, prompt_length: int, padding: int = 0) -> int:
-        """The most tokens of a row in the end, prompt included; the capacity may be less.
-
-        Args:
-            prompt_length: tokens of the prompt that the model reads.
-            padding: further tokens of the prompt that the model does not read: a `max_length` counts them, as in
-                transformers, and the result does not.
-        """
+        """The most tokens of a row in the end, prompt included; the capacity may be less. padding: tokens of the prompt
+        beyond the `prompt_length` that the model reads; only `max_length` counts them, as in transformers."""
         if self.max_new_tokens is not None:
             return prompt_length + self.max_new_tokens
         return self.max_length - padding if self.max_length is not None else prompt_length + DEFAULT_NEW_TOKENS
 
     def lengths(self, prompt_length: int, capacity: int, padding: int = 0) -> tuple[int, int]:
-        """The contract's min_length and max_length of a row.
-
-        Args:
-            prompt_length, padding: as for `total_length`.
-            capacity: tokens of the row's buffers. max_length is cut to it: such a row ends with finish reason "length".
-
-        Raises ValueError if not even a single token fits.
-        """
+        """The contract's min_length and max_length of a row, cut to `capacity`: such a row ends with finish reason
+        "length". Raises ValueError if not even a single token fits. prompt_length, padding: as for `total_length`."""
         if prompt_length >= capacity:
             raise ValueError(
                 f"the prompt has {prompt_length} tokens and the context length is {capacity}; give at most "
@@ -343,11 +331,9 @@ SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The fields of a generation_config that are set, not None: of a mapping, of an object with `to_dict()` such as
-    transformers.GenerationConfig, or of the file at a path, or in the folder at a path; None has no fields.
-
-    Raises ValueError for anything else.
-    """
+    """The fields of a generation_config that are set: of a mapping, of an object with `to_dict()` such as
+    transformers.GenerationConfig, or of the file at a path, or in the folder at a path; None has no fields. Raises
+    ValueError for anything else."""
     if isinstance(config, str | Path):
         path = Path(config)
         file = path / GENERATION_CONFIG_FILE if path.is_dir() else path
@@ -368,10 +354,8 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of several layers, each on top of the layers before it, field by field as in transformers.
-
-    A total length beats the number of new tokens of an earlier layer, although within a layer the number counts.
-    """
+    """Settings of several layers, each on top of the layers before it, field by field as in transformers. A total
+    length beats the number of new tokens of an earlier layer; within a layer, the number of new tokens counts."""
     settings: dict[str, Any] = {}
     for layer in layers:
         for total, new in _TOTALS.items():

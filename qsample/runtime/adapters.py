@@ -25,8 +25,8 @@ class Adapter:
         name: that requests call it by.
         path: its folder.
         sha256: of its matrices: equal for adapters that compute the same, under any names.
-        matrices: by the layer's path, A [r, in] and B [r, out], with the scale, in the package's dtype; bfloat16
-            as uint16 of its bits.
+        matrices: by the layer's path, A [r, in] and B [r, out], with the scale, in the package's dtype; bfloat16 as
+            uint16 of its bits.
     """
 
     name: str
@@ -50,18 +50,8 @@ class Adapter:
 
 
 def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
-    """Read the adapter in the folder `path`.
-
-    Args:
-        name: that requests are to call it by.
-        path: has `adapter_config.json` and `adapter_model.safetensors`.
-        interface: of the package that is to use it.
-
-    Raises:
-        ValueError: If the name is not a text, the path is none, or the package takes no adapters.
-        UnsupportedModelError: If the adapter is more than plain LoRA.
-        QsampleError: If a file is missing or damaged, or the adapter is of another model or too large for the package.
-    """
+    """Read the adapter in the folder `path`, for a package with this interface; requests call it by `name`. Raises the
+    errors of `CausalLM.load_adapter`, and QsampleError if the adapter is too large for the package."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"the adapter's name is {shown(name)}; give a text that is not empty")
     if not interface.adapters:

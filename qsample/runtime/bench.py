@@ -54,8 +54,6 @@ class Measurement:
 class LockStep:
     """Rows that start together and are read after every step: the decode loop, for measurements.
 
-    drafts: how the guessed tokens of all rows fared so far.
-
     >>> rows = LockStep(model.sessions, [parameters_0, parameters_1], seeds=[0, 1], capacity=256)
     >>> tokens = [rows.prefill([prompt_0, prompt_1]), rows.decode(), rows.decode()]
     """
@@ -71,11 +69,10 @@ class LockStep:
         """Allocate the memory, and capture the steps of a package that is made for it.
 
         Args:
-            sessions: of the package.
             parameters: of each row, see `parameter_row`. No row may end before the last step.
             seeds: of each row.
             capacity: T, tokens of a row.
-            adapters: of the rows, in turns; () = none.
+            adapters: of the rows, in turns.
         """
         turns = [adapters[row % len(adapters)] if adapters else None for row in range(len(parameters))]
         self._rows = list(zip(parameters, seeds, turns, strict=True))
@@ -123,8 +120,8 @@ def measure(
 
     Args:
         rows, prompt_tokens, new_tokens, repetitions: at least 1.
-        params: how to sample; None = greedily. Stop tokens are ignored, so that every row runs to its end.
-        adapters: LoRA adapters of the rows, in turns, at most the package's `max_loras`; () = none.
+        params: how to sample; by default greedily. Stop tokens are ignored, so that every row runs to its end.
+        adapters: LoRA adapters of the rows, in turns, at most the package's `max_loras`.
 
     Raises ValueError if the prompt and the new tokens do not fit the model.
     """

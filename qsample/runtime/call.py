@@ -40,14 +40,14 @@ class Call:
     The fields are arguments of `CausalLM.generate`, described there, and these:
 
     Args:
-        pad: the token id that is padding if no mask is given; None = every token is read.
-        fill: the token id after a row that has ended, and before a prompt that is shorter than the longest; None = the
-            pad token of the package.
-        bos: the token id that an empty prompt becomes; None = the package's.
+        pad: the token id that is padding if no mask is given; by default, every token is read.
+        fill: the token id after a row that has ended, and before a prompt that is shorter than the longest; by default
+            the pad token of the package.
+        bos: the token id that an empty prompt becomes; by default the package's.
         chat: options of chat messages.
         prediction: the text or the token ids that the continuation of a single prompt is expected to have: they are
             guessed, in packages that were compiled with num_speculative_tokens. Changes the speed alone.
-        return_dict: False = `generate` returns an array of the sequences alone.
+        return_dict: False for an array of the sequences alone from `generate`.
     """
 
     inputs: Any
@@ -74,11 +74,8 @@ def read_call(
 ) -> Call:
     """The arguments of a call of `generate` as a `Call`.
 
-    Args:
-        inputs, params, keywords: the arguments; no inputs are a single empty prompt. A keyword beats the caller's
-            generation_config, and that beats the model's; neither of the two counts if `params` are given.
-        own: the model's generation_config.
-        token_ids, vocab_size: of the package.
+    No inputs are a single empty prompt. A keyword beats the caller's generation_config, and that beats `own`, the
+    model's; neither of the two counts if `params` are given. token_ids, vocab_size: of the package.
 
     Raises ValueError for an unknown keyword, a keyword that means nothing here and asks for something, and a wrong
     value.
@@ -159,7 +156,7 @@ def _sampling_params(
 
 
 def _inputs(inputs: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """The prompts and their mask, however they are given."""
+    """The prompts and their mask, in whichever argument they are given."""
     named, mask = keywords.pop("input_ids", None), keywords.pop("attention_mask", None)
     if inputs is not None and named is not None:
         raise ValueError("inputs and input_ids were given, which are two names of the same argument; give either")
@@ -235,8 +232,7 @@ def parse_prompts(
         call: its `inputs` are a text, token ids, a 1-D or 2-D integer array, chat messages, or a list of any of these;
             its `attention_mask` has the shape of the token ids.
         tokenizer: for texts and chat messages.
-        vocab_size: of the model.
-        bos: the token id that an empty prompt becomes; None = an empty prompt is not valid.
+        bos: the token id that an empty prompt becomes; without it, an empty prompt is not valid.
         holes: whether padding may be between tokens.
 
     Raises ValueError for an input of another kind.
@@ -317,7 +313,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def read_array(what: str, value: Any) -> Array:
-    """`value` as an array, even a torch tensor on a device. Raises ValueError. what: its name in the message."""
+    """`value` as an array, even a torch tensor on a device. Raises ValueError, with the name `what`."""
     try:
         return np.asarray(value.cpu() if hasattr(value, "cpu") else value)
     except Exception as error:  # of the other library, if a tensor has no data or another layout
@@ -357,7 +353,7 @@ def _shape(rows: Sequence[tuple[int, ...]]) -> str:
 
 
 def check_token_ids(what: str, ids: Array, vocab_size: int) -> None:
-    """Raise ValueError unless every id is in [0, vocab_size). what: their owner, for the message."""
+    """Raise ValueError, with the owner `what`, unless every id is in [0, vocab_size)."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
         raise ValueError(f"{what} has token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}")

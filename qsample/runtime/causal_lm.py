@@ -62,12 +62,12 @@ def load(
     Args:
         path: the folder of a package or a bundle.
         provider: "cpu", "cuda" or another of ONNX Runtime's providers by its short name (see
-            `session.providers.execution_providers`), or a list of ONNX Runtime's full names; None = the provider that a
-            device package was compiled for, otherwise "cpu"; of a bundle, the variant for the first device here.
-        ctx_len: capacity of every row in tokens, for portable packages; None = as many as each call needs, up to the
+            `session.providers.execution_providers`), or a list of ONNX Runtime's full names. By default the provider
+            that a device package was compiled for, otherwise "cpu"; of a bundle, the variant for the first device here.
+        ctx_len: capacity of every row in tokens, for portable packages. By default the need of each call, up to the
             model's max_position_embeddings.
-        intra_op_num_threads: threads of an operator; None = ONNX Runtime's choice, the machine's cores, or as many as
-            this process may use if its affinity or a control group's quota leaves it fewer.
+        intra_op_num_threads: threads of an operator. By default ONNX Runtime's choice, the machine's cores, or fewer if
+            this process's affinity or a control group's quota leaves it fewer.
         provider_options, session_config: passed to ONNX Runtime.
         batch_invariant: a row's tokens do not depend on the other rows of its batch. Some processors round a single row
             otherwise than several, so that a step over one row computes two: docs/devices.md has their price. False
@@ -90,12 +90,11 @@ def load(
 
 
 class CausalLM(ModelMethods):
-    """A loaded package.
+    """A loaded package. It pickles as the path of its package and the arguments of `load`, and is opened again from
+    there.
 
     package: its folder and manifest. tokenizer: None if it was exported without a tokenizer. config: the model's
-    config.json. sessions: the graphs. batch_size: most rows of a call; None = any.
-
-    It pickles as the path of its package and the arguments of `load`, and is opened again from there.
+    config.json. sessions: the graphs. batch_size: most rows of a call; None for any number.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class CausalLM(ModelMethods):
         *,
         loaded_with: Mapping[str, Any] | None = None,
     ) -> None:
-        """loaded_with: the arguments of `load` but the path; None = the model cannot be pickled."""
+        """loaded_with: the arguments of `load` but the path; without them, the model cannot be pickled."""
         self.package = package
         self.interface: Interface = package.interface
         self.features = self.interface.features
@@ -177,40 +176,35 @@ class CausalLM(ModelMethods):
 
         Args:
             inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `parse_prompts`.
-            params: for all rows, or a list with the parameters of each prompt. None = the model's generation_config,
-                with `options` on top.
-            attention_mask: 0 for each token of the inputs that is padding, with their shape. None = as transformers
+            params: for all rows, or a list with the parameters of each prompt. By default the model's
+                generation_config, with `options` on top.
+            attention_mask: 0 for each token of the inputs that is padding, with their shape. By default as transformers
                 infers it: the pad token is padding, unless it is a stop token, too.
             streamer: gets the prompt and then every token, as in Hugging Face; for a single prompt.
-            seed: of the first row, the next rows taking the numbers after it; or a list with the seed of each row.
-                None = the seeds of `params`, otherwise fresh seeds. A row depends on its seed only, not on the batch.
+            seed: of the first row, the next rows taking the numbers after it; or a list with the seed of each row. By
+                default the seeds of `params`, otherwise fresh seeds. A row depends on its seed only, not on the batch.
             allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
                 the mask of each next token, see `AllowedTokensFn`. Needs the feature.
-            prefill_chunk_size: most tokens of short prompts that are read in a call; None = as many as make it
-                faster. A prompt is read in `sessions.pieces` in any case.
-            flush_every: decode steps between two reads of the sampled tokens; None = 1 on the CPU, 4 elsewhere. It
+            prefill_chunk_size: most tokens of short prompts that are read in a call; by default, only as many as make
+                it faster. A prompt is read in pieces (`sessions.piece_size` tokens) in any case.
+            flush_every: decode steps between two reads of the sampled tokens; by default 1 on the CPU, 4 elsewhere. It
                 changes no token, only how many come at once.
             double_buffering: start the next step while the tokens of the last step are read and streamed; False waits.
-            stop_strings: texts that end a row. `texts` is cut off before the first complete stop string;
-                `token_ids` goes on to the token that completes it. None = as in the generation_config.
-            return_dict_in_generate: False = the `sequences` alone, without the attributes of the output.
+            stop_strings: texts that end a row; by default those of the generation_config. `texts` is cut off before the
+                first complete stop string; `token_ids` goes on to the token that completes it.
+            return_dict_in_generate: False for the `sequences` alone, without the attributes of the output.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
-                `SamplingParams.from_generation_config`. With chat messages also tools, documents, chat_template,
-                chat_template_kwargs, add_generation_prompt and continue_final_message, see `ChatOptions`. And
+                `SamplingParams.from_generation_config`. With chat messages also the fields of `ChatOptions`. And
                 transformers' own: input_ids, for inputs; generation_config, an object, a mapping or a path, on top of
                 the model's; pad_token_id; bos_token_id; tokenizer, if the package has none; max_time, in seconds;
                 stopping_criteria, see `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows
                 of each prompt, next to each other, from a single reading of it. docs/transformers.md has the rest.
 
-        A row ends at a stop token, at its maximum length (256 new tokens if neither the model nor the caller gives
-        it), or if the context length is full.
+        A row ends at a stop token, at its maximum length (256 new tokens if neither the model nor the caller gives it),
+        or if the context length is full.
 
-        Returns:
-            The token ids of all rows, [B, P + N] int64, with further attributes: a tensor if the prompts were given as
-            a tensor, an array otherwise. If return_dict_in_generate is False, its `sequences` alone.
-
-        Raises:
-            ValueError: an argument is wrong.
+        Returns a `GenerateOutput`: the token ids of all rows, [B, P + N] int64, with further attributes; a tensor if
+        the prompts were given as a tensor, an array otherwise. Raises ValueError for a wrong argument.
         """
         if self._advice is not None:
             warnings.warn(self._advice, stacklevel=2)
@@ -274,13 +268,8 @@ class CausalLM(ModelMethods):
             raise ValueError(f"{len(adapters)} adapters were given and the package takes {most} at once; {reason}")
 
     def read(self, inputs: Any = None, params: Any = None, **options: Any) -> Call:
-        """The arguments of a call as a `Call`, with the defaults of the model's generation_config.
-
-        Args:
-            inputs, params, options: as in `generate`; stop_strings=None are the texts of the generation_config.
-
-        Raises ValueError for a wrong argument.
-        """
+        """The arguments of `generate` as a `Call`, with the defaults of the model's generation_config. Raises
+        ValueError for a wrong argument."""
         if options.get("stop_strings") is None:
             options.pop("stop_strings", None)
         token_ids = self.package.manifest.token_ids
@@ -314,20 +303,15 @@ class CausalLM(ModelMethods):
         return adapter
 
     def unload_adapter(self, adapter_name: str) -> None:
-        """Forget a LoRA adapter. Requests that run with it go on to their end. Raises ValueError for other names."""
+        """Forget a LoRA adapter. Requests that run with it go on to their end. Raises ValueError for an unknown
+        name."""
         if not isinstance(adapter_name, str) or self._adapters.pop(adapter_name, None) is None:
             there = ", ".join([*self._adapters]) or "none"
             raise ValueError(f"adapter_name is {shown(adapter_name)}; give the name of a loaded adapter: {there}")
 
     def prepare(self, call: Call, capacity: int | None = None) -> tuple[list[Sequence], Guide | None]:
-        """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a function.
-
-        Args:
-            call: from `read`, or made by the caller.
-            capacity: tokens of a slot; None = as many as the longest sequence needs.
-
-        Raises ValueError for a wrong argument.
-        """
+        """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a function. capacity:
+        tokens of a slot; by default the need of the longest sequence. Raises ValueError for a wrong argument."""
         return make_sequences(
             call,
             self.interface,
@@ -352,19 +336,15 @@ class CausalLM(ModelMethods):
         without the file. Prompts are read in pieces (`sessions.piece_size` tokens), and whole pieces are saved.
 
         Args:
-            inputs: a text, token ids, or chat messages. Of messages, that is the beginning of all conversations which
-                begin with them: their common tokens, before any continuation.
+            inputs: a text, token ids, or chat messages. Of messages, the beginning of all conversations which begin
+                with them is saved: their common tokens, before any continuation.
             path: of the file, in safetensors' format; a file of that name is replaced.
             adapter: the name of a loaded adapter; the file is for prompts with the same adapter, under any name.
             progress: called with a stage's name and the fraction done, in [0, 1].
             options: of chat messages, as in `generate`.
 
-        Returns:
-            The number of tokens in the file.
-
-        Raises:
-            ValueError: If the prompt is not valid, shorter than a piece, or longer than the model's context.
-            PackageError: If the file cannot be written.
+        Returns the number of tokens in the file. Raises ValueError if the prompt is not valid, shorter than a piece, or
+        longer than the model's context, and PackageError if the file cannot be written.
         """
         path = Path(path)
         if path.is_dir() or not path.absolute().parent.is_dir():
@@ -397,8 +377,7 @@ class CausalLM(ModelMethods):
         return count
 
     def _common_beginning(self, inputs: Any, options: Mapping[str, Any]) -> Array:
-        """The tokens of a prompt, [n] int64; of chat messages, the tokens that do not depend on the messages after
-        them."""
+        """The tokens of a prompt, [n] int64; of chat messages, only the tokens that do not depend on later messages."""
 
         def tokens(inputs: Any, **more: Any) -> Array:
             call = self.read(inputs, max_new_tokens=1, **options, **more)
@@ -463,10 +442,8 @@ def _fingerprint(package: Package) -> str:
 
 
 def _reopen(path: Path, wanted: str, arguments: Mapping[str, Any], generation_config: Mapping[str, Any]) -> CausalLM:
-    """A model from its pickle: `load` its package from `path` again, with the same arguments.
-
-    Raises PackageError unless a package with the fingerprint `wanted` is there.
-    """
+    """A model from its pickle: `load` its package from `path` again, with the same arguments. Raises PackageError
+    unless a package with the fingerprint `wanted` is there."""
     try:
         package = read_package(path, verify=False)
     except PackageError as error:

@@ -68,18 +68,18 @@ class Engine:
 
         Args:
             model: its ctx_len (see `load`) is the capacity of a slot; without it, at most 4096 tokens.
-            slots: rows of the batch; None = the number that the package was compiled for, or 8.
+            slots: rows of the batch; by default the number that the package was compiled for, or 8.
             max_waiting: requests that may wait for a slot; see `add_request`.
             prefill_chunk_size: most prompt tokens between two decode steps, in whole pieces of 64 tokens on the CPU
-                (256 after the first 1,024) and 512 elsewhere, at least a piece: a prompt is cut at their ends only.
-                More read a prompt faster, fewer hold up running requests for a shorter time. None = a piece.
+                (256 after the first 1,024) and 512 elsewhere; at least a piece, the default: a prompt is cut at their
+                ends only. More read a prompt faster, fewer hold up running requests for a shorter time.
             flush_every, double_buffering: as in `CausalLM.generate`.
-            saved_states: copies of recurrent states to keep, for prompts that begin alike; None = two a slot.
+            saved_states: copies of recurrent states to keep, for prompts that begin alike; by default two a slot.
             reuse_sampled_tokens: continue from sampled tokens, too, if a prompt repeats them. Tokens then depend on
                 earlier requests: sampling a token runs other kernels than reading it does.
             prefixes: files of `CausalLM.save_prefix`: prompts that begin with their tokens are not read again.
             prefix_cache_dir: a folder that keeps the prompts of requests that ended, for this and other processes of
-                the machine; made if it is missing. None = slots alone keep them.
+                the machine; made if it is missing. By default, slots alone keep them.
             prefix_cache_bytes: most bytes of that folder; the prompts that were used longest ago go.
 
         Raises ValueError for a wrong argument, PackageError for a prefix that is damaged or of another package, and for
@@ -167,8 +167,8 @@ class Engine:
             allowed_tokens: as in `CausalLM.generate`, for a batch of this row. A function is called on the engine's
                 thread between two steps, so all requests wait for it. Its exceptions end this request alone. It must
                 not wait for the engine that calls it: RuntimeError.
-            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; None = as long as it takes, 0 =
-                not at all.
+            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; by default without limit; 0 does
+                not wait.
             priority: waiting requests with the lowest number get slots first, and of equals the earliest.
             cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`; False lets it go on.
 
@@ -202,8 +202,9 @@ class Engine:
             seed: of the first, the next requests taking the numbers after it; or a list with a seed for each. Each
                 gives the tokens that `add_request` gives with that seed.
             allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. An exception of a function ends all.
-            inputs, params, stop_strings, timeout, priority, cancel_if_abandoned, options: as in `add_request`. Greedy
-                requests would all be the same: ValueError.
+
+        The other arguments are as in `add_request`. Raises ValueError for greedy requests, which would all be the same,
+        and the errors of `add_request`.
         """
         options |= {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
         call = self._model.read(inputs, params, **options, num_return_sequences=num_return_sequences)
@@ -227,13 +228,14 @@ class Engine:
         Args:
             prompts: each as in `add_request`.
             params, options: arguments of `add_request`, for every prompt.
-            each: further arguments of `add_request`, a mapping for each prompt; they replace those for every prompt.
-            seed: of the first prompt; the next prompts take the numbers after it. None = fresh seeds.
+            each: further arguments of `add_request`, a mapping for each prompt; they replace the arguments for every
+                prompt.
+            seed: of the first prompt, by default fresh; the next prompts take the numbers after it.
             return_errors: yield the exception of a prompt that is not valid or failed in place of its output, and go
                 on. False raises it at its place, and ends.
 
-        Raises EngineClosedError if the engine closes or fails, and ImportError and MemoryError, even
-        with `return_errors`; ValueError if `each` is shorter or longer than `prompts`.
+        Raises EngineClosedError if the engine closes or fails, and ImportError and MemoryError, even with
+        `return_errors`; ValueError if `each` is shorter or longer than `prompts`.
 
         >>> for output in engine.map(["In the beginning", "Blessed are"], max_new_tokens=16, seed=1):
         ...     print(output.text)
@@ -274,12 +276,8 @@ class Engine:
     def add(
         self, call: Call, *, timeout: float | None = None, priority: int = 0, cancel_if_abandoned: bool = True
     ) -> list[Request]:
-        """Add the requests of a call with a single prompt, all of them or none.
-
-        Args:
-            call: from `CausalLM.read`, or made by the caller.
-            timeout, priority, cancel_if_abandoned: as in `add_request`, with the same errors.
-        """
+        """Add the requests of a call with a single prompt, all of them or none, with the arguments and errors of
+        `add_request`. call: from `CausalLM.read`, or made by the caller."""
         self._check_waiting()
         if self.closed:
             raise self._closed_error()
@@ -333,10 +331,8 @@ class Engine:
         return EngineStats(*counts, _adapters_of(running), _adapters_of(waiting), replace(self._prefixes))
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no requests any more, and wait until the added requests have ended; then `close` it.
-
-        Returns whether they have, after `timeout` seconds at most; None = as long as it takes.
-        """
+        """Take no requests any more, and wait until the added requests have ended; then `close` it. Returns whether
+        they have, after `timeout` seconds at most, by default without limit."""
         seconds = checked_timeout(timeout)
         self._check_waiting()
         with self._changed:
@@ -345,11 +341,9 @@ class Engine:
             return self._changed.wait_for(lambda: not self._requests and not self._telling, seconds)
 
     def close(self) -> None:
-        """Cancel all requests, end the thread and release the batch's memory. The model remains usable.
-
-        On the engine's own thread, in a function of a request, it does not wait. In a fork it does nothing: the engine
-        goes on in the process that made it.
-        """
+        """Cancel all requests, end the thread and release the batch's memory. The model remains usable. On the engine's
+        own thread, in a function of a request, it does not wait. In a fork it does nothing: the engine goes on in the
+        process that made it."""
         if os.getpid() == self._process:
             with self._changed:
                 self._closed = True

@@ -32,7 +32,7 @@ class Timing:
     Args:
         prefill_seconds: until the first token of every row.
         decode_seconds: from there to the end.
-        steps: decode steps of the whole batch, a run of the graph each; double buffering may run a window more than the
+        steps: runs of the graph, each a decode step of the whole batch; double buffering may run a window more than the
             rows needed.
         drafts: how the guessed tokens of all rows fared; zeros if the package makes no guesses.
     """
@@ -62,8 +62,8 @@ class GenerateOutput:
         seeds: each reproduces its row.
         prompt_lengths: in tokens, without padding.
         timing: of the whole batch.
-        logprobs: [B, N] float32, an array for packages with the feature, like those below; N = most new tokens of a
-            row; NaN after a row's end.
+        logprobs: [B, N] float32; NaN after a row's end. N: the most new tokens of a row. This and the rest are arrays
+            for packages with the feature, otherwise None.
         top_logprob_ids: [B, N, M] int32; -1 after a row's end.
         top_logprobs: [B, N, M] float32; NaN after a row's end.
         probs: [B, N, V] float32; 0 after a row's end.
@@ -145,12 +145,8 @@ def _output(sequences: Any, attributes: Mapping[str, Any]) -> GenerateOutput:
 def make_output(
     interface: Interface, sequences: list[Sequence], pad: int, timing: Timing, prompts: Any = None
 ) -> GenerateOutput:
-    """The output of sequences that have ended.
-
-    Args:
-        pad: token id after the shorter rows.
-        prompts: as the caller gave them; a tensor if the output has to be a tensor.
-    """
+    """The output of sequences that have ended. pad: token id after the shorter rows. prompts: as the caller gave them;
+    a tensor if the output has to be a tensor."""
     texts = []
     for sequence in sequences:
         if sequence.text is not None:
@@ -222,7 +218,7 @@ def run(
 
 
 def hand_on(streamer: Streamer | None, most: int | None, sequence: Sequence) -> None:
-    """Take the tokens of a sequence that were read, `most` at most, and give them to the streamer."""
+    """Take the tokens of a sequence that were read, at most `most`, and give them to the streamer."""
     for token in sequence.take(most)[0]:
         if streamer is not None:
             streamer.put(np.array([token], dtype=np.int64))

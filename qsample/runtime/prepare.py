@@ -36,15 +36,8 @@ def make_sequences(
     adapters: abc.Mapping[str, Adapter],
 ) -> tuple[list[Sequence], Guide | None]:
     """A sequence for each prompt, or `num_return_sequences` adjacent sequences; and the guide that writes their masks,
-    if allowed_tokens is a function.
-
-    Args:
-        interface, token_ids, tokenizer: of the package.
-        capacity: tokens of a slot, from the number that the longest sequence may have.
-        adapters: the loaded adapters, by name.
-
-    Raises ValueError for a wrong argument.
-    """
+    if allowed_tokens is a function. Raises ValueError for a wrong argument. interface, token_ids, tokenizer: of the
+    package. capacity: tokens of a slot, from the need of the longest sequence."""
     if call.tokenizer is not None:
         tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)
     bos = token_ids.bos if call.bos is None else call.bos
@@ -96,7 +89,7 @@ def make_sequences(
 
 
 def _expected_tokens(prediction: Any, interface: Interface, tokenizer: Tokenizer | None, prompts: int) -> Array | None:
-    """[n] int64; None = nothing is expected. Raises ValueError."""
+    """[n] int64; None without a prediction. Raises ValueError."""
     if prediction is None:
         return None
     if not interface.features.num_speculative_tokens:
@@ -127,7 +120,7 @@ def _params_of_prompts(params: SamplingParams | abc.Sequence[SamplingParams], pr
 
 
 def find_adapter(name: str | None, adapters: abc.Mapping[str, Adapter], interface: Interface) -> Adapter | None:
-    """The loaded adapter with that name; None = none. Raises ArgumentError for an unknown name."""
+    """The loaded adapter with that name; None for no name. Raises ArgumentError for an unknown name."""
     found = adapters.get(name) if isinstance(name, str) else None
     if name is None or found is not None:
         return found
@@ -141,7 +134,7 @@ def find_adapter(name: str | None, adapters: abc.Mapping[str, Adapter], interfac
 
 
 def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
-    """[B, W] int32; None = every token may be sampled."""
+    """[B, W] int32; None if every token may be sampled."""
     if allowed_tokens is None:
         return None
     if callable(allowed_tokens):
@@ -158,16 +151,9 @@ def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
 def choose_seeds(
     seed: Any, params: SamplingParams | abc.Sequence[SamplingParams], prompts: int, count: int = 1
 ) -> list[int]:
-    """A seed for each row: from `seed`, otherwise from `params`, otherwise fresh.
-
-    Args:
-        seed: of the first row, or a list with the seed of each row.
-        params: of all prompts, or of each prompt.
-        prompts: their number.
-        count: adjacent rows of each prompt; their seeds count on from the seed of its first row.
-
-    Raises ValueError for a wrong seed, and a list of another length.
-    """
+    """A seed for each row: from `seed` (of the first row, or a list with the seed of each row), otherwise from `params`
+    (of all prompts, or of each prompt), otherwise fresh. count: adjacent rows of each prompt; their seeds count on from
+    the seed of its first row. Raises ValueError for a wrong seed, and a list of another length."""
     rows, seed = prompts * count, plain(seed)
     if isinstance(seed, abc.Sequence) and not isinstance(seed, str | bytes):
         if len(seed) != rows:
@@ -212,11 +198,10 @@ def parameter_row(
     """A row of every name of `Interface.parameters` but `seed` and `draft_ids`: scalars, [n], or [q, l].
 
     Args:
-        interface: of the package.
         params: of the row, from `for_package` if they may have texts or ask for filters.
         prompt_length, capacity, padding: tokens, as for `SamplingParams.lengths`.
         default_stops: stop tokens if eos_token_id is None.
-        allowed_tokens: int32 bitmask [W]; None = all tokens.
+        allowed_tokens: int32 bitmask [W]; by default all tokens.
 
     Raises ValueError if the parameters do not fit the package or the prompt.
     """
@@ -278,11 +263,9 @@ def check_features(interface: Interface, params: SamplingParams) -> None:
 
 
 def for_package(interface: Interface, params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """`params` with token ids for the texts of `bad_words` and `dry_sequence_breakers`.
-
-    A word is forbidden at the beginning of a text, and after a space if that does not end with the same tokens. Raises
-    ValueError for what the package lacks, a text without a tokenizer, and a breaker that is not a single token.
-    """
+    """`params` with token ids for the texts of `bad_words` and `dry_sequence_breakers`. A word is forbidden at the
+    beginning of a text, and after a space if that does not end with the same tokens. Raises ValueError for a feature
+    that the package lacks, a text without a tokenizer, and a breaker that is not a single token."""
     check_features(interface, params)
     breakers, words = params.dry_sequence_breakers or (), params.bad_words or ()
     texts = [item for item in breakers if isinstance(item, str)]

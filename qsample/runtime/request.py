@@ -24,10 +24,8 @@ TIME: Final = "time"
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens and text of a request.
-
-    Some deltas have tokens without text, because a character or a stop string is not complete; the last may have text
-    without tokens.
+    """New tokens and text of a request. Some deltas have tokens without text, because a character or a stop string is
+    not complete; the last may have text without tokens.
 
     Attributes:
         token_ids: sampled tokens, a stop token included.
@@ -44,8 +42,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens. cached_tokens: tokens of the prompt that a slot held already from an earlier request. drafts: how the
-    guessed tokens fared; zeros if the package makes no guesses."""
+    """Tokens. cached_tokens: tokens of the prompt that were not read again. drafts: how the guessed tokens fared; zeros
+    if the package makes no guesses."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -74,7 +72,6 @@ class RequestOutput:
             gave NaN or infinite logits) or "cancelled".
         stop_string: the stop string that ended it, or None.
         seed: reproduces the tokens.
-        usage, timing: numbers of tokens, and seconds.
         outputs: the optional outputs of the package by name, an entry a token.
     """
 
@@ -93,11 +90,10 @@ class EngineStats:
     """The requests of an engine at one moment.
 
     Attributes:
-        slots, max_waiting: as in `Engine`.
         running: requests in slots.
         waiting: requests without a slot.
         running_adapters, waiting_adapters: the names of the adapters of these requests, sorted.
-        prefixes: how much of all prompts so far was not read again.
+        prefixes: the prompt tokens so far that were not read again.
     """
 
     slots: int
@@ -129,14 +125,8 @@ class Request:
         *,
         cancel_if_abandoned: bool = True,
     ) -> None:
-        """Start without deltas.
-
-        Args:
-            sequence: the prompt and its progress.
-            cancel: has the engine end a sequence. It must not wait or take a lock.
-            check_waiting: raises if a wait for the engine would never end.
-            cancel_if_abandoned: see the class.
-        """
+        """Start without deltas. cancel: has the engine end a sequence; it must not wait or take a lock. check_waiting:
+        raises if a wait for the engine would never end."""
         self._sequence = sequence
         self._cancel = cancel
         self._feed = _Feed(check_waiting, self.cancel if cancel_if_abandoned else None)
@@ -167,8 +157,8 @@ class Request:
         return self._feed.outcome is not None
 
     def add_done_callback(self, function: Callable[[Request], object]) -> None:
-        """Call `function(request)` once it has ended, for any reason: on the engine's thread, so it must be quick;
-        or at once if it has ended already. An exception of the function becomes a warning."""
+        """Call `function(request)` once it has ended, for any reason: on the engine's thread, so it must be quick; or
+        at once if it has ended already. An exception of the function becomes a warning."""
         with self._feed.changed:
             if not self.done:
                 self._callbacks.append(function)
@@ -181,11 +171,8 @@ class Request:
             self._cancel(self._sequence)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end.
-
-        Raises TimeoutError after `timeout` seconds, RequestFailedError or EngineClosedError if the request failed, and
-        RuntimeError if a function of a request waits for the engine that called it.
-        """
+        """Wait for the end. Raises TimeoutError after `timeout` seconds, RequestFailedError or EngineClosedError if the
+        request failed, and RuntimeError if a function of a request waits for the engine that called it."""
         seconds, reader = checked_timeout(timeout), object()
         self._feed.readers[reader] = None
         try:
@@ -293,12 +280,12 @@ class _Feed:
     """The deltas of a request and its outcome, from the engine's thread to the request's readers.
 
     Attributes:
-        deltas: those so far. None comes after the outcome.
+        deltas: none comes after the outcome.
         outcome: None before the end.
         changed: guards both.
         readers: the event of each reader in a coroutine, with its loop; an object and None for a reader in a thread.
             Changed without a lock: readers are garbage collected at any time, also while this thread holds the lock.
-        abandoned: called when the last reader gives up; None = that changes nothing.
+        abandoned: called when the last reader gives up.
     """
 
     def __init__(self, check_waiting: Callable[[], None], abandoned: Callable[[], None] | None) -> None:
@@ -334,7 +321,7 @@ class _Feed:
         return self.outcome
 
     def wait(self, reader: object, seen: int | None, seconds: float | None = None) -> bool:
-        """Wait for the end; or, unless `seen` is None, for more deltas than that. Returns whether it came in time."""
+        """Wait for the end, or, with `seen`, for more deltas than that. Returns whether it came in time."""
         if self.outcome is not None:
             return True
         self.check_wait(reader)

@@ -18,11 +18,9 @@ _NGRAMS: Final = range(8, 1, -1)  # tokens that have to be the same before guess
 
 
 class Prediction:
-    """Follows the tokens of a row through its expected tokens.
-
-    While both are the same, the expected tokens that come next are guessed. Where they part, nothing is guessed, until
-    the newest tokens of the row stand among the expected tokens: from there on, or anywhere if they do not.
-    """
+    """Follows the tokens of a row through its expected tokens. While both are the same, the expected tokens that come
+    next are guessed. Where they part, nothing is guessed, until the newest tokens of the row stand among the expected
+    tokens: from there on, or anywhere if they do not."""
 
     def __init__(self, tokens: Array) -> None:
         """tokens: [n] int64."""
@@ -32,12 +30,8 @@ class Prediction:
         self._seen = 0  # tokens of the row
 
     def draft(self, sampled: list[int], most: int) -> Array:
-        """Guesses of the tokens after `sampled`: [0 to most] int32, at least [1]; -1 = none.
-
-        Args:
-            sampled: the row's new tokens so far; each call gets the tokens of the call before, and more.
-            most: guesses.
-        """
+        """Guesses of the tokens after `sampled`, at most `most`: [1 to most] int32, a single -1 for none. sampled: the
+        row's new tokens so far; each call gets the tokens of the call before, and more."""
         for count in range(self._seen + 1, len(sampled) + 1):
             place = self._place
             if place is not None and place < len(self._tokens) and self._tokens[place] == sampled[count - 1]:
@@ -101,14 +95,13 @@ class Sequence:
     Attributes:
         prompt: [n] int64, n >= 1.
         parameters: the row of every name of `Interface.parameters` but `seed` and `draft_ids`.
-        seed: of its random numbers.
         guided: whether a function has to see each token before the next is sampled.
-        prediction: guesses its tokens before each step; None = the graph alone guesses.
+        prediction: guesses its tokens before each step; without it, the graph alone guesses.
         text: decodes its tokens; None without a tokenizer.
-        padded: the prompt with the padding that it came with; None = without any.
-        priority: those with a lower number get slots first.
-        max_time: seconds that an engine gives it; None = any.
-        adapter: that its tokens are read and sampled with; None = the model as it is.
+        padded: the prompt with its padding, if it came with any.
+        priority: the lowest number gets a slot first.
+        max_time: seconds that an engine gives it.
+        adapter: that its tokens are read and sampled with.
         slot: None outside of the slots. The scheduler alone changes it and the next five.
         adapter_place: the graph's number of its adapter; 0 = none.
         marked: the prompt, marked with its adapter.
@@ -200,11 +193,9 @@ class Sequence:
         return self.reason or STATUS_NAMES[self.status]
 
     def take(self, most: int | None = None) -> tuple[list[int], str]:
-        """The tokens that were read since the last call, and the text that they make certain, "" without a tokenizer.
-
-        The graph knows nothing of stop strings: a complete stop string ends the sequence, and the tokens after it are
-        left out. most: tokens; None = all.
-        """
+        """The tokens, at most `most`, that were read since the last call, and the text that they make certain. The
+        graph knows nothing of stop strings: a complete stop string ends the sequence, and the tokens after it are left
+        out. Without a tokenizer, the text is ""."""
         tokens, pieces = self.sampled[self._taken :][:most], []
         if self.text is not None:
             for count, token in enumerate(tokens, start=1):
@@ -233,8 +224,7 @@ class PrefixStats:
     """Beginnings of prompts that were not read again, over all prompts that were read.
 
     Attributes:
-        prompts, prompt_tokens: all prompts, and their tokens.
-        hits: prompts of which a slot held a beginning.
+        hits: prompts of which a slot, or a stored prefix, held a beginning.
         cached_tokens: tokens of these beginnings.
         saved_states, saved_bytes: copies of recurrent states that are kept now, and their memory.
     """

@@ -1,7 +1,7 @@
 """Chat messages as the prompt that a model was trained on, by the model's own Jinja templates.
 
 Templates come from strangers. So they run in Jinja's sandbox, with the functions that transformers offers them and no
-more, and see plain JSON data: an object of the caller's would lend them its methods. jinja2 is imported by the first.
+more, and see plain JSON data: an object of the caller's would lend them its methods. The first template imports jinja2.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class ChatOptions:
     Args:
         tools: that the model may call, each a JSON schema or a Python function (`tool_schema`).
         documents: to answer from, each a mapping, usually of title and text.
-        chat_template: a Jinja template, or the name of a template of the package; None = "tool_use" if tools are given
-            and the package has a template of that name, otherwise its default.
-        add_generation_prompt: end with the opening of the assistant's answer; None = yes, unless the last message is
+        chat_template: a Jinja template, or the name of a template of the package. By default "tool_use" if tools are
+            given and the package has a template of that name, otherwise the package's default.
+        add_generation_prompt: end with the opening of the assistant's answer; by default, unless the last message is
             continued.
         continue_final_message: leave the last message open, for the model to go on with; a text names the field to go
             on with.
@@ -104,7 +104,7 @@ class ChatTemplates:
     """A package's Jinja templates by name, and the special tokens that they may spell."""
 
     def __init__(self, templates: Any, special_tokens: Mapping[str, str] | None = None) -> None:
-        """templates: a text, texts by name, or the list of a tokenizer_config.json; None = none."""
+        """templates: a text, texts by name, or the list of a tokenizer_config.json; None for none."""
         if isinstance(templates, list):
             templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, Mapping)}
         elif not isinstance(templates, Mapping):
@@ -126,14 +126,8 @@ class ChatTemplates:
         return cls(templates, _special_tokens(config))
 
     def source(self, chat_template: str | None = None, *, tools: bool = False) -> str:
-        """The text of a template.
-
-        Args:
-            chat_template: its text or name; None = the default.
-            tools: whether the prompt has tools.
-
-        Raises ValueError if the package has no such template.
-        """
+        """The text of a template: of the given text or name, otherwise the default for prompts with or without `tools`.
+        Raises ValueError if the package has no such template."""
         if chat_template is not None:
             if chat_template not in self.templates and "{" not in chat_template:
                 names = ", ".join(sorted(self.templates)) or "none"
@@ -157,11 +151,8 @@ class ChatTemplates:
         return self.templates[_DEFAULT]
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> str:
-        """The prompt for `messages`, each {"role": ..., "content": ...}; see `check_messages`.
-
-        A template that does not read parts of text gets them joined by line breaks. Raises ImportError without jinja2,
-        and ValueError if the messages or the template are wrong.
-        """
+        """The prompt for `messages`, see `check_messages`. A template that does not read parts of text gets them joined
+        by line breaks. Raises ImportError without jinja2, and ValueError if the messages or the template are wrong."""
         options = options or ChatOptions()
         source = self.source(options.chat_template, tools=options.tools is not None)
         variables = {
@@ -195,10 +186,8 @@ class ChatTemplates:
         return message
 
     def _find_whether_read(self, source: str, role: str, parts: bool) -> bool:
-        """Whether the template prints the content of a role's message, given as parts or as a text.
-
-        It is rendered, because nothing else sees through macros, filters and tests of a type alike.
-        """
+        """Whether the template prints the content of a role's message, given as parts or as a text. It is rendered,
+        because nothing else sees through macros, filters and tests of a type alike."""
         probe = "qsample-probe"
         message: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": probe}] if parts else probe}
         user: dict[str, Any] = {"role": "user", "content": "x"}
@@ -267,7 +256,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plain(what: str, value: Any, depth: int = 0) -> Any:
-    """A copy of `value` in JSON's types. what: the owner, for the message. Raises ValueError for other types."""
+    """A copy of `value` in JSON's types. Raises ValueError for other types, with the name `what`."""
     if value is None or isinstance(value, bool | np.bool_):
         return None if value is None else bool(value)
     if depth > _DEEPEST:
@@ -286,10 +275,8 @@ def plain(what: str, value: Any, depth: int = 0) -> Any:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A plain copy of a conversation: without entries that are None, and with reasoning under each of its names.
-
-    Raises ValueError for a message that is not a mapping with a role, has no content, or has a part that is not text.
-    """
+    """A plain copy of a conversation: without entries that are None, and with reasoning under each of its names. Raises
+    ValueError for a message that is not a mapping with a role, has no content, or has a part that is not text."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(f"the chat messages are {shown(messages)}; {_FORM}")
     if not messages:

@@ -21,7 +21,7 @@ _MOST_CHARACTERS: Final = 65_536  # of all stop strings of a row; each takes a f
 
 
 def check_stop_strings(value: Any) -> tuple[str, ...]:
-    """`value` as a tuple: a string, or several, none of them empty; None = none. Raises ValueError."""
+    """A string, or several, as a tuple; () for None. Raises ValueError, also for an empty string."""
     if value is None:
         return ()
     strings = (value,) if isinstance(value, str) else value
@@ -39,11 +39,9 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
 
 
 class _Automaton:
-    """Aho and Corasick's (https://doi.org/10.1145/360825.360855); it does not change once it is made.
-
-    A state is the longest end of the text that begins a stop string: the first `size` characters of `spelled`, held
-    back. State 0 is an empty text. complete: the longest stop string that the text then ends with.
-    """
+    """Aho and Corasick's (https://doi.org/10.1145/360825.360855); it does not change once it is made. A state is the
+    longest end of the text that begins a stop string: the first `size` characters of `spelled`, held back. State 0 is
+    an empty text. complete: the longest stop string that the text then ends with."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]
@@ -95,13 +93,11 @@ def _automaton(strings: tuple[str, ...]) -> _Automaton:
 
 
 class StopStrings:
-    r"""Finds the stop string that is complete first, however the text is cut into pieces.
+    r"""Finds the stop string that is complete first, however the text is cut into pieces: `match`, None before that.
 
     Of several that are complete with the same character, the longest counts. Text that may begin a stop string is held
-    back until it is known not to. The work for a character depends neither on how many stop strings there are nor on
-    how much text is held back.
-
-    match: the stop string, once it is complete.
+    back until it is known not to. The work for a character depends neither on the number of stop strings nor on the
+    length of the text that is held back.
 
     >>> stops = StopStrings(["\n\n"])
     >>> stops.put("one\n"), stops.put("\ntwo"), stops.match
@@ -147,12 +143,9 @@ _MOST_TOKENS: Final = 32  # decoded for a new token: beyond that, all but the la
 
 
 class IncrementalDecoder:
-    """Turns tokens into text as they come; the pieces joined are the whole text.
-
-    Text is held back while it may be an incomplete multi-byte character, of three bytes at most, so the work for any
-    token is bounded. (With byte fallback, a later byte token can make a whole run of them
-    invalid; text that was already returned stays as it was.)
-    """
+    """Turns tokens into text as they come; the pieces joined are the whole text. Text is held back while it may be an
+    incomplete multi-byte character, of three bytes at most, so the work for any token is bounded. With byte fallback, a
+    later byte token can make a whole run of them invalid; text that was already returned stays as it was."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         """prompt: the tokens before the first new token; they are not repeated in the text."""
@@ -230,7 +223,7 @@ class GeneratedText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text; None = the text has not ended."""
+        """The stop string that ended the text; None before the end."""
         return self._stops.match
 
     @property
@@ -250,7 +243,7 @@ class GeneratedText:
 
 
 class Streamer(Protocol):
-    """Hugging Face's streamer protocol, so that their streamers work, too. Values are NumPy arrays, not tensors."""
+    """Hugging Face's streamer protocol, so that its streamers work, too. Values are NumPy arrays, not tensors."""
 
     def put(self, value: Any) -> None:
         """First the prompt, [1, n] int64; then every sampled token, [1] int64."""
@@ -284,13 +277,10 @@ class TextStreamer:
         skip_special_tokens: bool = True,
         stop_strings: str | Sequence[str] | None = None,
     ) -> None:
-        """Write to `file`.
+        """Write to `file`, by default standard output.
 
         Args:
-            tokenizer: of the model.
-            file: None = standard output.
             skip_prompt: write the sampled tokens only.
-            skip_special_tokens: leave special tokens out.
             stop_strings: write the sampled tokens up to the first of them, as `generate(stop_strings=...)` cuts its
                 texts.
 

@@ -40,10 +40,8 @@ class Tokenizer:
 
     @classmethod
     def of(cls, package: Package) -> Tokenizer | None:
-        """The package's tokenizer; None if it was exported without a tokenizer.
-
-        Raises PackageError if the file cannot be read, or has more tokens than the model.
-        """
+        """The package's tokenizer; None if it was exported without a tokenizer. Raises PackageError if the file cannot
+        be read, or has more tokens than the model."""
         if not package.has(TOKENIZER_FILE):
             return None
         path = package.file(TOKENIZER_FILE)
@@ -101,7 +99,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
-        """The chat template; several by name; None = none. As in transformers, another template may be set."""
+        """The chat template, several by name, or None. As in transformers, another template may be set."""
         templates = dict(self._chat_templates.templates)
         return templates.get("default") if templates.keys() <= {"default"} else templates
 
@@ -114,10 +112,8 @@ class Tokenizer:
         return self._chat_templates.source(chat_template, tools=tools is not None)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> list[int]:
-        """Token ids of a conversation, up to the assistant's answer unless `options` say otherwise.
-
-        Raises ValueError without a chat template, and if the messages do not fit it.
-        """
+        """Token ids of a conversation, up to the assistant's answer unless `options` say otherwise. Raises ValueError
+        without a chat template, and if the messages do not fit it."""
         # The template spells the special tokens out.
         return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
@@ -126,7 +122,7 @@ class Tokenizer:
         return self._chat_templates.render(messages, options)
 
     def characters_per_token(self) -> int | None:
-        """The most characters of a text that a token of it takes the place of; None = any number.
+        """The most characters of a text that a token of it takes the place of; None if there is no such bound.
 
         It exists if every character of a text ends up in a token. That is certain of a byte-level or byte-fallback BPE
         whose normalizer and pre-tokenizer remove nothing. Composing (NFC, NFKC) makes a character of at most four: no
@@ -220,15 +216,8 @@ def _keeps_all(step: dict[str, Any]) -> bool:
 
 
 def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Tokenizer | None:
-    """The package's `own` tokenizer, or the caller's if it has none.
-
-    Args:
-        own: None = the package has no tokenizer.
-        given: a tokenizer of qsample, transformers or the tokenizers library; None = none.
-        vocab_size: of the model.
-
-    Raises ValueError for anything else, and for a tokenizer of another model.
-    """
+    """The package's `own` tokenizer, or the caller's if it has none: of qsample, transformers or the tokenizers
+    library. Raises ValueError for anything else, and for a tokenizer with more than `vocab_size` tokens."""
     if given is None:
         return own
     if isinstance(given, Tokenizer):

@@ -1,7 +1,7 @@
 """Python functions as the JSON schemas that chat templates show to a model, by their annotations and docstrings.
 
-For functions that transformers' `get_json_schema` accepts, the result is the same: with a docstring in Google's style
-that has a line for each argument, and an annotation on each argument.
+The result is transformers' for a function that its `get_json_schema` accepts: with a docstring in Google's style that
+has a line for each argument, and an annotation on each argument.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Keys, values and states depend on the adapter. So tokens are compared with the mark of their adapter in their upper
 bits: beginnings that were read with different adapters have no token in common.
 
-The matrices of the adapters lie one below the other, as the graph takes them. A call is bound to as many as its rows
-need, none at best: products with nothing cost next to nothing.
+The matrices of the adapters lie one below the other, as the graph takes them. A call is bound to the ranks that its
+rows need, none at best: products with nothing cost next to nothing.
 """
 
 from __future__ import annotations
@@ -61,24 +61,17 @@ def unmarked(marked: Array) -> Array:
 
 
 class AdapterPlaces:
-    """The graph's places for adapters, numbered from 1; 0 is none.
-
-    An adapter keeps its place until another one needs it. Of the places without rows, the one used longest ago is given
-    away. If all have rows, the one used longest ago takes no further row, so that the waiting request gets it.
-    """
+    """The graph's places for adapters, numbered from 1; 0 is none. An adapter keeps its place until another one needs
+    it. Of the places without rows, the one used longest ago is given away. If all have rows, the one used longest ago
+    takes no further row, so that the waiting request gets it."""
 
     def __init__(self, count: int) -> None:
         self._held: dict[int, str] = dict.fromkeys(range(1, count + 1), "")  # place → sha256; used longest ago first
         self._rows: Counter[int] = Counter()
 
     def take(self, adapter: Adapter | None, claimed: dict[int, str]) -> tuple[int, bool] | None:
-        """A place for a row, and whether the adapter has to be written to it; None = the row has to wait.
-
-        Args:
-            adapter: of the row.
-            claimed: place → the sha256 of the adapter of a row that waits for it and comes before this row; may get
-                another.
-        """
+        """A place for a row, and whether the adapter has to be written to it; None if the row has to wait. claimed:
+        place → the sha256 of the adapter of a row that waits for it and comes before this row; may get another."""
         if adapter is None:
             return 0, False
         place = next((place for place, sha256 in self._held.items() if sha256 == adapter.sha256), None)
@@ -102,10 +95,8 @@ class AdapterPlaces:
 
 
 class AdapterRows:
-    """The memory of up to `Features.max_loras` adapters, numbered from 1, and the number of each row's adapter.
-
-    No method may be called while a graph runs.
-    """
+    """The memory of up to `Features.max_loras` adapters, numbered from 1 (0 = none), and the number of each row's
+    adapter. No method may be called while a graph runs."""
 
     def __init__(self, interface: Interface, rows: int, device: str) -> None:
         """rows: of the batch. device: of the buffers."""
@@ -128,7 +119,7 @@ class AdapterRows:
             self._allocate(kind, self._most if self._captured else 0)
 
     def begin(self, row: int, number: int) -> None:
-        """Let a row use the adapter in a place; 0 = none."""
+        """Let a row use the adapter in a place."""
         if self._places:
             self._number_of_row[row] = number
             self._buffers[ADAPTER.name].write_at(row, number)
@@ -162,8 +153,8 @@ class AdapterRows:
         return bound
 
     def put(self, number: int, adapter: Adapter) -> None:
-        """Write an adapter into a place that no row uses. Those in later places move if it has other ranks than the
-        adapter that was there."""
+        """Write an adapter into a place that no row uses. Adapters in later places move if its ranks differ from the
+        previous adapter's."""
         self._places[number - 1] = adapter
         before, self._ends = self._ends, [self._ranks(end) for end in range(len(self._places) + 1)]
         for kind in self._layers:
@@ -200,7 +191,7 @@ class AdapterRows:
         return [adapter_ids(kind).name, *(name for pair in self._layers[kind].values() for name in pair)]
 
     def _allocate(self, kind: str, ranks: int) -> Buffer:
-        """Make the memory of a kind of layers, and return that of its adapters' numbers."""
+        """Make the memory of a kind of layers, and return the memory of its adapters' numbers."""
         for name in self._names(kind):
             self._buffers[name] = Buffer.allocate(self._specs[name], {ranks_axis(kind): ranks}, self._device)
         ids = self._buffers[adapter_ids(kind).name]

@@ -48,15 +48,8 @@ class ParameterRows:
     def __init__(
         self, interface: Interface, sizes: Mapping[str, int], device: str, *, narrow: bool, needed: bool
     ) -> None:
-        """Turn all parameters off.
-
-        Args:
-            interface: of the graph.
-            sizes: of every named axis.
-            device: of the buffers.
-            narrow: also give up columns when no row has so many values: each step reads all of them.
-            needed: the graph takes no empty list of searched rows.
-        """
+        """Turn all parameters off. sizes: of every named axis. device: of the buffers. narrow: also give up columns
+        when no row needs them: each step reads all of them. needed: the graph takes no empty list of searched rows."""
         self._specs = {spec.name: spec for spec in interface.parameters}
         self._off = {name: np.array(spec.off or 0, spec.dtype) for name, spec in self._specs.items()}
         self._sizes, self._device, self._narrow = dict(sizes), device, narrow
@@ -99,8 +92,8 @@ class ParameterRows:
 
     def _fit(self, axis: str, row: int, width: int) -> bool:
         """Give the parameters with that axis the columns that all rows need, if `row` needs `width`: a power of two, so
-        that it seldom happens, and fewer only if that is a quarter of many. Returns whether their number has changed.
-        """
+        that it seldom happens, and fewer only if that is a quarter of many. Returns whether their number has
+        changed."""
         if axis not in self._widths:
             return False
         widths = self._widths[axis]
@@ -133,8 +126,8 @@ class SearchedRows:
     """The rows of a batch whose filters may keep more tokens than the candidates; none if the graph takes no list.
 
     A captured graph has to search them, and they are known from their parameters before a step. A search costs in
-    proportion to the rows in its list, and each length of the list is a separate captured graph. So the list of a
-    batch is padded to a power of two.
+    proportion to the rows in its list, and each length of the list is a separate captured graph. So the list of a batch
+    is padded to a power of two.
     """
 
     def __init__(self, interface: Interface, count: int, device: str, *, needed: bool = True) -> None:
@@ -198,7 +191,7 @@ class PromptInputs:
     """Memory for the ids and lengths of a call over some rows; each call writes it anew."""
 
     def __init__(self, rows: int, capacity: int, tokens: RowCounts, device: str) -> None:
-        """rows: most of a call. tokens: how many a row can have in a call, padding included."""
+        """rows: most of a call. tokens: the numbers that a row can have in a call, padding included."""
         self._tokens = tokens
         self._ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: rows * capacity}, device)
         self._lengths = Buffer.of(np.ones(rows, dtype=np.int32), device)
@@ -214,16 +207,14 @@ class PromptInputs:
         return self._ids.reshaped(len(ids), width)
 
     def of_rows(self, rows: int) -> dict[str, Buffer]:
-        """The inputs of so many rows by name; the result of `write` replaces the ids."""
+        """The inputs of this number of rows by name; the result of `write` replaces the ids."""
         return {INPUT_IDS.name: self._ids.reshaped(rows, 1), INPUT_LENGTHS.name: self._lengths.rows(0, rows)}
 
 
 def uniforms(seed: int, count: int, stream: int = 0) -> Array:
     """[count] float32 in [0, 1): number t is (word t mod 4 of counter (t div 4, stream, 0, 0) >> 8) * 2**-24.
-
     Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11); its key is the seed's lower and
-    upper 32 bits.
-    """
+    upper 32 bits."""
     keys = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]
     blocks = np.arange(-(-count // 4), dtype=np.uint64)
     words = [blocks, *(np.full_like(blocks, word) for word in (stream, 0, 0))]

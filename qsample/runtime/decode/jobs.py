@@ -14,7 +14,7 @@ from qsample.runtime.sequence import Sequence
 @dataclass(frozen=True, slots=True)
 class Copy:
     """The first `tokens` tokens of `sequence`, held by the slot `source`, for the sequence's slot. place: of the saved
-    recurrent states after them; None = the slot has these states now."""
+    recurrent states after them; by default the source's."""
 
     sequence: Sequence
     source: int
@@ -27,11 +27,10 @@ class Admission:
     """A sequence that got a slot.
 
     Attributes:
-        sequence: with its new slot.
         copy: the beginning of its prompt, held by a slot, maybe the same.
-        moved: another slot, to get the tokens that its slot kept so far, and these tokens; None = nothing is moved.
+        moved: another slot, to get the tokens that its slot kept so far, and these tokens.
         stored: has the beginning of its prompt in place of a slot: all of `copy.tokens`.
-        adapter: to be written to the sequence's place for adapters; None = it is there, or there is none.
+        adapter: to be written to the sequence's place for adapters; None if it is there, or there is none.
     """
 
     sequence: Sequence
@@ -52,11 +51,8 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Pieces of a prompt in order, each for a separate call; or the last piece of each of several sequences in
-    adjacent slots, for a single call.
-
-    copies: to be made before. saves: to be made at the ends of the pieces.
-    """
+    """Pieces of a prompt in order, each for a separate call; or the last piece of each of several sequences in adjacent
+    slots, for a single call. copies: to be made before. saves: to be made at the ends of the pieces."""
 
     sequences: tuple[Sequence, ...]
     pieces: tuple[range, ...]

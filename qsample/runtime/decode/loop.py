@@ -1,9 +1,9 @@
 """Runs the scheduler's jobs on the slots, and hands on the tokens of each sequence as they are read.
 
-A job is a chunk of a prompt, some short prompts, or `flush_every` decode steps without a read between them.
-A row that ends inside such a window is inert from there on (the graph sees to that), so reading late changes no token.
-A step gives a running row at least a token, and more if its guesses were right; how many, a read shows.
-With double buffering, a thread starts the next job while this thread copies and delivers the tokens of the last.
+A job is a chunk of a prompt, some short prompts, or `flush_every` decode steps without a read between them. A row that
+ends inside such a window is inert from there on (the graph sees to that), so reading late changes no token. A step
+gives a running row at least a token, and more if its guesses were right; a read shows the number. With double
+buffering, a thread runs the next job while this thread copies and delivers the tokens of the last.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ _FLUSH_EVERY: Final = 4  # if a read waits for the device
 
 
 def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: bool = False) -> int:
-    """The number of steps between two reads: `flush_every`, or a number that suits the device.
-
-    On the CPU a read costs microseconds, elsewhere it waits for the device. guided: a function, or a prediction, must
-    see every token.
-    Raises ValueError if every step has to be read and `flush_every` is more than 1.
-    """
+    """The number of steps between two reads: `flush_every`, or a number that suits the device: on the CPU a read costs
+    microseconds, elsewhere it waits for the device. guided: a function, or a prediction, must see every token. Raises
+    ValueError if every step has to be read and `flush_every` is more than 1."""
     check_count("flush_every", flush_every)
     optional = [spec.name for spec in sessions.interface.token_outputs]
     if guided or optional:
@@ -55,14 +52,13 @@ def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: b
 
 
 class DecodeLoop:
-    """Runs the jobs of a scheduler on slots.
+    """Runs the jobs of a scheduler on slots. One thread calls it. `step` calls `deliver` with each sequence that was
+    read; that may call `leave`.
 
     >>> with DecodeLoop(slots, Scheduler(slots.count, config), deliver, double_buffering=True) as loop:
     ...     loop.add(Sequence(prompt, parameters, seed=0))
     ...     while loop.busy:
     ...         loop.step()
-
-    One thread calls it. `step` calls `deliver` with each sequence that was read; that may call `leave`.
     """
 
     def __init__(
@@ -198,9 +194,7 @@ class DecodeLoop:
 
     def _overlap(self, device: DeviceThread, job: Read | Window) -> None:
         """Copy this side's values while the first call of `job` writes the other side; deliver them during the rest.
-
-        The second call would write to this side again, so it is handed over after the copy.
-        """
+        The second call would write to this side again, so it is handed over after the copy."""
         side, unread = self._slots.side, self._unread
         first, *rest = self._issue(job)
         running: list[Future[None]] = [device.submit(first)]
@@ -255,7 +249,7 @@ class DecodeLoop:
             self._hand_out(unread, self._slots.read(newest=self._most_of(unread)))
 
     def _most_of(self, unread: list[tuple[Sequence, int]]) -> int:
-        """Of the new tokens of a row, as many as there may be."""
+        """The most new tokens of a row."""
         return self._most * max(issued for _, issued in unread)
 
     def _hand_out(self, unread: list[tuple[Sequence, int]], snapshot: Snapshot) -> None:

@@ -67,7 +67,6 @@ class PrefixFile:
     """An open prefix file.
 
     Attributes:
-        path: of the file.
         tokens: [end] int64, all tokens from the first.
         start: the first token whose keys and values the file has; 0 = it is whole.
         states: by name, of the file's memory: keys and values [H, end - start, D], recurrent states after `end` tokens.
@@ -84,16 +83,8 @@ class PrefixFile:
 
     @classmethod
     def open(cls, path: Path, signature: Mapping[str, str], interface: Interface) -> PrefixFile:
-        """Map a file and check its header; its numbers are not read.
-
-        Args:
-            path: of the file.
-            signature: of the package that is to use it.
-            interface: of that package.
-
-        Raises:
-            PackageError: If the file is missing, damaged, or of another package.
-        """
+        """Map a file and check its header, for the package with this signature and interface; its numbers are not read.
+        Raises PackageError if the file is missing, damaged, or of another package."""
         try:
             metadata, tensors = map_tensors(path)
             tokens, start = tensors.pop(TOKENS), int(metadata["start"])
@@ -135,15 +126,8 @@ def write_prefix(
     start: int = 0,
     adapter: str = "",
 ) -> None:
-    """Write a prefix file, all of it at once. It replaces a file of that name.
-
-    Args:
-        path: of the file; its folder exists.
-        signature, tokens, states, start, adapter: see `PrefixFile`.
-
-    Raises:
-        PackageError: If the disk is full, or the folder cannot be written to.
-    """
+    """Write a prefix file, all of it at once; see `PrefixFile`. It replaces a file of that name, in a folder that
+    exists. Raises PackageError if the disk is full, or the folder cannot be written to."""
     arrays = {TOKENS: np.ascontiguousarray(tokens, np.int64)}
     arrays |= {name: np.ascontiguousarray(array) for name, array in states.items()}
     metadata = {"format": _FORMAT, **signature, "start": str(start), _SHA256: _sha256(list(arrays.values()))}

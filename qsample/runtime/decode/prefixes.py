@@ -20,15 +20,12 @@ LATE: Final = 1024  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A prompt is read in pieces that are counted from its start, each in a separate call.
+    """A prompt is read in pieces that are counted from its start, each in a separate call: pieces of `size` tokens, and
+    of `late` tokens, if that is not None, after the first LATE. LATE and `late` are multiples of `size`, or no prompt
+    is that long.
 
     A call over more tokens reads the tokens before it less often: after 4,000 tokens the CPU's attention takes 1.6
     times as long for each token of a piece of 64 as of 256. A shorter piece holds up other rows for less time.
-
-    Attributes:
-        size: tokens of a piece, at least 1.
-        late: tokens of the pieces that begin after LATE tokens; None = as any token. LATE and `late` are multiples of
-            `size`, or no prompt is that long.
     """
 
     size: int
@@ -50,10 +47,8 @@ class Pieces:
         return self.around(token).start
 
     def end(self, start: int, tokens: int) -> int:
-        """The end of a chunk that begins at `start` and has at most `tokens` tokens, or is a single piece.
-
-        A `start` inside a piece counts as that piece's beginning.
-        """
+        """The end of a chunk that begins at `start` and has at most `tokens` tokens, or is a single piece. A `start`
+        inside a piece counts as that piece's beginning."""
         begun, end = self.around(start).start, self.around(start).stop
         while self.around(end).stop - begun <= tokens:
             end = self.around(end).stop
@@ -70,11 +65,9 @@ class Pieces:
 
 
 def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int | None) -> int:
-    """The number of tokens of `prompt` that need not be read after `held`, itself read in pieces from its start.
-
-    Those of whole pieces that both have: the numbers of a piece may depend on its end. If both end in the same piece,
-    all but its last `tail_size` tokens (None = all of it).
-    """
+    """The number of tokens of `prompt` that need not be read after `held`, itself read in pieces from its start: the
+    tokens of whole pieces that both have, as the numbers of a piece may depend on its end. If both end in the same
+    piece, all but its last `tail_size` tokens (None: all of it)."""
     shared, length = shared_prefix(held, prompt), len(prompt)
     if shared == length and (length == len(held) or length == pieces.begin(length)):
         start = pieces.begin(length - 1)
@@ -90,10 +83,8 @@ def shared_prefix(kept: Array, prompt: Array) -> int:
 
 
 class SavedStates:
-    """A fixed number of places for recurrent states after beginnings of prompts.
-
-    A place is given away first if no slot has the keys and values of its tokens, then if it was used longest ago.
-    """
+    """A fixed number of places for recurrent states after beginnings of prompts. A place is given away first if no slot
+    has the keys and values of its tokens, then if it was used longest ago."""
 
     def __init__(self, places: int) -> None:
         self.places = places
@@ -117,10 +108,8 @@ class SavedStates:
         return None
 
     def add(self, tokens: Array, is_useful: Callable[[Array], bool]) -> int | None:
-        """A place for the states after `tokens`; None without places, or if they are saved already.
-
-        is_useful: whether anybody can use the states after some tokens.
-        """
+        """A place for the states after `tokens`; None without places, or if they are saved already. is_useful: whether
+        any request can use the states after some tokens."""
         if not self.places or self.use(tokens) is not None:
             return None
         place = len(self._tokens)

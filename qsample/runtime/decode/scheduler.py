@@ -4,7 +4,7 @@ A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs
 keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt; if a step
 over fewer rows is cheaper, only slots next to those in use count. A longer beginning in another slot, free or not, is
 copied, and the tokens that the chosen slot kept are moved to the slot that was left longest ago. If rows are far apart
-all the same, because those between them have ended, the first or the last row is moved. Recurrent states continue from
+all the same, because rows between them have ended, the first or the last row is moved. Recurrent states continue from
 their saved copies.
 """
 
@@ -44,16 +44,15 @@ class SchedulerConfig:
 
     Attributes:
         pieces: the places at which prompts are cut.
-        tail_size: see `Sessions`.
+        tail_size, step_rows: see `Sessions`. With step_rows, slots in use are best close together, and the beginning of
+            a prompt that another slot holds is copied.
         recurrent: the model has states that belong to a slot's newest token, so that another slot can continue from
             them at that moment, or from a copy that was saved.
         attention: the model has keys and values, and a slot has to hold these as well.
         join_prompts: read whole prompts of adjacent slots in a single run, if they have the same length.
         ragged: read prompts of any lengths together, and the rest of prompts after the beginnings that slots hold.
-        step_rows: see `Sessions`. Slots in use are best close together then, and the beginning of a prompt that another
-            slot holds is copied.
         flush_every: decode steps between two reads, at least 1.
-        prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; None = the whole prompt.
+        prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; by default the whole prompt.
         interleave: take turns between a chunk and a window, so that running rows wait for no more than a chunk;
             otherwise every prompt in a slot is read before any row decodes.
         saved_states: most saved copies of recurrent states.
@@ -92,7 +91,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Requests of equal priority run in arrival order; one that waits for an adapter does not block those after it.
+    """Requests of equal priority run in arrival order; one that waits for an adapter does not block later ones.
 
     A prompt is read in pieces, each in a separate call, even if more work waits: kernels round differently for another
     number of tokens, and nothing but the prompt may decide that. So chunks are whole pieces, prompts are read together
@@ -144,8 +143,8 @@ class Scheduler:
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
     def admit(self, held: Callable[[], abc.Sequence[PrefixFile]] | None = None) -> list[Admission]:
-        """Give free slots to the requests that waited longest. held: returns the beginnings that can be loaded into
-        a slot."""
+        """Give free slots to the requests that waited longest. held: returns the beginnings that can be loaded into a
+        slot."""
         admitted: list[Admission] = []
         passed: list[Sequence] = []
         claimed: dict[int, str] = {}
@@ -188,11 +187,9 @@ class Scheduler:
 
     def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, Array] | None:
         """Another free slot for the tokens that `slot` keeps, and these tokens: the slot left longest ago gives way.
-
         Otherwise, slots next to the slots in use would forget the newest tokens, and other slots keep tokens that no
-        request needs. None = nothing is moved: if the step is over all slots, the slot left longest ago was chosen
-        anyway.
-        """
+        request needs. None if nothing is moved: if the step is over all slots, the slot left longest ago was chosen
+        anyway."""
         kept, spare = self._kept[slot], next(free for free in self._free if free == slot or free != source)
         if source != slot and shared_prefix(self._kept[source], prompt) == len(self._kept[source]):
             self._free.remove(source)  # `slot` is about to hold all of it
@@ -223,11 +220,9 @@ class Scheduler:
         return slot
 
     def save_answer(self, slot: int, tokens_in_states: Callable[[int], int]) -> Save | None:
-        """The place for the states of a slot that was just left, if they are those after all the tokens that it keeps.
-
+        """The place for the states of a slot that was just left, if they are after all the tokens that it keeps.
         tokens_in_states: the number of tokens that a slot's states are after, asked only if it matters. A row may have
-        gone on before it was found to have ended.
-        """
+        gone on before it was found to have ended."""
         tokens = self._kept[slot]
         wanted = self._config.reuse_sampled and self._saved.places and len(tokens)
         if not wanted or tokens_in_states(slot) != len(tokens):
@@ -370,8 +365,8 @@ class Scheduler:
         return unmarked(tokens), place, adapter
 
     def _joined(self, first: Sequence, start: int) -> dict[Sequence, int]:
-        """`first` and those whose prompts are read to their ends with its own, by slot, each with the number of its
-        tokens that were read: `start` of the first."""
+        """`first` and the sequences whose prompts are read to their ends with its own, by slot, each with the number of
+        its tokens that were read: `start` of the first."""
         if not self._config.join_prompts or (start and not self._config.ragged):
             return {first: start}
         begun = {one: one.consumed for one in self.prefilling if self._config.ragged or one.consumed == 0}
@@ -402,8 +397,8 @@ def joined_slots(
     """Adjacent slots around `slot` whose prompts are read in a single run: they have the same length, at most a piece,
     so that each row computes the same numbers as alone; or any length, if `ragged`: rows do so in any case.
 
-    lengths: tokens to read for each slot that could be joined. chunk_size: most tokens of a run; None = only as many as
-    make it faster.
+    lengths: tokens to read for each slot that could be joined. chunk_size: most tokens of a run; by default, only as
+    many as make it faster.
     """
     most = min(_MOST_JOINED, chunk_size or _MOST_JOINED)
     joined = [slot]

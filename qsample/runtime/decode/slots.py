@@ -60,9 +60,9 @@ class Snapshot:
 
     Attributes:
         status, lengths: [B] int32.
-        tokens: [B, T] int32; a row has lengths + 1 tokens after its first sample.
+        tokens: [B, T] int32; a row has lengths + 1 tokens after its first sample. With `newest`, [B, newest], the last
+            column being the token at position `lengths`.
         outputs: the optional outputs of the last step, by name: [B, ...] of its token, or [B, J, ...] of its tokens.
-        newest: if not None, tokens is [B, newest], and its last column the token at position `lengths`.
         drafts: how the guesses of each row fared since it began; empty if the package makes none.
     """
 
@@ -74,7 +74,7 @@ class Snapshot:
     drafts: tuple[DraftStats, ...] = ()
 
     def tokens_from(self, slot: int, position: int) -> list[int]:
-        """A row's tokens from a position on, up to the newest: at most `newest`, if that is not None."""
+        """A row's tokens from a position on, up to the newest. Raises IndexError if `tokens` lacks some of them."""
         end = int(self.lengths[slot]) + 1
         skipped = 0 if self.newest is None else end - self.newest
         if position < skipped and position < end:
@@ -112,7 +112,7 @@ class Drafts:
         self._counts = np.zeros((2, count, 4), dtype=np.int64)  # the fields of `DraftStats`
 
     def count(self, side: int, outputs: Mapping[str, Buffer], rows: range) -> None:
-        """Add those of a step over some rows. side: that the step read; `outputs` are those that it wrote."""
+        """Add the guesses of a step over some rows. side: that the step read; it wrote `outputs`."""
         part = slice(rows.start, rows.stop)
         new, guesses = (outputs[spec.name].read()[part] for spec in (NUM_NEW, NUM_DRAFT_TOKENS))
         self._counts[1 - side] = self._counts[side]
@@ -133,9 +133,9 @@ class Slots:
 
     A slot is idle until `begin` gives it a prompt. `prefill` feeds it that prompt, a chunk a call, or several slots
     their prompts, while other slots wait; between its chunks the slot is idle for `decode`, which advances all running
-    rows by
-    a token, or by several if the package guesses tokens. A row that ends is idle again by itself: the graph neither
-    advances it nor writes to it, except for the key and value at position `lengths`, which belong to no token yet.
+    rows by a token, or by several if the package guesses tokens. A row that ends is idle again by itself: the graph
+    neither advances it nor writes to it, except for the key and value at position `lengths`, which belong to no token
+    yet.
 
     No method may be called while another runs, except for `read` of the side that a `decode` reads.
     """
@@ -209,11 +209,9 @@ class Slots:
         return self._sessions.replays is None or all(key in self._bound for key in keys)
 
     def prepare(self) -> None:
-        """Capture `decode`, once everything is read: this overwrites the optional outputs.
-
-        Nothing else may use the device meanwhile. ONNX Runtime runs a graph several times before it replays it, so the
-        rows are idle for it: the cache at their next position is written again.
-        """
+        """Capture `decode`, once everything is read: this overwrites the optional outputs. Nothing else may use the
+        device meanwhile. ONNX Runtime runs a graph several times before it replays it, so the rows are idle for it: the
+        cache at their next position is written again."""
         outputs = self._outputs[self.side][NEXT_IDS.name]
         status, next_ids = self._state[STATUS.name].read(), outputs.read()
         self._state[STATUS.name].write_at(slice(None), _IDLE)
@@ -226,14 +224,12 @@ class Slots:
     def begin(
         self, slot: int, prompt: Array, seed: int, parameters: Mapping[str, Array], reused: int = 0, adapter: int = 0
     ) -> None:
-        """Get an idle slot ready for `prompt`, for `prefill` to feed it.
+        """Get an idle slot ready for `prompt`, [n] int64, 1 <= n < capacity, for `prefill` to feed it.
 
         Args:
-            prompt: [n] int64, 1 <= n < capacity.
-            seed: of the row's random numbers.
-            parameters: the row of every name of `Interface.parameters` but `seed`: scalars, or [E], [N], [W], [D],
-                [Q, L].
-            reused: how many tokens of the prompt the slot's cache holds already, from its start; less than n.
+            parameters: the row of every name of `Interface.parameters` but `seed`: scalars, or [E], [N], [W], [D], [Q,
+                L].
+            reused: tokens of the prompt that the slot's cache holds already, from its start; less than n.
             adapter: the place of the row's adapter, see `AdapterRows.put`; 0 = none.
         """
         self.adapters.begin(slot, adapter)
@@ -249,14 +245,8 @@ class Slots:
         self.set_parameters(slot, {**parameters, **own_seed})
 
     def copy(self, source: int, slot: int, prompt: Array, place: int | None = None) -> None:
-        """Copy `source` to a slot as far as it is after `prompt`.
-
-        Args:
-            source, slot: the slots.
-            prompt: [n] int64, n >= 1: the first tokens of `source`; all of them if the model has recurrent states,
-                unless `place` is given.
-            place: of the recurrent states after `prompt`, saved.
-        """
+        """Copy `source` to a slot as far as it is after `prompt`, [n] int64, n >= 1: the first tokens of `source`; all
+        of them if the model has recurrent states, unless these are saved in `place`."""
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
                 self._state[spec.name].copy_row(source, slot, (slice(None), slice(len(prompt))))
@@ -267,11 +257,9 @@ class Slots:
         self._write_history(slot, prompt)
 
     def load(self, slot: int, parts: abc.Sequence[tuple[int, int, Mapping[str, Array]]]) -> None:
-        """Write states from elsewhere to an idle slot, before `begin`.
-
-        parts: (start, stop, states): of the tokens [start, stop), keys and values [H, stop - start or more, D] by name;
-        the recurrent states belong to the first part, after its last token.
-        """
+        """Write states from elsewhere to an idle slot, before `begin`. parts: (start, stop, states): of the tokens
+        [start, stop), keys and values [H, stop - start or more, D] by name; the recurrent states belong to the first
+        part, after its last token."""
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
                 columns = [(slice(start, stop), states[spec.name][:, : stop - start]) for start, stop, states in parts]
@@ -280,8 +268,8 @@ class Slots:
                 self._state[spec.name].write_at(slot, parts[0][2][spec.name])
 
     def unload(self, slot: int, start: int, stop: int, place: int | None = None) -> dict[str, Array]:
-        """A copy of the states of a slot's tokens [start, stop) by name, as `load` takes them. place: of the recurrent
-        states, saved; None = the slot has them now."""
+        """A copy of the states of a slot's tokens [start, stop) by name, as `load` takes them. place: of the saved
+        recurrent states; by default the slot's."""
         saved = {} if place is None else self.saved.read(place)
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
@@ -296,7 +284,7 @@ class Slots:
         return self._sessions.step_rows is not None
 
     def move(self, slot: int, target: int, kept: int) -> None:
-        """Put a row into an idle slot, and the first `kept` tokens of that slot into its; between two calls."""
+        """Put a row into an idle slot, and the first `kept` tokens of that slot into the row's; between two calls."""
         columns = int(self._state[LENGTHS.name].read()[slot]), kept
         for spec in self._interface.cache_states:
             self._state[spec.name].swap_rows(slot, target, columns if CAPACITY in spec.axes else None)
@@ -327,14 +315,11 @@ class Slots:
             self._bound.clear()
 
     def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
-        """Feed a slot the next piece of its prompt.
+        """Feed a slot the next piece of its prompt, [n] int64; with `emit`, the last, sampling the first new token.
 
-        Args:
-            slot: the slot.
-            ids: [n] int64. Several arrays, if `Sessions.joins_prompts`, are for `slot` and the slots after it, in a
-                single run: the first tokens of each, because attention takes several rows of several tokens only at
-                their beginning; any tokens if `Sessions.ragged`.
-            emit: it is the last piece; sample the first new token.
+        Several arrays, if `Sessions.joins_prompts`, are for `slot` and the slots after it, in a single run: the first
+        tokens of each, because attention takes several rows of several tokens only at their beginning; any tokens if
+        `Sessions.ragged`.
         """
         rows = range(slot, slot + len(ids))
         tokens = self._chunk.write(ids)
@@ -349,12 +334,8 @@ class Slots:
 
     def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
         """Feed rows their newest token; the running rows sample the next. Prepares the slots unless they are
-        `prepared`.
-
-        Args:
-            rows: at least all that run; None = every row. The step includes adjacent rows if the package needs them.
-            wait: for the device; False if another `decode` follows before anything is read.
-        """
+        `prepared`. rows: at least all that run, by default every row; adjacent rows come along if the package needs
+        them. wait: for the device; False if another `decode` follows before anything is read."""
         rows = self._rows_of_step(rows or range(self.count))
         key = self._key(rows, self.side)
         if key not in self._bound and self._sessions.replays is not None:
@@ -381,12 +362,9 @@ class Slots:
         return side, self._parameters.searched.size, rows, self.adapters.key(rows)
 
     def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
-        """A copy for the host after the last call.
-
-        Args:
-            side: the value of `side` before a `decode` that runs now; None = the current side.
-            newest: so many tokens of each row are enough, if they are not in the host's memory; None = all.
-        """
+        """A copy for the host after the last call. side: the value of `side` before a `decode` that runs now; by
+        default the current side. newest: the number of each row's last tokens that is enough, if the tokens are not in
+        the host's memory; by default all."""
         side = self.side if side is None else side
         states = self._state.inputs(side=side)
         status, lengths = states[STATUS.name].read(), states[LENGTHS.name].read()
@@ -405,7 +383,7 @@ class Slots:
         self.adapters.begin(slot, 0)
 
     def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:
-        """sampled: the slots that get a token, whose logits may be processed before a sampler on the host."""
+        """sampled: the slots that get a token; their logits may be processed before a sampler on the host."""
         for index, graph in enumerate(graphs):
             if index and sampled is not None and self.process_logits is not None:
                 logits, slots = self._logits[LOGITS.name], slice(sampled.start, sampled.stop)

@@ -65,14 +65,12 @@ class StoredPrefixes:
         """Open and verify the caller's files.
 
         Args:
-            package, sessions: of the engine.
             files: of `save_prefix`.
-            folder: for the beginnings of conversations, made if it is missing; None = they are not kept.
+            folder: for the beginnings of conversations, made if it is missing; by default they are not kept.
             max_bytes: of the files in the folder, of all packages.
 
-        Raises:
-            PackageError: For a file that is missing, damaged or of another package, and a folder that cannot be used.
-            ValueError: If `max_bytes` is not a positive integer.
+        Raises PackageError for a file that is missing, damaged or of another package, and a folder that cannot be used;
+        ValueError if `max_bytes` is not a positive integer.
         """
         check_count("prefix_cache_bytes", max_bytes)
         self._interface, self._pieces = package.interface, Pieces.of(sessions)
@@ -135,12 +133,8 @@ class StoredPrefixes:
 
     def keep(self, tokens: Array, read: Callable[[int, int], Mapping[str, Array]], adapter: str = "") -> None:
         """Write the states of the first tokens of a prompt to the folder in another thread, except states that it has.
-
-        Args:
-            tokens: [n] int64, whole pieces.
-            read: returns a copy of the states of the tokens [start, stop), as in `PrefixFile.states`.
-            adapter: see `PrefixFile`.
-        """
+        tokens: [n] int64, whole pieces. read: returns a copy of the states of the tokens [start, stop), as in
+        `PrefixFile.states`. adapter: see `PrefixFile`."""
         assert self._folder is not None
         self._look()
         kept = [one.tokens for one in self._kept.values() if one.adapter == adapter]
@@ -185,7 +179,7 @@ class StoredPrefixes:
                 self._kept[held.path.name] = held
 
     def _opened(self, path: Path) -> PrefixFile | None:
-        """A file that is new in the folder; None = it is deleted, or was."""
+        """A file that is new in the folder; None if it is not usable, and deleted, or is gone."""
         try:
             file = PrefixFile.open(path, self._signature, self._interface)
         except PackageError as error:
