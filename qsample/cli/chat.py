@@ -87,7 +87,7 @@ def chat(
 
 
 def _check_template(model: CausalLM, system: str | None, template: dict[str, Any]) -> list[str]:
-    """Refuse a package that cannot chat, before the first question. Returns remarks about options that its template
+    """Refuse a package that cannot chat, before any question, and return remarks about options that its template
     ignores."""
     if model.tokenizer is None:
         raise QsampleError("the package has no tokenizer, so it cannot chat; export the model with its tokenizer")
@@ -121,16 +121,9 @@ class TurnError(Exception):
 
 @dataclass
 class Conversation:
-    """Messages, and an engine that answers them.
-
-    Attributes:
-        options, template: of `Engine.add_request`.
-        system: the system prompt.
-        turns: the other messages.
-        forgotten: the oldest turns that no longer fit into the context, and that the model does not see.
-        answers, tokens, seconds: of all answers.
-        context: tokens after the last answer.
-    """
+    """Messages, and an engine that answers them. `options`, `template`: of `Engine.add_request`. `system`: the system
+    prompt; `turns`: the other messages; `forgotten`: the oldest turns that no longer fit into the context, and that the
+    model does not see. `answers`, `tokens`, `seconds`: of all answers. `context`: tokens after the last answer."""
 
     model: CausalLM
     engine: Engine
@@ -273,8 +266,7 @@ class Screen:
         self._file: Path | None = None  # was written or read, and may be written again
 
     def run(self) -> int:
-        """Run until the input ends. Returns the number of a pipe's lines that failed; 0 at a terminal, whose user saw
-        it."""
+        """Run until the input ends. Returns the number of a pipe's lines that failed; 0 at a terminal."""
         if self._typed:
             note("/help lists the commands; ctrl-D ends")
         for text in self._texts():

@@ -183,8 +183,7 @@ def with_flags(flags: Mapping[str, Flag]) -> Callable[[Callable[..., None]], Cal
 
 
 def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling options of a command line, as options of `generate`. Raises typer.BadParameter for a wrong value,
-    before a model is loaded."""
+    """The sampling options of a command line for `generate`. Raises typer.BadParameter, before a model is loaded."""
     from qsample.text.generated_text import check_stop_strings
 
     options = {name: given[name] for name in SAMPLING_FLAGS if name != "greedy" and given[name] not in (None, (), [])}
@@ -346,15 +345,13 @@ def open_exported(
     max_loras: int = 0,
 ) -> PackagedModel:
     """A package as it is; a checkpoint or decoder file compiled, from the user's cache; by default the bundled model.
-    The package stays in the cache as long as the returned object.
+    It stays in the cache as long as the returned object. Raises typer.BadParameter for a package with `weights`.
 
     - `model`: the package, checkpoint folder, hub id or decoder file.
     - `provider`: by default the package's, otherwise the CPU.
     - `weights`, `ctx_len`: of the compiled package, as in `CompileOptions`; a package has a fixed one.
     - `for_serving`: a compiled package gets all that a server's requests may ask for.
     - `loras`: adapters by name. A compiled package takes all of them, with their ranks, and at least `max_loras`.
-
-    Raises typer.BadParameter for a package with `weights`.
     """
     from qsample.models.bundled import TINY_LM
     from qsample.ort.model_package import package_in

@@ -177,7 +177,7 @@ def evaluate(
         from qsample.evaluation.plot import check_plot
 
         check_plot(plot)
-    # Cached packages stay in the cache as long as these objects. Other packages are opened by name, and verified, below.
+    # Cached packages stay in the cache as long as these objects. The rest are opened by name, and verified, below.
     opened = {name: open_exported(name, None, weights=weights) for name in packages if not is_package(name)}
     references = {name: open_exported(name, None) for name in against or () if not is_package(name)}
     with progress() as report:

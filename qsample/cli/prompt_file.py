@@ -40,7 +40,7 @@ _NO_OPTIONS: Final = ("id", "metadata", "prompt", "messages")  # fields of a lin
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt of the file. `error`: the mistake in its line, if any. `source`: decides, with the settings, about its
+    """A prompt of the file. `error`: of its line, if any. `source`: decides, with the settings, about its
     fingerprint."""
 
     id: Any

@@ -126,9 +126,7 @@ class AlreadyPrintedError(QsampleError):
 
 def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, Any]) -> int:
     """Print an error, with --json also as {"error": {"type": ..., "message": ..., "status": ...}} on stdout.
-
-    `arguments` are the command line, `commands` the parser's, by name. Returns the exit status: 2 for wrong usage,
-    otherwise 1.
+    `arguments`: the command line. `commands`: the parser's, by name. Returns the exit status: 2 for wrong usage, or 1.
     """
     usage = getattr(error, "exit_code", 1) == 2  # the parser's errors have a separate status
     status = 2 if usage else 1

@@ -33,10 +33,9 @@ _TIMED_TOKENS: Final = 64  # in front of the timed steps, and as many steps
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far a package is from a reference, on the same tokens.
+    """How far a package is from the package in the folder `reference`, on the same tokens.
 
     Attributes:
-        reference: its folder.
         kl: Kullback-Leibler divergence of the package's distribution from the reference's, sum of p_reference *
             ln(p_reference / p_package), in nats a token.
         agreement: share of tokens, in [0, 1], with the same likeliest next token (top-1).
@@ -52,10 +51,9 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class PackageQuality:
-    """A package.
+    """A package: the folder `path`, and how good it is.
 
     Attributes:
-        path: its folder.
         label: the format of its weights, in words.
         bytes: of all its files.
         perplexity: exp of the mean negative log-likelihood of a token.
@@ -263,13 +261,13 @@ def _window_size(models: Sequence[Package], max_length: int | None, stride: int 
 
 
 def _compiled_for(package: Package) -> tuple[int | None, int | None]:
-    """T, and the most rows (None: any number, as in a portable package)."""
+    """T, and the most rows; None for any number, as in a portable package."""
     compilation = package.manifest.compilation
     return (None, None) if compilation is None else (compilation.ctx_len, compilation.batch_size)
 
 
 def _longest_context(package: Package) -> int | None:
-    """The most tokens of a row (None: any number)."""
+    """The most tokens of a row; None for any number."""
     return _compiled_for(package)[0] or package.manifest.max_position_embeddings
 
 

@@ -28,8 +28,7 @@ def check_plot(path: str | Path) -> None:
 
 def draw(evaluation: Evaluation, path: str | Path) -> None:
     """Draw the KL divergence from the first reference, or else the perplexity, over the packages' sizes, and over a
-    step's milliseconds if those were measured. `path`: a .png or .svg file to replace. Raises the errors of
-    `check_plot`."""
+    step's milliseconds if those were measured, into a .png or .svg file. Raises the errors of `check_plot`."""
     check_plot(path)
     from matplotlib.figure import Figure  # without pyplot: it would look for a screen
 

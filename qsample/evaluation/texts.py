@@ -14,9 +14,8 @@ from qsample.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:
-    """The token ids, [n] int64 in [0, V), of each document, a text or token ids; `packages` are all that will read
-    them. Raises ValueError if nothing is left to read, QsampleError if the packages would read different tokens in a
-    text."""
+    """The token ids, [n] int64 in [0, V), of each document (a text or token ids), for all `packages`. Raises ValueError
+    if nothing is left to read, QsampleError if the packages would read different tokens in a text."""
     documents = [text] if isinstance(text, str) or _is_ids(text) else text
     if not isinstance(documents, Sequence) or not all(isinstance(one, str) or _is_ids(one) for one in documents):
         raise ValueError(f"text is {shown(text)}; give a text, token ids, or a list of either")
@@ -64,13 +63,8 @@ def _shared_tokenizer(packages: Sequence[Package]) -> Tokenizer:
 
 
 class Window(NamedTuple):
-    """A part of a document that a model reads from an empty cache.
-
-    Attributes:
-        ids: [n] int64, n >= 2.
-        first: the tokens from here on are scored, 1 to n - 1; the tokens before are context.
-        offset: the place of the first scored token among all scored tokens.
-    """
+    """A part of a document that a model reads from an empty cache. `ids`: [n] int64, n >= 2. Tokens from `first` on (1
+    to n - 1) are scored, after their context. `offset`: the place of the first scored token among all scored tokens."""
 
     ids: Array
     first: int

@@ -21,7 +21,7 @@ CACHE_VARIABLE: Final = "QSAMPLE_RAY_CACHE"
 
 
 def pack(package: str | Path) -> bytes:
-    """A package's folder as an uncompressed tar archive (weights do not compress). Raises PackageError for other
+    """A package's folder as an uncompressed tar archive: weights do not compress. Raises PackageError for other
     folders."""
     opened = read_package(package)
     buffer = io.BytesIO()

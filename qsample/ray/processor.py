@@ -205,7 +205,7 @@ class EngineActor:
         yield batch
 
     async def generate(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """The generated columns of each row. If the engine fails, the rows run once more in a new engine: their tokens
+        """The generated columns of each row. If the engine fails, the rows run again, once, in another; their tokens
         follow from their seeds."""
         requests, loop = [self._request(row) for row in rows], asyncio.get_running_loop()
         try:
@@ -253,9 +253,8 @@ def _plain(value: Any) -> Any:
 
 
 def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> tuple[Any, dict[str, Any]]:
-    """The prompt or the messages of a row, and the arguments of its request: its `sampling_params` on top of
-    `defaults`, its seed included. Raises ValueError for a row that has neither prompt nor messages, or neither seed nor
-    id."""
+    """The prompt or messages of a row, and its request's arguments: `sampling_params` on top of `defaults`, and the
+    seed. Raises ValueError for a row that has neither prompt nor messages, or neither seed nor id."""
     options = {**defaults, **_plain(row.get("sampling_params") or {})}
     seed = _number(options.pop("seed", None))
     seed = _number(row.get("seed")) if seed is None else seed

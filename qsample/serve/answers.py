@@ -245,8 +245,7 @@ def scoring_params(tokens: int) -> SamplingParams:
 
 
 class ForcedTokens:
-    """The `allowed_tokens` of a request that has to sample given tokens: so the server gets a prompt's
-    log-probabilities.
+    """The `allowed_tokens` of a request that has to sample given tokens: for the log-probabilities of a prompt.
 
     A graph returns the log-probability of the tokens that it samples, as the model has it, before any mask. A request
     begins with the prompt's first token, and each mask allows only the prompt's next token. That takes a step for each

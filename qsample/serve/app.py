@@ -52,8 +52,7 @@ _DOCS_PACKAGE: Final = "fastapi_offline"  # it brings the files of Swagger UI; F
 
 
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
-    """An ASGI application that loads its models when it starts, unless it gets `models`, loaded with the same settings,
-    and closes them when it ends.
+    """An ASGI application that loads its models at its start, unless `models` has them, and closes them at its end.
 
     >>> app = make_app(ServeSettings(models={"tiny": "tiny-cpu"}))  # uvicorn.run(app)
     """

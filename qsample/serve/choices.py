@@ -32,9 +32,8 @@ class PromptScores:
     outputs: Mapping[str, Array]
 
     def told(self, texts: TokenTexts, top: int) -> list[Event | None]:
-        """In vLLM's form: for each token the `top` likeliest tokens in its place, and itself, by token id. The first
-        token has None: it follows nothing. A token's rank is None if the package does not return it among the
-        alternatives."""
+        """In vLLM's form: for each token the `top` likeliest tokens in its place, and itself, by token id; None for the
+        first. A token's rank is None if it is not among the alternatives that the package returns."""
         ids, values = self.outputs.get(_TOP_IDS), self.outputs.get(_TOP_VALUES)
         found: list[Event | None] = [None]
         for place, token in enumerate(self.token_ids[1:]):
@@ -55,8 +54,7 @@ class PromptScores:
 
 class Choice(ABC):
     """An answer as events. `kind`, `chunk`: OpenAI's names of a whole answer and of an event. `prefix`: of a request's
-    id. `content`: the field of an event that has the text. `scores`: of the prompt, if the request asks for them; set
-    before `start`."""
+    id. `content`: an event's field with the text. `scores`: of the prompt, if requested; set before `start`."""
 
     kind: ClassVar[str]
     chunk: ClassVar[str]

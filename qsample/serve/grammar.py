@@ -113,8 +113,8 @@ def refused(reason: str) -> ApiError:
 
 
 def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> Compiled:
-    """Compile `grammar` (of `grammar_of`) for llguidance's `tokenizer`. Raises ApiError if the grammar is invalid, or
-    if no answer can follow it."""
+    """Compile a text of `grammar_of` for llguidance's `tokenizer`. Raises ApiError if it is invalid, or no answer can
+    follow it."""
     from llguidance import LLMatcher
 
     if grammar.startswith(_GBNF):
@@ -328,8 +328,8 @@ class GrammarGuide:
 
 
 def _serve() -> None:
-    """Answer each line of standard input, a grammar in JSON, with null, or with the reason why it is refused, on a
-    line. Invalid grammars pass; the server reports them."""
+    """Answer each grammar, in JSON on a line of standard input, with null, or the reason why it is refused, on a line.
+    Invalid grammars pass; the server reports them."""
     from llguidance import LLTokenizer
 
     arguments: TokenizerArguments = json.loads(sys.stdin.readline())

@@ -194,8 +194,8 @@ def _is_a_type(part: Any) -> bool:
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body by itself: a long body on a thread, so that the event loop goes on, and only its
-    first error. FastAPI lists all errors, for half a minute if a body of 4 MB has two million."""
+    """A route that parses long bodies on a thread, so that the event loop goes on, and reports only the first error.
+    FastAPI lists all errors, for half a minute if a body of 4 MB has two million."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -242,8 +242,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that end when the client goes, even before the first token; Starlette notices it only when it
-    sends."""
+    """Server-sent events that end as soon as the client goes; Starlette would notice that only when it sends."""
 
     def __init__(self, events: AsyncIterator[bytes], end: Callable[[], object]) -> None:
         """`end` is called at the end, also after an error or a cancellation."""
@@ -283,8 +282,8 @@ def _no_constant(name: str) -> None:
 
 
 class ApiKeys:
-    """Demands a valid key, `Authorization: Bearer KEY`, of requests, except for the page, its description, /health and
-    /metrics: they reveal nothing of the prompts."""
+    """Demands a valid key, `Authorization: Bearer KEY`, except for the page, its description, /health and /metrics:
+    they reveal nothing of the prompts."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
@@ -308,8 +307,7 @@ class ApiKeys:
 
 
 class Exchanges:
-    """Gives each request an id, counts and logs its end, and answers unexpected exceptions; the server's log gets them,
-    too.
+    """Gives each request an id, counts and logs its end, and answers unexpected exceptions; the server logs them, too.
 
     The id is the client's X-Request-Id, if it is short and plain; the answer has it, too. Starlette's handler of
     exceptions is outside of every other middleware: its answers lack the headers of the CORS middleware, so a page of

@@ -40,8 +40,8 @@ _UNKNOWN: Final = "\ufffd"
 
 
 class ServedModel:
-    """A loaded package, or one of its adapters, under its served name. `base`: the package's served name. `adapter`:
-    None for the package itself. `created`: seconds from 1970 to its loading. `defaults`: fields of `SamplingParams` for
+    """A loaded package, or one of its adapters, under its served name. `base`: the package's name. `adapter`: None for
+    the package itself. `created`: when it was loaded, in seconds since 1970. `defaults`: fields of `SamplingParams` for
     requests that leave them out."""
 
     def __init__(self, name: str, path: str, settings: ServeSettings) -> None:
@@ -187,8 +187,8 @@ class ServedModel:
             raise without_feature("allowed_tokens", asked[-1][0], ", which log-probabilities of a prompt need")
 
     def guides(self, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
-        """A function that makes guides of answers in this form; None if any text is allowed. Raises ApiError if this
-        model's answers cannot follow the form."""
+        """A function that makes guides of answers in this form; None for any text. Raises ApiError if this model's
+        answers cannot follow it."""
         if form is None:
             return None
         needed = ", which an answer that follows a schema needs"
@@ -305,8 +305,7 @@ class ServedModels:
         return list(self._models.values())  # a copy: another thread may load an adapter meanwhile
 
     def find(self, name: str | None, param: str = "model") -> ServedModel:
-        """The model or adapter `name`; the first model for None and "". Raises ApiError, about `param`, for an unknown
-        name."""
+        """The model or adapter `name`, or the first model. Raises ApiError, about `param`, for an unknown name."""
         if not name:
             return next(iter(self))
         if name not in self._models:
@@ -338,8 +337,8 @@ class ServedModels:
         self._models.pop(name).model.unload_adapter(name)
 
     def _check_new(self, name: str, *, replaced: str | None = None) -> None:
-        """Raise ApiError if no more adapters have room, or if `name` is taken; an adapter of the model `replaced` may
-        have it."""
+        """Raise ApiError if no more adapters have room, or unless `name` is new, or is an adapter's of the model
+        `replaced`."""
         there = self._models.get(name)
         if there is not None and (there.adapter is None or there.base != replaced):
             remedy = "give another lora_name" if there.adapter is None else "give another, or load_inplace: true"

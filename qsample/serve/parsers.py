@@ -100,14 +100,10 @@ class ReasoningReader:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A notation of calls.
-
-    - `marks`: texts that begin a call, anywhere in an answer.
-    - `at_start`: texts that begin an answer of calls alone; special tokens in front of them are not in the text.
-    - `read`: the calls of a text that begins with a mark; raises ValueError or TypeError unless they are complete and
-      JSON can hold them.
-    - `in_template`: texts of chat templates that teach the format.
-    """
+    """A notation of calls. `marks` begin a call, anywhere in an answer. `at_start`: texts that begin an answer of calls
+    alone; special tokens in front of them are not in the text. `read`: the calls of a text that begins with a mark;
+    raises ValueError or TypeError unless they are complete and JSON can hold them. `in_template`: texts of chat
+    templates that teach the format."""
 
     marks: tuple[str, ...]
     at_start: tuple[str, ...]

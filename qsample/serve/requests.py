@@ -213,13 +213,10 @@ else:
 
 
 class GenerationRequest(FilterFields):
-    """The fields that completions and chat completions share; names, ranges and defaults are OpenAI's, from `top_k` on
-    vLLM's.
-
+    """The fields of completions and chat completions; names, ranges and defaults are OpenAI's, from `top_k` on vLLM's.
     model: a served name, by default the first. repeat_penalty: llama.cpp's name of repetition_penalty.
     prompt_lookup_num_tokens: transformers'; 0 turns the server's guesses off. `user` and the fields after it are
-    ignored.
-    """
+    ignored."""
 
     default_limit: ClassVar[int | None] = None  # tokens of an answer; None: all that fit into the context
     top_field: ClassVar[str]  # the field of `top`
@@ -390,8 +387,7 @@ class GenerationRequest(FilterFields):
 
 
 def _check_prompt(value: Any) -> Any:
-    """A text or token ids, or several of either. By hand: pydantic takes seconds to try a union's types on a million
-    ids."""
+    """A text or token ids, or several of either. By hand: pydantic takes seconds to try a union on a million ids."""
     if isinstance(value, list) and len(value) > MOST_PROMPTS and not isinstance(value[0], int):
         raise ValueError(f"it has {len(value)} prompts; give at most {MOST_PROMPTS} in a request")
     if isinstance(value, str) or _are_ids(value) or (isinstance(value, list) and all(map(_are_ids, value))):

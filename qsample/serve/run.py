@@ -112,13 +112,9 @@ class _Server(uvicorn.Server):
 def limited_protocol(
     most_body: int, refused: Callable[[int, str], object], seconds: float = SECONDS
 ) -> type[asyncio.Protocol]:
-    """A class of connections for `uvicorn.Config(http=...)`.
-
-    - `most_body`: bytes of a body; the application refuses more.
-    - `refused`: called with a status and a reason for each request that does not reach the application; the status is 0
-      if the connection was closed without an answer.
-    - `seconds`: in which a request has to arrive.
-    """
+    """A class of connections for `uvicorn.Config(http=...)`. A request has to arrive in `seconds`; the application
+    refuses bodies of more than `most_body` bytes. `refused` is called with a status and a reason for each request that
+    does not reach the application; the status is 0 if the connection was closed without an answer."""
 
     class Limited(HttpToolsProtocol):
         """began: monotonic seconds; None between two requests: uvicorn limits that time."""

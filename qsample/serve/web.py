@@ -51,10 +51,8 @@ _PIECE: Final = 1 << 20  # bytes of a file in memory
 
 
 class WebServer(ThreadingTCPServer):  # an HTTPServer may take seconds to look up the name of its address
-    """Serves the page at /, and the package's files at /package/. port 0 takes a free port.
-
-    Raises QsampleError if the page is not built, the package does not run in browsers, or the address cannot be used.
-    """
+    """Serves the page at /, and the package's files at /package/. port 0 takes a free port. Raises QsampleError if the
+    page is not built, the package does not run in browsers, or the address cannot be used."""
 
     daemon_threads = allow_reuse_address = True
 
