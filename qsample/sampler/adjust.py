@@ -53,10 +53,8 @@ def adjusted_logits(call: Call) -> Tensor:
 
 
 def _mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narrow: bool) -> Tensor:
-    """Set the logits of tokens that the bitmask, [B, ceil(V / 32)] int32, forbids to -inf.
-
-    narrow: with integers of 32 bits; that takes the CPU twice as long.
-    """
+    """Set the logits of tokens that the bitmask, [B, ceil(V / 32)] int32, forbids to -inf. narrow: with 32-bit
+    integers, in twice the time on the CPU."""
     # A table with a row for each byte, because bit shifts have no kernel on some execution providers.
     bits = np.unpackbits(np.arange(_BYTE_VALUES, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     masks = constant(np.where(bits == 1, 0, -np.inf).astype(np.float32))
@@ -82,8 +80,8 @@ def _bytes_narrow(words: Tensor) -> Tensor:
 
 
 def _add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
-    """Add `bias` [B, N] float32 at `ids` [B, N] int32, of which those outside [0, V) are padding; the biases of an id
-    that occurs twice add up."""
+    """Add `bias` [B, N] float32 at `ids` [B, N] int32: ids outside [0, V) are padding, and biases of equal ids add
+    up."""
     valid = (ids >= 0) & (ids < vocab)
     return logits.scatter(where(valid, ids, 0).to(INT64), where(valid, bias, 0.0), reduction="add")
 
@@ -91,11 +89,8 @@ def _add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
 def _penalized(call: Call, logits: Tensor, ids: Tensor) -> Tensor:
     """The logits [B, h] float32 at `ids` [B, h] int64 after the repetition, presence and frequency penalties.
 
-    Gathered at the ids and not over the vocabulary; duplicates read and get the same value. Sampled tokens are in
-    the history too, so that covers every non-zero count.
-
-    Repetition: Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, in its sign-aware form: l * r if l < 0, else
-    l / r.
+    The ids cover every non-zero count, because sampled tokens are in the history, too; duplicates get the same value.
+    Repetition is Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, by sign: l * r if l < 0, else l / r.
     """
     output_counts, (repetition, presence, frequency) = call["output_counts"], call.columns(*_PENALTIES)
     seen, counts = logits.gather(ids), output_counts.gather(ids)
@@ -172,29 +167,22 @@ _LARGEST_PENALTY = 1e30  # in place of infinity: that would make an invalid logi
 
 
 class Past:
-    """Each row's tokens so far, and its end.
-
-    Args:
-        tokens: [B, h] int64, in [0, V), anything from `lengths` on.
-        lengths: [B, 1] int64, 1..h, how many of them count.
-    """
+    """Each row's tokens so far, and its end: `lengths` [B, 1] int64, 1..h, of the `tokens` [B, h] int64, in [0, V),
+    count."""
 
     def __init__(self, tokens: Tensor, lengths: Tensor) -> None:
         self.tokens, self.lengths = tokens, lengths
         self.positions = op("Range", 0, op("Squeeze", size(tokens, 1)), 1).unsqueeze(0)  # [1, h]
 
     def end(self, count: int | Tensor, *, ahead: int = 0) -> tuple[Tensor, Tensor]:
-        """The newest `count` tokens, the newest first: [B, count], and whether there are so many: bool.
-
-        ahead: how many columns come before the newest token; their content means nothing.
-        """
+        """The newest `count` tokens, the newest first: [B, count], and whether the row has all of them: bool. ahead:
+        how many columns come before the newest token; their content means nothing."""
         back = indices(count) if isinstance(count, int) else op("Range", 0, count, 1)
         places = self.lengths - 1 + ahead - back.unsqueeze(0)
         return self.tokens.gather(op("Clip", places, 0, op("Squeeze", size(self.tokens, 1)) - 1)), places >= 0
 
     def matches(self, longest: Tensor) -> Tensor:
-        """m(i), [B, h] float32: 0 from the newest token on. longest: [B, 1] int64, the most tokens of the end that may
-        be compared, at most LONGEST_MATCH."""
+        """m(i), [B, h] float32: 0 from the newest token on, at most `longest` [B, 1] int64, up to LONGEST_MATCH."""
         end, there = self.end(LONGEST_MATCH)
         wanted = there & (indices(LONGEST_MATCH) < longest)
         # [B, h, LONGEST_MATCH]: the token that many before each position; before the first position, none.
@@ -218,9 +206,8 @@ def dry(logits: Tensor, past: Past, row: Mapping[str, Tensor]) -> Tensor:
 
     https://github.com/oobabooga/text-generation-webui/pull/5677, in llama.cpp's form: a match of at least
     `allowed_length` tokens counts, the end of the row is compared back to the newest breaker, and no breaker is
-    penalized. `dry_multiplier` 0, `dry_base` below 1 and `dry_penalty_last_n` 0 switch it off.
-
-    row: DRY's inputs by name, [B, 1] each and `dry_sequence_breakers` [B, D].
+    penalized. `dry_multiplier` 0, `dry_base` below 1 and `dry_penalty_last_n` 0 switch it off. `row` has DRY's inputs
+    by name, [B, 1] each and `dry_sequence_breakers` [B, D].
     """
     multiplier, base, breakers = row["dry_multiplier"], row["dry_base"], row["dry_sequence_breakers"]
     last_n, allowed = row["dry_penalty_last_n"], row["dry_allowed_length"].to(FLOAT)
@@ -247,8 +234,8 @@ def _is_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def forbid_repeated_ngrams(logits: Tensor, past: Past, ngram: Tensor) -> Tensor:
-    """Forbid each token that would complete an n-gram that the row holds already. ngram: [B, 1] int32, n from 1 to
-    LONGEST_MATCH + 1; 0 = off."""
+    """Forbid each token that would complete an n-gram that the row has. ngram: n [B, 1] int32, to LONGEST_MATCH + 1; 0:
+    off."""
     before = maximum(ngram - 1, 0)
     lengths = past.matches(constant(np.array([[LONGEST_MATCH]])))
     # Of a single token, each that occurred: the newest one as well.
@@ -259,8 +246,8 @@ def forbid_repeated_ngrams(logits: Tensor, past: Past, ngram: Tensor) -> Tensor:
 
 
 def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
-    """Forbid the last token of each sequence whose other tokens the row ends with. bad_words: [B, Q, L] int32, each
-    padded with -1 at its beginning."""
+    """Forbid the last token of each sequence if the row ends with its other tokens: `bad_words` [B, Q, L] int32, -1
+    first."""
     newest_first = op("Slice", bad_words.to(INT64), [-1], [-(2**31)], [2], [-1])  # [B, Q, L]
     completing = op("Slice", newest_first, [0], [1], [2])
     # In place of the token that would complete the sequence, any token fits.

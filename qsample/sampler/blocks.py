@@ -23,12 +23,8 @@ _BEST_SIZE: Final = 128
 
 
 class Blocks(NamedTuple):
-    """Logits cut into n blocks of C.
-
-    Attributes:
-        values: [B, n, C] float32, -inf beyond the vocabulary.
-        maxima: [B, n] float32.
-    """
+    """Logits cut into n blocks of C: `values` [B, n, C] float32, -inf beyond the vocabulary, and `maxima` [B, n]
+    float32."""
 
     values: Tensor
     maxima: Tensor
@@ -39,10 +35,8 @@ class Blocks(NamedTuple):
 
 
 def block_size(vocab: int) -> int:
-    """C: the multiple of 16 near 128 that cuts the vocabulary without a remainder, if a number from 64 to 256 does.
-
-    From the sweep in docs/benchmarks/sampler_sizes.md, on a single x86-64 CPU.
-    """
+    """C: the multiple of 16 near 128 that cuts the vocabulary without a remainder, if a number from 64 to 256 does;
+    from the sweep in docs/benchmarks/sampler_sizes.md, on a single x86-64 CPU."""
     sizes = range(_BEST_SIZE // 2, 2 * _BEST_SIZE + 1, ALIGNMENT)
     divisors = [size for size in sizes if vocab % size == 0]
     size = min(divisors, key=lambda size: abs(size - _BEST_SIZE), default=_BEST_SIZE)
@@ -61,9 +55,9 @@ def split(logits: Tensor, vocab: int, block: int) -> Blocks:
 def is_valid(blocks: Blocks, largest: Tensor) -> Tensor:
     """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool.
 
-    A sum is NaN if any term is; ONNX Runtime's ReduceMax drops NaN. If the largest is infinite, so is the sum,
-    with the same sign, and their difference is NaN. (A sum that overflows is infinite and not NaN, unless logits beyond
-    2**110 of either sign are in the same row.)
+    A sum is NaN if any term is; ONNX Runtime's ReduceMax drops NaN. If the largest is infinite, so is the sum, with the
+    same sign, and their difference is NaN. (A sum that overflows is infinite and not NaN, unless logits beyond 2**110
+    of either sign are in the same row.)
     """
     difference = block_sums(blocks.values).sum(keep=False) - largest
     return difference.equals(difference)

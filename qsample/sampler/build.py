@@ -23,20 +23,12 @@ _IR_VERSION: Final = 10
 def build_sampler(
     interface: Interface, pad_token_id: int, *, num_candidates: int = CANDIDATES, for_webgpu: bool = False
 ) -> ir.Model:
-    """The sampler with its states: a step of every row, from the logits on.
+    """The sampler and its states, by `interface.sampler`: a step of every row, from the logits on.
 
-    Args:
-        interface: the vocabulary and the features; `captured`: a graph without If and Loop, for capture and replay.
-        pad_token_id: `next_ids` of a row that emits nothing.
-        num_candidates: K, how many of the largest logits are sorted, at least 1. The contract's is 64.
-        for_webgpu: if captured: an If around each search skips it if `searched_rows` is empty, because WebGPU reduces
-            no empty tensors; and no number has 64 bits.
-
-    Returns:
-        A graph with the inputs and outputs of `interface.sampler`.
-
-    Raises:
-        ValueError: If `num_candidates` is below 1.
+    `interface.captured` asks for a graph without If and Loop, for capture and replay. With `for_webgpu` as well, an If
+    around each search skips it if `searched_rows` is empty, because WebGPU reduces no empty tensors; and no number has
+    64 bits. `pad_token_id` is `next_ids` of a row that emits nothing. `num_candidates` is K, how many of the largest
+    logits are sorted: 64 in the contract; below 1 raises ValueError.
     """
     if num_candidates < 1:
         raise ValueError(f"num_candidates is {num_candidates}; it must be at least 1")

@@ -32,12 +32,10 @@ class Call:
     """The inputs of one call, by the names of `Interface.sampler`, and values that all parts of the step share.
 
     Attributes:
-        total: [B] int32, how many tokens each row has after this call's inputs.
-        start: [B] int32, the same before them.
+        total, start: [B] int32, how many tokens each row has after this call's inputs, and before them.
         running: [B] bool.
         sampling: [B] bool, the rows that have to emit a token.
-        capacity: T, scalar int64.
-        capacity32: the same as int32.
+        capacity, capacity32: T, scalar int64 and int32.
     """
 
     def __init__(self, interface: Interface, inputs: Mapping[str, Tensor], *, for_webgpu: bool = False) -> None:
@@ -73,9 +71,7 @@ class Call:
 
     def history(self, length: Tensor) -> Tensor:
         """Ids of every token of each row, this call's inputs included: [B, length + S] int64, padded with duplicates.
-
-        length: int64, how many columns of `tokens` to read: at least the largest `start` that matters.
-        """
+        length: int64, how many columns of `tokens` to read: at least the largest `start` that matters."""
         start, lengths = self.start.unsqueeze(), self["input_lengths"].unsqueeze()
         ids = self["input_ids"]
         filler = ids.columns(0, 1)

@@ -44,15 +44,11 @@ def next_mu(call: Call, draw: Draw) -> Tensor:
 
 
 def next_tokens(call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
-    """The state `tokens`.
+    """The state `tokens`, with the tokens `drawn` [B, n] int64 at the places `at` [B, n] int32 if `emitted` [B, n]
+    bool.
 
-    Args:
-        call: the inputs.
-        at: [B, n] int32, the places of sampled tokens.
-        drawn: [B, n] int64, these tokens.
-        emitted: [B, n] bool, whether it is recorded.
-        lengths: [B] int32, `call.total` in rows that record their inputs, else `call.start`.
-        new: [B] bool, rows that record inputs from position 0 on.
+    lengths: [B] int32, `call.total` in rows that record their inputs, else `call.start`. new: [B] bool, rows that
+    record inputs from position 0 on.
     """
     positions, written = call.branch(
         new,
@@ -65,15 +61,12 @@ def next_tokens(call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths:
 def _writes(
     call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The scatter into `tokens`: this call's inputs, sampled tokens, and into a new row's tail its first token.
+    """The scatter into `tokens`, with the arguments of `next_tokens` (new: None if no row is new): positions int64 and
+    tokens int32, [B, S + n], or [B, S + n + T] with new rows.
 
-    One scatter, so that `tokens` may be updated in place. Every column writes something: those with nothing to record
-    write the row's first token to position 0, where it stands already.
-
-    Args: as for `next_tokens`; new: None if no row is new.
-
-    Returns:
-        Positions, int64, and tokens, int32: [B, S + n], or [B, S + n + T] with new rows.
+    It writes this call's inputs, sampled tokens, and into a new row's tail its first token; all at once, so that
+    `tokens` may be updated in place. Columns with nothing to record write the row's first token to position 0, its
+    place.
     """
     tokens, ids = call["tokens"], call["input_ids"]
     start, after = call.start.unsqueeze(), lengths.unsqueeze()
@@ -133,11 +126,8 @@ def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
 
 
 class Normalizer(NamedTuple):
-    """log-softmax of a logit l is (l - maximum) - log_sum; kept apart because their sum would lose low bits.
-
-    Attributes:
-        maximum, log_sum: [B, 1] float32; NaN if a row has no finite maximum.
-    """
+    """log-softmax of a logit l is (l - maximum) - log_sum; kept apart because their sum would lose low bits. Both are
+    [B, 1] float32, NaN if a row has no finite maximum."""
 
     maximum: Tensor
     log_sum: Tensor
@@ -154,11 +144,11 @@ def normalizer(split: Blocks) -> Normalizer:
 
 
 def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: Tensor) -> Tensor:
-    """The model's own log-probability of each row's token, [B, 1] float32; 0 for a row that emitted nothing.
+    """The model's log-probability of each row's token, [B, 1] float32; 0 for a row that emitted nothing.
 
-    "The model's own": log-softmax of the logits as they came, before masks, biases, penalties, temperature and filters.
-    vLLM reports it by default (`logprobs_mode="raw_logprobs"`), and it scores a text independently of how it was
-    sampled; the distribution that was sampled from is the output `probs`.
+    It is of the logits as they came, before masks, biases, penalties, temperature and filters, as vLLM reports by
+    default (`logprobs_mode="raw_logprobs"`): it scores a text independently of how it was sampled. `probs` is the
+    distribution that was sampled from.
     """
     return where(emitted, normalizer.log_softmax(logits.gather(next_ids)), 0.0)
 
@@ -166,8 +156,8 @@ def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: 
 def top_logprobs(
     split: Blocks, normalizer: Normalizer, count: int, emitted: Tensor, *, replayed: bool
 ) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens by the model's own log-probability, likeliest first, lower ids first on a tie: ids
-    [B, M] int32 and log-probabilities [B, M] float32; -1 and 0 for a row that emitted nothing."""
+    """The `count` tokens with the largest `logprobs`, largest first, lower ids first on a tie: ids [B, M] int32 and
+    log-probabilities [B, M] float32; -1 and 0 for a row that emitted nothing."""
     values, ids = blocks.top_candidates(split, count, replayed=replayed)
     found = where(values > FLOOR, normalizer.log_softmax(values), _MASKED)
     return where(emitted, ids.to(INT32), NO_TOKEN), where(emitted, found, 0.0)

@@ -39,8 +39,7 @@ class Draw(NamedTuple):
 
     Attributes:
         token: [B, 1] int64, 0 in rows that emit none.
-        emitted: [B] bool.
-        random: [B] bool, rows that drew their token.
+        emitted, random: [B] bool; random rows drew their token.
         probs: [B, V] float32, the distribution of random rows; None unless it is an output.
         surprise: [B, 1] float32, -log2 of the drawn token's probability; None without Mirostat.
     """
@@ -53,10 +52,8 @@ class Draw(NamedTuple):
 
 
 def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
-    """The token of each row that has to emit a token, of `num_candidates` (K) or of all tokens.
-
-    adjusted: [B, V] float32, the logits after step 2.
-    """
+    """The token of each row that has to emit one, from `num_candidates` (K) or all tokens; `adjusted`: logits, [B, V]
+    float32."""
     split = blocks.split(adjusted, call.vocab, block_size(call.vocab))
     largest = split.maxima.max(keep=False)
     emitted = call.sampling & blocks.is_valid(split, largest)

@@ -42,7 +42,7 @@ def dynamic_temperature(pool: Pool, row: Parameters) -> Tensor:
 
 
 def top_k(pool: Pool, row: Parameters) -> None:
-    """The k likeliest tokens and their ties, among candidates those ties that are in the pool: Fan et al. 2018,
+    """The k likeliest tokens and their ties, among candidates the ties in the pool: Fan et al. 2018,
     arXiv:1805.04833."""
     pool.keep(pool.x >= pool.kth_largest(row["top_k"]))
 
@@ -98,10 +98,8 @@ def eta_cutoff(pool: Pool, row: Parameters) -> None:
 
 
 def xtc(pool: Pool, row: Parameters) -> None:
-    """Excludes the top choices: of the tokens with at least the threshold, only the least likely stays.
-
-    https://github.com/oobabooga/text-generation-webui/pull/6335, in llama.cpp's form.
-    """
+    """Excludes the top choices: of the tokens with at least the threshold, only the least likely stays
+    (https://github.com/oobabooga/text-generation-webui/pull/6335, in llama.cpp's form)."""
     threshold = row["xtc_threshold"]
     applies = (row["xtc_uniform"] < row["xtc_probability"]) & (threshold <= 0.5)
     # A token without weight reaches no threshold, or it would stay as the only one.

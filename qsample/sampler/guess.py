@@ -1,8 +1,8 @@
 """Steps that may give a row several tokens: the guesses of each row, before the model, and which of them are kept.
 
-A row's guesses follow its newest token; the model reads them in the same call, and the verifier keeps the guesses
-that the sampler draws, too. They are the host's `draft_ids`, or what followed when the row's newest tokens stood in its
-text before (prompt lookup; Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+A row's guesses follow its newest token; the model reads them in the same call, and the verifier keeps the guesses that
+the sampler draws, too. They are the host's `draft_ids`, or what followed when the row's newest tokens stood in its text
+before (prompt lookup; Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
 
 A wrong guess costs time. So the number of guesses is the number that is likely to pay: the more, the longer the match
 and the more often lookup would have been right at the row's last places. Each step looks at these anew: nothing is
@@ -112,13 +112,12 @@ def drafter_spec(interface: Interface, *, packed: bool) -> GraphSpec:
 
 
 def build_drafter(interface: Interface, *, packed: bool) -> ir.Model:
-    """The graph before the model, with the inputs and outputs of `drafter_spec`.
+    """The graph before the model, with the inputs and outputs of `drafter_spec`; `num_speculative_tokens`, G, is above
+    0.
 
-    Args:
-        interface: its features have `num_speculative_tokens`, G, above 0.
-        packed: the model reads the tokens of all rows one after the other, without padding; the last is repeated if
-            their number is not a multiple of ROW_MULTIPLE, and so is the last place of a draw, of which the head sees
-            the hidden state. Otherwise `step_pack` and `step_pad` count the padding as well.
+    packed: the model reads the tokens of all rows one after the other, without padding; the last is repeated if their
+    number is not a multiple of ROW_MULTIPLE, and so is the last place of a draw, of which the head sees the hidden
+    state. Otherwise `step_pack` and `step_pad` count the padding as well.
 
     A row that does not run, or reads nothing, is idle: the model gets a single token of it, and the attention none.
     """
@@ -266,10 +265,8 @@ def _looked_up(inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, 
 
 
 def _worthwhile(most: int) -> Array:
-    """The guesses, up to `most`, that gain more tokens than they cost, by level, hits, tries and rows that guess.
-
-    Of a chance q of each guess, the k-th is right with q ** k.
-    """
+    """The guesses, up to `most`, that gain more tokens than they cost, by level, hits, tries and rows that guess. If
+    each is right with chance q, the k-th counts with q ** k."""
     table = np.zeros((len(_LEVELS) + 1, _JUDGED + 1, _JUDGED + 1, len(_COSTS)), np.int32)
     for (level, hits, tries, rows), _ in np.ndenumerate(table):
         if level and hits <= tries:
@@ -350,7 +347,7 @@ def _in_columns(interface: Interface, values: Tensor, filler: float) -> Tensor:
 
 
 class _Places(Mapping[str, Tensor]):
-    """The sampler's inputs at each place. They are made whenever they are read: a branch makes its own."""
+    """The sampler's inputs at each place. They are made whenever they are read: each branch makes them anew."""
 
     def __init__(self, interface: Interface, rows: Mapping[str, Tensor]) -> None:
         spec = interface.sampler

@@ -45,16 +45,8 @@ _PASSED: Final = 16**3  # the place in the table of XORs from which the digits 0
 
 
 def noise_buffer(seed: Tensor, capacity: Tensor, stream: int) -> Tensor:
-    """The first numbers of every row, for the CPU.
-
-    Args:
-        seed: [B] int64, any value.
-        capacity: int64 scalar T >= 1.
-        stream: 0 to 2**32 - 1.
-
-    Returns:
-        [B, T] float32 in [0, 1).
-    """
+    """The first `capacity` (int64 scalar, at least 1) numbers of every row from a stream (0 to 2**32 - 1), for the CPU:
+    [B, T] float32 in [0, 1), by the rows' `seed` [B] int64."""
     low = op("Mod", seed, 2**32)
     high = op("Mod", (seed - low) / 2**32, 2**32)
     blocks = (capacity + (_WORDS - 1)) / _WORDS
@@ -66,10 +58,7 @@ def noise_buffer(seed: Tensor, capacity: Tensor, stream: int) -> Tensor:
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensors:
-    """Philox4x32-10: four counter words and two key words in, four random words out.
-
-    All are int64 tensors with values in [0, 2**32) that broadcast together.
-    """
+    """Philox4x32-10: four counter words and two key words in, four random words out: int64 in [0, 2**32), broadcast."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for round_ in range(_ROUNDS):
         if round_ > 0:
@@ -88,15 +77,10 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def uniforms(seed: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensors:
-    """A number of each row from each stream. All streams share their nodes: each adds B rows.
+    """A number, [B, 1] float32 in [0, 1), of each row from each stream, 0 to 15. They share their nodes: each adds B
+    rows.
 
-    Args:
-        seed: [B] int64, any value. Only the split into digits computes in int64.
-        position: [B] int32 >= 0.
-        streams: 0 to 15 each.
-
-    Returns:
-        [B, 1] float32 in [0, 1) for each stream.
+    seed: [B] int64, any value; only the split into digits computes in int64. position: [B] int32 >= 0.
     """
     products = _product_matrix()
     first = np.concatenate([products[:_DIGITS], products[_AGAIN : _AGAIN + _DIGITS], np.zeros_like(products[:1])])

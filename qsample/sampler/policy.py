@@ -96,15 +96,12 @@ class _Call(Call):
 
 
 def build_token_sampler(vocab_size: int, *, positions: bool = False, control_flow: bool = True) -> ir.Model:
-    """The component `onnx-genai.token-sampler@2`.
+    """The component `onnx-genai.token-sampler@2`, with the tensors of `sampler_ports`.
 
-    A row with temperature 0 or less, or top_k 1, gets the first of its largest logits. Otherwise temperature, top-k,
-    top-p and min-p apply in this order, as in packages, and the token is drawn; a logit of -inf is never drawn. A row
-    that is not enabled gets token -1 and keeps its counter; other counters rise by 1. An enabled row with a NaN or +inf
-    among its logits, or no finite logit, gets -1, too.
-
-    The graph has the tensors of `sampler_ports`: temperature (0: greedy), top_p in (0, 1] (1: off), min_p in [0, 1]
-    (0: off); top_k (0 or less: off), seed, counter; active, done; token, next_counter.
+    A row with temperature 0 or less, or top_k 1, gets the first of its largest logits. Otherwise temperature, top-k (0
+    or less: off), top-p in (0, 1] (1: off) and min-p in [0, 1] (0: off) apply in this order, as in packages, and the
+    token is drawn; a logit of -inf is never drawn. A row that is not enabled gets token -1 and keeps its counter; other
+    counters rise by 1. An enabled row with a NaN or +inf among its logits, or no finite logit, gets -1, too.
 
     Args:
         vocab_size: V, at least 1; otherwise ValueError is raised.
@@ -146,8 +143,8 @@ def build_termination() -> ir.Model:
 
 
 def build_state_update() -> ir.Model:
-    """The component `onnx-genai.state-update@2`, with the tensors of `STATE_UPDATE_PORTS`: `update` for enabled rows,
-    `current` for the rest."""
+    """The component `onnx-genai.state-update@2`, by `STATE_UPDATE_PORTS`: `update` for enabled rows, `current` for the
+    rest."""
     interface = Interface(1, ())
     graph, inputs = new_graph(interface, STATE_UPDATE_PORTS)
     with building(graph):

@@ -81,12 +81,8 @@ class Pool(ABC):
         self._all_weights, self._weights, self._heated = None, None, True
 
     def keep(self, passed: Tensor, *, top_stays: bool = True) -> None:
-        """Take all other tokens away.
-
-        Args:
-            passed: bool, of the shape of `x`.
-            top_stays: whether the likeliest token always passes.
-        """
+        """Take all tokens away but `passed`, bool of the shape of `x`. top_stays: whether the likeliest token always
+        passes."""
         self._passed = passed if self._passed is None else self._passed & passed
         self._top_stays = self._top_stays and top_stays
 
@@ -145,9 +141,8 @@ class Pool(ABC):
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
         """The smallest key whose strictly larger keys weigh less than `share` of the total, in the rank of `x`.
 
-        Args:
-            keys: float32, of the shape of `x`, at most 0 and more than -400; None: x.
-            share: [B, 1] float32, in (0, 1); 1 = off: a number that every key passes.
+        keys: float32 of the shape of `x`, at most 0 and more than -400; by default x. share: [B, 1] float32, in (0, 1);
+        1 is off: a number that every key passes.
         """
 
     @abstractmethod

@@ -53,8 +53,8 @@ class Search:
     """Finds thresholds among the keys of some rows."""
 
     def __init__(self, listed: Tensor | None, *, skipped: bool = False) -> None:
-        """listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow,
-        the rows that a call names. skipped: an If around each search of listed rows skips it if there are none; its
+        """listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow, the
+        rows that a call names. skipped: an If around each search of listed rows skips it if there are none; its
         condition is a shape, known to the host."""
         self._listed, self._skipped = listed, skipped
 
@@ -73,10 +73,8 @@ class Search:
         return self._find(searched, _Bracket.of_weights, keys, weights, share, *ends)
 
     def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
-        """The `count`-th largest key, or one that all keys pass if there are fewer: [B, 1] float32.
-
-        keys, searched: as in `by_weight`; the largest key is 0. count: [B, 1] float32, at least 1.
-        """
+        """The `count`-th largest key ([B, 1] float32, at least 1), or one that all keys pass if there are fewer: [B, 1]
+        float32. keys, searched: as in `by_weight`; the largest key is 0."""
         return self._find(searched, _Bracket.of_counts, keys, count)
 
     def _find(self, searched: Tensor, begin: Callable[..., _Bracket], keys: Tensor, *given: Tensor) -> Tensor:
@@ -104,11 +102,9 @@ def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
 
 
 class _Bracket:
-    """Keys, their weights, and the interval of the threshold.
+    """Keys [B, 1, n, C] float32, their weights (of that shape; None: 1 each), and the interval of the threshold.
 
     Attributes:
-        keys: [B, 1, n, C] float32.
-        weights: [B, 1, n, C] float32, or None: every key weighs 1.
         low, high: [B, 1] float32; the threshold is above `low` and at most `high`.
         at_low, at_high: [B, 1] float32, the excess of all keys, at least 0, and of none, below 0. The excess is by how
             much the keys above a number weigh more than is wanted.
@@ -145,8 +141,7 @@ class _Bracket:
         return (self.keys > pivots.unsqueeze().unsqueeze()).to(FLOAT)
 
     def excess(self, above: Tensor) -> Tensor:
-        """[B, P] float32, of what `above` gives. It grows with the set of keys, and does not depend on the pivots
-        that lead there."""
+        """[B, P] float32, of what `above` gives. It grows with the set of keys, however the pivots came to it."""
         if self.weights is None:
             return above.sum(-2, -1, keep=False) - self._wanted
         return total(block_sums(self.weights * above) - self._wanted.unsqueeze(1)).squeeze()
@@ -185,9 +180,7 @@ def _interpolate(bracket: _Bracket, searched: Tensor) -> Tensor:
 
 def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
     """Move the ends until few keys are between them: low, high, the excess at high, and whether few are: [B, 1] each.
-
-    The threshold is above low and at most high then, unless low is the bracket's own.
-    """
+    The threshold is above low and at most high then, unless low is the bracket's."""
     first, second = _sample_pivots(bracket)
 
     def many(at_low: Tensor, at_high: Tensor) -> Tensor:

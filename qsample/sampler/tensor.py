@@ -3,8 +3,8 @@
     with building(graph):
         weights = exp((logits - maximum) * inverse)
 
-A thin layer over onnxscript's `GraphBuilder`: it promotes constants and infers types and shapes. Numbers are
-promoted to the type of the tensor next to them.
+A thin layer over onnxscript's `GraphBuilder`: it promotes constants and infers types and shapes. Numbers are promoted
+to the type of the tensor next to them.
 """
 
 from __future__ import annotations
@@ -172,10 +172,8 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm of a column, [B, 1].
-
-    ONNX Runtime's Log rounds an element by its place in the tensor, its reductions do not.
-    """
+    """The natural logarithm of a column, [B, 1]: by a reduction, because ONNX Runtime's Log rounds by the place in the
+    tensor."""
     return op("ReduceLogSum", x, [-1])
 
 
@@ -244,13 +242,9 @@ def branch(condition: Tensor, then: Callable[[], Tensors], otherwise: Callable[[
 
 
 def loop(most: int, condition: Tensor, states: Tensors, step: Callable[..., tuple[Tensor, Tensors]]) -> Tensors:
-    """Repeat `step` while `condition` (scalar bool) holds, at most `most` times: a `Loop`.
+    """Repeat `step` while `condition` (scalar bool) holds, at most `most` times, or not at all: a `Loop`.
 
-    Args:
-        most: the largest number of repetitions.
-        condition: for the first repetition; false: the states stay as they are.
-        states: the values that a repetition changes.
-        step: gets the number of the repetition (scalar int64) and the states, and gives the next condition and states.
+    `step` gets the number of the repetition (scalar int64) and the states, and gives the next condition and states.
     """
     number = ir.Value(name="number", type=ir.TensorType(INT64), shape=ir.Shape([]))
     given = ir.Value(name="condition", type=ir.TensorType(BOOL), shape=ir.Shape([]))

@@ -1,10 +1,10 @@
 """Attention over retained buffers: GroupQueryAttention, or a masked product if that operator does not fit.
 
-This takes a model that uses transformers' attention interface. Any other model keeps its attention, and its cache
-hands it the buffers. A mask of transformers is a function of (batch, head, query position, key position). It holds
-for buffers as it does for a growing cache: `MaskRule`.
+This takes a model that uses transformers' attention interface
+(https://huggingface.co/docs/transformers/attention_interface). Any other model keeps its attention, and its cache hands
+it the buffers. A mask of transformers is a function of (batch, head, query position, key position). It holds for
+buffers as it does for a growing cache: `MaskRule`.
 
-The interface is documented at https://huggingface.co/docs/transformers/attention_interface and the operator at
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
 """
 
@@ -43,10 +43,8 @@ class MaskRule:
         return allowed.expand(positions.shape[0], 1, positions.shape[1], keys)
 
     def is_causal(self, window: int | None) -> bool:
-        """Whether a query sees itself and the keys before it, `window` in all (None: all of them), and nothing else.
-
-        Judged at positions around the powers of two and the window: the edges of windows and chunks.
-        """
+        """Whether a query sees itself and the keys before it, `window` in all (None: all of them), and nothing else;
+        judged at positions around the powers of two and the window: the edges of windows and chunks."""
         near = [2**exponent for exponent in range(_LARGEST_EXPONENT + 1)] + ([window, 2 * window] if window else [])
         at = torch.tensor(sorted({max(0, position + offset) for position in near for offset in (-2, -1, 0, 1)}))
         query, key, zero = at[:, None], at[None], torch.zeros(1, 1, dtype=torch.int64)
@@ -90,9 +88,7 @@ _MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
 
 def use_retained_attention(model: PreTrainedModel, context: DecodeContext) -> None:
     """Switch `model` to attention over the retained cache; if it computes its attention itself, `context.buffered`.
-
-    In-place buffers, ragged rows, grouped heads, sliding windows, soft caps and sinks are served.
-    """
+    In-place buffers, ragged rows, grouped heads, sliding windows, soft caps and sinks are served."""
     context.buffered = not model._can_set_attn_implementation()
     if context.buffered:
         return
@@ -124,21 +120,16 @@ def group_query_attention(
     """The attention function that transformers calls in every layer.
 
     Args:
-        module: the layer.
         query: [B, heads, S, D].
         key, value: [B, H, S, D], the new tokens only, rotated already; values may be smaller.
-        attention_mask: the layer's mask as a rule; None = causal.
-        scaling: factor on the scores; None = 1 / sqrt(D).
+        attention_mask: the layer's mask as a rule; causal by default.
+        scaling: factor on the scores, by default 1 / sqrt(D).
         sliding_window: how many keys a query sees, itself included.
         softcap: c in c * tanh(scores / c).
         s_aux: [heads], the attention sink's logit per head.
-        options: further ones of the layer.
 
-    Returns:
-        [B, S, heads, D] with the D of the values, and None for the weights.
-
-    Raises:
-        UnsupportedModelError: If the attention is not causal, or adds further numbers to the scores.
+    Returns [B, S, heads, D] with the D of the values, and None for the weights. Raises UnsupportedModelError if the
+    attention is not causal, or adds further numbers to the scores.
     """
     context: DecodeContext = getattr(module, _CONTEXT)
     _check_supported(module, query, key, value, attention_mask, options)
@@ -217,11 +208,8 @@ def masked_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """softmax(mask(scale * Q K')) V with grouped heads, [B, S, heads, D'].
-
-    query: [B, heads, S, D]. keys: [B, H, T, D]. values: [B, H, T, D']. allowed: [B, 1, S, T] bool. softcap, s_aux: as
-    in `group_query_attention`.
-    """
+    """softmax(mask(scale * Q K')) V with grouped heads, [B, S, heads, D']. query: [B, heads, S, D]. keys: [B, H, T, D].
+    values: [B, H, T, D']. allowed: [B, 1, S, T] bool. softcap, s_aux: as in `group_query_attention`."""
     batch, heads, length, size = query.shape
     kv_heads = keys.shape[1]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads * length, size)
@@ -254,10 +242,8 @@ def _merge_heads(states: Tensor) -> Tensor:
 
 
 def _cache_layer(context: DecodeContext, module: nn.Module, key: Tensor, value: Tensor) -> tuple[int, bool]:
-    """The layer of the cache that `key` belongs to, and whether this is the layer itself.
-
-    Another layer that is handed the same keys and values shares its cache.
-    """
+    """The layer of the cache that `key` belongs to, and whether this is the layer itself: another layer that is handed
+    the same keys and values shares its cache."""
     layer, context.updated = context.updated, None
     if layer is not None:
         context.given[layer] = (key, value)

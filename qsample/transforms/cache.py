@@ -153,10 +153,8 @@ class RetainedCache(Cache):
 
 
 def write_to_buffers(context: DecodeContext, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Put new keys and values, [B, H, S, D or fewer], at their rows' positions in the buffers of `layer`.
-
-    Returns both as `read_buffers` does. Padding writes nothing: it repeats the first new token.
-    """
+    """Put new keys and values, [B, H, S, D or fewer], at their rows' positions in the buffers of `layer`, and return
+    `read_buffers`. Padding writes nothing: it repeats the first new token."""
     assert context.positions is not None
     assert context.input_lengths is not None
     columns = torch.arange(key.shape[2], dtype=torch.int32)[None]
@@ -172,10 +170,8 @@ def write_to_buffers(context: DecodeContext, layer: int, key: Tensor, value: Ten
 
 
 def read_buffers(context: DecodeContext, layer: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of `layer`, [B, H, T, D], 0 at positions without a token.
-
-    Memory beyond a row's tokens may hold anything, and a NaN would get through a mask.
-    """
+    """The keys and values of `layer`, [B, H, T, D], 0 at positions without a token: memory beyond a row's tokens may
+    hold anything, and a NaN would get through a mask."""
     assert context.positions is not None
     assert context.input_lengths is not None
     total = context.positions[:, 0] + context.input_lengths

@@ -50,10 +50,8 @@ def apply_transforms(model: PreTrainedModel, context: DecodeContext) -> None:
 
 
 class LastTokenHead(nn.Module):
-    """`head` applied to the hidden state of each row's last real token; outside a decoder call, `head` itself.
-
-    The head is the largest MatMul of a prefill; all but one of a row's results would be thrown away.
-    """
+    """`head` applied to the hidden state of each row's last real token; outside a decoder call, `head` itself. It is
+    the largest MatMul of a prefill, and all but one of a row's results would be thrown away."""
 
     def __init__(self, head: nn.Module, context: DecodeContext) -> None:
         super().__init__()
@@ -98,10 +96,8 @@ def use_last_token_head(model: PreTrainedModel, context: DecodeContext) -> None:
 
 @contextmanager
 def linear_layers_marked(root: nn.Module) -> Iterator[None]:
-    """While open, the trace of `root` has a marker after each call of a linear layer, but for the model's head.
-
-    The marker's metadata has the layer's name in `root`.
-    """
+    """While open, the trace of `root` has a marker after each call of a linear layer, but for the model's head; its
+    metadata has the layer's name in `root`."""
     heads = {module.head for module in root.modules() if isinstance(module, LastTokenHead)}
     paths: dict[nn.Module, str] = {
         module: path
@@ -124,7 +120,7 @@ class _Mark:
         self._paths = paths
 
     def after(self, layer: nn.Module, arguments: tuple[Any, ...], result: Tensor) -> Tensor | None:
-        """The result of `layer`, marked; None = as it is."""
+        """The result of `layer`, marked, or None to leave it as it is."""
         if not torch.onnx.is_in_onnx_export() or len(arguments) != 1:
             return None
         marked: Tensor = torch.onnx.ops.symbolic(
@@ -146,10 +142,8 @@ def state_shapes(
 ) -> tuple[tuple[KeyValueShape, ...], tuple[RecurrentShape, ...]]:
     """The cache shape of every attention layer and every other state, in layer order; makes `context`'s choices.
 
-    If transformers' attention interface does not carry the attention of `model`, the model gets its attention back.
-
-    Raises:
-        UnsupportedModelError: If a layer attends to later tokens, or keeps a state of another kind.
+    A model whose attention does not come by transformers' attention interface gets its attention back. Raises
+    UnsupportedModelError if a layer attends to later tokens, or keeps a state of another kind.
     """
     try:
         return _probe(model, context)
@@ -263,14 +257,10 @@ class Decoder(nn.Module):
         self.layers = DecoderLayers(_count_layers(model), states, context)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One call.
+        """One call: gives `logits` [B, V] float32 and the next value of each cache state.
 
-        Args:
-            inputs: `input_ids` [B, S] int64, `input_lengths` [B] int32, `lengths` [B] int32 and the cache states; with
-                recurrent states, `status` [B] int32 as well.
-
-        Returns:
-            `logits` [B, V] float32 and the next value of each cache state.
+        `inputs` are `input_ids` [B, S] int64, `input_lengths` [B] int32, `lengths` [B] int32 and the cache states; with
+        recurrent states, `status` [B] int32 as well.
         """
         ids, lengths = inputs["input_ids"], inputs["lengths"]
         batch, length = ids.shape

@@ -37,8 +37,7 @@ class Deferred:
     """The meaning of a placeholder.
 
     Attributes:
-        stored: computes its numbers, contiguous, in a dtype that holds them exactly.
-        dtype: of the result of `stored`.
+        stored: computes its numbers, contiguous, in a dtype that holds them exactly: `dtype`.
         place: of the same numbers in files, in that dtype: any object of the placeholder's maker, or `Joined` of such
             objects; None: in no file.
     """

@@ -1,9 +1,9 @@
 """Mixtures of experts, whose loops a static graph cannot express, as one operator: each row through its chosen expert.
 
-Each choice of a token is a separate row; the router's weights are applied after the operator. So it does not matter
-how a family routes (softmax or sigmoid, before or after the choice, normalised or scaled), a weight may be any number,
-and the sum over a token's experts has one order in any batch. In a trace the operator is a marker that
-`exporters.lowering` turns into ONNX Runtime's MoE. Run eagerly, the experts compute as before.
+Each choice of a token is a separate row; the router's weights are applied after the operator. So it does not matter how
+a family routes (softmax or sigmoid, before or after the choice, normalised or scaled), a weight may be any number, and
+the sum over a token's experts has one order in any batch. In a trace the operator is a marker that `exporters.lowering`
+turns into ONNX Runtime's MoE. Run eagerly, the experts compute as before.
 
 `route_experts` serves the classes that transformers' experts implementations reach, `replace_own_experts` the rest.
 """
@@ -39,10 +39,8 @@ _TOLERANCE: Final = 1e-5  # some gates compute in float32
 class SwiGLU:
     """gate * sigmoid(alpha * gate) * (up + beta), with gate at most `limit` and up within ± `limit`.
 
-    SiLU(gate) * up (https://arxiv.org/abs/2002.05202) has alpha 1, beta 0 and no limit (infinity).
-
-    Attributes:
-        interleaved: gate and up take turns along the last axis; otherwise the first half is the gate.
+    SiLU(gate) * up (https://arxiv.org/abs/2002.05202) has alpha 1, beta 0 and no limit (infinity). interleaved: gate
+    and up take turns along the last axis; otherwise the first half is the gate.
     """
 
     alpha: float = 1.0
@@ -58,11 +56,9 @@ class SwiGLU:
 
 
 def find_swiglu(gate: Gate, size: int) -> SwiGLU | None:
-    """The SwiGLU that `gate` computes, recognised by its results; None: it computes something else.
+    """The SwiGLU that `gate`, the function between the two products of an expert, computes; None: something else.
 
-    Args:
-        gate: the function between the two products of an expert.
-        size: outputs of `gate`; it may treat each differently.
+    It is recognised by its results, each of the `size` outputs by itself: `gate` may treat them differently.
     """
     return _fitted(gate, size, interleaved=False) or _fitted(gate, size, interleaved=True)
 
@@ -111,11 +107,9 @@ class ExpertWeights:
     Attributes:
         gate: [count, 2 * I, H] with up in it, as `activation` says; [count, I, H] if `up` is apart.
         down: [count, H, I].
-        gate_bias: [count, 2 * I].
-        down_bias: [count, H].
+        gate_bias, down_bias: [count, 2 * I] and [count, H].
         up: [count, I, H].
-        gate_transposed: the last two axes of gate and up are swapped.
-        down_transposed: the last two axes of down are swapped.
+        gate_transposed, down_transposed: the last two axes of gate and up, or of down, are swapped.
     """
 
     activation: SwiGLU
@@ -161,10 +155,8 @@ def run_rows(rows: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
 
 
 def combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """The sum of a token's experts. outputs: [T, k, H]. weights: [T, k]. Returns [T, H].
-
-    A product for each token: the order of ONNX Runtime's sum over k is another for a single token.
-    """
+    """The sum [T, H] of each token's experts, `outputs` [T, k, H] by `weights` [T, k]: a product for each token,
+    because the order of ONNX Runtime's sum over k is another for a single token."""
     dtype = torch.result_type(outputs, weights)
     return torch.matmul(weights.unsqueeze(1).to(dtype), outputs.to(dtype)).squeeze(1)
 
@@ -172,8 +164,7 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
 def route_experts(model: PreTrainedModel) -> None:
     """Select the operator for all experts that transformers' experts implementations reach.
 
-    Experts with another activation run as transformers' `batched_mm`: it gathers the weights of each row's
-    expert.
+    Experts with another activation run as transformers' `batched_mm`: it gathers the weights of each row's expert.
     """
     if not model._can_set_experts_implementation() or model.config._experts_implementation == IMPLEMENTATION:
         return
@@ -193,10 +184,8 @@ def _activation(module: Any) -> SwiGLU | None:
 
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function that transformers calls in every layer.
-
-    hidden_states: [T, H]. top_k_index, top_k_weights: [T, k]. Returns [T, H].
-    """
+    """The function that transformers calls in every layer: [T, H]. hidden_states: [T, H]. top_k_index, top_k_weights:
+    [T, k]."""
     activation: SwiGLU | None = getattr(module, ACTIVATION, None)
     if activation is None or not torch.onnx.is_in_onnx_export():
         eager: Tensor = batched_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -291,13 +280,13 @@ def _jetmoe_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
 
 
 class _Kind(NamedTuple):
-    """A class of experts.
+    """A class of experts, by functions of its modules.
 
     Attributes:
-        forward: of the module, in a trace; its first arguments are the module and its weights.
-        weights: the parameters of a module, with their activation.
-        gate: the function that a module applies to the gate.
-        size: the number of hidden units of a module's expert.
+        forward: in a trace; its first arguments are the module and its weights.
+        weights: the parameters, with their activation.
+        gate: the function that is applied to the gate.
+        size: the number of hidden units of an expert.
     """
 
     forward: Callable[..., Any]

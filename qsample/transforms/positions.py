@@ -2,7 +2,7 @@
 
 The rows of a batch differ in length, so a single cache length does not give their positions. In a decoder call,
 position tables, GPT-Neo's windows, rotary embeddings and Llama 4's query scales read `context.positions`; outside, a
-model computes as before. `real_rotary_embeddings` rotates without complex numbers, which ONNX lacks.
+model computes as before. `real_rotary_embeddings` rotates without complex numbers: ONNX lacks them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RowPositions(nn.Module):
             return result
         names = inspect.signature(self.embedding.forward).parameters
         given = dict(zip(names, args, strict=False)) | kwargs
-        # Most tables expect a single row of positions, common to all rows; some expect those of each row.
+        # Most tables expect a single row of positions, common to all rows; some expect a row for each.
         own = given.get("position_ids")
         flat = own is None or own.ndim < positions.ndim
         given |= {"position_ids": positions.flatten() if flat else positions, "past_key_values_length": 0}
@@ -77,10 +77,8 @@ def _is_position_table(module: nn.Module) -> bool:
 
 
 def use_row_windows(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Replace the step from queries, keys and values to their product in every attention layer of a GPT-Neo.
-
-    It cuts its causal and local pattern out of a table by the number of keys: here the capacity.
-    """
+    """Replace the step from queries, keys and values to their product in every attention layer of a GPT-Neo: it cuts
+    its causal and local pattern out of a table by the number of keys: here the capacity."""
     for module in model.modules():
         if isinstance(module, GPTNeoSelfAttention):
             module._attn = functools.partial(_attend, context, module)  # type: ignore[method-assign]
@@ -89,13 +87,12 @@ def use_row_windows(model: PreTrainedModel, context: DecodeContext) -> None:
 def use_rope_of_capacity(model: PreTrainedModel, context: DecodeContext) -> None:
     """Let the capacity decide the frequencies of rotary embeddings that transformers chooses by the longest row.
 
-    With those, a row would depend on the others and on how a prompt is cut, and its earlier keys would have other
+    With those, a row would depend on the rest and on how a prompt is cut, and its earlier keys would have other
     frequencies.
 
     LongRoPE (https://arxiv.org/abs/2402.13753) has two sets, the long frequencies from the first training context on. A
     cache that can hold more tokens than that is filled with them from the start. "dynamic" (NTK-aware scaling,
-    https://arxiv.org/abs/2309.00071, section 3.1) changes them beyond max_position_embeddings, and no cache holds more
-    tokens than these.
+    https://arxiv.org/abs/2309.00071, section 3.1) changes them beyond max_position_embeddings, and no cache holds more.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -197,10 +194,8 @@ _HEADS_AXIS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin of every position's angles, [B, S, D / 2] each, in place of a complex tensor.
-
-    (a + bi)(cos + i sin) = (a cos - b sin) + (a sin + b cos) i.
-    """
+    """cos and sin of every position's angles, [B, S, D / 2] each, in place of a complex tensor: (a + bi)(cos + i sin) =
+    (a cos - b sin) + (a sin + b cos) i."""
 
     cos: Tensor
     sin: Tensor

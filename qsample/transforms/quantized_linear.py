@@ -1,8 +1,5 @@
-"""Linear layers with a quantized weight: traced they are one MatMulNBits on its blocks.
-
-Run eagerly, such a layer multiplies by its float weight as before: the model computes the same with and without the
-blocks.
-"""
+"""Linear layers with a quantized weight: traced they are one MatMulNBits on its blocks; run eagerly, such a layer
+multiplies by its float weight as before, and the model computes the same with and without the blocks."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ class QuantizedWeight:
         block_size: levels that share a scale and a zero point; it divides K.
         blocks: [N, K / block_size, block_size * bits / 8] uint8, the first level in the low bits.
         scales: [N * K / block_size], of the layer's dtype.
-        zero_points: [N * ceil(K / block_size * bits / 8)] uint8, packed like the levels; None = 2^(bits - 1).
-        order: [K] int64, the input that each column belongs to; None = they are in order.
+        zero_points: [N * ceil(K / block_size * bits / 8)] uint8, packed like the levels; by default 2^(bits - 1).
+        order: [K] int64, the input that each column belongs to; by default in order.
     """
 
     bits: int

@@ -91,10 +91,9 @@ class LayerCall:
         hidden: [B, S, hidden].
         cache: the name of the argument for the cache.
         options: the layer's other arguments.
-        states: before the first token, zeros for a row that begins.
+        states, next_states: before the first token (zeros for a row that begins), and after the last.
         advances: [B] int32, how many tokens a row moves on by, 0 for a row that has ended.
         real: [B, S] bool, these tokens.
-        next_states: after the last of them.
     """
 
     hidden: Tensor
@@ -239,11 +238,8 @@ def where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def scan(step: Step, states: list[Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Run `step(states, inputs)` for each index on axis 1 of `inputs`, each [B, S, ..].
-
-    Returns:
-        The states after the last step, and the results stacked on axis 1.
-    """
+    """Run `step(states, inputs)` for each index on axis 1 of `inputs`, each [B, S, ..]: the states after the last step,
+    and the results stacked on axis 1."""
     if not torch.compiler.is_exporting():
         results = []
         for index in range(inputs[0].shape[1]):

@@ -1,8 +1,8 @@
 """transformers' functions for convolutions and recurrences, computed by ONNX Runtime's operators.
 
-`CONVOLUTION` and the names in `RECURRENCES` are those of functions that a layer's module calls; their replacements take
-the same arguments, after the `Chunk`, and give the same results. A traced graph holds the operator; run eagerly, torch
-computes the same. Both are float32.
+A layer's module calls the functions named in `CONVOLUTION` and `RECURRENCES`; their replacements take the same
+arguments, after the `Chunk`, and give the same results. A traced graph holds the operator; run eagerly, torch computes
+the same. Both are float32.
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.LinearAttention
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.CausalConvWithState
 """
@@ -28,9 +28,9 @@ class Chunk:
     """The tokens of one call of a layer, and the states before them.
 
     Attributes:
-        real: [B, S] bool, tokens of a row that runs, without padding; None = all.
-        window: [B, C, K - 1 or more], the latest inputs of the next convolution; None = zeros.
-        state: of the recurrence; None = zeros. A layer that runs several in turn keeps theirs stacked on axis 1.
+        real: [B, S] bool, tokens of a row that runs, without padding; by default all.
+        window: [B, C, K - 1 or more], the latest inputs of the next convolution; by default zeros.
+        state: of the recurrence, by default zeros. A layer that runs several in turn keeps theirs stacked on axis 1.
         started: how many recurrences have run.
     """
 
@@ -129,8 +129,8 @@ def state_space_dual(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-2's recurrence (https://arxiv.org/abs/2405.21060), which is gated linear attention: B are the keys, C the
-    queries, dt * x the values and dt * A the decay. The state is kept as [B, H, N, P].
+    """Mamba-2's recurrence (https://arxiv.org/abs/2405.21060) is gated linear attention: B are the keys, C the queries,
+    dt * x the values and dt * A the decay. The state is kept as [B, H, N, P].
 
     hidden_states: [B, S, H, P]. dt: [B, S, H]. A, D: [H]. B, C: [B, S, G, N]. z: a gate like hidden_states.
     """
@@ -165,8 +165,8 @@ def selective_scan(
     delta_softplus: bool = False,
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba's recurrence (https://arxiv.org/abs/2312.00752), which is gated linear attention with a head for each
-    channel: values of size 1, and a decay for each row of the memory. The state is kept as [B, channels, N, 1].
+    """Mamba's recurrence (https://arxiv.org/abs/2312.00752) is gated linear attention with a head for each channel:
+    values of size 1, and a decay for each row of the memory. The state is kept as [B, channels, N, 1].
 
     hidden_states, dt, z: [B, channels, S]. A: [channels, N]. B, C: [B, N, S]. D, delta_bias: [channels].
     """
@@ -210,20 +210,16 @@ def linear_attention(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Read and write a matrix of memory per head, token by token.
+    """Read and write a matrix of memory per head, token by token: the results, [B, S, H, V], and the last state.
 
     Per head, S' = exp(decay) S, then S = S' + k (beta (v - S'^T k))^T with beta (the gated delta rule, Yang et al.,
-    https://arxiv.org/abs/2412.06464), S = S' + k v^T without (gated linear attention, https://arxiv.org/abs/2312.06635);
-    the result is scale * S^T q.
+    https://arxiv.org/abs/2412.06464), S = S' + k v^T without (gated linear attention,
+    https://arxiv.org/abs/2312.06635); the result is scale * S^T q. A token of decay 0 and beta 0, or value 0 without
+    beta, leaves the state as it is.
 
-    A token of decay 0 and beta 0, or value 0 without beta, leaves the state as it is. All tensors are float32, and H is
-    a multiple of h.
-
-    query, key: [B, S, h, K]; H / h heads of the memory in a row share them. value: [B, S, H, V]. state: [B, H, K, V],
-    before the first token. decay: [B, S, H], or [B, S, H, K] with a decay for each row of the memory; at most 0. beta:
-    [B, S, H]. scale: of the results.
-
-    Returns the results, [B, S, H, V], and the state after the last token.
+    All tensors are float32. query, key: [B, S, h, K]; H / h heads of the memory in a row share them. value: [B, S, H,
+    V]. state: [B, H, K, V], before the first token. decay: at most 0, [B, S, H], or [B, S, H, K] with a decay for each
+    row of the memory. beta: [B, S, H].
     """
     if not torch.compiler.is_exporting():
         return _linear_attention(query, key, value, state, decay, beta, scale)

@@ -34,12 +34,9 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayers:
-    """The layers of a decoder.
+    """The layers of a decoder: `count` of them, in calls with `context`.
 
-    Attributes:
-        count: how many there are.
-        states: the index of a layer → its retained states: key and value, then states of other kinds.
-        context: of the decoder's calls.
+    states: the index of a layer → its retained states: key and value, then states of other kinds.
     """
 
     count: int
@@ -53,13 +50,10 @@ class DecoderLayers:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLayers:
-    """Layers of a list of modules that differ in their weights alone.
+    """Layers of the list of modules named `path` that differ in their weights alone.
 
-    Attributes:
-        path: the name of the list.
-        first: the index of the layer that is traced.
-        others: the indices of the layers that repeat it.
-        weights: the names, in a layer, of the parameters and buffers that no other module has.
+    `first` is the index of the layer that is traced, and the layers `others` repeat it. weights: the names, in a layer,
+    of the parameters and buffers that no other module has.
     """
 
     path: str
@@ -209,12 +203,10 @@ class _Description:
 
 @dataclass(slots=True)
 class StandIns:
-    """The notes of a trace.
+    """The notes of a trace, in the call of `context`.
 
-    Attributes:
-        context: of the call that is traced.
-        first: the number of each group → the call of its first layer.
-        difference: why a copy of the first layer cannot take the place of another layer; None: copies can.
+    first: the number of each group → the call of its first layer. difference: why a copy of the first layer cannot take
+    the place of another layer; None: copies can.
     """
 
     context: DecodeContext
