@@ -190,8 +190,8 @@ def _check_model(model: str, revision: str | None) -> None:
 
 
 def _write(make: Callable[..., PackagedModel], out: Path, given: Mapping[str, Any]) -> None:
-    """Make a package in `out` by `make`, which takes `overwrite` and `progress`. Stages and remarks go to stderr, its
-    path or a JSON document to stdout. `given`: all parameters of the command, by name."""
+    """Make a package in `out` by `make(overwrite=..., progress=...)`. Stages and remarks go to stderr, its path or a
+    JSON document to stdout. `given`: all parameters of the command, by name."""
     with progress(logged=True) as report, metered(report) as meter:
         report(Stage.STARTING, 0.0)  # the imports of the libraries
         package = make(overwrite=given["overwrite"], progress=meter).package

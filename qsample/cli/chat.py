@@ -87,7 +87,7 @@ def chat(
 
 
 def _check_template(model: CausalLM, system: str | None, template: dict[str, Any]) -> list[str]:
-    """Refuse a package that cannot chat, before any question, and return remarks about options that its template
+    """Refuse a package that cannot chat, before the first question, and return remarks about options that its template
     ignores."""
     if model.tokenizer is None:
         raise QsampleError("the package has no tokenizer, so it cannot chat; export the model with its tokenizer")

@@ -40,8 +40,8 @@ _NO_OPTIONS: Final = ("id", "metadata", "prompt", "messages")  # fields of a lin
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt of the file. `error`: of its line, if any. `source`: decides, with the settings, about its
-    fingerprint."""
+    """A prompt of the file. `error`: the mistake in its line, if any. `source`: what decides about its fingerprint,
+    apart from the settings."""
 
     id: Any
     inputs: Any = None
@@ -61,7 +61,7 @@ def read_rows(
     """The rows of a file: a line of text each, or a JSON object with prompt or messages, id, and parameters.
 
     `options`, `chat`: of rows without one. `as_chat`: texts are a user's messages. `system`: the system prompt of
-    conversations. Raises typer.BadParameter if the file cannot be read or is empty, and if `chat` or `system` apply to
+    conversations. Raises typer.BadParameter for a file that is unreadable or empty, and if `chat` or `system` apply to
     no row.
     """
     rows: list[Row] = []

@@ -28,7 +28,7 @@ from qsample.progress import Progress, Stage, unreported
 
 DEFAULT_MAX_LENGTH: Final = 1024
 DEFAULT_BATCH_SIZE: Final = 8
-_TIMED_TOKENS: Final = 64  # in front of the timed steps, and as many steps
+_TIMED_TOKENS: Final = 64  # in front of the timed steps; also the number of steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from qsample.contract.arrays import Array
 
 RESAMPLES: Final = 2000
-_MOST_BLOCKS: Final = 10_000  # of a resample; with so many, longer blocks than needed do no harm
+_MOST_BLOCKS: Final = 10_000  # of a resample; at this number, longer blocks than needed do no harm
 _AT_ONCE: Final = 2**20  # blocks that are drawn together
 
 

@@ -76,8 +76,8 @@ class Window(NamedTuple):
 
 
 def cut_windows(documents: Sequence[Array], max_length: int, stride: int) -> list[Window]:
-    """Windows of at most `max_length` tokens (at least 2) of documents, [n] int64 each; each starts `stride` tokens, 1
-    to max_length, after the last. So a scored token has at least max_length - stride tokens of context, or all that its
+    """Windows of at most `max_length` tokens (at least 2) of documents, [n] int64 each. Each begins `stride` tokens (1
+    to max_length) after the last. So a scored token has at least max_length - stride tokens of context, or all that its
     document has.
 
     This is the sliding window of transformers' guide (https://huggingface.co/docs/transformers/perplexity): each token

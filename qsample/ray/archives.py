@@ -81,7 +81,7 @@ def _unpack(archive: Path | bytes, target: Path) -> None:
 
 
 def _package_in(folder: Path) -> Path | None:
-    """The package, which is the folder or a folder in it; None if there is none."""
+    """The folder or a folder in it that is a package; None if there is none."""
     if not folder.is_dir():
         return None
     return next((path for path in (folder, *sorted(folder.iterdir())) if (path / MANIFEST_NAME).is_file()), None)

@@ -205,7 +205,7 @@ class EngineActor:
         yield batch
 
     async def generate(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """The generated columns of each row. If the engine fails, the rows run again, once, in another; their tokens
+        """The generated columns of each row. If the engine fails, the rows run once more in a new engine: their tokens
         follow from their seeds."""
         requests, loop = [self._request(row) for row in rows], asyncio.get_running_loop()
         try:

@@ -57,7 +57,7 @@ class Answers:
         max_time: float | None,
         prediction: Sequence[int] | None = None,
     ) -> None:
-        """Give the prompts, which have passed the model's `check_count` and `check_room`, to the engine, all or none.
+        """Give the prompts to the engine, all or none; they have passed the model's `check_count` and `check_room`.
 
         Every answer gets `params` and, if there is a `make_guide`, a guide. It takes at most `max_time` seconds, and is
         expected to have the tokens of `prediction`. Raises ApiError, QueueFullError or ValueError.

@@ -113,8 +113,8 @@ def refused(reason: str) -> ApiError:
 
 
 def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> Compiled:
-    """Compile a text of `grammar_of` for llguidance's `tokenizer`. Raises ApiError if it is invalid, or no answer can
-    follow it."""
+    """Compile a text of `grammar_of` for llguidance's `tokenizer`. Raises ApiError if the grammar is invalid, or if no
+    answer can follow it."""
     from llguidance import LLMatcher
 
     if grammar.startswith(_GBNF):
@@ -247,9 +247,8 @@ class Grammars:
         self._waiting[grammar] += 1
         try:
             compiled = await asyncio.shield(compiling)  # another request may wait for it
-        except (
-            BaseException
-        ):  # the next request tries again; a cancelled request leaves the work to the requests that wait
+        except BaseException:
+            # The next request tries again; a cancelled request leaves the work to the requests that wait.
             failed = compiling.done() and (compiling.cancelled() or compiling.exception() is not None)
             left = not compiling.done() and self._waiting[grammar] == 1
             if (failed or left) and self._kept.get(grammar) is compiling:
@@ -328,8 +327,8 @@ class GrammarGuide:
 
 
 def _serve() -> None:
-    """Answer each grammar, in JSON on a line of standard input, with null, or the reason why it is refused, on a line.
-    Invalid grammars pass; the server reports them."""
+    """Answer each line of standard input, in JSON, with a line: null, or the reason why a grammar is refused. The first
+    line has the tokenizer's arguments. Invalid grammars pass; the server reports them."""
     from llguidance import LLTokenizer
 
     arguments: TokenizerArguments = json.loads(sys.stdin.readline())

@@ -51,7 +51,7 @@ _FIELDS: Final = {
 }
 _WITHOUT_A_KEY: Final = ("/", "/health", "/metrics", "/docs", "/openapi.json", "/redoc", "/favicon.ico")
 _UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}  # parts of pydantic's paths
-_LOG: Final = logging.getLogger("uvicorn.error")  # the server's own
+_LOG: Final = logging.getLogger("uvicorn.error")  # the server's
 _RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again after some tokens
 # JSON leaves these as they are, and clients that read a stream with a function such as Python's splitlines end a line
 # at them.
@@ -64,7 +64,7 @@ _REASON: Final = "qsample.reason"  # why a request is refused; in its scope
 
 
 def json_bytes(value: Any) -> bytes:
-    """`value` as compact JSON in UTF-8, on a line; lone surrogates, which UTF-8 cannot hold, are written as escapes.
+    """`value` as compact JSON in UTF-8, on a line; lone surrogates become escapes, because UTF-8 cannot hold them.
     Raises ValueError for NaN and infinities: JSON has none."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     if not text.isascii():
@@ -307,7 +307,8 @@ class ApiKeys:
 
 
 class Exchanges:
-    """Gives each request an id, counts and logs its end, and answers unexpected exceptions; the server logs them, too.
+    """Gives each request an id, counts and logs its end, and answers unexpected exceptions; it raises them again for
+    the server's log.
 
     The id is the client's X-Request-Id, if it is short and plain; the answer has it, too. Starlette's handler of
     exceptions is outside of every other middleware: its answers lack the headers of the CORS middleware, so a page of

@@ -139,7 +139,7 @@ class ServedModel:
         return ReasoningReader(self._reasoning_format, end)
 
     def _is_shown(self, text: str) -> bool:
-        """Whether this model's texts, which lack special tokens, can contain `text`."""
+        """Whether `text` can be in this model's texts: they do not contain special tokens."""
         if self.model.tokenizer is None:
             return True
         token = self.model.tokenizer.get_vocab().get(text)
@@ -187,8 +187,8 @@ class ServedModel:
             raise without_feature("allowed_tokens", asked[-1][0], ", which log-probabilities of a prompt need")
 
     def guides(self, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
-        """A function that makes guides of answers in this form; None for any text. Raises ApiError if this model's
-        answers cannot follow it."""
+        """A function that makes the guides of answers in this form; None for any text. Raises ApiError if answers of
+        this model cannot follow it."""
         if form is None:
             return None
         needed = ", which an answer that follows a schema needs"
@@ -305,7 +305,8 @@ class ServedModels:
         return list(self._models.values())  # a copy: another thread may load an adapter meanwhile
 
     def find(self, name: str | None, param: str = "model") -> ServedModel:
-        """The model or adapter `name`, or the first model. Raises ApiError, about `param`, for an unknown name."""
+        """The model or adapter `name`, or the first model for None and "". Raises ApiError about `param` if `name` is
+        unknown."""
         if not name:
             return next(iter(self))
         if name not in self._models:
@@ -313,12 +314,11 @@ class ServedModels:
         return self._models[name]
 
     def load_adapter(self, name: str, path: str, base: str | None = None, *, replaced: bool = False) -> None:
-        """Serve the adapter in a folder below the settings' `lora_dir`; running requests keep the adapter that they
-        began with.
+        """Serve the adapter in a folder below the settings' `lora_dir` as `name`; running requests keep their adapter.
 
-        Clients know it as `name`. It belongs to the model `base`, or by default to the first. With `replaced`, it may
-        take the place of that model's adapter of the same name. Raises ApiError and changes nothing if the name is
-        taken, or if the adapter cannot be used.
+        It belongs to the model `base`, or by default to the first. With `replaced`, it may take the place of that
+        model's adapter of the same name. Raises ApiError and changes nothing if the name is taken, or if the adapter
+        cannot be used.
         """
         model = self.find(base, "base_model_name")
         self._check_new(name, replaced=model.base if replaced else None)
@@ -337,8 +337,8 @@ class ServedModels:
         self._models.pop(name).model.unload_adapter(name)
 
     def _check_new(self, name: str, *, replaced: str | None = None) -> None:
-        """Raise ApiError if no more adapters have room, or unless `name` is new, or is an adapter's of the model
-        `replaced`."""
+        """Raise ApiError if `name` is taken, or no more adapters have room. An adapter of the model `replaced` may have
+        the name."""
         there = self._models.get(name)
         if there is not None and (there.adapter is None or there.base != replaced):
             remedy = "give another lora_name" if there.adapter is None else "give another, or load_inplace: true"

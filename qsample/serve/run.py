@@ -23,7 +23,7 @@ from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 MOST_HEAD: Final = 2**16  # bytes of a request's line and headers; uvicorn's number for h11
 SECONDS: Final = 60.0  # in which a request has to arrive, or a new connection to send one
 _SLICE: Final = 2**14  # bytes that are parsed at once; asyncio's pieces may hold thousands of pipelined requests
-_PIPELINED: Final = 16  # requests of a connection that wait for the answers to those before them
+_PIPELINED: Final = 16  # requests of a connection that wait for earlier answers
 _OVERHEAD: Final = 16  # bytes on the wire for a byte of a body, in chunks of a byte
 _BACKLOG: Final = 2048  # connections that wait to be accepted; uvicorn's number
 _MOST_CONNECTIONS: Final = 65_536  # each is an open file, and many systems begin with 1,024
