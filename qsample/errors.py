@@ -26,8 +26,7 @@ _CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters but line feeds escaped: names in a stranger's files must not command a
-    terminal."""
+    """`text` with control characters but line feeds escaped: a stranger's names must not command a terminal."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
@@ -76,8 +75,8 @@ class ArgumentError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something ended: `kind` and `message` of the exceptions that report it; the original exception is `cause`,
-    with the traceback `details`."""
+    """Why something ended: the `kind` and `message` of exceptions that report it, the original `cause` and its
+    traceback `details`."""
 
     kind: type[QsampleError]
     message: str

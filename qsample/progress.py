@@ -267,12 +267,9 @@ _before = gc.get_threshold()
 
 @contextmanager
 def young_collections() -> Iterator[None]:
-    """Collect young objects only while the body runs.
-
-    A collection of all objects looks at each object of torch, transformers and a traced graph, for half a second and
-    longer, and an export would start a dozen of them to find next to nothing. The setting is the process's: the last of
-    several threads restores it.
-    """
+    """Collect young objects only while the body runs. A collection of all objects looks at each object of torch,
+    transformers and a traced graph, for half a second and longer, and an export would start a dozen of them to find
+    next to nothing. The setting is the process's: the last of several threads restores it."""
     global _users, _before
     with _collecting:
         if _users == 0:

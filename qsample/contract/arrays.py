@@ -48,11 +48,9 @@ OF_ONNXRUNTIME: Final = {dtype.onnxruntime: dtype for dtype in DTYPES.values()}
 
 
 def sparse_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Zeros that the system hands out in small pages, as they are touched.
-
-    NumPy asks for huge pages. A short prompt touches a few positions of every head, so it would have most of a long
-    cache zeroed, and wait for the system to gather the pages: up to a second a row was measured.
-    """
+    """Zeros that the system hands out in small pages, as they are touched. NumPy asks for huge pages. A short prompt
+    touches a few positions of every head, so it would have most of a long cache zeroed, and wait for the system to
+    gather the pages: up to a second a row was measured."""
     count = math.prod(shape)
     size = count * np.dtype(dtype).itemsize
     if size < _OWN_MAPPING_FROM or not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows has none

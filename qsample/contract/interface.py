@@ -143,10 +143,8 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class KeyValueShape:
-    """The cache of an attention layer: `num_key_value_heads` (H) heads of `head_dim` (D).
-
-    layer: its number in the model; by default its position among the attention layers, if all layers are.
-    """
+    """The cache of an attention layer: `num_key_value_heads` (H) heads of `head_dim` (D). layer: its number in the
+    model; by default its position among the attention layers, if all layers are."""
 
     num_key_value_heads: int
     head_dim: int
@@ -155,11 +153,9 @@ class KeyValueShape:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentShape:
-    """A state of fixed size that a recurrent or convolutional layer keeps.
-
-    `layer` is the layer's number in the model, `kind` "conv_state" or "recurrent_state", and `index` counts the layer's
-    states of that kind. `shape` lacks the batch axis, the first. `dtype` is "float32" or the model's.
-    """
+    """A state of fixed size that a recurrent or convolutional layer keeps. `layer` is the layer's number in the model,
+    `kind` "conv_state" or "recurrent_state", and `index` counts the layer's states of that kind. `shape` lacks the
+    batch axis, the first. `dtype` is "float32" or the model's."""
 
     layer: int
     kind: str
@@ -175,10 +171,8 @@ class RecurrentShape:
 
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:
-    """A linear layer that LoRA adapters may change: y + x A^T B, with the adapter's scale in B.
-
-    x has `in_features` numbers, y `out_features`. path: PEFT's name of the layer: "model.layers.0.self_attn.q_proj".
-    """
+    """A linear layer that LoRA adapters may change: y + x A^T B, with the adapter's scale in B. x has `in_features`
+    numbers, y `out_features`. path: PEFT's name of the layer: "model.layers.0.self_attn.q_proj"."""
 
     path: str
     in_features: int
@@ -222,11 +216,8 @@ def adapter_ids(kind: str) -> TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """The interface of an ONNX file: call inputs, retained states and outputs, in graph order.
-
-    The graph's inputs are `inputs` then `states`; its outputs are `outputs`, then the next value of each state that is
-    not read-only.
-    """
+    """The interface of an ONNX file: call inputs, retained states and outputs, in graph order. The graph's inputs are
+    `inputs` then `states`; its outputs are `outputs`, then the next value of each state that is not read-only."""
 
     inputs: tuple[TensorSpec, ...]
     states: tuple[TensorSpec, ...]
@@ -397,11 +388,9 @@ class Interface:
 
     @property
     def model(self) -> GraphSpec:
-        """The model's part of the decode graph, up to the logits; all of `decoder.onnx` without the sampler.
-
-        `lengths` and `status` are ordinary inputs here: the sampler advances them. A recurrent layer has to know which
-        rows run, because a token that does not count would change its state; a cache only grows after `lengths`.
-        """
+        """The model's part of the decode graph, up to the logits; all of `decoder.onnx` without the sampler. `lengths`
+        and `status` are ordinary inputs here: the sampler advances them. A recurrent layer has to know which rows run,
+        because a token that does not count would change its state; a cache only grows after `lengths`."""
         inputs: tuple[TensorSpec, ...] = (INPUT_IDS, INPUT_LENGTHS, LENGTHS)
         inputs += (STATUS,) if self.recurrent else ()
         return GraphSpec((*inputs, *self.adapter_inputs), self.cache_states, (LOGITS,))

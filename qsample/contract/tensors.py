@@ -76,11 +76,9 @@ Axis = str | int
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input, state or output: its name, dtype, axes and meaning.
-
-    `off` is the value that switches a sampling parameter off (None: not a parameter). `read_only` marks a state that no
-    step changes, so it has no `_RetainedState` output.
-    """
+    """One input, state or output: its name, dtype, axes and meaning. `off` is the value that switches a sampling
+    parameter off (None: not a parameter). `read_only` marks a state that no step changes, so it has no `_RetainedState`
+    output."""
 
     name: str
     dtype: str
@@ -95,7 +93,7 @@ class TensorSpec:
 
 
 def retained_name(state: str) -> str:
-    """The output of `state`'s next value: `present.{i}.key` for `past_key_values.{i}.key`, otherwise
+    """The output that holds the next value of `state`: `present.{i}.key` for `past_key_values.{i}.key`, otherwise
     `NAME_RetainedState`."""
     prefix = "past_key_values."
     if state.startswith(prefix):

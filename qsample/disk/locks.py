@@ -21,10 +21,8 @@ _PAUSE: Final = 0.1  # seconds between two looks at a lock
 
 
 def lock(descriptor: int, *, shared: bool = False) -> bool | None:
-    """Lock a file without waiting, until it is closed; `shared` with other processes that say so.
-
-    False: another process holds a lock in the way. None: this file system, or Windows for a shared lock, has none.
-    """
+    """Lock a file without waiting, until it is closed; `shared` with other processes that say so. False: another
+    process holds a lock in the way. None: this file system, or Windows for a shared lock, has none."""
     try:
         if sys.platform == "win32":
             if shared:
@@ -51,11 +49,9 @@ def is_at(path: Path, file: FileIO) -> bool:
 
 @contextmanager
 def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Run the body in one process at a time.
-
-    The processes lock the file at `path`. It is made if it is missing (or OSError is raised), and stays: a process may
-    wait for it. `waiting` is called once if another process runs the body.
-    """
+    """Run the body in one process at a time. The processes lock the file at `path`. It is made if it is missing (or
+    OSError is raised), and stays: a process may wait for it. `waiting` is called once if another process runs the
+    body."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
         if lock(file.fileno()) is False:

@@ -9,11 +9,8 @@ _NUMBER, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5  # wire types
 
 
 def fields(data: Any, start: int, end: int) -> Iterator[tuple[int, int | range]]:
-    """The fields of the message in `data[start:end]`, in order: each field's number, and its integer or the range of
-    its bytes.
-
-    data: bytes, or a map of a file. Raises ValueError if it is cut off or no protobuf.
-    """
+    """The fields of the message in `data[start:end]`, in order: the number of each with an integer, or with the range
+    of its bytes. data: bytes, or a map of a file. Raises ValueError if it is cut off or no protobuf."""
     position = start
     while position < end:
         tag = data[position]

@@ -84,12 +84,9 @@ def check_replaceable(
     foreign_files: Callable[[Path], Iterator[str]],
     overwrite: bool,
 ) -> None:
-    """Raise PackageError unless nothing, an empty folder, or something that may be overwritten is at `path`.
-
-    `path` is `target`, the reader's name of it, or where it was moved. With the caller's consent `overwrite`, a folder
-    may be overwritten that is of the kind `kind`, as `is_one` tells, and has no `foreign_files`: files that did not
-    come with it.
-    """
+    """Raise PackageError unless nothing, an empty folder, or something that may be overwritten is at `path`. `path` is
+    `target`, the reader's name of it, or where it was moved. With the caller's consent `overwrite`, a folder of the
+    kind `kind`, as `is_one` tells, may be overwritten if all its files came with it: no `foreign_files`."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -114,11 +111,9 @@ def check_replaceable(
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Give two folders of one file system each other's name, at once: neither name is ever missing.
-
-    Returns False, and changes nothing, if the system or the file system cannot: Windows, a C library without the call
-    (glibc before 2.28), NFS and other file systems. Raises OSError if it can, and is not permitted.
-    """
+    """Give two folders of one file system each other's name, at once: neither name is ever missing. Returns False, and
+    changes nothing, if the system or the file system cannot: Windows, a C library without the call (glibc before 2.28),
+    NFS and other file systems. Raises OSError if it can, and is not permitted."""
     name = {"linux": "renameat2", "darwin": "renamex_np"}.get(sys.platform)
     call: Any = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name else None
     if call is None:

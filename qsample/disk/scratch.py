@@ -68,8 +68,8 @@ class ScratchFolder:
 
 
 def scratch_near(path: Path) -> ScratchFolder:
-    """A scratch folder on the future disk of `path`: the disk of temporary files is often memory. PackageError if it
-    cannot be made."""
+    """A scratch folder on the future disk of `path`: the disk of temporary files is often memory. Raises PackageError
+    if no folder can be made there."""
     parent = next(
         (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
     )
@@ -78,11 +78,9 @@ def scratch_near(path: Path) -> ScratchFolder:
 
 @contextmanager
 def scratch_for(target: Path, needed: int, what: str) -> Iterator[ScratchFolder]:
-    """A scratch folder next to `target`, whose missing parents are made; they are removed if the body raises.
-
-    needed: bytes that must be free on the disk. what: the reader's name of what is made. Raises PackageError if the
-    folder cannot be made, or the disk is full, before the body or in it.
-    """
+    """A scratch folder next to `target`, whose missing parents are made; they are removed if the body raises. needed:
+    bytes that must be free on the disk. what: the reader's name of what is made. Raises PackageError if the folder
+    cannot be made, or the disk is full, before the body or in it."""
     parent = target.parent
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:

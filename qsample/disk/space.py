@@ -43,9 +43,7 @@ def check_free(folder: Path, needed: int, what: str) -> None:
 @contextmanager
 def full_disk_named(folder: Path, needed: int = 0, what: str = "the work") -> Iterator[None]:
     """Turn an error of the body that came of a full disk into a PackageError that names `folder`, missing or not.
-
-    needed: bytes that `what`, the reader's name of the files, takes there, about; 0 if unknown.
-    """
+    needed: bytes that `what`, the reader's name of the files, takes there, about; 0 if unknown."""
     try:
         yield
     except PackageError:

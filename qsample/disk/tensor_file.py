@@ -20,11 +20,9 @@ _ALIGNMENT: Final = 8
 
 
 def map_tensors(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
-    """The metadata and the tensors of a file, in the order of its bytes; bfloat16 as uint16 of its bits.
-
-    Raises OSError if it cannot be read; ValueError, KeyError, TypeError or AttributeError if it is damaged, or has
-    other dtypes than `_NAMES` and float64.
-    """
+    """The metadata and the tensors of a file, in the order of its bytes; bfloat16 as uint16 of its bits. Raises OSError
+    if it cannot be read; ValueError, KeyError, TypeError or AttributeError if it is damaged, or has other dtypes than
+    `_NAMES` and float64."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if length > _LARGEST_HEADER:

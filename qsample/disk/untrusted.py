@@ -27,11 +27,9 @@ _DEVICES: Final = re.compile(
 
 
 def problem_of_name(name: str) -> str | None:
-    """The fault of a relative name whose parts are separated by `/`, or None.
-
-    Refused on every system: absolute names, `..`, drive letters, network shares, backslashes, empty parts, control
-    characters, and names that Windows forbids or takes for a device.
-    """
+    """The fault of a relative name whose parts are separated by `/`, or None. Refused on every system: absolute names,
+    `..`, drive letters, network shares, backslashes, empty parts, control characters, and names that Windows forbids or
+    takes for a device."""
     parts = name.split("/")
     if name.startswith("/") or re.match(r"[A-Za-z]:", name) or "\\" in name or ".." in parts:
         return "which lies outside the package, or would on another system"
@@ -87,12 +85,9 @@ _DEEPEST_JSON: Final = 64
 
 
 def parse_json(text: str, *, infinities: bool = False) -> Any:
-    """The value of a JSON document. infinities: take `Infinity` and `-Infinity`: Python and some configurations write
-    them.
-
+    """The value of a JSON document. infinities: take `Infinity` and `-Infinity`, as some configurations have them.
     Raises ValueError, in one line, for bad syntax, a key that comes twice, NaN, other infinities, a number that no
-    float holds, and arrays and objects more than 64 deep.
-    """
+    float holds, and arrays and objects more than 64 deep."""
     constant = _infinity if infinities else _no_constant
     try:
         value = json.loads(
@@ -110,10 +105,8 @@ def read_json(path: Path, largest: int = LARGEST_FILE, *, infinities: bool = Fal
 
 
 def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
-    """The text of a UTF-8 file.
-
-    Raises OSError if it cannot be read, ValueError if it is no plain file, larger than `largest` bytes, or not UTF-8.
-    """
+    """The text of a UTF-8 file. Raises OSError if it cannot be read, ValueError if it is no plain file, larger than
+    `largest` bytes, or not UTF-8."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ValueError("it is not a plain file")
     with path.open("rb") as file:
@@ -185,11 +178,9 @@ _DEEPEST: Final = 100  # protobuf's own limit of nested messages
 
 
 def referenced_files(path: Path) -> set[str]:
-    """The location of every external tensor, and the file of every EPContext node whose content is in a file.
-
-    ONNX Runtime opens the first, and lets providers open the second. Raises OSError if the file at `path` cannot be
-    read, ValueError if it is not a protobuf.
-    """
+    """The location of every external tensor, and the file of every EPContext node whose content is in a file. ONNX
+    Runtime opens the first, and lets providers open the second. Raises OSError if the file at `path` cannot be read,
+    ValueError if it is not a protobuf."""
     found: set[bytes] = set()
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:

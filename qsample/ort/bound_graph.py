@@ -33,9 +33,8 @@ class BoundGraph:
         *,
         captured: bool = True,
     ) -> None:
-        """`buffers` has every input and output of `spec` by name; `device` is the session's. With `replays`, for a
-        session that captures CUDA graphs, and `captured`, the first run is captured and replayed later, over the same
-        memory."""
+        """`buffers` has every input and output of `spec` by name; `device` is the session's. With `replays` (CUDA
+        graphs) and `captured`, the first run is captured and replayed later, over the same memory."""
         self._thread = None if replays is None else replays.thread
         number = None if replays is None else replays.number() if captured else NOT_CAPTURED
         self._binding: Any = session.io_binding()
@@ -101,11 +100,9 @@ def _run_options(capture: int | None, device: str, *, wait: bool) -> ort.RunOpti
 
 
 class DeviceThread:
-    """Runs calls in order, while another thread reads their results.
-
-    An executor accepts nothing after the main thread has ended, although threads that the interpreter waits for may
-    still need it. This thread ends with its owner, or with the interpreter; never in the middle of a run.
-    """
+    """Runs calls in order, while another thread reads their results. An executor accepts nothing after the main thread
+    has ended, although threads that the interpreter waits for may still need it. This thread ends with its owner, or
+    with the interpreter; never in the middle of a run."""
 
     def __init__(self, name: str) -> None:
         self._tasks: _Tasks = SimpleQueue()
@@ -146,11 +143,9 @@ def _end(tasks: _Tasks, thread: threading.Thread) -> None:
 
 
 class Replays:
-    """The thread and the numbers of all captured runs of a session.
-
-    ONNX Runtime keeps a captured graph for its thread under a number, as long as the session lives. So all runs are on
-    `thread`, and a number is used once: a replay reads and writes the memory that it was captured over.
-    """
+    """The thread and the numbers of all captured runs of a session. ONNX Runtime keeps a captured graph for its thread
+    under a number, as long as the session lives. So all runs are on `thread`, and a number is used once: a replay reads
+    and writes the memory that it was captured over."""
 
     def __init__(self) -> None:
         self.thread = DeviceThread("qsample-replay")

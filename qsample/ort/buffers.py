@@ -114,8 +114,8 @@ class Buffer:
         copy_on_device(_zeros(self.shape[1:], self.dtype, self.device), self.rows(row))
 
     def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
-        """Write row `source` of `of`, by default this tensor, over row `target`; only NumPy's `index` of it has to be
-        copied."""
+        """Write row `source` of the tensor `of`, by default this one, over row `target`. index: a NumPy index of the
+        row; nothing else has to be copied."""
         copy_on_device((of or self).rows(source), self.rows(target))
 
     def read_row(self, row: int) -> Array:
@@ -197,11 +197,9 @@ class HostBuffer(Buffer):
 
 
 class Handle(Buffer):
-    """Memory of a device that hands out tensors without addresses, such as WebGPU's: they are bound whole.
-
-    `address` counts from the start of `owner`. Some rows are a part: for a graph, `take` copies them to a separate
-    tensor and `put` back, on the device.
-    """
+    """Memory of a device that hands out tensors without addresses, such as WebGPU's: they are bound whole. `address`
+    counts from the start of `owner`. Some rows are a part: for a graph, `take` copies them to a separate tensor and
+    `put` back, on the device."""
 
     @property
     def is_part(self) -> bool:

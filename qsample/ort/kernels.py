@@ -69,11 +69,9 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """A kind of GroupQueryAttention.
-
-    `attributes` are AttributeProtos; `past` is the number of key-value heads and the head size; `dtype` is the cache's;
-    `packed`: queries, keys and values are one input; `constants`: slot, shape and dtype of inputs that never change.
-    """
+    """A kind of GroupQueryAttention. `attributes` are AttributeProtos; `past` is the number of key-value heads and the
+    head size; `dtype` is the cache's; `packed`: queries, keys and values are one input; `constants`: slot, shape and
+    dtype of inputs that never change."""
 
     attributes: tuple[bytes, ...]
     past: tuple[int, int]
@@ -83,12 +81,9 @@ class Attention(NamedTuple):
 
 
 def read_kernels(data: Any, columns: int) -> frozenset[Product | Attention]:
-    """The kinds of products with weights, and of attentions to several tokens of a row, in an ONNX file, inner graphs
-    included.
-
-    data: bytes of the file, or a map of it. columns: products with more outputs become small products of about this
-    number. Raises ValueError, IndexError or KeyError if it is no ONNX file, or none of a model.
-    """
+    """The kinds of products with weights, and of attentions to several tokens of a row, in an ONNX file and its inner
+    graphs. data: bytes of the file, or a map of it. columns: products with more outputs become small products of about
+    this number. Raises ValueError, IndexError or KeyError if it is no ONNX file, or none of a model."""
     found = set[Product | Attention]()
     for graph in _parts(_message(data, range(len(data))), _MODEL_GRAPH):
         for kernel in _Graph(data, graph, columns).kernels():
@@ -231,8 +226,8 @@ def _float_product(operator: str, known: _Known, attributes: tuple[bytes, ...], 
 
 
 def _experts(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product | None:
-    """MoE and QMoE with two experts of few hidden units, for any `columns`; None for layouts that no exporter here
-    writes."""
+    """MoE and QMoE with two experts of few hidden units; None for layouts that no exporter here writes. columns: not
+    for them."""
     numbers = dict(map(integer_of, attributes))
     quantized, bits = operator == "QMoE", numbers.get("expert_weight_bits", 0)
     inner, last = ((2, 3, 4, 11), 5) if quantized else ((2, 3), 4)  # operands of the first product; the second matrix

@@ -33,11 +33,9 @@ Mapping = tuple[int, int]  # start and end, in bytes
 
 @contextmanager
 def in_huge_pages() -> Iterator[None]:
-    """Put memory that is allocated and written to inside the `with` block into huge pages. Addresses do not change.
-
-    A thread does it afterwards, because a gigabyte takes more than half a second; allocations are rounded up to 2 MiB.
-    Nothing happens before Linux 6.1, on other systems, without contiguous memory, or if huge pages are switched off.
-    """
+    """Put memory that is allocated and written to inside the `with` block into huge pages. Addresses do not change. A
+    thread does it afterwards, because a gigabyte takes more than half a second; allocations are rounded up to 2 MiB.
+    Nothing happens before Linux 6.1, on other systems, without contiguous memory, or if huge pages are switched off."""
     if not _allowed():
         yield
         return

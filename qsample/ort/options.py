@@ -79,12 +79,9 @@ def session_options(
 
 
 def chosen_threads(asked: int | None) -> int | None:
-    """The threads of a session: `asked`, or one for each core that this process may use; None leaves it to ONNX
-    Runtime.
-
+    """The threads of a session: `asked`, or one for each core that this process may use; None: ONNX Runtime's choice.
     ONNX Runtime would start a thread for every core of the machine, and bind each to its core, regardless of the
-    process's affinity and of its container's quota.
-    """
+    process's affinity and of its container's quota."""
     if asked is not None or _from_environment() is not None:
         return asked
     usable = min(_cores(_affinity()), *_quotas(), _machine())

@@ -77,10 +77,8 @@ _PLUGIN_PREFIX: Final = "onnxruntime_ep_"
 
 
 def execution_providers(name: str) -> tuple[str, ...]:
-    """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's last.
-
-    QsampleError unless ONNX Runtime knows the provider, or an installed plugin `onnxruntime_ep_<name>` brings it.
-    """
+    """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's last. QsampleError
+    unless ONNX Runtime knows the provider, or an installed plugin `onnxruntime_ep_<name>` brings it."""
     known = {short_name(provider): provider for provider in ort.get_all_providers()}
     provider = known.get(name) or next(iter(_plugin_providers(_PLUGIN_PREFIX + name)), None)
     if provider is None:
@@ -228,11 +226,9 @@ def open_session(
     provider_options: Mapping[str, str] | None = None,
     **more: Any,
 ) -> ort.InferenceSession:
-    """A session of a model's file, or of the graph in bytes.
-
-    `providers` come in order of preference, the first with `provider_options`; `more` is for InferenceSession. Raises
-    QsampleError if the first provider does not load; ONNX Runtime would only warn, and run without it.
-    """
+    """A session of a model's file, or of the graph in bytes. `providers` come in order of preference, the first with
+    `provider_options`; `more` is for InferenceSession. Raises QsampleError if the first provider does not load; ONNX
+    Runtime would only warn, and run without it."""
     chosen = dict(provider_options or {})
     if CUDA in providers:
         ort.preload_dlls()  # the CUDA libraries of pip packages
@@ -273,11 +269,9 @@ def compile_context(
 
 
 def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]) -> None:
-    """Put a plugin's provider into `options`, on all its devices of this machine; QsampleError if it has none.
-
-    For OpenVINO, `provider_options` are `DEVICE`, "CPU" if it is absent, and properties of that device
-    (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html).
-    """
+    """Put a plugin's provider into `options`, on all its devices of this machine; QsampleError if it has none. For
+    OpenVINO, `provider_options` are `DEVICE`, "CPU" if it is absent, and properties of that device
+    (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html)."""
     if provider == OPENVINO:
         _add_openvino(options, provider_options)
         return

@@ -87,8 +87,8 @@ class Sessions:
 
     @property
     def input_device(self) -> str:
-        """The device of what the host writes and graphs only read: the host if the memory has no addresses; each run
-        copies it."""
+        """The device of what the host writes and graphs only read: the host if the memory has no addresses, and then
+        each run copies it."""
         return "cpu" if self.device in WITHOUT_ADDRESSES else self.device
 
 

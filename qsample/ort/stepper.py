@@ -26,11 +26,9 @@ from qsample.ort.session import Sessions, with_logits
 
 
 class Stepper:
-    """Rows of a package on its device; each run reads a token of every row.
-
-    `write` what `specs` has (inputs, and states but the cache), `run`, and `read` `outputs` (names, without states) or
-    states. Parameters that were not written are off, everything else is zeros: so every row runs, and none emits.
-    """
+    """Rows of a package on its device; each run reads a token of every row. `write` what `specs` has (inputs, and
+    states but the cache), `run`, and `read` `outputs` (names, without states) or states. Parameters that were not
+    written are off, everything else is zeros: so every row runs, and none emits."""
 
     def __init__(
         self, sessions: Sessions, rows: int, capacity: int, *, captured: bool = False, logits: bool = False

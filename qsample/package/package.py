@@ -122,7 +122,7 @@ class Unpublished(Package):
 
 class PackageWriter:
     """The argument of `write_package`'s body: write files below `directory`, then call `finish` once. `target` is the
-    package's."""
+    place of the package."""
 
     def __init__(self, directory: Path, target: Path) -> None:
         self.directory = directory
@@ -151,8 +151,7 @@ class PackageWriter:
         return sha256 if version is not None and version == version_of(path) else sha256_of(path)
 
     def finish(self, manifest: Manifest) -> None:
-        """Describe the package. `manifest.files` is ignored: the body's end hashes all files that are not `hashed`
-        yet."""
+        """Describe the package. `manifest.files` is ignored: files not yet `hashed` are hashed when the body ends."""
         self.manifest = manifest
 
 
@@ -194,11 +193,9 @@ def read_package(path: str | Path, verify: bool = True) -> Package:
 
 
 def use_package(path: str | Path, use: Callable[[Package], T], *, verify: bool = True) -> T:
-    """Open the package at `path` and return `use(package)`; `use` opens its files.
-
-    If the package is replaced meanwhile, all of it starts again, so that no manifest and no graph of the old package
-    meets a file of the new package. Raises as `read_package` and `use` do.
-    """
+    """Open the package at `path` and return `use(package)`; `use` opens its files. If the package is replaced
+    meanwhile, all of it starts again, so that no manifest and no graph of the old package meets a file of the new
+    package. Raises as `read_package` and `use` do."""
     folder = Path(path).absolute()
     for _ in range(_READINGS):
         before = _identity(folder)
@@ -298,8 +295,8 @@ def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> N
 
 
 def check_features(package: Package, wanted: Features, dtype: str | None) -> None:
-    """Raise QsampleError if the package lacks `wanted`, or has another dtype than a given `dtype`: an export fixes
-    both."""
+    """Raise QsampleError if the package lacks `wanted` or has another dtype: an export fixes both. dtype: None for
+    any."""
     present = package.interface.features
     for name, argument in (("sampler", "include_sampler"), ("filter_order", "filter_order")):
         if getattr(wanted, name) != getattr(present, name):

@@ -53,8 +53,8 @@ def adjusted_logits(call: Call) -> Tensor:
 
 
 def _mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narrow: bool) -> Tensor:
-    """Set the logits of tokens that the bitmask, [B, ceil(V / 32)] int32, forbids to -inf. narrow: with 32-bit
-    integers, in twice the time on the CPU."""
+    """Set the logits of tokens that the bitmask, [B, ceil(V / 32)] int32, forbids to -inf. narrow: with integers of 32
+    bits; that takes the CPU twice as long."""
     # A table with a row for each byte, because bit shifts have no kernel on some execution providers.
     bits = np.unpackbits(np.arange(_BYTE_VALUES, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     masks = constant(np.where(bits == 1, 0, -np.inf).astype(np.float32))
@@ -87,11 +87,9 @@ def _add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
 
 
 def _penalized(call: Call, logits: Tensor, ids: Tensor) -> Tensor:
-    """The logits [B, h] float32 at `ids` [B, h] int64 after the repetition, presence and frequency penalties.
-
-    The ids cover every non-zero count, because sampled tokens are in the history, too; duplicates get the same value.
-    Repetition is Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, by sign: l * r if l < 0, else l / r.
-    """
+    """The logits [B, h] float32 at `ids` [B, h] int64 after the repetition, presence and frequency penalties. The ids
+    cover every non-zero count, because sampled tokens are in the history, too; duplicates get the same value.
+    Repetition is Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, by sign: l * r if l < 0, else l / r."""
     output_counts, (repetition, presence, frequency) = call["output_counts"], call.columns(*_PENALTIES)
     seen, counts = logits.gather(ids), output_counts.gather(ids)
     seen = where(seen < 0, seen * repetition, seen / repetition)
@@ -167,8 +165,8 @@ _LARGEST_PENALTY = 1e30  # in place of infinity: that would make an invalid logi
 
 
 class Past:
-    """Each row's tokens so far, and its end: `lengths` [B, 1] int64, 1..h, of the `tokens` [B, h] int64, in [0, V),
-    count."""
+    """Each row's tokens so far, and its end. tokens: [B, h] int64, in [0, V), anything from `lengths` on. lengths: [B,
+    1] int64, 1..h, how many of them count."""
 
     def __init__(self, tokens: Tensor, lengths: Tensor) -> None:
         self.tokens, self.lengths = tokens, lengths
@@ -234,8 +232,8 @@ def _is_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def forbid_repeated_ngrams(logits: Tensor, past: Past, ngram: Tensor) -> Tensor:
-    """Forbid each token that would complete an n-gram that the row has. ngram: n [B, 1] int32, to LONGEST_MATCH + 1; 0:
-    off."""
+    """Forbid each token that would complete an n-gram that the row holds already. ngram: [B, 1] int32, n from 1 to
+    LONGEST_MATCH + 1; 0: off."""
     before = maximum(ngram - 1, 0)
     lengths = past.matches(constant(np.array([[LONGEST_MATCH]])))
     # Of a single token, each that occurred: the newest one as well.
@@ -246,8 +244,8 @@ def forbid_repeated_ngrams(logits: Tensor, past: Past, ngram: Tensor) -> Tensor:
 
 
 def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
-    """Forbid the last token of each sequence if the row ends with its other tokens: `bad_words` [B, Q, L] int32, -1
-    first."""
+    """Forbid the last token of each sequence if the row ends with its other tokens. bad_words: [B, Q, L] int32, each
+    padded with -1 at its beginning."""
     newest_first = op("Slice", bad_words.to(INT64), [-1], [-(2**31)], [2], [-1])  # [B, Q, L]
     completing = op("Slice", newest_first, [0], [1], [2])
     # In place of the token that would complete the sequence, any token fits.

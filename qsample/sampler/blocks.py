@@ -23,8 +23,7 @@ _BEST_SIZE: Final = 128
 
 
 class Blocks(NamedTuple):
-    """Logits cut into n blocks of C: `values` [B, n, C] float32, -inf beyond the vocabulary, and `maxima` [B, n]
-    float32."""
+    """Logits in n blocks of C: `values` [B, n, C] float32, -inf beyond the vocabulary, and `maxima` [B, n] float32."""
 
     values: Tensor
     maxima: Tensor

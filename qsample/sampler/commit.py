@@ -45,11 +45,8 @@ def next_mu(call: Call, draw: Draw) -> Tensor:
 
 def next_tokens(call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
     """The state `tokens`, with the tokens `drawn` [B, n] int64 at the places `at` [B, n] int32 if `emitted` [B, n]
-    bool.
-
-    lengths: [B] int32, `call.total` in rows that record their inputs, else `call.start`. new: [B] bool, rows that
-    record inputs from position 0 on.
-    """
+    bool. lengths: [B] int32, `call.total` in rows that record their inputs, else `call.start`. new: [B] bool, rows that
+    record inputs from position 0 on."""
     positions, written = call.branch(
         new,
         lambda: _writes(call, at, drawn, emitted, lengths, new),
@@ -64,9 +61,8 @@ def _writes(
     """The scatter into `tokens`, with the arguments of `next_tokens` (new: None if no row is new): positions int64 and
     tokens int32, [B, S + n], or [B, S + n + T] with new rows.
 
-    It writes this call's inputs, sampled tokens, and into a new row's tail its first token; all at once, so that
-    `tokens` may be updated in place. Columns with nothing to record write the row's first token to position 0, its
-    place.
+    It writes this call's inputs, sampled tokens, and into a new row's tail its first token; at once, so that `tokens`
+    may be updated in place. Columns with nothing to record write the row's first token to position 0, where it is.
     """
     tokens, ids = call["tokens"], call["input_ids"]
     start, after = call.start.unsqueeze(), lengths.unsqueeze()

@@ -52,8 +52,8 @@ class Draw(NamedTuple):
 
 
 def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
-    """The token of each row that has to emit one, from `num_candidates` (K) or all tokens; `adjusted`: logits, [B, V]
-    float32."""
+    """The token of each row that has to emit one, from `num_candidates` (K) or all tokens. adjusted: [B, V] float32,
+    the logits after step 2."""
     split = blocks.split(adjusted, call.vocab, block_size(call.vocab))
     largest = split.maxima.max(keep=False)
     emitted = call.sampling & blocks.is_valid(split, largest)

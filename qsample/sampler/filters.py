@@ -42,7 +42,7 @@ def dynamic_temperature(pool: Pool, row: Parameters) -> Tensor:
 
 
 def top_k(pool: Pool, row: Parameters) -> None:
-    """The k likeliest tokens and their ties, among candidates the ties in the pool: Fan et al. 2018,
+    """The k likeliest tokens and their ties, among candidates those ties that are in the pool: Fan et al. 2018,
     arXiv:1805.04833."""
     pool.keep(pool.x >= pool.kth_largest(row["top_k"]))
 

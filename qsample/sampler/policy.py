@@ -143,8 +143,7 @@ def build_termination() -> ir.Model:
 
 
 def build_state_update() -> ir.Model:
-    """The component `onnx-genai.state-update@2`, by `STATE_UPDATE_PORTS`: `update` for enabled rows, `current` for the
-    rest."""
+    """The component `onnx-genai.state-update@2`, by `STATE_UPDATE_PORTS`: `update` for enabled rows, else `current`."""
     interface = Interface(1, ())
     graph, inputs = new_graph(interface, STATE_UPDATE_PORTS)
     with building(graph):

@@ -81,8 +81,7 @@ class Pool(ABC):
         self._all_weights, self._weights, self._heated = None, None, True
 
     def keep(self, passed: Tensor, *, top_stays: bool = True) -> None:
-        """Take all tokens away but `passed`, bool of the shape of `x`. top_stays: whether the likeliest token always
-        passes."""
+        """Take away all tokens but `passed`, bool like `x`. top_stays: whether the likeliest token always passes."""
         self._passed = passed if self._passed is None else self._passed & passed
         self._top_stays = self._top_stays and top_stays
 
@@ -139,11 +138,9 @@ class Pool(ABC):
 
     @abstractmethod
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
-        """The smallest key whose strictly larger keys weigh less than `share` of the total, in the rank of `x`.
-
-        keys: float32 of the shape of `x`, at most 0 and more than -400; by default x. share: [B, 1] float32, in (0, 1);
-        1 is off: a number that every key passes.
-        """
+        """The smallest key whose strictly larger keys weigh less than `share` of the total, in the rank of `x`. keys:
+        float32 of the shape of `x`, at most 0 and more than -400; by default x. share: [B, 1] float32, in (0, 1); 1 is
+        off: a number that every key passes."""
 
     @abstractmethod
     def draw(self, uniform: Tensor) -> Tensor:
@@ -269,11 +266,9 @@ class Vocabulary(Pool):
 
 
 def _split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts that sum to the values [B, n] exactly: multiples of about 2**-15 of their sum, and the rest.
-
-    Adding a number rounds to its last bit, and taking it off again is exact: Rump, Ogita and Oishi, "Accurate
-    floating-point summation", SIAM J. Sci. Comput. 31(1), 2008.
-    """
+    """Two parts that sum to the values [B, n] exactly: multiples of about 2**-15 of their sum, and the rest. Adding a
+    number rounds to its last bit, and taking it off again is exact: Rump, Ogita and Oishi, "Accurate floating-point
+    summation", SIAM J. Sci. Comput. 31(1), 2008."""
     unit = values.sum() * 256.0
     high = (values + unit) - unit
     return high, values - high

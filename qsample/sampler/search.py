@@ -141,7 +141,8 @@ class _Bracket:
         return (self.keys > pivots.unsqueeze().unsqueeze()).to(FLOAT)
 
     def excess(self, above: Tensor) -> Tensor:
-        """[B, P] float32, of what `above` gives. It grows with the set of keys, however the pivots came to it."""
+        """[B, P] float32, of what `above` gives. It grows with the set of keys, and does not depend on the pivots that
+        lead there."""
         if self.weights is None:
             return above.sum(-2, -1, keep=False) - self._wanted
         return total(block_sums(self.weights * above) - self._wanted.unsqueeze(1)).squeeze()

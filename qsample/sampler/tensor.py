@@ -172,8 +172,8 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm of a column, [B, 1]: by a reduction, because ONNX Runtime's Log rounds by the place in the
-    tensor."""
+    """The natural logarithm of a column, [B, 1]; ONNX Runtime's Log rounds an element by its place in the tensor, its
+    reductions do not."""
     return op("ReduceLogSum", x, [-1])
 
 
@@ -242,10 +242,8 @@ def branch(condition: Tensor, then: Callable[[], Tensors], otherwise: Callable[[
 
 
 def loop(most: int, condition: Tensor, states: Tensors, step: Callable[..., tuple[Tensor, Tensors]]) -> Tensors:
-    """Repeat `step` while `condition` (scalar bool) holds, at most `most` times, or not at all: a `Loop`.
-
-    `step` gets the number of the repetition (scalar int64) and the states, and gives the next condition and states.
-    """
+    """Repeat `step` while `condition` (scalar bool) holds, at most `most` times, or not at all: a `Loop`. `step` gets
+    the number of the repetition (scalar int64) and the states, and gives the next condition and states."""
     number = ir.Value(name="number", type=ir.TensorType(INT64), shape=ir.Shape([]))
     given = ir.Value(name="condition", type=ir.TensorType(BOOL), shape=ir.Shape([]))
     inner = [ir.Value(type=state.value.type, shape=state.value.shape) for state in states]

@@ -86,11 +86,9 @@ class DecodeContext:
 
 
 class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
-    """One layer of the cache; `update` returns the new keys and values unchanged.
-
-    Convolutional and recurrent states are kept as transformers keeps them, and noted when a layer makes them. Only the
-    shape probe does so: in a decoder call such layers have a separate cache, `recurrent.StepCache`.
-    """
+    """One layer of the cache; `update` returns the new keys and values unchanged. Convolutional and recurrent states
+    are kept as transformers keeps them, and noted when a layer makes them. Only the shape probe does so: in a decoder
+    call such layers have a separate cache, `recurrent.StepCache`."""
 
     is_sliding = False
 

@@ -140,11 +140,9 @@ _ELSE: Final = "choose a model of a type that docs/architectures.md lists as pas
 def state_shapes(
     model: PreTrainedModel, context: DecodeContext
 ) -> tuple[tuple[KeyValueShape, ...], tuple[RecurrentShape, ...]]:
-    """The cache shape of every attention layer and every other state, in layer order; makes `context`'s choices.
-
-    A model whose attention does not come by transformers' attention interface gets its attention back. Raises
-    UnsupportedModelError if a layer attends to later tokens, or keeps a state of another kind.
-    """
+    """The cache shape of every attention layer and every other state, in layer order; makes `context`'s choices. A
+    model whose attention does not come by transformers' attention interface gets its attention back. Raises
+    UnsupportedModelError if a layer attends to later tokens, or keeps a state of another kind."""
     try:
         return _probe(model, context)
     except UnsupportedModelError:
@@ -257,11 +255,9 @@ class Decoder(nn.Module):
         self.layers = DecoderLayers(_count_layers(model), states, context)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One call: gives `logits` [B, V] float32 and the next value of each cache state.
-
-        `inputs` are `input_ids` [B, S] int64, `input_lengths` [B] int32, `lengths` [B] int32 and the cache states; with
-        recurrent states, `status` [B] int32 as well.
-        """
+        """One call: gives `logits` [B, V] float32 and the next value of each cache state. `inputs` are `input_ids` [B,
+        S] int64, `input_lengths` [B] int32, `lengths` [B] int32 and the cache states; with recurrent states, `status`
+        [B] int32 as well."""
         ids, lengths = inputs["input_ids"], inputs["lengths"]
         batch, length = ids.shape
         past = [inputs[name] for name in self._cache_names]

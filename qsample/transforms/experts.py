@@ -37,11 +37,9 @@ _TOLERANCE: Final = 1e-5  # some gates compute in float32
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU:
-    """gate * sigmoid(alpha * gate) * (up + beta), with gate at most `limit` and up within ± `limit`.
-
-    SiLU(gate) * up (https://arxiv.org/abs/2002.05202) has alpha 1, beta 0 and no limit (infinity). interleaved: gate
-    and up take turns along the last axis; otherwise the first half is the gate.
-    """
+    """gate * sigmoid(alpha * gate) * (up + beta), with gate at most `limit` and up within ± `limit`. SiLU(gate) * up
+    (https://arxiv.org/abs/2002.05202) has alpha 1, beta 0 and no limit (infinity). interleaved: gate and up take turns
+    along the last axis; otherwise the first half is the gate."""
 
     alpha: float = 1.0
     beta: float = 0.0
@@ -56,10 +54,8 @@ class SwiGLU:
 
 
 def find_swiglu(gate: Gate, size: int) -> SwiGLU | None:
-    """The SwiGLU that `gate`, the function between the two products of an expert, computes; None: something else.
-
-    It is recognised by its results, each of the `size` outputs by itself: `gate` may treat them differently.
-    """
+    """The SwiGLU that `gate`, the function between the two products of an expert, computes; None: something else. It is
+    recognised by its results, each of the `size` outputs by itself: `gate` may treat them differently."""
     return _fitted(gate, size, interleaved=False) or _fitted(gate, size, interleaved=True)
 
 
@@ -162,10 +158,8 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
 
 
 def route_experts(model: PreTrainedModel) -> None:
-    """Select the operator for all experts that transformers' experts implementations reach.
-
-    Experts with another activation run as transformers' `batched_mm`: it gathers the weights of each row's expert.
-    """
+    """Select the operator for all experts that transformers' experts implementations reach. Experts with another
+    activation run as transformers' `batched_mm`: it gathers the weights of each row's expert."""
     if not model._can_set_experts_implementation() or model.config._experts_implementation == IMPLEMENTATION:
         return
     ExpertsInterface.register(IMPLEMENTATION, _experts)
@@ -184,8 +178,8 @@ def _activation(module: Any) -> SwiGLU | None:
 
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function that transformers calls in every layer: [T, H]. hidden_states: [T, H]. top_k_index, top_k_weights:
-    [T, k]."""
+    """The function that transformers calls in every layer. hidden_states: [T, H]. top_k_index, top_k_weights: [T, k].
+    Returns [T, H]."""
     activation: SwiGLU | None = getattr(module, ACTIVATION, None)
     if activation is None or not torch.onnx.is_in_onnx_export():
         eager: Tensor = batched_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)

@@ -140,11 +140,9 @@ def _long_or(short: Tensor, context: DecodeContext, module: Any, x: Tensor, laye
 
 
 def use_row_query_scales(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Scale the queries of a Llama 4's layers without rotary embeddings by each row's own positions.
-
-    The factor is log1p(floor((position + 1) / floor_scale)) * attn_scale + 1 (https://arxiv.org/abs/2501.19399). The
-    layers count positions from the cache, and scale nothing in a short text.
-    """
+    """Scale the queries of a Llama 4's layers without rotary embeddings by each row's own positions. The factor is
+    log1p(floor((position + 1) / floor_scale)) * attn_scale + 1 (https://arxiv.org/abs/2501.19399). The layers count
+    positions from the cache, and scale nothing in a short text."""
     module: Any
     for module in model.modules():
         if type(module).__name__ == _LLAMA_4 and module.attn_temperature_tuning and not module.use_rope:

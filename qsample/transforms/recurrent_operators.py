@@ -130,10 +130,8 @@ def state_space_dual(
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
     """Mamba-2's recurrence (https://arxiv.org/abs/2405.21060) is gated linear attention: B are the keys, C the queries,
-    dt * x the values and dt * A the decay. The state is kept as [B, H, N, P].
-
-    hidden_states: [B, S, H, P]. dt: [B, S, H]. A, D: [H]. B, C: [B, S, G, N]. z: a gate like hidden_states.
-    """
+    dt * x the values and dt * A the decay. The state is kept as [B, H, N, P]. hidden_states: [B, S, H, P]. dt: [B, S,
+    H]. A, D: [H]. B, C: [B, S, G, N]. z: a gate like hidden_states."""
     batch, _, heads, size = hidden_states.shape
     x, dt = hidden_states.float(), dt.float()
     if dt_bias is not None:
@@ -166,10 +164,8 @@ def selective_scan(
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
     """Mamba's recurrence (https://arxiv.org/abs/2312.00752) is gated linear attention with a head for each channel:
-    values of size 1, and a decay for each row of the memory. The state is kept as [B, channels, N, 1].
-
-    hidden_states, dt, z: [B, channels, S]. A: [channels, N]. B, C: [B, N, S]. D, delta_bias: [channels].
-    """
+    values of size 1, and a decay for each row of the memory. The state is kept as [B, channels, N, 1]. hidden_states,
+    dt, z: [B, channels, S]. A: [channels, N]. B, C: [B, N, S]. D, delta_bias: [channels]."""
     batch, channels, _ = hidden_states.shape
     dt = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
     if delta_softplus:
@@ -264,10 +260,8 @@ def _linear_attention(
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor, *, silu: bool = False) -> Tensor:
     """A convolution along the tokens, each channel by itself, [B, C, S]: a token sees itself and the K - 1 before it.
-
     x: [B, C, S] float32. weight: [C, K], the last for the token itself. bias: [C]. past: [B, C, K - 1], before the
-    first token. silu: whether SiLU follows.
-    """
+    first token. silu: whether SiLU follows."""
     if not torch.compiler.is_exporting():
         result = F.conv1d(torch.cat([past, x], dim=-1), weight[:, None], bias, groups=len(weight))
         return F.silu(result) if silu else result

@@ -34,10 +34,8 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayers:
-    """The layers of a decoder: `count` of them, in calls with `context`.
-
-    states: the index of a layer → its retained states: key and value, then states of other kinds.
-    """
+    """The layers of a decoder: `count` of them, in calls with `context`. states: the index of a layer → its retained
+    states: key and value, then states of other kinds."""
 
     count: int
     states: Mapping[int, Sequence[TensorSpec]]
@@ -50,11 +48,9 @@ class DecoderLayers:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLayers:
-    """Layers of the list of modules named `path` that differ in their weights alone.
-
-    `first` is the index of the layer that is traced, and the layers `others` repeat it. weights: the names, in a layer,
-    of the parameters and buffers that no other module has.
-    """
+    """Layers of the list of modules named `path` that differ in their weights alone. `first` is the index of the layer
+    that is traced, and the layers `others` repeat it. weights: the names, in a layer, of the parameters and buffers
+    that no other module has."""
 
     path: str
     first: int
@@ -203,11 +199,8 @@ class _Description:
 
 @dataclass(slots=True)
 class StandIns:
-    """The notes of a trace, in the call of `context`.
-
-    first: the number of each group → the call of its first layer. difference: why a copy of the first layer cannot take
-    the place of another layer; None: copies can.
-    """
+    """The notes of a trace, in the call of `context`. first: the number of each group → the call of its first layer.
+    difference: why a copy of the first layer cannot take the place of another layer; None: copies can."""
 
     context: DecodeContext
     first: dict[int, _Call] = field(default_factory=dict)
