@@ -60,12 +60,8 @@ class Limits(NamedTuple):
 
 def number(default: Any, least: float, most: float, accepted: str, *, optional: bool = False, **metadata: Any) -> Any:
     """A field for a number from `least` to `most`.
-
-    Args:
-        default: kept as it is, within the limits or not; None implies `optional`.
-        accepted: the limits in words, the object of "give".
-        metadata: of the field, for its doors: the help of a flag, for example.
-    """
+    default: kept as it is, within the limits or not; None implies `optional`. accepted: the limits in words, the object
+    of "give". metadata: of the field, for its doors: the help of a flag, for example."""
     return _ranged(default, Limits(least, most, accepted, float), is_number, optional, metadata)
 
 
@@ -118,13 +114,10 @@ def checked(
     hashed: bool | None = None,
     **metadata: Any,
 ) -> Any:
-    """A field that keeps the default, or the result of `check(name, value)` for another value.
-
-    Args:
-        check: raises ValueError; see `refuse`. By default, every value is accepted.
-        factory: makes the default, in place of `default`.
-        hashed: whether the value counts for the dataclass's hash; by default, if it counts for equality.
-    """
+    """A field that keeps the default, or the result of `check(name, value)` for another value; without `check`, any
+    value. `check` raises ValueError; see `refuse`.
+    factory: makes the default, in place of `default`. hashed: whether the value counts for the dataclass's hash; by
+    default, if it counts for equality."""
     metadata["check"] = check
     return field(default=default, default_factory=factory, hash=hashed, metadata=metadata)
 
@@ -135,8 +128,7 @@ def refuse(name: str, value: Any, accepted: str) -> NoReturn:
 
 
 def check_fields(options: Any, error: type[Exception] | None = None) -> None:
-    """Check the fields of a dataclass, from its `__post_init__`, and keep the results of their checks. error: raised
-    with the message in place of ArgumentError."""
+    """Check a dataclass's fields, from its `__post_init__`, and keep the results; `error` replaces ArgumentError."""
     for entry in fields(options):
         value, check = getattr(options, entry.name), entry.metadata.get("check")
         if check is None or value is entry.default:

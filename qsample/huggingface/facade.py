@@ -24,8 +24,7 @@ def is_dtype(value: Any) -> bool:
 
 
 def dtype_name(value: Any) -> str:
-    """The short name: "float32" for torch.float32, "torch.float32", np.float32 and np.dtype("float32"), and so on.
-    Raises ValueError for other objects."""
+    """The short name: "float32" for torch.float32, np.dtype("float32") and the like. Raises ValueError for the rest."""
     name = _name(value)
     if name is None:
         raise ValueError(f'dtype is {shown(value, 60)}; give "float32", "float16", "auto", or a dtype of torch')
@@ -33,8 +32,7 @@ def dtype_name(value: Any) -> str:
 
 
 def choose_dtype(dtype: Any, torch_dtype: Any) -> str | None:
-    """The name in the two keywords of `from_pretrained`, dtype first, as in transformers; None if neither was given.
-    Raises ValueError for objects other than dtypes and strings."""
+    """The name of the keyword that was given, dtype first as in transformers, or None. Raises like `dtype_name`."""
     given = dtype if dtype is not None else torch_dtype
     return None if given is None else dtype_name(given)
 
@@ -75,10 +73,7 @@ _ALWAYS: Final = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": No
 
 class GenerationConfig(dict[str, Any]):
     """The fields of a generation_config.json, as keys and as attributes; a field that is not set is None, as in
-    transformers. A new value counts from the next `generate` on.
-
-    >>> model.generation_config.pad_token_id = 0
-    """
+    transformers. A new value counts from the next `generate` on: `model.generation_config.pad_token_id = 0`."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -105,12 +100,9 @@ def as_generation_config(given: Any) -> GenerationConfig:
 
 
 class ModelConfig(Mapping[str, Any]):
-    """A checkpoint's config.json, as keys and as attributes; nested objects are ModelConfigs, too.
-
-    It describes the model that was exported and changes nothing: settings of `generate` are in `generation_config`.
-
-    >>> model.config.hidden_size
-    """
+    """A checkpoint's config.json, as keys and as attributes (`model.config.hidden_size`); nested objects are
+    ModelConfigs, too. It describes the model that was exported and changes nothing: settings of `generate` are in
+    `generation_config`."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         object.__setattr__(self, "_values", dict(values))
@@ -186,8 +178,7 @@ class Device(str):
 
 
 class ModelMethods(ABC):
-    """Methods of transformers' models. They return the model if they would change nothing; otherwise they say how to
-    make another graph."""
+    """Methods of transformers' models. They return the model if nothing changes, or say how to make another graph."""
 
     features: Features  # of the graph
     main_input_name: ClassVar = "input_ids"
@@ -257,8 +248,8 @@ class ModelMethods(ABC):
         return self
 
     def place(self, device_map: Any) -> Self:
-        """The model itself, if `device_map`, as `from_pretrained` of transformers takes it, asks for no device other
-        than the model's; None, "auto" and the like ask for none. Raises ValueError otherwise."""
+        """The model itself, if `device_map` of transformers' `from_pretrained` asks for no device other than the
+        model's, as None, "auto" and the like do. Raises ValueError otherwise."""
         if device_map is not None and not (isinstance(device_map, str) and device_map in _SPREAD):
             for wanted in device_map.values() if isinstance(device_map, Mapping) else [device_map]:
                 self._check_device(wanted)

@@ -79,8 +79,7 @@ class LoraConfig:
 
 
 def read_config(path: Path) -> LoraConfig:
-    """The configuration at `path`. Raises QsampleError if it is not a configuration, or a value is out of its range,
-    and UnsupportedModelError if it asks for more than plain LoRA."""
+    """The configuration at `path`. Raises QsampleError if it is damaged, UnsupportedModelError if not plain LoRA."""
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -100,9 +99,9 @@ def read_config(path: Path) -> LoraConfig:
 
 
 class Change(NamedTuple):
-    """The change of the weight of the module at `path`: scale * b a, of matrices in the adapter's file. a, b: [rank,
-    in] and [out, rank]; None if the adapter has `base` alone. base: the weight itself, if the adapter has a copy of it:
-    peft saves one with the LoRA of an embedding."""
+    """The change of the weight of the module at `path`: scale * b a, of matrices in the adapter's file.
+    a, b: [rank, in] and [out, rank]; None if the adapter has `base` alone. base: the weight itself, if the adapter has
+    a copy of it: peft saves one with the LoRA of an embedding."""
 
     path: str
     a: Array | None

@@ -10,8 +10,8 @@ from qsample.errors import shown, unknown
 
 
 class Refusal(NamedTuple):
-    """Why an argument of another library is refused. instead: what to do, as the end of a sentence. neutral: values
-    that ask for nothing, in addition to None."""
+    """A refused argument of another library. instead: the advice, as the end of a sentence. neutral: values that ask
+    for nothing, in addition to None."""
 
     instead: str
     neutral: tuple[Any, ...] = ()

@@ -19,14 +19,10 @@ from qsample.huggingface.lora import ADVICE, CONFIG, WEIGHTS, Change, floats, re
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A loaded adapter.
+    """A loaded adapter, from the folder `path`; requests call it by its `name`.
 
-    Attributes:
-        name: that requests call it by.
-        path: its folder.
-        sha256: of its matrices: equal for adapters that compute the same, under any names.
-        matrices: by the layer's path, A [r, in] and B [r, out], with the scale, in the package's dtype; bfloat16 as
-            uint16 of its bits.
+    sha256: of its matrices: equal for adapters that compute the same, under any names. matrices: by the layer's path, A
+    [r, in] and B [r, out], with the scale, in the package's dtype; bfloat16 as uint16 of its bits.
     """
 
     name: str
@@ -50,8 +46,7 @@ class Adapter:
 
 
 def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
-    """Read the adapter in the folder `path`, for a package with this interface; requests call it by `name`. Raises the
-    errors of `CausalLM.load_adapter`, and QsampleError if the adapter is too large for the package."""
+    """The adapter in the folder `path` for a package, under `name`. Raises the errors of `CausalLM.load_adapter`."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"the adapter's name is {shown(name)}; give a text that is not empty")
     if not interface.adapters:

@@ -27,12 +27,9 @@ _WARM_UP_STEPS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One batch size.
+    """One batch size: `rows` prompts of `prompt_tokens` tokens each, and `new_tokens` decode steps that were timed.
 
     Attributes:
-        rows: prompts in the batch.
-        prompt_tokens: tokens of each prompt.
-        new_tokens: decode steps that were timed.
         first_token_ms: milliseconds from the prompts to the first token of every row, median of the repetitions.
         prefill_tokens_per_second: prompt tokens of all rows over that time.
         decode_ms, decode_ms_p90: milliseconds of a decode step, median and 90th percentile of all steps.
@@ -67,13 +64,8 @@ class LockStep:
         adapters: abc.Sequence[Adapter] = (),
     ) -> None:
         """Allocate the memory, and capture the steps of a package that is made for it.
-
-        Args:
-            parameters: of each row, see `parameter_row`. No row may end before the last step.
-            seeds: of each row.
-            capacity: T, tokens of a row.
-            adapters: of the rows, in turns.
-        """
+        parameters, seeds: of each row; see `parameter_row`. No row may end before the last step. capacity: T, tokens of
+        a row. adapters: of the rows, in turns."""
         turns = [adapters[row % len(adapters)] if adapters else None for row in range(len(parameters))]
         self._rows = list(zip(parameters, seeds, turns, strict=True))
         self._sequences: list[Sequence] = []
@@ -116,15 +108,9 @@ def measure(
     repetitions: int = 3,
     adapters: abc.Sequence[Adapter] = (),
 ) -> Measurement:
-    """Generate from random prompts and time every call.
-
-    Args:
-        rows, prompt_tokens, new_tokens, repetitions: at least 1.
-        params: how to sample; by default greedily. Stop tokens are ignored, so that every row runs to its end.
-        adapters: LoRA adapters of the rows, in turns, at most the package's `max_loras`.
-
-    Raises ValueError if the prompt and the new tokens do not fit the model.
-    """
+    """Generate from random prompts and time every call. Raises ValueError if the prompt and the new tokens do not fit.
+    params: how to sample, by default greedily; stop tokens are ignored, so that every row runs to its end. adapters:
+    LoRA adapters of the rows, in turns, at most the package's `max_loras`. The numbers are at least 1."""
     counts = {"rows": rows, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repetitions": repetitions}
     for name, value in counts.items():
         if value < 1:

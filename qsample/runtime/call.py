@@ -72,14 +72,10 @@ class Call:
 def read_call(
     inputs: Any, params: Any, keywords: Mapping[str, Any], own: Mapping[str, Any], token_ids: TokenIds, vocab_size: int
 ) -> Call:
-    """The arguments of a call of `generate` as a `Call`.
-
-    No inputs are a single empty prompt. A keyword beats the caller's generation_config, and that beats `own`, the
-    model's; neither of the two counts if `params` are given. token_ids, vocab_size: of the package.
-
+    """The arguments of a call of `generate` as a `Call`. No inputs are a single empty prompt. A keyword beats the
+    caller's generation_config, and that beats `own`, the model's; neither of the two counts if `params` are given.
     Raises ValueError for an unknown keyword, a keyword that means nothing here and asks for something, and a wrong
-    value.
-    """
+    value."""
     if isinstance(params, SamplingParams) and keywords.keys() <= _OWN:
         chat, settings, rest = None, own, dict(keywords)
     else:
@@ -226,17 +222,10 @@ class Prompt(NamedTuple):
 def parse_prompts(
     call: Call, tokenizer: Tokenizer | None, vocab_size: int, bos: int | None, *, holes: bool = True
 ) -> list[Prompt]:
-    """The prompts of a call, every id in [0, vocab_size).
-
-    Args:
-        call: its `inputs` are a text, token ids, a 1-D or 2-D integer array, chat messages, or a list of any of these;
-            its `attention_mask` has the shape of the token ids.
-        tokenizer: for texts and chat messages.
-        bos: the token id that an empty prompt becomes; without it, an empty prompt is not valid.
-        holes: whether padding may be between tokens.
-
-    Raises ValueError for an input of another kind.
-    """
+    """The prompts of a call, every id in [0, vocab_size). Its `inputs` are a text, token ids, a 1-D or 2-D integer
+    array, chat messages, or a list of any of these; its `attention_mask` has the shape of the token ids.
+    bos: the token id that an empty prompt becomes; without it, an empty prompt is not valid. holes: whether padding may
+    be between tokens. Raises ValueError for an input of another kind."""
     items, attention_mask = _items(call.inputs), call.attention_mask
     if not len(items):
         raise ValueError("no prompt was given; give at least a single prompt")

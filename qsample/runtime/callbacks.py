@@ -56,8 +56,7 @@ class Guide:
     """Calls a function for its sequences, and gives each sequence the mask that the function writes."""
 
     def __init__(self, function: AllowedTokensFn, sequences: list[Sequence], mask: Array, pad_token_id: int) -> None:
-        """mask: [B, W] int32, all bits set, a row for each sequence. pad_token_id: stands for the token of a row
-        without one."""
+        """mask: [B, W] int32, all bits set, a row for each sequence. pad_token_id: the token of a row without one."""
         self._function = function
         self.sequences = sequences
         self._mask = mask
@@ -69,8 +68,7 @@ class Guide:
         self._call(None)
 
     def update(self, set_parameter: Callable[[Sequence, str, Array], None]) -> None:
-        """Write the masks of the next tokens, if any sequence has a token that the function has not seen, and hand each
-        to `set_parameter`."""
+        """Hand the next tokens' masks to `set_parameter`, if a token of some sequence is new to the function."""
         counts = [len(sequence.sampled) for sequence in self.sequences]
         if counts == self._shown:
             return
@@ -132,8 +130,8 @@ class _Callback:
 
 
 def _callbacks(name: str, given: Any, expected: str) -> list[_Callback]:
-    """One callable or several; [] for None. Objects of transformers get torch tensors, other objects NumPy arrays.
-    Raises ValueError for anything else, with `name`, the argument's, and `expected`, its kind of function."""
+    """The callables of an argument, one or several. Objects of transformers get torch tensors, other objects NumPy
+    arrays. Raises ValueError for anything else than `expected`."""
     if given is None:
         return []
     several = list(given) if isinstance(given, Iterable) else [given]
@@ -149,11 +147,9 @@ def _of_transformers(value: Any) -> bool:
 
 class LogitsProcessors:
     """Calls the processors for the rows whose next token is sampled; these rows are read after each token.
-
     given: a callable of ([1, n] token ids, [1, V] float32 logits), the prompt with its padding and the sampled tokens,
     that returns logits of that shape; or a list of them. Raises ValueError for anything else, and if the package or
-    `flush_every` does not go with processors.
-    """
+    `flush_every` does not go with processors."""
 
     def __init__(
         self, given: Any, sequences: abc.Sequence[Sequence], interface: Interface, flush_every: int | None = None
@@ -220,16 +216,10 @@ def _check_order(sequences: abc.Sequence[Sequence], interface: Interface) -> Non
 
 
 class BatchEnd:
-    """Ends rows at a caller's criteria, or when time is up: token by token, for the whole batch at once.
-
-    Args:
-        criteria: a callable of ([B, n] token ids, None), prompts and padding included, that returns a bool, or a bool
-            for each row; or a list of them. Tokens that were sampled after a criterion was met are left out.
-        max_time: seconds from now on.
-        pad: token id after a row that has ended.
-
-    Raises ValueError for other criteria.
-    """
+    """Ends rows at a caller's criteria, or when time is up: token by token, for the whole batch at once. Tokens that
+    were sampled after a criterion was met are left out. Raises ValueError for wrong criteria.
+    criteria: a callable of ([B, n] token ids, None), prompts and padding included, that returns a bool, or a bool for
+    each row; or a list of them. max_time: seconds from now on. pad: token id after a row that has ended."""
 
     def __init__(self, criteria: Any, max_time: float | None, sequences: abc.Sequence[Sequence], pad: int) -> None:
         self._criteria = _callbacks(
@@ -241,8 +231,8 @@ class BatchEnd:
         self._pad = pad
 
     def update(self, leave: Callable[[Sequence], None], deliver: Callable[[Sequence], None]) -> None:
-        """Look at the tokens that were sampled since the last call, a token of every row at a time. leave: takes a
-        sequence out of the loop. deliver: takes the next token of a sequence."""
+        """Look at the tokens that were sampled since the last call, a token of every row at a time: `deliver` takes the
+        next token of a sequence, `leave` takes a sequence out of the loop."""
         while True:
             self._live = [sequence for sequence in self._live if not sequence.ended]
             if not self._live or not all(sequence.untaken for sequence in self._live):

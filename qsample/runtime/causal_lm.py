@@ -130,8 +130,7 @@ class CausalLM(ModelMethods):
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The defaults of calls, from the model's file. They may be changed, or replaced by a mapping, an object or a
-        path, as in `generate`."""
+        """The defaults of calls, from the model's file; they may be changed, or replaced, as in `generate`."""
         return self._generation_config
 
     @generation_config.setter
@@ -268,8 +267,7 @@ class CausalLM(ModelMethods):
             raise ValueError(f"{len(adapters)} adapters were given and the package takes {most} at once; {reason}")
 
     def read(self, inputs: Any = None, params: Any = None, **options: Any) -> Call:
-        """The arguments of `generate` as a `Call`, with the defaults of the model's generation_config. Raises
-        ValueError for a wrong argument."""
+        """A `Call` of the arguments of `generate` and the generation_config. Raises ValueError for a wrong argument."""
         if options.get("stop_strings") is None:
             options.pop("stop_strings", None)
         token_ids = self.package.manifest.token_ids
@@ -288,10 +286,9 @@ class CausalLM(ModelMethods):
             path: a folder that peft wrote: `adapter_config.json` and `adapter_model.safetensors`.
             hotswap: replace an adapter of that name; requests that run with it go on to their end.
 
-        Raises:
-            ValueError: If the name is taken or not a text, the path is none, or the package takes no adapters.
-            UnsupportedModelError: If the adapter is more than plain LoRA, or changes layers that the package keeps.
-            QsampleError: If a file is missing or damaged, or the adapter is of another model.
+        Raises ValueError if the name is taken or not a text, the path is none, or the package takes no adapters;
+        UnsupportedModelError if the adapter is more than plain LoRA, or changes layers that the package keeps;
+        QsampleError if a file is missing or damaged, or the adapter is of another model or too large for the package.
         """
         if not hotswap and isinstance(adapter_name, str) and adapter_name in self._adapters:
             raise _taken(adapter_name)
@@ -303,8 +300,7 @@ class CausalLM(ModelMethods):
         return adapter
 
     def unload_adapter(self, adapter_name: str) -> None:
-        """Forget a LoRA adapter. Requests that run with it go on to their end. Raises ValueError for an unknown
-        name."""
+        """Forget a LoRA adapter; requests that run with it go on. Raises ValueError for an unknown name."""
         if not isinstance(adapter_name, str) or self._adapters.pop(adapter_name, None) is None:
             there = ", ".join([*self._adapters]) or "none"
             raise ValueError(f"adapter_name is {shown(adapter_name)}; give the name of a loaded adapter: {there}")

@@ -196,15 +196,14 @@ class Engine:
         **options: Any,
     ) -> list[Request]:
         """Add several requests of one prompt, all of them or none; it is read once, and the other slots get copies.
+        Arguments and errors are as in `add_request`, but for these.
 
         Args:
-            num_return_sequences: how many, at most `slots` and `max_waiting` together.
+            num_return_sequences: how many, at most `slots` and `max_waiting` together. Greedy requests would all be the
+                same: ValueError.
             seed: of the first, the next requests taking the numbers after it; or a list with a seed for each. Each
                 gives the tokens that `add_request` gives with that seed.
             allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. An exception of a function ends all.
-
-        The other arguments are as in `add_request`. Raises ValueError for greedy requests, which would all be the same,
-        and the errors of `add_request`.
         """
         options |= {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
         call = self._model.read(inputs, params, **options, num_return_sequences=num_return_sequences)
@@ -342,8 +341,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests, end the thread and release the batch's memory. The model remains usable. On the engine's
-        own thread, in a function of a request, it does not wait. In a fork it does nothing: the engine goes on in the
-        process that made it."""
+        own thread, in a function of a request, it does not wait. In a fork it does nothing; the engine goes on."""
         if os.getpid() == self._process:
             with self._changed:
                 self._closed = True

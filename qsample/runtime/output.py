@@ -30,8 +30,7 @@ class Timing:
     """The time of a batch.
 
     Args:
-        prefill_seconds: until the first token of every row.
-        decode_seconds: from there to the end.
+        prefill_seconds, decode_seconds: until the first token of every row, and from there to the end.
         steps: runs of the graph, each a decode step of the whole batch; double buffering may run a window more than the
             rows needed.
         drafts: how the guessed tokens of all rows fared; zeros if the package makes no guesses.
@@ -55,8 +54,8 @@ class GenerateOutput:
         sequences: [B, P + N] int64 in transformers' layout, a plain tensor or array: the prompts in P columns, padding
             included, and from column P on the new tokens, then the pad id. The padding of a prompt stays on its side;
             prompts of different lengths get the pad id on their left.
-        token_ids: the sampled tokens, a stop token included.
-        texts: their text, a continuation of the prompt; None if the package has no tokenizer.
+        token_ids, texts: the sampled tokens, a stop token included, and their text, a continuation of the prompt; texts
+            is None if the package has no tokenizer.
         finish_reasons: "stop" (a stop token, a stop string or a stopping criterion), "length", "time" (max_time), or
             "invalid" (the model gave NaN or infinite logits).
         seeds: each reproduces its row.
@@ -64,8 +63,7 @@ class GenerateOutput:
         timing: of the whole batch.
         logprobs: [B, N] float32; NaN after a row's end. N: the most new tokens of a row. This and the rest are arrays
             for packages with the feature, otherwise None.
-        top_logprob_ids: [B, N, M] int32; -1 after a row's end.
-        top_logprobs: [B, N, M] float32; NaN after a row's end.
+        top_logprob_ids, top_logprobs: [B, N, M] int32 and float32; -1 and NaN after a row's end.
         probs: [B, N, V] float32; 0 after a row's end.
     """
 
@@ -145,8 +143,7 @@ def _output(sequences: Any, attributes: Mapping[str, Any]) -> GenerateOutput:
 def make_output(
     interface: Interface, sequences: list[Sequence], pad: int, timing: Timing, prompts: Any = None
 ) -> GenerateOutput:
-    """The output of sequences that have ended. pad: token id after the shorter rows. prompts: as the caller gave them;
-    a tensor if the output has to be a tensor."""
+    """The output of sequences that have ended, of the kind that `_like` chooses. pad: follows the shorter rows."""
     texts = []
     for sequence in sequences:
         if sequence.text is not None:
@@ -193,8 +190,8 @@ def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[s
 def run(
     loop: DecodeLoop, sequences: list[Sequence], streamer: Streamer | None, guide: Guide | None, end: BatchEnd | None
 ) -> Timing:
-    """Run every sequence to its end. streamer: gets the only sequence. guide: writes masks between steps. end: ends
-    sequences before the graph does."""
+    """Run every sequence to its end. The streamer follows the only sequence, the guide writes masks between steps, and
+    `end` ends sequences before the graph does."""
     if streamer is not None:
         streamer.put(sequences[0].given[None])
     started, prefilled = time.perf_counter(), None

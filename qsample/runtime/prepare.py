@@ -36,8 +36,8 @@ def make_sequences(
     adapters: abc.Mapping[str, Adapter],
 ) -> tuple[list[Sequence], Guide | None]:
     """A sequence for each prompt, or `num_return_sequences` adjacent sequences; and the guide that writes their masks,
-    if allowed_tokens is a function. Raises ValueError for a wrong argument. interface, token_ids, tokenizer: of the
-    package. capacity: tokens of a slot, from the need of the longest sequence."""
+    if allowed_tokens is a function.
+    capacity: tokens of a slot, from the need of the longest sequence. Raises ValueError for a wrong argument."""
     if call.tokenizer is not None:
         tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)
     bos = token_ids.bos if call.bos is None else call.bos
@@ -151,9 +151,8 @@ def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
 def choose_seeds(
     seed: Any, params: SamplingParams | abc.Sequence[SamplingParams], prompts: int, count: int = 1
 ) -> list[int]:
-    """A seed for each row: from `seed` (of the first row, or a list with the seed of each row), otherwise from `params`
-    (of all prompts, or of each prompt), otherwise fresh. count: adjacent rows of each prompt; their seeds count on from
-    the seed of its first row. Raises ValueError for a wrong seed, and a list of another length."""
+    """A seed for each of `count` adjacent rows of each prompt, counted on from its first: from `seed` (of the first
+    row, or a list for all rows), otherwise from `params`, otherwise fresh. Raises ValueError for wrong seeds."""
     rows, seed = prompts * count, plain(seed)
     if isinstance(seed, abc.Sequence) and not isinstance(seed, str | bytes):
         if len(seed) != rows:
@@ -195,16 +194,11 @@ def parameter_row(
     padding: int = 0,
     allowed_tokens: Array | None = None,
 ) -> dict[str, Array]:
-    """A row of every name of `Interface.parameters` but `seed` and `draft_ids`: scalars, [n], or [q, l].
-
-    Args:
-        params: of the row, from `for_package` if they may have texts or ask for filters.
-        prompt_length, capacity, padding: tokens, as for `SamplingParams.lengths`.
-        default_stops: stop tokens if eos_token_id is None.
-        allowed_tokens: int32 bitmask [W]; by default all tokens.
-
-    Raises ValueError if the parameters do not fit the package or the prompt.
-    """
+    """A row of every name of `Interface.parameters` but `seed` and `draft_ids`: scalars, [n], or [q, l]. Raises
+    ValueError if the parameters do not fit the package or the prompt.
+    params: from `for_package` if they may have texts or ask for filters. prompt_length, capacity, padding: tokens, as
+    for `SamplingParams.lengths`. default_stops: stop tokens if eos_token_id is None. allowed_tokens: int32 bitmask [W];
+    by default all tokens."""
     row: dict[str, Any] = {}
     for spec in interface.parameters:
         if spec.name not in _MADE_APART:

@@ -42,8 +42,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens. cached_tokens: tokens of the prompt that were not read again. drafts: how the guessed tokens fared; zeros
-    if the package makes no guesses."""
+    """cached_tokens: prompt tokens that were not read again. drafts: how guessed tokens fared; zeros without
+    guesses."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -53,8 +53,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Seconds since the request was added: until it got a slot, until its first token, until its end. None for an event
-    that never came."""
+    """Seconds from its addition to its slot, its first token and its end; None for an event that never came."""
 
     queue_seconds: float | None
     first_token_seconds: float | None
@@ -90,8 +89,7 @@ class EngineStats:
     """The requests of an engine at one moment.
 
     Attributes:
-        running: requests in slots.
-        waiting: requests without a slot.
+        running, waiting: requests in slots, and without a slot.
         running_adapters, waiting_adapters: the names of the adapters of these requests, sorted.
         prefixes: the prompt tokens so far that were not read again.
     """
@@ -125,8 +123,7 @@ class Request:
         *,
         cancel_if_abandoned: bool = True,
     ) -> None:
-        """Start without deltas. cancel: has the engine end a sequence; it must not wait or take a lock. check_waiting:
-        raises if a wait for the engine would never end."""
+        """cancel: has the engine end a sequence, without a wait or lock. check_waiting: raises if a wait cannot end."""
         self._sequence = sequence
         self._cancel = cancel
         self._feed = _Feed(check_waiting, self.cancel if cancel_if_abandoned else None)
@@ -277,16 +274,11 @@ def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 class _Feed:
-    """The deltas of a request and its outcome, from the engine's thread to the request's readers.
-
-    Attributes:
-        deltas: none comes after the outcome.
-        outcome: None before the end.
-        changed: guards both.
-        readers: the event of each reader in a coroutine, with its loop; an object and None for a reader in a thread.
-            Changed without a lock: readers are garbage collected at any time, also while this thread holds the lock.
-        abandoned: called when the last reader gives up.
-    """
+    """The deltas of a request and its outcome, None before the end, from the engine's thread to the request's readers;
+    `changed` guards both. No delta comes after the outcome.
+    readers: the event of each reader in a coroutine, with its loop; an object and None for a reader in a thread.
+    Changed without a lock: readers are garbage collected at any time, also while this thread holds the lock. abandoned:
+    called when the last reader gives up."""
 
     def __init__(self, check_waiting: Callable[[], None], abandoned: Callable[[], None] | None) -> None:
         self.deltas: list[Delta] = []

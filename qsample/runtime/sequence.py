@@ -43,8 +43,8 @@ class Prediction:
         return guesses.astype(DRAFT_IDS.dtype) if len(guesses) else np.array([DRAFT_IDS.off], DRAFT_IDS.dtype)
 
     def _find(self, sampled: list[int]) -> int | None:
-        """The place after the longest end of `sampled` that is among the expected tokens; None if that is shorter than
-        any of _NGRAMS. Of several places, the first after the last that was known."""
+        """The place after the longest end of `sampled`, of a length in _NGRAMS, that is among the expected tokens, or
+        None. Of several places, the first after the last that was known."""
         for length in _NGRAMS:
             if length > min(len(sampled), len(self._tokens)):
                 continue
@@ -62,10 +62,8 @@ class DraftStats:
     """How the guessed tokens of a row fared, in vLLM's words.
 
     Attributes:
-        num_steps: decode steps that gave the row tokens.
-        num_drafts: the steps that had guesses to check.
-        num_draft_tokens: guesses.
-        num_accepted_tokens: guesses that were the tokens which were drawn there.
+        num_steps, num_drafts: decode steps that gave the row tokens, and how many of these had guesses to check.
+        num_draft_tokens, num_accepted_tokens: guesses, and how many of these were the tokens which were drawn there.
     """
 
     num_steps: int = 0
@@ -93,24 +91,22 @@ class Sequence:
     """A prompt, how to continue it, and its progress.
 
     Attributes:
-        prompt: [n] int64, n >= 1.
+        prompt, padded: [n] int64, n >= 1; the same with its padding, if it came with any.
         parameters: the row of every name of `Interface.parameters` but `seed` and `draft_ids`.
         guided: whether a function has to see each token before the next is sampled.
         prediction: guesses its tokens before each step; without it, the graph alone guesses.
         text: decodes its tokens; None without a tokenizer.
-        padded: the prompt with its padding, if it came with any.
         priority: the lowest number gets a slot first.
         max_time: seconds that an engine gives it.
         adapter: that its tokens are read and sampled with.
         slot: None outside of the slots. The scheduler alone changes it and the next five.
         adapter_place: the graph's number of its adapter; 0 = none.
         marked: the prompt, marked with its adapter.
-        reused: prompt tokens that were in a slot's cache.
-        consumed: prompt tokens in the cache.
+        reused, consumed: prompt tokens that need not be read again; prompt tokens in the cache.
         issued: sampled tokens if the row still runs; the least, if it guesses tokens. The decode loop raises it.
         admitted_at: when it got its slot, on `time.perf_counter`. The decode loop alone changes it and the next four.
-        sampled: the tokens, as far as they were read.
-        outputs: the optional outputs by name, without the batch axis, an entry a token.
+        sampled, outputs: the tokens, as far as they were read, and for each the optional outputs by name, without the
+            batch axis.
         drafts: how its guesses fared, as far as they were read.
         status: the contract's, as the loop read it; or STOPPED at a stop string.
         max_length: the most tokens that it may have in the end, prompt included.
@@ -224,8 +220,8 @@ class PrefixStats:
     """Beginnings of prompts that were not read again, over all prompts that were read.
 
     Attributes:
-        hits: prompts of which a slot, or a stored prefix, held a beginning.
-        cached_tokens: tokens of these beginnings.
+        hits, cached_tokens: prompts of which a slot or a stored prefix held a beginning, and tokens of these
+            beginnings.
         saved_states, saved_bytes: copies of recurrent states that are kept now, and their memory.
     """
 

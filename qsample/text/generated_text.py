@@ -41,7 +41,8 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
 class _Automaton:
     """Aho and Corasick's (https://doi.org/10.1145/360825.360855); it does not change once it is made. A state is the
     longest end of the text that begins a stop string: the first `size` characters of `spelled`, held back. State 0 is
-    an empty text. complete: the longest stop string that the text then ends with."""
+    an empty text.
+    complete: the longest stop string that the text then ends with."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]
@@ -278,14 +279,8 @@ class TextStreamer:
         stop_strings: str | Sequence[str] | None = None,
     ) -> None:
         """Write to `file`, by default standard output.
-
-        Args:
-            skip_prompt: write the sampled tokens only.
-            stop_strings: write the sampled tokens up to the first of them, as `generate(stop_strings=...)` cuts its
-                texts.
-
-        Raises ValueError without a tokenizer.
-        """
+        skip_prompt: write the sampled tokens only. stop_strings: write the sampled tokens up to the first of them, as
+        `generate` cuts its texts. Raises ValueError without a tokenizer."""
         if tokenizer is None:
             raise ValueError("a TextStreamer needs a tokenizer, and the package has none; stream token ids instead")
         self._tokenizer = tokenizer

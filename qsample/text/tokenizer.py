@@ -40,8 +40,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, package: Package) -> Tokenizer | None:
-        """The package's tokenizer; None if it was exported without a tokenizer. Raises PackageError if the file cannot
-        be read, or has more tokens than the model."""
+        """The package's tokenizer, or None. Raises PackageError if it is damaged, or has more tokens than the model."""
         if not package.has(TOKENIZER_FILE):
             return None
         path = package.file(TOKENIZER_FILE)
@@ -122,12 +121,10 @@ class Tokenizer:
         return self._chat_templates.render(messages, options)
 
     def characters_per_token(self) -> int | None:
-        """The most characters of a text that a token of it takes the place of; None if there is no such bound.
-
-        It exists if every character of a text ends up in a token. That is certain of a byte-level or byte-fallback BPE
+        """The most characters of a text that a token of it takes the place of; None if there is no such bound. It
+        exists if every character of a text ends up in a token. That is certain of a byte-level or byte-fallback BPE
         whose normalizer and pre-tokenizer remove nothing. Composing (NFC, NFKC) makes a character of at most four: no
-        character's canonical decomposition has more (https://unicode.org/reports/tr15/#Design_Goals).
-        """
+        character's canonical decomposition has more (https://unicode.org/reports/tr15/#Design_Goals)."""
         description = json.loads(self._tokenizer.to_str())
         model, added = description["model"], description["added_tokens"]
         vocabulary = model.get("vocab") or {}
@@ -158,15 +155,10 @@ class Tokenizer:
     ) -> Any:
         """A conversation, or a list of them, in the model's chat template; the arguments are transformers'.
 
-        Args:
-            conversation: messages, or a list of lists of messages.
-            tools, documents, chat_template, add_generation_prompt, continue_final_message: see `ChatOptions`.
-            tokenize: False returns the text.
-            return_tensors: "np" for arrays [rows, tokens].
-            return_dict: False returns the token ids alone, without an attention_mask.
-            kwargs: further variables of the template, such as enable_thinking.
-
-        Raises ValueError if an argument, a message or the template is wrong.
+        tools to continue_final_message: see `ChatOptions`. tokenize: False returns the text. return_tensors: "np" for
+        arrays [rows, tokens]. return_dict: False returns the token ids alone, without an attention_mask. kwargs:
+        further variables of the template, such as enable_thinking. Raises ValueError if an argument, a message or the
+        template is wrong.
         """
         kwargs = without_refused(APPLY_CHAT_TEMPLATE, kwargs)
         if return_tensors not in (None, "np"):

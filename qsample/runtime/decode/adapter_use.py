@@ -153,8 +153,7 @@ class AdapterRows:
         return bound
 
     def put(self, number: int, adapter: Adapter) -> None:
-        """Write an adapter into a place that no row uses. Adapters in later places move if its ranks differ from the
-        previous adapter's."""
+        """Write an adapter into a place that no row uses; adapters in later places move if the ranks there change."""
         self._places[number - 1] = adapter
         before, self._ends = self._ends, [self._ranks(end) for end in range(len(self._places) + 1)]
         for kind in self._layers:

@@ -37,13 +37,9 @@ _READ: Final = ("temperature", "top_k", *_NUCLEI)
 
 class ParameterRows:
     """A buffer for each parameter, of which every row has a part.
-
-    Attributes:
-        buffers: by name, of the parameter's dtype, [B], or [B, N] and [B, Q, L] if a row has several values; the widest
-            row decides N, Q and L. Columns that a row lacks are off, after its values; before them along
-            BAD_WORD_LENGTH.
-        searched: the rows whose parameters need a search.
-    """
+    buffers: by name, of the parameter's dtype, [B], or [B, N] and [B, Q, L] if a row has several values; the widest row
+    decides N, Q and L. Columns that a row lacks are off, after its values; before them along BAD_WORD_LENGTH. searched:
+    the rows whose parameters need a search."""
 
     def __init__(
         self, interface: Interface, sizes: Mapping[str, int], device: str, *, narrow: bool, needed: bool
@@ -92,8 +88,7 @@ class ParameterRows:
 
     def _fit(self, axis: str, row: int, width: int) -> bool:
         """Give the parameters with that axis the columns that all rows need, if `row` needs `width`: a power of two, so
-        that it seldom happens, and fewer only if that is a quarter of many. Returns whether their number has
-        changed."""
+        that it seldom happens, and fewer only if that is a quarter of many. Returns whether the number has changed."""
         if axis not in self._widths:
             return False
         widths = self._widths[axis]
@@ -123,12 +118,10 @@ def _place(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 class SearchedRows:
-    """The rows of a batch whose filters may keep more tokens than the candidates; none if the graph takes no list.
-
-    A captured graph has to search them, and they are known from their parameters before a step. A search costs in
+    """The rows of a batch whose filters may keep more tokens than the candidates; none if the graph takes no list. A
+    captured graph has to search them, and they are known from their parameters before a step. A search costs in
     proportion to the rows in its list, and each length of the list is a separate captured graph. So the list of a batch
-    is padded to a power of two.
-    """
+    is padded to a power of two."""
 
     def __init__(self, interface: Interface, count: int, device: str, *, needed: bool = True) -> None:
         """count: rows of the batch. device: of the list. needed: the graph takes no empty list."""

@@ -13,8 +13,8 @@ from qsample.runtime.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first `tokens` tokens of `sequence`, held by the slot `source`, for the sequence's slot. place: of the saved
-    recurrent states after them; by default the source's."""
+    """The first `tokens` tokens of `sequence` go from the slot `source` to its slot. place: of the saved recurrent
+    states after them; by default the source's."""
 
     sequence: Sequence
     source: int
@@ -25,13 +25,9 @@ class Copy:
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A sequence that got a slot.
-
-    Attributes:
-        copy: the beginning of its prompt, held by a slot, maybe the same.
-        moved: another slot, to get the tokens that its slot kept so far, and these tokens.
-        stored: has the beginning of its prompt in place of a slot: all of `copy.tokens`.
-        adapter: to be written to the sequence's place for adapters; None if it is there, or there is none.
-    """
+    copy: the beginning of its prompt, held by a slot, maybe the same. moved: another slot, to get the tokens that its
+    slot kept so far, and these tokens. stored: has the beginning of its prompt in place of a slot: all of
+    `copy.tokens`. adapter: to be written to the sequence's place for adapters, unless it is there."""
 
     sequence: Sequence
     copy: Copy
@@ -67,8 +63,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`steps` decode steps without a read between them, for the rows of `sequences`. counts: the tokens that each of
-    them samples if it still runs."""
+    """`steps` decode steps without a read between them. counts: the tokens that each row samples if it still runs."""
 
     sequences: tuple[Sequence, ...]
     steps: int

@@ -20,9 +20,8 @@ LATE: Final = 1024  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A prompt is read in pieces that are counted from its start, each in a separate call: pieces of `size` tokens, and
-    of `late` tokens, if that is not None, after the first LATE. LATE and `late` are multiples of `size`, or no prompt
-    is that long.
+    """A prompt is read in pieces that are counted from its start, each in a separate call: of `size` tokens, and after
+    the first LATE of `late` tokens, if given. LATE and `late` are multiples of `size`, or no prompt is that long.
 
     A call over more tokens reads the tokens before it less often: after 4,000 tokens the CPU's attention takes 1.6
     times as long for each token of a piece of 64 as of 256. A shorter piece holds up other rows for less time.

@@ -40,23 +40,22 @@ _MOST_JOINED: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The abilities of a package's graphs, and how a scheduler uses them.
+    """The abilities of a package's graphs, and how a scheduler uses them. tail_size, step_rows: see `Sessions`.
 
     Attributes:
         pieces: the places at which prompts are cut.
-        tail_size, step_rows: see `Sessions`. With step_rows, slots in use are best close together, and the beginning of
-            a prompt that another slot holds is copied.
         recurrent: the model has states that belong to a slot's newest token, so that another slot can continue from
             them at that moment, or from a copy that was saved.
         attention: the model has keys and values, and a slot has to hold these as well.
         join_prompts: read whole prompts of adjacent slots in a single run, if they have the same length.
         ragged: read prompts of any lengths together, and the rest of prompts after the beginnings that slots hold.
+        step_rows: slots in use are best close together then; the beginning of a prompt that another slot holds is
+            copied.
         flush_every: decode steps between two reads, at least 1.
         prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; by default the whole prompt.
         interleave: take turns between a chunk and a window, so that running rows wait for no more than a chunk;
             otherwise every prompt in a slot is read before any row decodes.
-        saved_states: most saved copies of recurrent states.
-        max_loras: the most adapters that rows use at once.
+        saved_states, max_loras: most saved copies of recurrent states; most adapters that rows use at once.
         reuse_sampled: continue from tokens that a slot sampled, too, and from anywhere.
     """
 
@@ -143,8 +142,7 @@ class Scheduler:
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
     def admit(self, held: Callable[[], abc.Sequence[PrefixFile]] | None = None) -> list[Admission]:
-        """Give free slots to the requests that waited longest. held: returns the beginnings that can be loaded into a
-        slot."""
+        """Give free slots to the requests that waited longest. held: returns the beginnings that a slot can load."""
         admitted: list[Admission] = []
         passed: list[Sequence] = []
         claimed: dict[int, str] = {}
@@ -188,8 +186,7 @@ class Scheduler:
     def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, Array] | None:
         """Another free slot for the tokens that `slot` keeps, and these tokens: the slot left longest ago gives way.
         Otherwise, slots next to the slots in use would forget the newest tokens, and other slots keep tokens that no
-        request needs. None if nothing is moved: if the step is over all slots, the slot left longest ago was chosen
-        anyway."""
+        request needs. None if nothing is moved: if the step is over all slots, the slot left longest ago was chosen."""
         kept, spare = self._kept[slot], next(free for free in self._free if free == slot or free != source)
         if source != slot and shared_prefix(self._kept[source], prompt) == len(self._kept[source]):
             self._free.remove(source)  # `slot` is about to hold all of it
@@ -355,7 +352,7 @@ class Scheduler:
 
     def to_store(self, slot: int) -> tuple[Array, int | None, str]:
         """The whole pieces of a prompt that a slot that was just left keeps, the place of the recurrent states after
-        them, if there are any, and the sha256 of their adapter; no tokens if something of that is not there."""
+        them, if any, and their adapter's sha256; no tokens if something of that is not there."""
         tokens = self._kept[slot]
         tokens = tokens[: self._pieces.begin(len(tokens))]
         place = self._saved.use(tokens) if self._config.recurrent else None
@@ -396,10 +393,8 @@ def joined_slots(
 ) -> range:
     """Adjacent slots around `slot` whose prompts are read in a single run: they have the same length, at most a piece,
     so that each row computes the same numbers as alone; or any length, if `ragged`: rows do so in any case.
-
     lengths: tokens to read for each slot that could be joined. chunk_size: most tokens of a run; by default, only as
-    many as make it faster.
-    """
+    many as make it faster."""
     most = min(_MOST_JOINED, chunk_size or _MOST_JOINED)
     joined = [slot]
 

@@ -57,14 +57,10 @@ _MOST_BOUND: Final = 512  # graphs, each over other rows: some 100 kB
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A copy of every row for a host.
-
-    Attributes:
-        status, lengths: [B] int32.
-        tokens: [B, T] int32; a row has lengths + 1 tokens after its first sample. With `newest`, [B, newest], the last
-            column being the token at position `lengths`.
-        outputs: the optional outputs of the last step, by name: [B, ...] of its token, or [B, J, ...] of its tokens.
-        drafts: how the guesses of each row fared since it began; empty if the package makes none.
-    """
+    status, lengths: [B] int32. tokens: [B, T] int32; a row has lengths + 1 tokens after its first sample; with
+    `newest`, [B, newest], the last column being the token at position `lengths`. outputs: the optional outputs of the
+    last step, by name: [B, ...] of its token, or [B, J, ...] of its tokens. drafts: how the guesses of each row fared
+    since it began; empty if the package makes none."""
 
     status: Array
     lengths: Array
@@ -225,13 +221,9 @@ class Slots:
         self, slot: int, prompt: Array, seed: int, parameters: Mapping[str, Array], reused: int = 0, adapter: int = 0
     ) -> None:
         """Get an idle slot ready for `prompt`, [n] int64, 1 <= n < capacity, for `prefill` to feed it.
-
-        Args:
-            parameters: the row of every name of `Interface.parameters` but `seed`: scalars, or [E], [N], [W], [D], [Q,
-                L].
-            reused: tokens of the prompt that the slot's cache holds already, from its start; less than n.
-            adapter: the place of the row's adapter, see `AdapterRows.put`; 0 = none.
-        """
+        parameters: the row of every name of `Interface.parameters` but `seed`: scalars, or [E], [N], [W], [D], [Q, L].
+        reused: tokens of the prompt that the slot's cache holds already, from its start; less than n. adapter: the
+        place of the row's adapter, see `AdapterRows.put`; 0 = none."""
         self.adapters.begin(slot, adapter)
         for spec in self._interface.sampler_states:
             if spec.name in NOISE_STREAMS:
@@ -257,9 +249,9 @@ class Slots:
         self._write_history(slot, prompt)
 
     def load(self, slot: int, parts: abc.Sequence[tuple[int, int, Mapping[str, Array]]]) -> None:
-        """Write states from elsewhere to an idle slot, before `begin`. parts: (start, stop, states): of the tokens
-        [start, stop), keys and values [H, stop - start or more, D] by name; the recurrent states belong to the first
-        part, after its last token."""
+        """Write states from elsewhere to an idle slot, before `begin`.
+        parts: (start, stop, states): of the tokens [start, stop), keys and values [H, stop - start or more, D] by name;
+        the recurrent states belong to the first part, after its last token."""
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
                 columns = [(slice(start, stop), states[spec.name][:, : stop - start]) for start, stop, states in parts]
@@ -316,11 +308,9 @@ class Slots:
 
     def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
         """Feed a slot the next piece of its prompt, [n] int64; with `emit`, the last, sampling the first new token.
-
         Several arrays, if `Sessions.joins_prompts`, are for `slot` and the slots after it, in a single run: the first
         tokens of each, because attention takes several rows of several tokens only at their beginning; any tokens if
-        `Sessions.ragged`.
-        """
+        `Sessions.ragged`."""
         rows = range(slot, slot + len(ids))
         tokens = self._chunk.write(ids)
         key = rows, emit, self.side, self.adapters.key(rows)
@@ -334,8 +324,9 @@ class Slots:
 
     def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
         """Feed rows their newest token; the running rows sample the next. Prepares the slots unless they are
-        `prepared`. rows: at least all that run, by default every row; adjacent rows come along if the package needs
-        them. wait: for the device; False if another `decode` follows before anything is read."""
+        `prepared`.
+        rows: at least all that run, by default every row; adjacent rows come along if the package needs them. wait: for
+        the device; False if another `decode` follows before anything is read."""
         rows = self._rows_of_step(rows or range(self.count))
         key = self._key(rows, self.side)
         if key not in self._bound and self._sessions.replays is not None:
@@ -362,9 +353,9 @@ class Slots:
         return side, self._parameters.searched.size, rows, self.adapters.key(rows)
 
     def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
-        """A copy for the host after the last call. side: the value of `side` before a `decode` that runs now; by
-        default the current side. newest: the number of each row's last tokens that is enough, if the tokens are not in
-        the host's memory; by default all."""
+        """A copy for the host after the last call.
+        side: the value of `side` before a `decode` that runs now; by default the current side. newest: the number of
+        each row's last tokens that is enough, if the tokens are not in the host's memory; by default all."""
         side = self.side if side is None else side
         states = self._state.inputs(side=side)
         status, lengths = states[STATUS.name].read(), states[LENGTHS.name].read()

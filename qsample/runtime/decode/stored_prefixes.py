@@ -62,16 +62,10 @@ class StoredPrefixes:
         folder: str | Path | None = None,
         max_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        """Open and verify the caller's files.
-
-        Args:
-            files: of `save_prefix`.
-            folder: for the beginnings of conversations, made if it is missing; by default they are not kept.
-            max_bytes: of the files in the folder, of all packages.
-
-        Raises PackageError for a file that is missing, damaged or of another package, and a folder that cannot be used;
-        ValueError if `max_bytes` is not a positive integer.
-        """
+        """Open and verify the caller's files, of `save_prefix`.
+        folder: for the beginnings of conversations, made if it is missing; by default they are not kept. max_bytes: of
+        the files in the folder, of all packages. Raises PackageError for a file that is missing, damaged or of another
+        package, and a folder that cannot be used; ValueError if `max_bytes` is not a positive integer."""
         check_count("prefix_cache_bytes", max_bytes)
         self._interface, self._pieces = package.interface, Pieces.of(sessions)
         self._signature = signature_of(package, sessions)
