@@ -10,8 +10,7 @@ from qsample.errors import shown, unknown
 
 
 class Refusal(NamedTuple):
-    """A refused argument of another library. instead: the advice, as the end of a sentence. neutral: values that ask
-    for nothing, in addition to None."""
+    """A refused argument. instead: the advice, as the end of a sentence. neutral: values besides None that pass."""
 
     instead: str
     neutral: tuple[Any, ...] = ()

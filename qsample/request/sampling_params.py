@@ -123,13 +123,9 @@ class SamplingParams:
             num_speculative_tokens of at least this number.
 
     The rest are for packages that were exported with a filter: `contract.EXTRA_PARAMETERS` has their meanings, and each
-    field its range. Of these:
-
-    Args:
-        dry_sequence_breakers: token ids, or texts of a single token each.
-        bad_words_ids: sequences of 1 to 64 token ids.
-        bad_words: the same as texts, forbidden alone and after a space.
-        mirostat: 2 for Mirostat 2.0, after the other filters; 0 = off.
+    field its range. Of these, dry_sequence_breakers are token ids, or texts of a single token each; bad_words_ids are
+    sequences of 1 to 64 token ids, and bad_words the same as texts, forbidden alone and after a space; mirostat is 2
+    for Mirostat 2.0, after the other filters, and 0 = off.
 
     Raises ValueError, naming the field, if a value is outside its range.
 
@@ -237,17 +233,14 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any] | Any = None, **overrides: Any) -> SamplingParams:
-        """The parameters of a model's generation_config, with `overrides` on top.
+        """The parameters of a model's generation_config, with `overrides` on top: fields of this class, or do_sample.
 
-        Args:
-            config: see `settings_of`. The defaults of its fields equal transformers': greedy unless do_sample is true,
-                and top_k = 50 if it samples and top_k is not set. Keys that transformers does not know are ignored,
-                too.
-            overrides: fields of this class, or do_sample. None switches a field off. One of SAMPLING_FIELDS implies
-                do_sample=True. A max_length or min_length beats a max_new_tokens or min_new_tokens of the config.
+        The defaults of a `config` (see `settings_of`) equal transformers': greedy unless do_sample is true, and top_k =
+        50 if it samples and top_k is not set. Keys that transformers does not know are ignored, too. An override of
+        None switches a field off. One of SAMPLING_FIELDS implies do_sample=True. A max_length or min_length beats a
+        max_new_tokens or min_new_tokens of the config.
 
-        Raises ValueError for an unknown override, a contradiction, a value outside its range, and a field that asks for
-        something that qsample does not do.
+        Raises ValueError for an unknown, contradictory or unsupported setting, and a value outside its range.
 
         >>> SamplingParams.from_generation_config({"do_sample": True, "temperature": 0.6}, top_p=0.9)
         """

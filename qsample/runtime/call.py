@@ -41,8 +41,7 @@ class Call:
 
     Args:
         pad: the token id that is padding if no mask is given; by default, every token is read.
-        fill: the token id after a row that has ended, and before a prompt that is shorter than the longest; by default
-            the pad token of the package.
+        fill: the token id after a row's end, and before a shorter prompt; by default the package's pad token.
         bos: the token id that an empty prompt becomes; by default the package's.
         chat: options of chat messages.
         prediction: the text or the token ids that the continuation of a single prompt is expected to have: they are
@@ -74,8 +73,7 @@ def read_call(
 ) -> Call:
     """The arguments of a call of `generate` as a `Call`. No inputs are a single empty prompt. A keyword beats the
     caller's generation_config, and that beats `own`, the model's; neither of the two counts if `params` are given.
-    Raises ValueError for an unknown keyword, a keyword that means nothing here and asks for something, and a wrong
-    value."""
+    Raises ValueError for an unknown or unsupported keyword, and for a wrong value."""
     if isinstance(params, SamplingParams) and keywords.keys() <= _OWN:
         chat, settings, rest = None, own, dict(keywords)
     else:
@@ -222,10 +220,8 @@ class Prompt(NamedTuple):
 def parse_prompts(
     call: Call, tokenizer: Tokenizer | None, vocab_size: int, bos: int | None, *, holes: bool = True
 ) -> list[Prompt]:
-    """The prompts of a call, every id in [0, vocab_size). Its `inputs` are a text, token ids, a 1-D or 2-D integer
-    array, chat messages, or a list of any of these; its `attention_mask` has the shape of the token ids.
-    bos: the token id that an empty prompt becomes; without it, an empty prompt is not valid. holes: whether padding may
-    be between tokens. Raises ValueError for an input of another kind."""
+    """The prompts of a call, with the inputs of `CausalLM.generate`, every id in [0, vocab_size). Raises ValueError.
+    bos: the token id that an empty prompt becomes, an error without it. holes: padding between tokens is valid."""
     items, attention_mask = _items(call.inputs), call.attention_mask
     if not len(items):
         raise ValueError("no prompt was given; give at least a single prompt")

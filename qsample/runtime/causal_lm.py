@@ -62,10 +62,10 @@ def load(
     Args:
         path: the folder of a package or a bundle.
         provider: "cpu", "cuda" or another of ONNX Runtime's providers by its short name (see
-            `session.providers.execution_providers`), or a list of ONNX Runtime's full names. By default the provider
-            that a device package was compiled for, otherwise "cpu"; of a bundle, the variant for the first device here.
-        ctx_len: capacity of every row in tokens, for portable packages. By default the need of each call, up to the
-            model's max_position_embeddings.
+            `qsample.ort.providers.execution_providers`), or a list of ONNX Runtime's full names. By default the
+            provider that a device package was compiled for, otherwise "cpu"; of a bundle, the variant for the first
+            device here.
+        ctx_len: tokens of a row, for portable packages; by default a call's need, up to max_position_embeddings.
         intra_op_num_threads: threads of an operator. By default ONNX Runtime's choice, the machine's cores, or fewer if
             this process's affinity or a control group's quota leaves it fewer.
         provider_options, session_config: passed to ONNX Runtime.
@@ -90,8 +90,7 @@ def load(
 
 
 class CausalLM(ModelMethods):
-    """A loaded package. It pickles as the path of its package and the arguments of `load`, and is opened again from
-    there.
+    """A loaded package. It pickles as the arguments of `load`, and is opened again from the package's path.
 
     package: its folder and manifest. tokenizer: None if it was exported without a tokenizer. config: the model's
     config.json. sessions: the graphs. batch_size: most rows of a call; None for any number.
@@ -174,7 +173,7 @@ class CausalLM(ModelMethods):
         """Continue a prompt, or a batch of prompts of different lengths.
 
         Args:
-            inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `parse_prompts`.
+            inputs: a text, token ids, a 1-D or 2-D integer array, chat messages, or a list of any of these.
             params: for all rows, or a list with the parameters of each prompt. By default the model's
                 generation_config, with `options` on top.
             attention_mask: 0 for each token of the inputs that is padding, with their shape. By default as transformers
@@ -199,8 +198,8 @@ class CausalLM(ModelMethods):
                 stopping_criteria, see `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows
                 of each prompt, next to each other, from a single reading of it. docs/transformers.md has the rest.
 
-        A row ends at a stop token, at its maximum length (256 new tokens if neither the model nor the caller gives it),
-        or if the context length is full.
+        A row ends at a stop token, at its maximum length (by default the model's, otherwise 256 new tokens), or if the
+        context length is full.
 
         Returns a `GenerateOutput`: the token ids of all rows, [B, P + N] int64, with further attributes; a tensor if
         the prompts were given as a tensor, an array otherwise. Raises ValueError for a wrong argument.

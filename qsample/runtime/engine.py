@@ -82,8 +82,7 @@ class Engine:
                 the machine; made if it is missing. By default, slots alone keep them.
             prefix_cache_bytes: most bytes of that folder; the prompts that were used longest ago go.
 
-        Raises ValueError for a wrong argument, PackageError for a prefix that is damaged or of another package, and for
-        a folder that cannot be written to.
+        Raises ValueError for a wrong argument, PackageError for a wrong prefix or a folder that cannot be written to.
         """
         check_count("slots", slots)
         check_count("max_waiting", max_waiting, 0)
@@ -161,14 +160,13 @@ class Engine:
         """Add a prompt, and return at once if the queue has room.
 
         Args:
-            inputs: a text, token ids, or chat messages; see `parse_prompts`.
+            inputs: a text, token ids, or chat messages.
             params, seed, stop_strings, options: as in `CausalLM.generate`, options of chat messages included. max_time
                 counts from now on, waiting included.
             allowed_tokens: as in `CausalLM.generate`, for a batch of this row. A function is called on the engine's
                 thread between two steps, so all requests wait for it. Its exceptions end this request alone. It must
                 not wait for the engine that calls it: RuntimeError.
-            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; by default without limit; 0 does
-                not wait.
+            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; by default without limit.
             priority: waiting requests with the lowest number get slots first, and of equals the earliest.
             cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`; False lets it go on.
 
@@ -227,8 +225,7 @@ class Engine:
         Args:
             prompts: each as in `add_request`.
             params, options: arguments of `add_request`, for every prompt.
-            each: further arguments of `add_request`, a mapping for each prompt; they replace the arguments for every
-                prompt.
+            each: for each prompt a mapping of further, or other, arguments of `add_request`.
             seed: of the first prompt, by default fresh; the next prompts take the numbers after it.
             return_errors: yield the exception of a prompt that is not valid or failed in place of its output, and go
                 on. False raises it at its place, and ends.

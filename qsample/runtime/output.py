@@ -31,8 +31,7 @@ class Timing:
 
     Args:
         prefill_seconds, decode_seconds: until the first token of every row, and from there to the end.
-        steps: runs of the graph, each a decode step of the whole batch; double buffering may run a window more than the
-            rows needed.
+        steps: decode steps of the whole batch; double buffering may run a window more than the rows needed.
         drafts: how the guessed tokens of all rows fared; zeros if the package makes no guesses.
     """
 
@@ -57,7 +56,7 @@ class GenerateOutput:
         token_ids, texts: the sampled tokens, a stop token included, and their text, a continuation of the prompt; texts
             is None if the package has no tokenizer.
         finish_reasons: "stop" (a stop token, a stop string or a stopping criterion), "length", "time" (max_time), or
-            "invalid" (the model gave NaN or infinite logits).
+            "invalid" (the model gave NaN or infinite logits, or no token was allowed).
         seeds: each reproduces its row.
         prompt_lengths: in tokens, without padding.
         timing: of the whole batch.

@@ -35,8 +35,7 @@ def make_sequences(
     capacity: Callable[[int], int],
     adapters: abc.Mapping[str, Adapter],
 ) -> tuple[list[Sequence], Guide | None]:
-    """A sequence for each prompt, or `num_return_sequences` adjacent sequences; and the guide that writes their masks,
-    if allowed_tokens is a function.
+    """`num_return_sequences` adjacent sequences for each prompt, and their guide, if allowed_tokens is a function.
     capacity: tokens of a slot, from the need of the longest sequence. Raises ValueError for a wrong argument."""
     if call.tokenizer is not None:
         tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)

@@ -42,8 +42,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """cached_tokens: prompt tokens that were not read again. drafts: how guessed tokens fared; zeros without
-    guesses."""
+    """cached_tokens: prompt tokens that were not read again. drafts: all zeros without guessed tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -67,8 +66,7 @@ class RequestOutput:
     Attributes:
         token_ids: sampled tokens, a stop token included, up to the token that completes a stop string.
         text: cut off before the stop string; None without a tokenizer.
-        finish_reason: "stop" (a stop token or a stop string), "length", "time" (its max_time), "invalid" (the model
-            gave NaN or infinite logits) or "cancelled".
+        finish_reason: as in `GenerateOutput`, or "cancelled".
         stop_string: the stop string that ended it, or None.
         seed: reproduces the tokens.
         outputs: the optional outputs of the package by name, an entry a token.

@@ -105,8 +105,7 @@ class Sequence:
         reused, consumed: prompt tokens that need not be read again; prompt tokens in the cache.
         issued: sampled tokens if the row still runs; the least, if it guesses tokens. The decode loop raises it.
         admitted_at: when it got its slot, on `time.perf_counter`. The decode loop alone changes it and the next four.
-        sampled, outputs: the tokens, as far as they were read, and for each the optional outputs by name, without the
-            batch axis.
+        sampled, outputs: the tokens that were read, and each token's optional outputs by name, without a batch axis.
         drafts: how its guesses fared, as far as they were read.
         status: the contract's, as the loop read it; or STOPPED at a stop string.
         max_length: the most tokens that it may have in the end, prompt included.
@@ -220,8 +219,7 @@ class PrefixStats:
     """Beginnings of prompts that were not read again, over all prompts that were read.
 
     Attributes:
-        hits, cached_tokens: prompts of which a slot or a stored prefix held a beginning, and tokens of these
-            beginnings.
+        hits, cached_tokens: prompts of which a slot or a stored prefix held a beginning, and its tokens.
         saved_states, saved_bytes: copies of recurrent states that are kept now, and their memory.
     """
 

@@ -60,10 +60,8 @@ class ChatOptions:
         documents: to answer from, each a mapping, usually of title and text.
         chat_template: a Jinja template, or the name of a template of the package. By default "tool_use" if tools are
             given and the package has a template of that name, otherwise the package's default.
-        add_generation_prompt: end with the opening of the assistant's answer; by default, unless the last message is
-            continued.
-        continue_final_message: leave the last message open, for the model to go on with; a text names the field to go
-            on with.
+        add_generation_prompt: end with the opening of the assistant's answer; by default if no message is continued.
+        continue_final_message: leave the last message open, for the model to go on with; a text names the field.
         chat_template_kwargs: further variables of the template, such as enable_thinking.
 
     Raises ValueError for a value of another kind.

@@ -41,8 +41,7 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
 class _Automaton:
     """Aho and Corasick's (https://doi.org/10.1145/360825.360855); it does not change once it is made. A state is the
     longest end of the text that begins a stop string: the first `size` characters of `spelled`, held back. State 0 is
-    an empty text.
-    complete: the longest stop string that the text then ends with."""
+    an empty text. complete: the longest stop string that the text then ends with."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]

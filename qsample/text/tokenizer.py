@@ -157,8 +157,7 @@ class Tokenizer:
 
         tools to continue_final_message: see `ChatOptions`. tokenize: False returns the text. return_tensors: "np" for
         arrays [rows, tokens]. return_dict: False returns the token ids alone, without an attention_mask. kwargs:
-        further variables of the template, such as enable_thinking. Raises ValueError if an argument, a message or the
-        template is wrong.
+        further variables of the template, such as enable_thinking. Raises ValueError if any of these is wrong.
         """
         kwargs = without_refused(APPLY_CHAT_TEMPLATE, kwargs)
         if return_tensors not in (None, "np"):

@@ -35,9 +35,8 @@ _FLUSH_EVERY: Final = 4  # if a read waits for the device
 
 def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: bool = False) -> int:
     """The number of steps between two reads: `flush_every`, or a number that suits the device: on the CPU a read costs
-    microseconds, elsewhere it waits for the device.
-    guided: a function, or a prediction, must see every token. Raises ValueError if every step has to be read and
-    `flush_every` is more than 1."""
+    microseconds, elsewhere it waits for the device. Raises ValueError if `flush_every` is more than 1 and every step
+    has to be read: for optional outputs, or if `guided`, as a function, or a prediction, must see every token."""
     check_count("flush_every", flush_every)
     optional = [spec.name for spec in sessions.interface.token_outputs]
     if guided or optional:

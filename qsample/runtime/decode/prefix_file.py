@@ -68,8 +68,7 @@ class PrefixFile:
 
     tokens: [end] int64, all tokens from the first. start: the first token whose keys and values the file has; 0 if it
     is whole. states: by name, of the file's memory: keys and values [H, end - start, D], recurrent states after `end`
-    tokens. sha256: of the numbers, as the header says. adapter: the sha256 of the adapter that they were read with; ""
-    = none.
+    tokens. sha256: of the numbers, as the header says. adapter: the sha256 of their adapter; "" for none.
     """
 
     path: Path

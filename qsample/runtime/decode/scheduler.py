@@ -49,8 +49,7 @@ class SchedulerConfig:
         attention: the model has keys and values, and a slot has to hold these as well.
         join_prompts: read whole prompts of adjacent slots in a single run, if they have the same length.
         ragged: read prompts of any lengths together, and the rest of prompts after the beginnings that slots hold.
-        step_rows: slots in use are best close together then; the beginning of a prompt that another slot holds is
-            copied.
+        step_rows: slots in use are best close together then, and beginnings of prompts are copied between slots.
         flush_every: decode steps between two reads, at least 1.
         prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; by default the whole prompt.
         interleave: take turns between a chunk and a window, so that running rows wait for no more than a chunk;

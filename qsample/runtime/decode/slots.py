@@ -323,8 +323,7 @@ class Slots:
         self._run(graphs, rows if emit else None)
 
     def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
-        """Feed rows their newest token; the running rows sample the next. Prepares the slots unless they are
-        `prepared`.
+        """Feed rows their newest token; running rows sample the next. Prepares the slots unless `prepared`.
         rows: at least all that run, by default every row; adjacent rows come along if the package needs them. wait: for
         the device; False if another `decode` follows before anything is read."""
         rows = self._rows_of_step(rows or range(self.count))
