@@ -1,7 +1,5 @@
-"""Arrays on the host: the contract's dtypes in NumPy and ONNX Runtime, and zeros that take no memory yet.
-
-NumPy and the standard library only: the runtime and the exporters read the same table.
-"""
+"""Arrays on the host: the contract's dtypes in NumPy and ONNX Runtime, and zeros that take no memory yet. NumPy and the
+standard library only: the runtime and the exporters read the same table."""
 
 from __future__ import annotations
 
@@ -17,13 +15,8 @@ _OWN_MAPPING_FROM: Final = 1 << 22  # bytes; from here on NumPy asks for huge pa
 
 
 class Dtype(NamedTuple):
-    """A dtype of the contract.
-
-    Attributes:
-        onnx: the number of TensorProto.DataType.
-        onnxruntime: the type of a session's input or output.
-        numpy: the type of its elements; for bfloat16, missing in NumPy, an integer of the same bits.
-    """
+    """A dtype of the contract. onnx: the number of TensorProto.DataType. onnxruntime: the type of a session's input or
+    output. numpy: the type of its elements; for bfloat16, missing in NumPy, an integer of the same bits."""
 
     onnx: int
     onnxruntime: str

@@ -193,7 +193,7 @@ class AdapterTarget:
 
 
 def kind_of(path: str) -> str:
-    """The last part of a layer's path, "q_proj"; the layers of a kind have as many ranks."""
+    """The last part of a layer's path, "q_proj"; all layers of a kind have the same number of ranks."""
     return path.rpartition(".")[2]
 
 
@@ -252,7 +252,7 @@ class Interface:
         key_values: an entry for each attention layer, in layer order.
         dtype: of the model, from MODEL_DTYPES.
         kv_cache_dtype: of keys and values, from KV_CACHE_DTYPES; by default the model's.
-        captured: the decode graph has no control flow, so that a device can capture and replay it, and has the input
+        captured: a device can capture and replay the decode graph: it has no control flow, but the input
             `searched_rows`.
         recurrent: an entry for each state of a recurrent or convolutional layer, in layer order.
         adapters: the layers that LoRA adapters may change; none without `features.max_loras`.

@@ -1,8 +1,7 @@
 """The decode contract in code: every input, state and output of the graphs, with dtype and named axes.
 
 The exporter, the runtime, the manifest, `qsample inspect`, the docs and the tests read names, dtypes and shapes from
-here and spell none themselves; `interface.py` makes the graphs' interfaces of them. `docs/contract.md` gives the exact
-semantics of one step.
+here and spell none themselves. `docs/contract.md` gives the exact semantics of one step.
 """
 
 from __future__ import annotations

@@ -27,12 +27,11 @@ def put_in_place(scratch: ScratchFolder, target: Path, check: Callable[[Path], N
 
     A folder that it replaces goes with the scratch folder. A plain rename of a folder never deletes anything: POSIX
     lets it replace an empty folder and nothing else, Windows nothing at all. Of two writers, one gets the name. A
-    package is replaced by exchanging the two names. If the file system cannot do that, the name is missing between two
-    renames.
+    package is replaced by exchanging the two names; if the file system cannot, the name is missing between two renames.
 
     `check` raises PackageError if the file or folder at a path has to stay. It gets `target` if something is there, and
-    the replaced folder once more, out of reach of other programs; it goes back if it is refused. A refusal by the
-    system is a PackageError, too.
+    the replaced folder once more, out of reach of other programs; it goes back if it is refused. PackageError is also
+    raised if the system refuses.
     """
     try:
         while True:
@@ -146,10 +145,7 @@ def flush(path: Path) -> None:
 @contextmanager
 def file_aside(target: Path) -> Iterator[Path]:
     """A free name next to `target` for a file that replaces it when the body ends; it is deleted if the body raises.
-
-    Raises:
-        OSError: If the system refuses.
-    """
+    Raises OSError if the system refuses."""
     aside = target.with_name(f".qsample-{os.getpid()}.part")
     try:
         yield aside

@@ -3,7 +3,7 @@
 A scratch folder is called `.qsample-` and sixteen random hexadecimal digits. Its process holds a lock on the file
 `owner` in it, and the file names the machine. A killed process leaves both. The next process that makes a scratch
 folder in the same place removes the folders of the same user whose lock is free, if their process ran on this machine.
-Another may not see locks on a network file system, and some file systems have none: such a folder goes after a week.
+A network file system may not show locks to other machines, and some have none: such a folder goes after a week.
 """
 
 from __future__ import annotations

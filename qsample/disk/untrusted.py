@@ -105,7 +105,7 @@ def read_json(path: Path, largest: int = LARGEST_FILE, *, infinities: bool = Fal
 
 
 def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
-    """The text of a UTF-8 file. Raises OSError if it cannot be read, ValueError if it is no plain file, larger than
+    """The text of a UTF-8 file. Raises OSError if it cannot be read, ValueError if it is not a plain file, larger than
     `largest` bytes, or not UTF-8."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ValueError("it is not a plain file")

@@ -25,14 +25,10 @@ WITHOUT_ADDRESSES: Final = ("webgpu",)  # devices whose memory is a handle
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory of a tensor, or of some rows of it, that graphs are bound to by its address.
-
-    This class is a device's memory: small graphs copy rows there. `HostBuffer` is NumPy's, `Handle` has no address. An
-    array of bfloat16, missing in NumPy, has uint16 of the same bits.
-
-    `owner` keeps the memory alive; `dtype` is the contract's name; `shape` is the tensor's or the rows'; `address` is
-    the first number's, in bytes; `device` is "cpu", "cuda" or "webgpu".
-    """
+    """Memory of a tensor, or of some rows of it, that graphs are bound to by its address. This class is a device's
+    memory: small graphs copy rows there. `HostBuffer` is NumPy's, `Handle` has no address. An array of bfloat16,
+    missing in NumPy, has uint16 of the same bits. `owner` keeps the memory alive; `dtype` is the contract's name;
+    `address` is the first number's, in bytes; `device` is "cpu", "cuda" or "webgpu"."""
 
     owner: ort.OrtValue
     dtype: str
@@ -279,12 +275,10 @@ def _on_host(value: ort.OrtValue, dtype: str) -> Array:
 
 
 class RetainedState:
-    """The state of every row between calls.
-
-    In place, a graph writes a state's next value into the buffer that it read. A state that takes turns has two
-    buffers: a graph reads one `side` and writes the other, and `flip` swaps them after a run, so that the newest values
-    can be copied while the next run writes. Or a run over some rows writes them in place, and nothing is swapped.
-    """
+    """The state of every row between calls. In place, a graph writes a state's next value into the buffer that it read.
+    A state that takes turns has two buffers: a graph reads one `side` and writes the other, and `flip` swaps them after
+    a run, so that the newest values can be copied while the next run writes. Or a run over some rows writes them in
+    place, and nothing is swapped."""
 
     def __init__(self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]) -> None:
         """Allocate zeros. specs: each state and its device. turns: names of the states with two buffers."""

@@ -1,8 +1,5 @@
-"""The kinds of products and attentions in an ONNX file, for `ort.rounding`; without the package onnx.
-
-A kind is what decides on an operator's kernel: its attributes, the dtypes and shapes of its weights. A model of many
-layers has a handful.
-"""
+"""The kinds of products and attentions in an ONNX file, for `ort.rounding`; without the package onnx. A kind is what
+decides on an operator's kernel: its attributes, the dtypes and shapes of its weights. Many layers share few kinds."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ TOKENS: Final = 12  # of a row in a small attention
 ONNX_TYPES: Final = {name: dtype.onnx for name, dtype in DTYPES.items()} | {"uint8": 2}
 _NAMES: Final = {number: name for name, number in ONNX_TYPES.items()}
 _FLOATS: Final = ("float32", "float16")
-# MLAS shares the outputs of a product among threads in multiples of _ALIGNED, so that the last columns of a small
-# product are as many as those of the whole product.
+# MLAS shares the outputs of a product among threads in multiples of _ALIGNED: a small product keeps the remainder.
 _ALIGNED: Final = 16
 _HIDDEN: Final = 256  # units of small experts
 _GIVEN: Final = 64  # inputs of products with an adapter, whose sizes the graph does not tell
@@ -38,12 +34,10 @@ _FOLDED: Final = ("Cast", "Transpose")
 
 
 class Product(NamedTuple):
-    """A kind of product, by an operator of ONNX or com.microsoft.
-
-    `dtype` is the activations'; all dtypes have the contract's names. `shapes` and `dtypes` are the other operands',
-    with few outputs and experts; a missing operand has shape (). `attributes` are AttributeProtos. `cast`: the weights
-    are stored in float16. `given`: the weights are an input of the graph.
-    """
+    """A kind of product, by an operator of ONNX or com.microsoft. `dtype` is the activations'; all dtypes have the
+    contract's names. `shapes` and `dtypes` are the other operands', with few outputs and experts; a missing operand has
+    shape (). `attributes` are AttributeProtos. `cast`: the weights are stored in float16. `given`: the weights are an
+    input of the graph."""
 
     operator: str
     dtype: str

@@ -20,12 +20,12 @@ NO_PREPACKING: Final = {"session.disable_prepacking": "1"}
 # Threads that wait for work leave the processors to other threads.
 NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0"}
 
-_VARIABLE: Final = "ORT_INTRA_OP_NUM_THREADS"  # ONNX Runtime's own; 0 = as if it was not set
+_VARIABLE: Final = "ORT_INTRA_OP_NUM_THREADS"  # of ONNX Runtime; 0: as if it was not set
 _CPUS: Final = Path("/sys/devices/system/cpu")
 _DEVICES: Final = Path("/sys/devices")
 _OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_SHARES_OF_HYBRIDS: Final = 4  # on processors with cores of two kinds, ONNX Runtime cuts work into so many a thread
+_SHARES_OF_HYBRIDS: Final = 4  # parts of an operator for a thread, on processors with cores of two kinds
 
 
 def _texts(name: str, given: Any) -> dict[str, str]:

@@ -1,5 +1,4 @@
-"""Execution providers: their names, whether this installation has them, what the manifest of a package may ask of them,
-and sessions that run on them.
+"""Execution providers: their names, their presence here, what a package's manifest may ask of them, and their sessions.
 
 Some are part of ONNX Runtime. Others are plugins: libraries of separate packages; they have to be registered first
 (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries). `PROVIDERS` has what qsample knows of each.
@@ -34,15 +33,10 @@ TARGETS: Final = "qsample.targets"  # the group of entry points of installed com
 
 
 class Provider(NamedTuple):
-    """What qsample knows of an execution provider.
-
-    Attributes:
-        install: advice on its installation.
-        options: precision and the options that compile's targets write, each with a pattern of its whole value: a
-            manifest may set them. None: no manifest may name the provider.
-        memory: the device of a session's buffers.
-        fallbacks: providers before the CPU's for the nodes that it leaves over.
-    """
+    """What qsample knows of an execution provider. install: advice on its installation. options: precision and the
+    options that compile's targets write, each with a pattern of its whole value: a manifest may set them; None: no
+    manifest may name the provider. memory: the device of a session's buffers. fallbacks: providers before the CPU's for
+    the nodes that it leaves over."""
 
     install: str = ""
     options: Mapping[str, str] | None = None
@@ -157,11 +151,9 @@ def _install_advice(provider: str) -> str:
 
 def check_manifest_options(package: Package, provider: object, chosen: Mapping[str, str]) -> None:
     """Raise PackageError if the manifest of a device package names a provider or an option that a package may not: a
-    manifest may come from anybody, and some options of a provider load libraries or write files.
-
-    An installed compile target (entry point group `qsample.targets`) may have every option that it writes. The caller's
-    `provider`, by short name or in a list, and options `chosen`, used in place of the manifest's, are allowed.
-    """
+    manifest may come from anybody, and some options of a provider load libraries or write files. An installed compile
+    target (entry point group `qsample.targets`) may have every option that it writes. The caller's `provider`, by short
+    name or in a list, and options `chosen`, used in place of the manifest's, are allowed."""
     compilation = package.manifest.compilation
     if compilation is None:
         return

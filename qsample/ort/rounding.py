@@ -30,7 +30,7 @@ _COUNTS: Final = (*range(1, 10), 13, 16, 37)
 _ROWS: Final = 40
 _COLUMNS: Final = 128  # outputs of a small product, for each thread: with fewer, MLAS cuts the inputs otherwise
 _PERIOD: Final = 65537  # random numbers, of which larger tensors repeat them
-_HASHED: Final = 16  # columns: how many others there are depends on the number of threads
+_HASHED: Final = 16  # columns; the number of the rest depends on the number of threads
 _SEVERAL: Final = ((3, 1, 5, 2, 1), (1, 8, 3))  # tokens that a small attention reads at once
 _CONTRIB: Final = ("FusedMatMul", "MatMulNBits", *EXPERTS)
 
@@ -102,7 +102,7 @@ def measured(path: Path, threads: int | None = None, config: Mapping[str, str] |
         raise PackageError(f"{path} is not an ONNX file: {error}; export the package again") from error
     try:
         return _measured(kernels, threads, tuple(sorted((config or {}).items())))
-    except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
+    except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
         # Of a form that no exporter here writes. An even number of rows suits every kernel that is known.
         even = _CANDIDATES[-1]
         return Rounding(even, even, even, unknown=(f"its products cannot be measured ({error!s:.200})",))
@@ -162,7 +162,7 @@ def _small_graph(products: Iterable[Product]) -> tuple[bytes, dict[str, Array]]:
         return np.ascontiguousarray(made.T if transposed else made).astype(dtype, copy=False)
 
     for index, product in enumerate(products):
-        # The rows of products with as many inputs are the same.
+        # The rows of products with the same number of inputs are the same.
         names = [f"rows_{product.inputs}_{product.dtype}"]
         if names[0] not in feeds:
             feeds[names[0]] = 50 * numbers((_ROWS, product.inputs), product.dtype)

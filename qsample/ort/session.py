@@ -54,8 +54,7 @@ class Sessions:
         replays: None if the decoder's runs are not captured and replayed.
         tokens_per_call: S, if the decoder has it fixed.
         joins_prompts: a run can read the first tokens of several rows.
-        ragged: a run takes any number of tokens of each row behind any earlier ones, and each row gets the last bits
-            that it gets alone.
+        ragged: a run takes any number of each row's tokens behind earlier ones, with the last bits of the row alone.
         step_rows: the numbers of adjacent rows that a decode step can be over; None if it is over the whole batch.
         adapter_rows: the same of rows with LoRA adapters.
         batch_rows: the numbers of rows of a batch, idle ones included, that its products round alike.
@@ -102,11 +101,9 @@ def open_sessions(
     """Load the graphs of a package, checked against its manifest.
 
     `provider` is a short name (see `execution_providers`) or ONNX Runtime's provider names in order of preference; by
-    default the provider that a device package was compiled for, otherwise "cpu". With `logits`, the decoder returns its
-    logits as well (`with_logits`).
-
-    Raises QsampleError if the provider does not exist here or the package was compiled for another, PackageError if a
-    graph does not have the interface that the manifest promises.
+    default the provider that a device package was compiled for, otherwise "cpu". `logits`: see `with_logits`. Raises
+    QsampleError if the provider does not exist here or the package was compiled for another, PackageError if a graph
+    does not have the interface that the manifest promises.
     """
     options = options or SessionOptions()
     providers = _providers(package, provider)
@@ -281,7 +278,7 @@ def _load(
         return open_session(graph, native, providers, _options_of(package, name, options, providers))
     except QsampleError:
         raise
-    except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
+    except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
         hint = _made_by_newer(package)
         raise PackageError(f"ONNX Runtime cannot load {package.path / name}: {error}{hint}") from error
 

@@ -1,4 +1,4 @@
-"""Graphs of a few nodes, made without the package onnx, which the runtime lacks; field numbers are onnx.proto's."""
+"""Graphs of a few nodes, made without the package onnx: the runtime does not need it. The fields are onnx.proto's."""
 
 from __future__ import annotations
 

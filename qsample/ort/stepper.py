@@ -33,12 +33,9 @@ class Stepper:
     def __init__(
         self, sessions: Sessions, rows: int, capacity: int, *, captured: bool = False, logits: bool = False
     ) -> None:
-        """Allocate the memory of at least one row, with capacity T.
-
-        With `captured`, runs are captured and replayed if the package is made for that. A capture runs the graph
-        several times over the same inputs, so a cache that may not be written twice is not updated in place. `logits`:
-        `sessions` were opened with the logits among the outputs.
-        """
+        """Allocate the memory of at least one row, with capacity T. With `captured`, runs are captured and replayed if
+        the package is made for that. A capture runs the graph several times over the same inputs, so a cache that may
+        not be written twice is not updated in place. `logits`: `sessions` were opened with them among the outputs."""
         interface, self._sessions = sessions.interface, sessions
         self._graph_spec = spec = with_logits(interface.decoder) if logits else interface.decoder
         self._sizes = {**interface.sizes, BATCH: rows, SEQUENCE: 1, CAPACITY: capacity, SEARCHED: rows}

@@ -33,13 +33,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take the
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Special tokens.
-
-    Attributes:
-        pad: the content of `next_ids` for a row that emitted nothing.
-        bos: the first token of a text.
-        eos: ids that end a row by default.
-    """
+    """Special tokens: `pad` is the content of `next_ids` for a row that emitted nothing, `bos` the first token of a
+    text; `eos` end a row by default."""
 
     pad: int
     bos: int | None
@@ -103,8 +98,7 @@ class Manifest:
         parity: figures of the export's comparison with the original model.
         compilation: device packages only.
         files: name → entry; filled in by the writer.
-        packed_weights: of a checkpoint that was quantized already: the number of quantized matrices, their bits, block
-            sizes and bytes.
+        packed_weights: of a checkpoint that was quantized already: matrices quantized, their bits, block sizes, bytes.
         timing: the stages before the publishing, because publishing ends with this manifest; empty if not measured.
     """
 

@@ -1,7 +1,5 @@
-"""Packages on the disk: written atomically, read back verified.
-
-A package is a folder with `qsample.json`, the manifest: it lists every other file with its size and sha256.
-"""
+"""Packages on the disk: written atomically, read back verified. A package is a folder with `qsample.json`, the
+manifest: it lists every other file with its size and sha256."""
 
 from __future__ import annotations
 
@@ -167,8 +165,7 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
     that is checked once more when the body has ended. If the file system can do it in one step (`disk.replace`
     describes the rest), the old package or the new package is at `path` at any time, even after a crash.
 
-    The disk must have `required_bytes` free, an estimate of the package's size. Raises PackageError if `path` cannot be
-    written, or the disk is full.
+    Raises PackageError if `path` cannot be written, or the disk is full: `required_bytes`, an estimate, must be free.
 
     >>> with write_package("exported") as writer:
     ...     (writer.directory / "decoder.onnx").write_bytes(graph)
@@ -188,7 +185,7 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
 
 def read_package(path: str | Path, verify: bool = True) -> Package:
     """Open the package at `path`. `verify` compares every file's sha256, not only presence and sizes. Raises
-    PackageError, which names the file, if the package is not intact."""
+    PackageError, with the file's name, if the package is not intact."""
     return use_package(path, lambda package: package, verify=verify)
 
 

@@ -1,7 +1,7 @@
 """Step 2 of the contract: masks, biases, bans and penalties on the logits.
 
 Every mask is added, never written over: -inf + NaN and -inf + inf are NaN, so an invalid logit stays visible to the
-validity check that follows.
+later validity check.
 
 DRY, no_repeat_ngram_size and bad_words_ids compare a row's tokens so far with the end of the row: m(i), for each
 position i before the last, is how many tokens up to i are those up to the end. A repetition of length m(i) would go on
@@ -47,7 +47,7 @@ def adjusted_logits(call: Call) -> Tensor:
         tokens = call.row_tokens()
         past = Past(tokens, minimum(call.total.unsqueeze().to(INT64), call.capacity))
         logits = _forbid(call, logits, past)
-    # A single scatter for stops and penalties: if the logits are in a buffer of the graph's own, it is in place.
+    # A single scatter for stops and penalties: if the logits are in a buffer of the graph, it is in place.
     logits = logits.scatter(*_block_and_penalize(call, logits))
     return logits if past is None else _dry(call, logits, past)
 
@@ -183,7 +183,7 @@ class Past:
         """m(i), [B, h] float32: 0 from the newest token on, at most `longest` [B, 1] int64, up to LONGEST_MATCH."""
         end, there = self.end(LONGEST_MATCH)
         wanted = there & (indices(LONGEST_MATCH) < longest)
-        # [B, h, LONGEST_MATCH]: the token that many before each position; before the first position, none.
+        # [B, h, LONGEST_MATCH]: the tokens up to each position, the newest first; before the first position, none.
         places = self.positions.unsqueeze() - indices(LONGEST_MATCH)
         shape = op("Concat", op("Shape", self.tokens), [LONGEST_MATCH], axis=0)
         flat = op("Expand", maximum(places, 0), shape).reshape(0, -1)

@@ -52,12 +52,9 @@ def split(logits: Tensor, vocab: int, block: int) -> Blocks:
 
 
 def is_valid(blocks: Blocks, largest: Tensor) -> Tensor:
-    """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool.
-
-    A sum is NaN if any term is; ONNX Runtime's ReduceMax drops NaN. If the largest is infinite, so is the sum, with the
-    same sign, and their difference is NaN. (A sum that overflows is infinite and not NaN, unless logits beyond 2**110
-    of either sign are in the same row.)
-    """
+    """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool. A sum is NaN if any term is; ONNX
+    Runtime's ReduceMax drops NaN. If the largest is infinite, so is the sum, with the same sign, and their difference
+    is NaN. A sum that overflows is infinite and not NaN, unless logits beyond 2**110 of either sign are in the row."""
     difference = block_sums(blocks.values).sum(keep=False) - largest
     return difference.equals(difference)
 

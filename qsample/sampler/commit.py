@@ -59,11 +59,9 @@ def _writes(
     call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The scatter into `tokens`, with the arguments of `next_tokens` (new: None if no row is new): positions int64 and
-    tokens int32, [B, S + n], or [B, S + n + T] with new rows.
-
-    It writes this call's inputs, sampled tokens, and into a new row's tail its first token; at once, so that `tokens`
-    may be updated in place. Columns with nothing to record write the row's first token to position 0, where it is.
-    """
+    tokens int32, [B, S + n], or [B, S + n + T] with new rows. It writes this call's inputs, sampled tokens, and into a
+    new row's tail its first token; at once, so that `tokens` may be updated in place. Columns with nothing to record
+    write the row's first token to position 0, where it is."""
     tokens, ids = call["tokens"], call["input_ids"]
     start, after = call.start.unsqueeze(), lengths.unsqueeze()
     begins = None if new is None else new.unsqueeze()
@@ -140,12 +138,10 @@ def normalizer(split: Blocks) -> Normalizer:
 
 
 def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: Tensor) -> Tensor:
-    """The model's log-probability of each row's token, [B, 1] float32; 0 for a row that emitted nothing.
-
-    It is of the logits as they came, before masks, biases, penalties, temperature and filters, as vLLM reports by
-    default (`logprobs_mode="raw_logprobs"`): it scores a text independently of how it was sampled. `probs` is the
-    distribution that was sampled from.
-    """
+    """The model's log-probability of each row's token, [B, 1] float32; 0 for a row that emitted nothing. It is of the
+    logits as they came, before masks, biases, penalties, temperature and filters, as vLLM reports by default
+    (`logprobs_mode="raw_logprobs"`): it scores a text independently of how it was sampled. `probs` is the distribution
+    that was sampled from."""
     return where(emitted, normalizer.log_softmax(logits.gather(next_ids)), 0.0)
 
 

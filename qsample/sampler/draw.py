@@ -35,14 +35,9 @@ from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, lo
 
 
 class Draw(NamedTuple):
-    """The results of a step's draw for each row.
-
-    Attributes:
-        token: [B, 1] int64, 0 in rows that emit none.
-        emitted, random: [B] bool; random rows drew their token.
-        probs: [B, V] float32, the distribution of random rows; None unless it is an output.
-        surprise: [B, 1] float32, -log2 of the drawn token's probability; None without Mirostat.
-    """
+    """The results of a step's draw for each row. token: [B, 1] int64, 0 in rows that emit none. emitted, random: [B]
+    bool; random rows drew their token. probs: [B, V] float32, the distribution of random rows; None unless it is an
+    output. surprise: [B, 1] float32, -log2 of the drawn token's probability; None without Mirostat."""
 
     token: Tensor
     emitted: Tensor

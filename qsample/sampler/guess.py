@@ -5,8 +5,7 @@ the sampler draws, too. They are the host's `draft_ids`, or what followed when t
 before (prompt lookup; Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
 
 A wrong guess costs time. So the number of guesses is the number that is likely to pay: the more, the longer the match
-and the more often lookup would have been right at the row's last places. Each step looks at these anew: nothing is
-kept.
+and the more often lookup would have been right at the row's last places, as each step judges anew.
 
 After the model, each place at which a token may be drawn is a row of the sampler, the same sampler as in other
 packages: it gets the row's parameters and states, the guesses before the place as inputs, and counts that include them.
@@ -96,7 +95,7 @@ _JUDGED: Final = 7  # places before the newest token at which lookup is judged
 # Steps of one token that a further token costs with 1, 2, 3, 4 and more rows that guess: the model reads its weights
 # once for all tokens, but computes for each (docs/benchmarks/speculation.md).
 _COSTS: Final = (0.3, 0.4, 0.5, 0.6)
-_END: Final = 2**31 - 1  # of an axis, whatever its size
+_END: Final = 2**31 - 1  # of an axis of any size
 
 
 def drafter_spec(interface: Interface, *, packed: bool) -> GraphSpec:
@@ -112,8 +111,7 @@ def drafter_spec(interface: Interface, *, packed: bool) -> GraphSpec:
 
 
 def build_drafter(interface: Interface, *, packed: bool) -> ir.Model:
-    """The graph before the model, with the inputs and outputs of `drafter_spec`; `num_speculative_tokens`, G, is above
-    0.
+    """The graph before the model, by `drafter_spec`, with `num_speculative_tokens`, G, above 0.
 
     packed: the model reads the tokens of all rows one after the other, without padding; the last is repeated if their
     number is not a multiple of ROW_MULTIPLE, and so is the last place of a draw, of which the head sees the hidden
@@ -224,12 +222,10 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
 
 
 def _looked_up(inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, most: int) -> Tensors:
-    """Guesses [B, G] int64, and how many of each row are worth their time: [B] int32. For steps of one token.
-
-    A text is compared with the last tokens of the row, in windows of 2, then 4, then 8 tokens: each is made of two
-    windows of half its size. Of the longest matches, the newest counts. What follows it is guessed, and if that ends,
-    is repeated from there. The same is done for the places before the newest token, to judge the guesses.
-    """
+    """Guesses [B, G] int64, and how many of each row are worth their time: [B] int32. For steps of one token. A text is
+    compared with the last tokens of the row, in windows of 2, then 4, then 8 tokens: each is made of two windows of
+    half its size. Of the longest matches, the newest counts. What follows it is guessed, and if that ends, is repeated
+    from there. The same is done for the places before the newest token, to judge the guesses."""
     lengths = inputs["lengths"].to(INT64)
     used = lengths.max(keep=False) + 1
     at = count_up(used.reshape(1) + _LEVELS[-1])  # [P]: windows begin at each place of the text

@@ -36,8 +36,8 @@ _DIGITS: Final = 8  # of a word
 _GROUP: Final = 5  # digits that one fraction covers
 # The multipliers' digits, lowest first. Some are negative: with all of them 0 to 15, fractions would have 27 bits.
 _MULTIPLIER_DIGITS: Final = ((3, 5, -1, 2, 1, 5, 2, -3, 1), (-9, 6, -3, 9, -2, -6, -2, -3, 1))
-# A row between rounds has the digits of c0 and c2, which are multiplied; the same again, since a coefficient takes two
-# elements of 11 bits; and the digits of c1 and c3.
+# A row between rounds has the digits of c0 and c2, the factors; the same again, since a coefficient takes two elements
+# of 11 bits; and the digits of c1 and c3.
 _AGAIN: Final = 2 * _DIGITS
 _OTHERS: Final = 4 * _DIGITS
 _STATE: Final = 6 * _DIGITS

@@ -36,12 +36,8 @@ _ROUNDS_TO_8_BITS = 1.5 * 2.0**15  # added to a number below 1 and taken off aga
 
 
 class Pool(ABC):
-    """Tokens to draw from, less the tokens that filters took away.
-
-    Attributes:
-        x: float32, l - max of each token, at most 0.
-        logs: float32, the logarithm of each token's weight, whether a filter took it away or not.
-    """
+    """Tokens to draw from, less the tokens that filters took away. x: float32, l - max of each token, at most 0. logs:
+    float32, the logarithm of each token's weight, whether a filter took it away or not."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = self.logs = x
@@ -240,12 +236,10 @@ class Vocabulary(Pool):
         )
 
     def draw(self, uniform: Tensor) -> Tensor:
-        """In two levels: a block, then a token of that block.
-
-        u times the total needs more than the 24 bits of a float32. So block sums are split into a high part, whose sums
-        are exact in any order, and a low part; u is split into its first 8 bits and the other 16. The difference
-        between u times the total and the blocks before each is then off by about 2e-10 of the total.
-        """
+        """In two levels: a block, then a token of that block. u times the total needs more than the 24 bits of a
+        float32. So block sums are split into a high part, whose sums are exact in any order, and a low part; u is split
+        into its first 8 bits and the other 16. The difference between u times the total and the blocks before each is
+        then off by about 2e-10 of the total."""
         high, low = _split(blocks.aligned(blocks.block_sums(self.weights)))
         u = minimum(uniform, _LARGEST_UNIFORM)
         u_high = (u + _ROUNDS_TO_8_BITS) - _ROUNDS_TO_8_BITS

@@ -102,13 +102,9 @@ def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
 
 
 class _Bracket:
-    """Keys [B, 1, n, C] float32, their weights (of that shape; None: 1 each), and the interval of the threshold.
-
-    Attributes:
-        low, high: [B, 1] float32; the threshold is above `low` and at most `high`.
-        at_low, at_high: [B, 1] float32, the excess of all keys, at least 0, and of none, below 0. The excess is by how
-            much the keys above a number weigh more than is wanted.
-    """
+    """Keys [B, 1, n, C] float32, their weights (of that shape; None: 1 each), and the interval of the threshold, [B, 1]
+    float32: it is above `low` and at most `high`. at_low, at_high: the excess of all keys, at least 0, and of none,
+    below 0. The excess is by how much the keys above a number weigh more than is wanted."""
 
     def __init__(
         self, keys: Tensor, weights: Tensor | None, wanted: Tensor, low: Tensor, high: Tensor, at_low: Tensor

@@ -3,8 +3,8 @@
     with building(graph):
         weights = exp((logits - maximum) * inverse)
 
-A thin layer over onnxscript's `GraphBuilder`: it promotes constants and infers types and shapes. Numbers are promoted
-to the type of the tensor next to them.
+A thin layer over onnxscript's `GraphBuilder`: it promotes numbers to the type of the tensor next to them, and infers
+types and shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnxscript import GraphBuilder
 
 FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
 
-_END = 2**31 - 1  # of an axis, whatever its size
+_END = 2**31 - 1  # of an axis of any size
 
 Operand: TypeAlias = "Tensor | float"
 Tensors: TypeAlias = "tuple[Tensor, ...]"

@@ -1,10 +1,9 @@
 """Attention over retained buffers: GroupQueryAttention, or a masked product if that operator does not fit.
 
-This takes a model that uses transformers' attention interface
-(https://huggingface.co/docs/transformers/attention_interface). Any other model keeps its attention, and its cache hands
+This takes a model that uses transformers' attention interface. Any other model keeps its attention, and its cache hands
 it the buffers. A mask of transformers is a function of (batch, head, query position, key position). It holds for
 buffers as it does for a growing cache: `MaskRule`.
-
+https://huggingface.co/docs/transformers/attention_interface
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
 """
 

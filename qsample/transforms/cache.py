@@ -1,8 +1,5 @@
 """The retained key-value cache as transformers sees it: buffers of fixed capacity in place of a growing cache.
-
-`PassThroughLayer` hands new keys and values straight through, for attention that writes into the buffers itself.
-`BufferedLayer` writes them into the buffers and returns those, for attention that reads what the cache returns.
-"""
+Attention writes into them itself (`PassThroughLayer`), or reads what the cache returns (`BufferedLayer`)."""
 
 from __future__ import annotations
 

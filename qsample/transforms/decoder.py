@@ -1,8 +1,5 @@
-"""The module that the model's part of the decode graph is traced from: token ids in, logits out.
-
-`apply_transforms` prepares a Hugging Face causal LM in place, `state_shapes` reads off a run of two tokens which states
-it keeps, and `Decoder` runs it over these.
-"""
+"""The module that the model's part of the decode graph is traced from: token ids in, logits out. `apply_transforms`
+prepares a Hugging Face causal LM, and `state_shapes` reads its states off a run of two tokens."""
 
 from __future__ import annotations
 
@@ -291,12 +288,10 @@ class Decoder(nn.Module):
 
 
 def _total_length(batch: int, length: int, capacity: int, lengths: Tensor) -> Tensor:
-    """GroupQueryAttention's total_sequence_length, scalar int32.
-
-    The operator accepts a batch of prompts only as a first prefill, total == S; a single row, or a token a row, if it
-    is the capacity. For later pieces of several rows it is more than S, and the operator refuses them: it would read
-    them as first pieces, over the beginnings of the rows.
-    """
+    """GroupQueryAttention's total_sequence_length, scalar int32. The operator accepts a batch of prompts only as a
+    first prefill, total == S; a single row, or a token a row, if it is the capacity. For later pieces of several rows
+    it is more than S, and the operator refuses them: it would read them as first pieces, over the beginnings of the
+    rows."""
     any_position = torch.logical_or(torch.scalar_tensor(batch) == 1, torch.scalar_tensor(length) == 1)
     longest = torch.scalar_tensor(length) + lengths.max()
     return torch.where(any_position, torch.scalar_tensor(capacity), longest).to(torch.int32)

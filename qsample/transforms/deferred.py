@@ -34,13 +34,9 @@ _placeholders: dict[int, Deferred] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deferred:
-    """The meaning of a placeholder.
-
-    Attributes:
-        stored: computes its numbers, contiguous, in a dtype that holds them exactly: `dtype`.
-        place: of the same numbers in files, in that dtype: any object of the placeholder's maker, or `Joined` of such
-            objects; None: in no file.
-    """
+    """The meaning of a placeholder. stored: computes its numbers, contiguous, in a `dtype` that holds them exactly.
+    place: of the same numbers in files, in that dtype: any object of the placeholder's maker, or `Joined` of such
+    objects; None: in no file."""
 
     stored: Callable[[], Tensor]
     dtype: torch.dtype

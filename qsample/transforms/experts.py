@@ -101,10 +101,9 @@ class ExpertWeights:
     The first axis may be merged with the second, and may have more experts that are never chosen.
 
     Attributes:
-        gate: [count, 2 * I, H] with up in it, as `activation` says; [count, I, H] if `up` is apart.
+        gate, up: [count, I, H] each; or gate is [count, 2 * I, H] with up in it, as `activation` says.
         down: [count, H, I].
         gate_bias, down_bias: [count, 2 * I] and [count, H].
-        up: [count, I, H].
         gate_transposed, down_transposed: the last two axes of gate and up, or of down, are swapped.
     """
 
@@ -210,7 +209,7 @@ def replace_own_experts(model: PreTrainedModel) -> None:
 
 
 def _run_own(kind: _Kind, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward; in a trace the operator, if it has the experts' activation."""
+    """The class's forward; in a trace the operator, if it has the experts' activation."""
     if getattr(module, ACTIVATION) is None or not torch.onnx.is_in_onnx_export():
         return type(module).forward(module, *args, **kwargs)
     return kind.forward(module, kind.weights(module, getattr(module, ACTIVATION)), *args, **kwargs)
@@ -274,14 +273,9 @@ def _jetmoe_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
 
 
 class _Kind(NamedTuple):
-    """A class of experts, by functions of its modules.
-
-    Attributes:
-        forward: in a trace; its first arguments are the module and its weights.
-        weights: the parameters, with their activation.
-        gate: the function that is applied to the gate.
-        size: the number of hidden units of an expert.
-    """
+    """A class of experts, by functions of its modules. forward: in a trace; its first arguments are the module and its
+    weights. weights: the parameters, with their activation. gate: the function that is applied to the gate. size: the
+    number of hidden units of an expert."""
 
     forward: Callable[..., Any]
     weights: Callable[[Any, SwiGLU], ExpertWeights]

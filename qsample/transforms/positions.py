@@ -85,10 +85,8 @@ def use_row_windows(model: PreTrainedModel, context: DecodeContext) -> None:
 
 
 def use_rope_of_capacity(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Let the capacity decide the frequencies of rotary embeddings that transformers chooses by the longest row.
-
-    With those, a row would depend on the rest and on how a prompt is cut, and its earlier keys would have other
-    frequencies.
+    """Let the capacity decide the frequencies of rotary embeddings that transformers chooses by the longest row: with
+    those, a row would depend on the rest and on how a prompt is cut, and its earlier keys would have other frequencies.
 
     LongRoPE (https://arxiv.org/abs/2402.13753) has two sets, the long frequencies from the first training context on. A
     cache that can hold more tokens than that is filled with them from the start. "dynamic" (NTK-aware scaling,
@@ -118,7 +116,7 @@ class _WithFrequencies:
 def _rotary_embedding(
     context: DecodeContext, module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:
-    """The class's own forward, in a decoder call with the frequencies of the capacity."""
+    """The class's forward, in a decoder call with the frequencies of the capacity."""
     own, layer = type(module).forward, {} if layer_type is None else {"layer_type": layer_type}
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if context.positions is None or not _is_chosen_by_length(kind):
@@ -150,7 +148,7 @@ def use_row_query_scales(model: PreTrainedModel, context: DecodeContext) -> None
 
 
 def _with_query_scales(context: DecodeContext, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward; in a decoder call it leaves the scales to the attention."""
+    """The class's forward; in a decoder call it leaves the scales to the attention."""
     own = type(module).forward
     if context.positions is None:
         return own(module, *args, **kwargs)

@@ -1,9 +1,8 @@
 """Layers that compute the same from different weights, and a trace in which one node stands for each repetition.
 
-`find_repeated_layers` compares weights by name, shape and dtype, and everything else that a layer's modules hold by
-value or identity. While `standing_in` is open, the first layer of each group runs between two markers. Another layer is
-a marker from hidden states to hidden states. Its retained states are no part of the trace: the next states of the first
-layer take their place. `exporters.repetition` puts copies of the first layer there.
+While `standing_in` is open, the first layer of each group runs between two markers. Another layer is a marker from
+hidden states to hidden states. Its retained states are no part of the trace: the next states of the first layer take
+their place. `exporters.repetition` puts copies of the first layer there.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ def find_repeated_layers(root: nn.Module, layers: DecoderLayers) -> list[Repeate
     """The groups of two or more equal layers in lists of `layers.count` modules of `root`.
 
     Equal layers have modules of the same classes, weights of the same names, shapes and dtypes, states of the same
-    shapes and dtypes, and the same attributes. Attributes of a few names may hold the layer's index. Objects that are
-    neither numbers nor collections are the same if they are one object. A layer that shares parameters with another
-    module is equal to none: it may choose among them by its index.
+    shapes and dtypes, and the same attributes, except that a few may hold the layer's index. Objects that are neither
+    numbers nor collections are the same if they are one object. A layer that shares parameters with another module is
+    equal to none: it may choose among them by its index.
     """
     groups = []
     for path, modules in _layer_lists(root, layers.count):
@@ -260,7 +259,7 @@ def _replaced(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None
 
 
 def _run_first(record: StandIns, group: int, index: int, own: Any, *args: Any, **kwargs: Any) -> Any:
-    """The layer's own forward, with its hidden states and retained states between two markers."""
+    """The layer's `own` forward, with its hidden states and retained states between two markers."""
     context = record.context
     values, layout = tree_flatten((args, kwargs))
     tensors = _places(values)
@@ -282,7 +281,7 @@ def _run_first(record: StandIns, group: int, index: int, own: Any, *args: Any, *
     if not tensors or written != _own(context, index):
         record.note(f"layer {index} returns no tensor, or writes the states {sorted(written)}")
         return result
-    output = tensors[0]  # others, such as attention weights, are those of this layer: nothing may read them
+    output = tensors[0]  # the rest, such as attention weights, is this layer's: nothing may read it
     after = _read(context, index, context.present, context.next_states)
     ended = _marker(LAYER_END, [results[output], *after], {GROUP: group})
     _assign(context, index, ended[1:], context.present, context.next_states)
@@ -291,7 +290,7 @@ def _run_first(record: StandIns, group: int, index: int, own: Any, *args: Any, *
 
 
 def _stand_in(record: StandIns, group: int, index: int, own: Any, *args: Any, **kwargs: Any) -> Any:
-    """The marker of a layer, in results like those of the first layer of its group."""
+    """The marker of a layer, in results like the results of the group's first layer."""
     context, call = record.context, record.first.get(group)
     values, layout = tree_flatten((args, kwargs))
     if call is None or not _is_like(values, layout, call):
