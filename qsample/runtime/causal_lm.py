@@ -437,8 +437,7 @@ def _fingerprint(package: Package) -> str:
 
 
 def _reopen(path: Path, wanted: str, arguments: Mapping[str, Any], generation_config: Mapping[str, Any]) -> CausalLM:
-    """A model from its pickle: `load` its package from `path` again, with the same arguments. Raises PackageError
-    unless a package with the fingerprint `wanted` is there."""
+    """`load` the package of a pickled model again. Raises PackageError unless its fingerprint is the `wanted` one."""
     try:
         package = read_package(path, verify=False)
     except PackageError as error:

@@ -25,7 +25,7 @@ class Prediction:
     def __init__(self, tokens: Array) -> None:
         """tokens: [n] int64."""
         self._tokens = tokens
-        self._place: int | None = 0  # of the next token among those expected; None = unknown
+        self._place: int | None = 0  # of the next token among those expected; None if unknown
         self._last = 0  # the last place that was known
         self._seen = 0  # tokens of the row
 
@@ -99,15 +99,16 @@ class Sequence:
         priority: the lowest number gets a slot first.
         max_time: seconds that an engine gives it.
         adapter: that its tokens are read and sampled with.
-        slot: None outside of the slots. The scheduler alone changes it and the next five.
+        slot: None outside of the slots. The scheduler changes it and the next five.
         adapter_place: the graph's number of its adapter; 0 = none.
         marked: the prompt, marked with its adapter.
-        reused, consumed: prompt tokens that need not be read again; prompt tokens in the cache.
+        reused, consumed: prompt tokens that need not be read again; prompt tokens in the cache. The decode loop makes
+            both 0 if a stored prefix is gone.
         issued: sampled tokens if the row still runs; the least, if it guesses tokens. The decode loop raises it.
-        admitted_at: when it got its slot, on `time.perf_counter`. The decode loop alone changes it and the next four.
+        admitted_at: when it got its slot, on `time.perf_counter`. The decode loop changes it and the next four.
         sampled, outputs: the tokens that were read, and each token's optional outputs by name, without a batch axis.
         drafts: how its guesses fared, as far as they were read.
-        status: the contract's, as the loop read it; or STOPPED at a stop string.
+        status: the contract's, as the loop read it; or STOPPED at a stop string, by `take`.
         max_length: the most tokens that it may have in the end, prompt included.
         reason: why it ended, if not because of the graph or a stop string.
     """

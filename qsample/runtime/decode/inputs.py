@@ -54,8 +54,7 @@ class ParameterRows:
         self.buffers = {name: Buffer.of(self._all_off(name), device) for name in self._specs}
 
     def set(self, row: int, parameters: Mapping[str, Array]) -> bool:
-        """Replace a row's value, or its values, [n] or [q, l], of each parameter. Returns whether a buffer was
-        replaced, because the widest row has become wider, or much narrower."""
+        """Replace a row's value, or [n] or [q, l] values, of each parameter. Returns whether a buffer was replaced."""
         self.searched.set(row, parameters)
         resized = False
         for name, values in parameters.items():
