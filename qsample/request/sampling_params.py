@@ -235,10 +235,10 @@ class SamplingParams:
     def from_generation_config(cls, config: Mapping[str, Any] | Any = None, **overrides: Any) -> SamplingParams:
         """The parameters of a model's generation_config, with `overrides` on top: fields of this class, or do_sample.
 
-        The defaults of a `config` (see `settings_of`) equal transformers': greedy unless do_sample is true, and top_k =
-        50 if it samples and top_k is not set. Keys that transformers does not know are ignored, too. An override of
-        None switches a field off. One of SAMPLING_FIELDS implies do_sample=True. A max_length or min_length beats a
-        max_new_tokens or min_new_tokens of the config.
+        The defaults of a `config` (a mapping, a path, or an object with `to_dict()`) equal transformers': greedy unless
+        do_sample is true, and top_k = 50 if it samples and top_k is not set. Keys that transformers does not know are
+        ignored, too. An override of None switches a field off. One of SAMPLING_FIELDS implies do_sample=True. A
+        max_length or min_length beats a max_new_tokens or min_new_tokens of the config.
 
         Raises ValueError for an unknown, contradictory or unsupported setting, and a value outside its range.
 

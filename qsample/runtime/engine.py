@@ -166,7 +166,8 @@ class Engine:
             allowed_tokens: as in `CausalLM.generate`, for a batch of this row. A function is called on the engine's
                 thread between two steps, so all requests wait for it. Its exceptions end this request alone. It must
                 not wait for the engine that calls it: RuntimeError.
-            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; by default without limit.
+            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; by default without limit; 0 =
+                not at all.
             priority: waiting requests with the lowest number get slots first, and of equals the earliest.
             cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`; False lets it go on.
 
