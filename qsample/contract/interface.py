@@ -89,9 +89,8 @@ class Features:
         top_logprobs: 0 switches it off.
         filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state.
         seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
-        num_speculative_tokens: G, the most tokens that a step may guess for a row and check (0: none, and no such
-            inputs); compile adds it.
-        max_loras: 0: none, and no such inputs.
+        num_speculative_tokens: G, the most tokens that a step may guess for a row and check; 0: none. compile adds it.
+        max_loras: 0 for none, and no such inputs.
         max_lora_rank: 0 without max_loras.
     """
 
@@ -252,8 +251,7 @@ class Interface:
         key_values: an entry for each attention layer, in layer order.
         dtype: of the model, from MODEL_DTYPES.
         kv_cache_dtype: of keys and values, from KV_CACHE_DTYPES; by default the model's.
-        captured: a device can capture and replay the decode graph: it has no control flow, but the input
-            `searched_rows`.
+        captured: the decode graph can be captured and replayed: it has no control flow, but an input `searched_rows`.
         recurrent: an entry for each state of a recurrent or convolutional layer, in layer order.
         adapters: the layers that LoRA adapters may change; none without `features.max_loras`.
     """

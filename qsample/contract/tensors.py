@@ -76,7 +76,7 @@ Axis = str | int
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One input, state or output: its name, dtype, axes and meaning. `off` is the value that switches a sampling
-    parameter off (None: not a parameter). `read_only` marks a state that no step changes, so it has no `_RetainedState`
+    parameter off (None: not a parameter). `read_only` marks a state that no step changes: it has no `_RetainedState`
     output."""
 
     name: str

@@ -49,9 +49,8 @@ def is_at(path: Path, file: FileIO) -> bool:
 
 @contextmanager
 def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Run the body in one process at a time. The processes lock the file at `path`. It is made if it is missing (or
-    OSError is raised), and stays: a process may wait for it. `waiting` is called once if another process runs the
-    body."""
+    """Run the body in one process at a time. The processes lock the file at `path`; it is made if it is missing (or
+    OSError is raised), and stays: a process may wait for it. `waiting` is called once if another process runs it."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
         if lock(file.fileno()) is False:

@@ -23,15 +23,14 @@ _UNSUPPORTED: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSU
 
 
 def put_in_place(scratch: ScratchFolder, target: Path, check: Callable[[Path], None]) -> None:
-    """Give the finished folder `scratch.new` the name `target` on its file system.
+    """Give the finished folder `scratch.new` the name `target` on its file system; PackageError if the system refuses.
 
     A folder that it replaces goes with the scratch folder. A plain rename of a folder never deletes anything: POSIX
     lets it replace an empty folder and nothing else, Windows nothing at all. Of two writers, one gets the name. A
     package is replaced by exchanging the two names; if the file system cannot, the name is missing between two renames.
 
     `check` raises PackageError if the file or folder at a path has to stay. It gets `target` if something is there, and
-    the replaced folder once more, out of reach of other programs; it goes back if it is refused. PackageError is also
-    raised if the system refuses.
+    the replaced folder once more, out of reach of other programs; it goes back if it is refused.
     """
     try:
         while True:

@@ -34,10 +34,10 @@ _FOLDED: Final = ("Cast", "Transpose")
 
 
 class Product(NamedTuple):
-    """A kind of product, by an operator of ONNX or com.microsoft. `dtype` is the activations'; all dtypes have the
+    """A kind of product, by an operator of ONNX or com.microsoft. `dtype` is the activations'; dtypes have the
     contract's names. `shapes` and `dtypes` are the other operands', with few outputs and experts; a missing operand has
-    shape (). `attributes` are AttributeProtos. `cast`: the weights are stored in float16. `given`: the weights are an
-    input of the graph."""
+    shape (). `attributes` are AttributeProtos. `cast`: weights are stored in float16. `given`: they are an input of the
+    graph."""
 
     operator: str
     dtype: str

@@ -129,8 +129,7 @@ class PackageWriter:
         self._known: dict[Path, tuple[Version | None, str]] = {}
 
     def put_aside(self) -> Path | None:
-        """Publish to a free name next to the unchanged target, and return it; None if the target itself is
-        temporary."""
+        """Publish to a free name next to the unchanged target, and return it; None if the target is temporary."""
         if outside_scratch(self.target) != self.target:
             return None
         names = (f"{self.target.name}.rejected{number or ''}" for number in itertools.count())

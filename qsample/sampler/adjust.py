@@ -1,7 +1,6 @@
 """Step 2 of the contract: masks, biases, bans and penalties on the logits.
 
-Every mask is added, never written over: -inf + NaN and -inf + inf are NaN, so an invalid logit stays visible to the
-later validity check.
+Every mask is added, never written over: -inf + NaN and -inf + inf are NaN, so the later check sees invalid logits.
 
 DRY, no_repeat_ngram_size and bad_words_ids compare a row's tokens so far with the end of the row: m(i), for each
 position i before the last, is how many tokens up to i are those up to the end. A repetition of length m(i) would go on
@@ -80,8 +79,7 @@ def _bytes_narrow(words: Tensor) -> Tensor:
 
 
 def _add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
-    """Add `bias` [B, N] float32 at `ids` [B, N] int32: ids outside [0, V) are padding, and biases of equal ids add
-    up."""
+    """Add `bias` [B, N] float32 at `ids` [B, N] int32: ids outside [0, V) are padding; equal ids add up."""
     valid = (ids >= 0) & (ids < vocab)
     return logits.scatter(where(valid, ids, 0).to(INT64), where(valid, bias, 0.0), reduction="add")
 

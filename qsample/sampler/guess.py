@@ -261,8 +261,8 @@ def _looked_up(inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, 
 
 
 def _worthwhile(most: int) -> Array:
-    """The guesses, up to `most`, that gain more tokens than they cost, by level, hits, tries and rows that guess. If
-    each is right with chance q, the k-th counts with q ** k."""
+    """The guesses, up to `most`, that gain more tokens than they cost, by level, hits, tries and rows that guess. If q
+    is the chance of each guess, the k-th is right with q ** k."""
     table = np.zeros((len(_LEVELS) + 1, _JUDGED + 1, _JUDGED + 1, len(_COSTS)), np.int32)
     for (level, hits, tries, rows), _ in np.ndenumerate(table):
         if level and hits <= tries:

@@ -77,9 +77,8 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def uniforms(seed: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensors:
-    """A number of each row from each stream, 0 to 15: [B, 1] float32 in [0, 1) each. All streams share their nodes:
-    each adds B rows. seed: [B] int64, any value; only the split into digits computes in int64. position: [B] int32 >=
-    0."""
+    """A number of each row from each stream, 0 to 15: [B, 1] float32 in [0, 1). All streams share their nodes: each
+    adds B rows. seed: [B] int64, any value; only the split into digits computes in int64. position: [B] int32 >= 0."""
     products = _product_matrix()
     first = np.concatenate([products[:_DIGITS], products[_AGAIN : _AGAIN + _DIGITS], np.zeros_like(products[:1])])
     fractions = np.zeros((_STATE, _WORDS))

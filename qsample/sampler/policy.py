@@ -1,10 +1,8 @@
 """Policy components of ONNX workflows (onnx/onnx#8184, onnx-genai): sampler, termination and state update, as graphs.
 
 They have the tensors that version 2 of their contracts asks for, and nothing else: no penalties, no masks, no
-log-probabilities. A row is enabled if it is active and not done. The first axis of every tensor is `batch`.
-
-onnx-genai leaves the random numbers to the producer. These are the numbers of a package with the input `seed`: number
-`counter` of the row's seed.
+log-probabilities. A row is enabled if it is active and not done. The first axis of every tensor is `batch`. onnx-genai
+leaves the random numbers to the producer: they are as in a package with the input `seed`, by the row's `counter`.
 """
 
 from __future__ import annotations

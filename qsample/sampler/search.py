@@ -63,12 +63,9 @@ class Search:
     ) -> Tensor:
         """The smallest key whose strictly larger keys weigh less than `share` of the whole: [B, 1] float32.
 
-        Args:
-            keys: [B, n, C] float32, at most 0, -inf for keys that do not count.
-            weights: [B, n, C] float32, at least 0.
-            share: [B, 1] float32, in (0, 1).
-            ends: [B, 1] float32 each, a number below every key that has a weight, and the largest key.
-            searched: [B, 1] bool. Any other row gets a threshold that all keys pass.
+        keys: [B, n, C] float32, at most 0, -inf for keys that do not count. weights: [B, n, C] float32, at least 0.
+        share: [B, 1] float32, in (0, 1). ends: [B, 1] float32 each, a number below every key that has a weight, and the
+        largest key. searched: [B, 1] bool; any other row gets a threshold that all keys pass.
         """
         return self._find(searched, _Bracket.of_weights, keys, weights, share, *ends)
 

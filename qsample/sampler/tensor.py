@@ -3,8 +3,8 @@
     with building(graph):
         weights = exp((logits - maximum) * inverse)
 
-A thin layer over onnxscript's `GraphBuilder`: it promotes numbers to the type of the tensor next to them, and infers
-types and shapes.
+A thin layer over onnxscript's `GraphBuilder`: it promotes constants and infers types and shapes. Numbers are promoted
+to the type of the tensor next to them.
 """
 
 from __future__ import annotations

@@ -21,23 +21,20 @@ _STATES = 8  # more than any layer keeps of one kind
 class DecodeContext:
     """The values that a call of the decoder shares with the modules inside the model, while that call is traced.
 
-    `buffered` and `masked` are choices for the model as a whole, made before any call.
-
     Attributes:
         input_lengths: [B] int32, real tokens of each row.
         positions: [B, S] int64, of the new tokens.
         seqlens_k: [B] int32, index of the last key that a row sees, counting its padding.
         total_length: scalar int32, GroupQueryAttention's total_sequence_length.
-        past: layer → its retained (key, value) buffers.
-        present: layer → their next values.
+        past, present: layer → its retained (key, value) buffers, and their next values.
         updated: the layer whose keys and values were handed to the cache last, until its attention runs.
         given: layer → the new keys and values of its attention.
-        buffered: the model's attention runs over buffers; otherwise the attention interface does.
-        masked: layers that GroupQueryAttention cannot express.
+        buffered: the model's attention runs over buffers; otherwise the attention interface does. Chosen before any
+            call.
+        masked: layers that GroupQueryAttention cannot express. Chosen before any call.
         states, next_states: (layer, kind, index) → a state of another kind.
         running: [B] bool, rows that advance.
-        module: id of the recurrent layer that runs.
-        states_of: that id → the states that it keeps.
+        module: id of the recurrent layer that runs; states_of: that id → the states that it keeps.
     """
 
     input_lengths: Tensor | None = None

@@ -290,8 +290,7 @@ class Decoder(nn.Module):
 def _total_length(batch: int, length: int, capacity: int, lengths: Tensor) -> Tensor:
     """GroupQueryAttention's total_sequence_length, scalar int32. The operator accepts a batch of prompts only as a
     first prefill, total == S; a single row, or a token a row, if it is the capacity. For later pieces of several rows
-    it is more than S, and the operator refuses them: it would read them as first pieces, over the beginnings of the
-    rows."""
+    it is more than S, and the operator refuses them: it would read them as first pieces, over the rows' beginnings."""
     any_position = torch.logical_or(torch.scalar_tensor(batch) == 1, torch.scalar_tensor(length) == 1)
     longest = torch.scalar_tensor(length) + lengths.max()
     return torch.where(any_position, torch.scalar_tensor(capacity), longest).to(torch.int32)

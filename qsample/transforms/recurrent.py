@@ -85,16 +85,10 @@ def _call(
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One call of a layer, however it runs.
-
-    Attributes:
-        hidden: [B, S, hidden].
-        cache: the name of the argument for the cache.
-        options: the layer's other arguments.
-        states, next_states: before the first token (zeros for a row that begins), and after the last.
-        advances: [B] int32, how many tokens a row moves on by, 0 for a row that has ended.
-        real: [B, S] bool, these tokens.
-    """
+    """One call of a layer, however it runs. hidden: [B, S, hidden]. cache: the name of the argument for the cache.
+    options: the layer's other arguments. states, next_states: before the first token (zeros for a row that begins), and
+    after the last. advances: [B] int32, how many tokens a row moves on by, 0 for a row that has ended. real: [B, S]
+    bool, these tokens."""
 
     hidden: Tensor
     cache: str

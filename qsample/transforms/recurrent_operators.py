@@ -25,14 +25,10 @@ CONVOLUTION: Final = "causal_conv1d_fn"
 
 @dataclass(slots=True)
 class Chunk:
-    """The tokens of one call of a layer, and the states before them.
-
-    Attributes:
-        real: [B, S] bool, tokens of a row that runs, without padding; by default all.
-        window: [B, C, K - 1 or more], the latest inputs of the next convolution; by default zeros.
-        state: of the recurrence, by default zeros. A layer that runs several in turn keeps theirs stacked on axis 1.
-        started: how many recurrences have run.
-    """
+    """The tokens of one call of a layer, and the states before them. real: [B, S] bool, tokens of a row that runs,
+    without padding; by default all. window: [B, C, K - 1 or more], the latest inputs of the next convolution; by
+    default zeros. state: of the recurrence, by default zeros; a layer that runs several in turn keeps theirs stacked on
+    axis 1. started: how many recurrences have run."""
 
     real: Tensor | None = None
     window: Tensor | None = None
