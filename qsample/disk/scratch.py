@@ -79,8 +79,8 @@ def scratch_near(path: Path) -> ScratchFolder:
 @contextmanager
 def scratch_for(target: Path, needed: int, what: str) -> Iterator[ScratchFolder]:
     """A scratch folder next to `target`, whose missing parents are made; they are removed if the body raises. needed:
-    bytes that must be free on the disk. what: the reader's name of what is made. Raises PackageError if the folder
-    cannot be made, or the disk is full, before the body or in it."""
+    bytes, about, that must be free on the disk. what: the reader's name of what is made. Raises PackageError if the
+    folder cannot be made, or the disk is full, before the body or in it."""
     parent = target.parent
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:

@@ -81,9 +81,10 @@ def is_bundle(path: str | Path) -> bool:
 
 
 def package_in(path: str | Path, provider: str | Sequence[str] | None = None) -> str | Path:
-    """The folder of the package to load: a bundle's variant, or `path` itself if it is no bundle. `provider` as a short
-    name chooses its variant, or the portable variant if there is none. Otherwise the variant of the first provider that
-    is available here counts: CUDA, WebGPU, OpenVINO, the CPU. Raises PackageError if there is none."""
+    """The folder of the package to load: a bundle's variant, or `path` itself if it is no bundle. A short name as
+    `provider` chooses its variant, or else the portable one, as a list of ONNX Runtime's names does. By default, the
+    variant of the first provider that is available here counts: CUDA, WebGPU, OpenVINO, the CPU; or else the portable
+    one, or any. Raises PackageError if a bundle has no such variant."""
     folder = Path(path)
     variants = _variants(folder)
     if not variants:

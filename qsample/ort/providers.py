@@ -151,9 +151,9 @@ def _install_advice(provider: str) -> str:
 
 def check_manifest_options(package: Package, provider: object, chosen: Mapping[str, str]) -> None:
     """Raise PackageError if the manifest of a device package names a provider or an option that a package may not: a
-    manifest may come from anybody, and some options of a provider load libraries or write files. An installed compile
-    target (entry point group `qsample.targets`) may have every option that it writes. The caller's `provider`, by short
-    name or in a list, and options `chosen`, used in place of the manifest's, are allowed."""
+    manifest may come from anybody, and some options of a provider load libraries or write files. The package's compile
+    target (entry point group `qsample.targets`), if installed, may have every option that it writes. The caller's
+    `provider`, by short name or in a list, and options `chosen`, used in place of the manifest's, are allowed."""
     compilation = package.manifest.compilation
     if compilation is None:
         return

@@ -33,8 +33,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take the
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Special tokens: `pad` is the content of `next_ids` for a row that emitted nothing, `bos` the first token of a
-    text; `eos` end a row by default."""
+    """Special tokens: `pad` is the content of `next_ids` for a row that emitted nothing, `bos` is the first token of a
+    text, and the ids `eos` end a row by default."""
 
     pad: int
     bos: int | None

@@ -54,8 +54,8 @@ class SwiGLU:
 
 
 def find_swiglu(gate: Gate, size: int) -> SwiGLU | None:
-    """The SwiGLU that `gate`, the function between the two products of an expert, computes; None: something else. It is
-    recognised by its results, each of the `size` outputs by itself: `gate` may treat them differently."""
+    """The SwiGLU that `gate`, the function between the two products of an expert, computes, recognised by its results;
+    None: something else. size: outputs of `gate`; it may treat each differently."""
     return _fitted(gate, size, interleaved=False) or _fitted(gate, size, interleaved=True)
 
 
