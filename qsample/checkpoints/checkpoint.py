@@ -1,4 +1,4 @@
-"""`Checkpoint`: a Hugging Face model, with its adapter and tokenizer, opened once for all who ask for its parts."""
+"""`Checkpoint`: a Hugging Face model with its adapter and tokenizer, opened once for all readers of its parts."""
 
 from __future__ import annotations
 
@@ -56,11 +56,10 @@ class Outline:
     """A model as its configuration describes it, without weights.
 
     Attributes:
-        config: the configuration to load the checkpoint with, without a quantization that transformers cannot undo.
-        quantization: of GPTQ or AWQ weights; None = float weights, or weights that transformers turns into float.
-        kind: the model's class; None = the repository's code, and making a model needs memory.
+        config: to load the checkpoint with; it lacks a quantization that transformers cannot undo.
+        quantization: of GPTQ or AWQ weights; None for float weights, or weights that transformers turns into float.
+        kind: the model's class; None if it is the repository's code, because making a model may then need memory.
         model_config: the configuration of `kind`: of the text model, if `config` describes several models.
-        shapes: of every weight, by name.
         transposed: last names of the layers that hold their weight as [in, out].
     """
 
@@ -73,13 +72,12 @@ class Outline:
 
 
 class Checkpoint:
-    """A checkpoint in a folder or on the hub. Each part is read when it is first needed, and once.
+    """A checkpoint in a folder or on the hub. Each part is read once, when it is first needed.
 
     Attributes:
         model_id: a hub id or a folder.
-        adapter: a folder or hub id of a LoRA adapter to merge into the weights; None = no adapter.
-        tokenizer_id: "auto" = the checkpoint's, another id or folder, or None for token ids only.
-        hub: how the hub is read.
+        adapter: a folder or hub id of a LoRA adapter to merge into the weights.
+        tokenizer_id: "auto" for the checkpoint's, another id or folder, or None for token ids only.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Checkpoint:
         hub: HubOptions | None = None,
     ) -> None:
         """dtype: of the weights: "float32", "float16", or "auto" for float16 if the checkpoint is stored so, else
-        float32, because it holds bfloat16 exactly. Otherwise see the attributes."""
+        float32, because it holds bfloat16 exactly."""
         self.model_id = model_id
         self.adapter = adapter
         self.tokenizer_id = tokenizer
@@ -111,12 +109,8 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """The configuration, not to be changed.
-
-        Raises:
-            UnsupportedModelError: for a model type that transformers does not know.
-            QsampleError: if the checkpoint does not exist, or its configuration cannot be read.
-        """
+        """The configuration, not to be changed. Raises UnsupportedModelError for a model type that transformers does
+        not know, QsampleError for a missing checkpoint or a configuration that cannot be read."""
         check_exists(self.model_id, self.hub)
         with self._config_errors():
             config: PretrainedConfig = AutoConfig.from_pretrained(self.model_id, **self.hub.loading())
@@ -133,11 +127,8 @@ class Checkpoint:
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """The checkpoint's settings of generate, from generation_config.json or else from config.json.
-
-        Not to be changed. Raises QsampleError for a damaged file: transformers would pass over the file, and lose
-        its stop tokens.
-        """
+        """The settings of generate, from generation_config.json or else config.json; not to be changed. Raises
+        QsampleError for a damaged file: transformers would pass over it, and lose its stop tokens."""
         _ = self.config  # is there such a checkpoint?
         options = self.hub.downloading()
         try:
@@ -157,7 +148,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer; None = none is wanted. Raises QsampleError, with advice, if none can be loaded."""
+        """The tokenizer; None if none is wanted. Raises QsampleError, with advice, if none can be loaded."""
         if self.tokenizer_id is None:
             return None
         own = self.tokenizer_id == "auto"
@@ -179,7 +170,7 @@ class Checkpoint:
 
     @cached_property
     def adapter_files(self) -> tuple[Path, Path] | None:
-        """Configuration and weights of the adapter; None = no adapter. Raises QsampleError if a file is missing."""
+        """Configuration and weights of the adapter; None without one. Raises QsampleError if a file is missing."""
         if self.adapter is None:
             return None
         hub = self.hub.for_another_repository()
@@ -188,14 +179,9 @@ class Checkpoint:
 
     @cached_property
     def outline(self) -> Outline:
-        """The model without weights, made on torch's meta device and asked which states it keeps.
-
-        Questions that need weights are left to the export: it asks again with them.
-
-        Raises:
-            UnsupportedModelError: for a model that keeps a state in a place that no retained buffer can take, a
-                quantization that cannot be read, or a configuration of which transformers makes no model.
-        """
+        """The model without weights, made on torch's meta device and asked which states it keeps. The export asks the
+        questions that need weights. Raises UnsupportedModelError for a state in a place that no retained buffer can
+        take, a quantization that cannot be read, or a configuration of which transformers makes no model."""
         config = copy.deepcopy(self.config)
         quantization = quantization_of(config, self.model_id)
         if quantization is not None:
@@ -229,14 +215,13 @@ class Checkpoint:
 
         Args:
             dtype: of the weights, in place of the checkpoint's `dtype`.
-            scratch: an empty folder that lives as long as the model; GPTQ and AWQ weights are written there in blocks
-                (`gptq_awq`). With a folder, weights are placeholders for the numbers in the checkpoint's files
-                (`mapped_weights`), so that a model larger than the memory can be exported; None = in memory.
+            scratch: an empty folder that lives as long as the model. GPTQ and AWQ weights are written there in blocks
+                (`gptq_awq`); other weights become placeholders for the numbers in the checkpoint's files
+                (`mapped_weights`), so that a model larger than the memory can be exported. None loads into memory.
             sources: takes note of these files.
 
-        Raises:
-            UnsupportedModelError: for a model that cannot be exported.
-            QsampleError: if the files cannot be read or do not fit the configuration.
+        Raises UnsupportedModelError for a model that cannot be exported, QsampleError if the files cannot be read or do
+        not fit the configuration.
         """
         _ = self.config, self.adapter_files, self.generation_config, self.outline  # small files first: they fail fast
         torch_dtype = getattr(torch, dtype or self.dtype)
@@ -302,7 +287,7 @@ class Checkpoint:
         return not (named or self.hub.trust_remote_code or quantized)
 
     def _weight_files(self) -> list[Path]:
-        """The safetensors files of the weights, downloaded if need be; [] = the checkpoint has another format."""
+        """The safetensors files of the weights, downloaded if need be; [] if the checkpoint has another format."""
         if Path(self.model_id).is_dir():
             return weight_files(Path(self.model_id))
         options = self.hub.downloading()
@@ -332,8 +317,7 @@ class Checkpoint:
     def _check_complete(
         self, model: PreTrainedModel, mismatched: Collection[tuple[str, Any, Any]], missing: Collection[str]
     ) -> None:
-        """Raise QsampleError for a weight of another shape than the model's, and for a missing weight: transformers put
-        random numbers there."""
+        """Raise QsampleError for a missing weight, or one of another shape: transformers puts random numbers there."""
         kind = type(model).__name__
         if mismatched:
             name, found, wanted = min(mismatched)
@@ -351,7 +335,7 @@ class Checkpoint:
 
     @contextmanager
     def _config_errors(self) -> Iterator[None]:
-        """Errors of transformers about a configuration, as errors that name the checkpoint."""
+        """Turns errors of transformers about a configuration into errors that name the checkpoint."""
         try:
             yield
         except (QsampleError, ImportError):
@@ -369,7 +353,7 @@ class Checkpoint:
 
     @contextmanager
     def _weight_errors(self) -> Iterator[None]:
-        """Errors of transformers and safetensors about weights, as errors that name the checkpoint."""
+        """Turns errors of transformers and safetensors about weights into errors that name the checkpoint."""
         try:
             yield
         except ValueError as error:
@@ -384,11 +368,7 @@ class Checkpoint:
 
 
 def transformers_generation_config(settings: Mapping[str, Any]) -> GenerationConfig:
-    """`settings` as the object that a model is exported with.
-
-    Raises:
-        QsampleError: if transformers would not save them.
-    """
+    """`settings` as the object to export a model with. Raises QsampleError if transformers would not save them."""
     try:
         config = GenerationConfig(**settings)  # type: ignore[no-untyped-call]
         config.validate(strict=True)

@@ -1,9 +1,8 @@
-"""Reads a checkpoint with GPTQ or AWQ weights: as float, computed when it is needed, and the same integers in blocks
-for the layers of the loaded model.
+"""Reads a checkpoint with GPTQ or AWQ weights: as float, computed when needed, and the same integers in blocks for the
+layers of the loaded model. Neither the library that quantized the checkpoint nor a GPU is needed.
 
-Neither the library that quantized the checkpoint nor a GPU is needed. A float weight is a placeholder
-(`transforms.deferred`). It identifies its layer wherever transformers puts it. Weights that transformers merges, or
-an adapter changes, stay float.
+A float weight is a placeholder (`transforms.deferred`); it identifies its layer wherever transformers puts it. Weights
+that transformers merges, or an adapter changes, stay float.
 """
 
 from __future__ import annotations
@@ -39,14 +38,9 @@ _DEQUANTIZED: Final = ("fp8", "mxfp4")  # transformers turns these into float if
 
 
 def quantization_of(config: PretrainedConfig, model_id: str) -> Quantization | None:
-    """The quantization that `config` states.
-
-    Returns:
-        None for float weights, and for a quantization that transformers undoes: `config` then asks for that.
-
-    Raises:
-        UnsupportedModelError: for a method, a format or a number of bits that cannot be read.
-    """
+    """The quantization that `config` states; None for float weights, and for a quantization that transformers undoes:
+    `config` then asks for that. Raises UnsupportedModelError for a method, format or number of bits that cannot be
+    read."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return None
@@ -106,7 +100,7 @@ def _integer(options: Mapping[str, Any], names: tuple[str, ...], default: int, m
 
 
 def _format_version(options: Mapping[str, Any], method: str) -> int | None:
-    """The version of the format that `options` state; None for a format that cannot be read."""
+    """The version of the format; None for a format that cannot be read."""
     if method == "awq":
         layout = str(options.get("version") or options.get("format") or "gemm").lower()
         return 1 if layout == "gemm" and options.get("backend") != "llm-awq" else None
@@ -115,11 +109,8 @@ def _format_version(options: Mapping[str, Any], method: str) -> int | None:
 
 
 class BlockStore:
-    """Quantized weights in safetensors files of a folder, each under a name.
-
-    Filled by `add`, then `flush`. Weights that `read` returns stay mapped from their file, the large parts as
-    placeholders that a graph can refer to.
-    """
+    """Quantized weights in safetensors files of a folder, filled by `add`, then `flush`. Weights from `read` stay
+    mapped from their file, the large parts as placeholders that a graph can refer to."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -140,7 +131,7 @@ class BlockStore:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending weights; called once more after the last weight."""
+        """Write the pending weights; also to be called after the last `add`."""
         if self._pending:
             file = self._folder / f"blocks-{len(set(self._files.values())):05}.safetensors"
             save_file(self._pending, file)
@@ -181,9 +172,7 @@ class QuantizedCheckpoint:
 
     def attach(self, model: PreTrainedModel) -> int:
         """Give each layer of `model` whose weight was read from blocks those blocks, still mapped from their file.
-
-        Warns of layers that stay float. Returns how many layers have blocks.
-        """
+        Warns of layers that stay float; returns how many layers have blocks."""
         attached = 0
         for layer in model.modules():
             weight = getattr(layer, "weight", None)
@@ -211,7 +200,8 @@ class QuantizedCheckpoint:
         return attached
 
     def check_loaded(self, missing: Collection[str], unexpected: Collection[str]) -> None:
-        """Raise QsampleError if the model has weights that the checkpoint lacks, or the other way round."""
+        """Raise QsampleError if the checkpoint lacks weights of the model, or the model has no place for a quantized
+        layer."""
         lost = sorted(set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases))
         if missing or lost:
             problem = f"lacks {listed(missing)}" if missing else f"has {listed(lost)}, which the model does not know"
@@ -227,18 +217,14 @@ def read_checkpoint(
     shapes: Mapping[str, torch.Size],
     transposed: Collection[str],
 ) -> QuantizedCheckpoint:
-    """Read a checkpoint with quantized weights. One layer at a time is in memory.
+    """Read the safetensors `files` of a checkpoint with quantized weights, one layer at a time in memory.
 
     Args:
-        files: its safetensors files.
         scratch: a folder that lives as long as the result; the blocks are written into a new folder inside it.
-        quantization: how the weights are stored.
         dtype: of weights and scales.
-        shapes: of the weights of the model that the checkpoint will be loaded into, by name.
-        transposed: last names of that model's layers that hold their weight as [K, N].
+        shapes, transposed: of the model that the checkpoint will be loaded into, as in `checkpoint.Outline`.
 
-    Raises:
-        QsampleError: if a layer is incomplete, or its tensors do not fit one another or the model.
+    Raises QsampleError if a layer is incomplete, or its tensors do not fit one another or the model.
     """
     weights: dict[str, Tensor] = {}
     layers: dict[Deferred, str] = {}
@@ -307,7 +293,7 @@ def _float_weight(
     sizes: tuple[int, ...],
     turned: bool,
 ) -> Tensor:
-    """A placeholder for the float weight of a layer. sizes: N, K. turned: the model has it as [K, N]."""
+    """A placeholder for the float weight of a layer, of `sizes` N, K; `turned`: the model has it as [K, N]."""
 
     def compute() -> Tensor:
         weight = torch.from_numpy(dequantize(read_layer(layer, stored, quantization))).to(dtype)
@@ -322,7 +308,7 @@ def conv1d_names(model: nn.Module) -> frozenset[str]:
 
 
 def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> None:
-    """shapes: of the model's weights, by name, except renamed weights: transformers' loading checks those."""
+    """`shapes` of the model's weights do not include renamed weights: transformers' loading checks those."""
     wanted = shapes.get(f"{layer}.weight")
     if wanted is not None and weight.shape != wanted:
         raise QsampleError(

@@ -1,9 +1,9 @@
-"""A linear layer of a checkpoint with GPTQ or AWQ weights: from its stored tensors, checked, to integers, scales and
-zero points, and from those to its float weight and to the blocks of MatMulNBits.
+"""The stored tensors of a linear layer with GPTQ or AWQ weights enter; checked integers, scales and zero points leave,
+and from these the layer's float weight or the blocks of MatMulNBits.
 
 GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR 2023.
-AWQ: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024. The
-layouts are those that AutoGPTQ, GPTQModel and AutoAWQ write; neither paper has them.
+AWQ: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024. AutoGPTQ,
+GPTQModel and AutoAWQ define the layouts; neither paper has them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Quantization:
 
     Attributes:
         method: "gptq" or "awq".
-        bits: 2, 3, 4 or 8, unless a layer's own tensors say otherwise.
-        group_size: inputs that share a scale, 1 or more; -1 = all of them.
-        symmetric: whether every zero point is 2^(bits - 1).
+        bits: 2, 3, 4 or 8, unless a layer's tensors say otherwise.
+        group_size: inputs that share a scale, 1 or more; -1 for all of them.
+        symmetric: every zero point is 2^(bits - 1).
         version: of GPTQ's format: 1 stores zero points minus one, 2 as they are.
-        mixed: whether layers may have a group size of their own, which follows from their g_idx.
+        mixed: layers may differ in their group size; it then follows from their g_idx.
     """
 
     method: str
@@ -74,14 +74,11 @@ class GroupedWeight:
 
 
 def read_layer(layer: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
-    """Read the integers of a layer.
+    """Read the integers of a layer. Raises QsampleError if the parts do not fit one another or `quantization`.
 
     GPTQ stores qweight [K * bits / 32, N] int32, the levels of a column from the low bits up; qzeros [G, N * bits / 32]
     int32, along N; scales [G, N]; and g_idx [K], the group of each input, in order by default. AWQ's "gemm" layout has
     4 bits: qweight [K, N / 8], qzeros [G, N / 8] and scales [G, N].
-
-    Raises:
-        QsampleError: if the parts do not fit one another or `quantization`.
     """
     try:
         bits = _check_layer(parts, quantization)
@@ -104,7 +101,7 @@ def read_layer(layer: str, parts: Parts, quantization: Quantization) -> GroupedW
 
 
 def dequantize(weight: GroupedWeight) -> npt.NDArray[np.float32]:
-    """[N, K]: the weight in float32, which is exact if the scales are of half precision."""
+    """[N, K] float32: exact if the scales are of half precision."""
     result: npt.NDArray[np.float32] = weight.levels.astype(np.float32)
     zero_points, scales = weight.zero_points, weight.scales
     size, rest = divmod(len(weight.groups), scales.shape[1])
@@ -119,11 +116,9 @@ def dequantize(weight: GroupedWeight) -> npt.NDArray[np.float32]:
 
 
 def to_blocks(weight: GroupedWeight, dtype: torch.dtype) -> QuantizedWeight | None:
-    """The same integers as MatMulNBits reads them, scales in `dtype`; None if no block size fits the groups.
-
-    Inputs that are not in the order of their groups (GPTQ's act-order) are put in order. A group that is larger than a
-    block repeats its scale; levels of 2 or 3 bits are stored in 4.
-    """
+    """The same integers as MatMulNBits reads them, scales in `dtype`; None if no block size fits the groups. Inputs
+    that are not in the order of their groups (GPTQ's act-order) are put in order, a group that is larger than a block
+    repeats its scale, and levels of 2 or 3 bits are stored in 4."""
     groups, order = weight.groups, None
     if (np.diff(groups) < 0).any():
         order = np.argsort(groups, kind="stable")
@@ -165,11 +160,8 @@ def _unpack(words: Array, bits: int) -> Bytes:
 
 
 def _gptq_zero_points(qzeros: Array | None, shape: tuple[int, ...], bits: int, quantization: Quantization) -> Bytes:
-    """[N, G], the `shape` of the scales.
-
-    Some checkpoints say version 1 and store what version 2 would (vllm-project/vllm#38966), so the stored number itself
-    decides in a symmetric checkpoint.
-    """
+    """[N, G], the `shape` of the scales. Some checkpoints say version 1 and store version 2's numbers
+    (vllm-project/vllm#38966), so in a symmetric checkpoint the stored number itself decides."""
     middle, outputs = 2 ** (bits - 1), shape[0]
     if qzeros is None:
         return np.full(shape, middle, np.uint8)
@@ -200,10 +192,8 @@ def _uniform(blocks: Array) -> bool:
 
 
 def _check_layer(parts: Parts, quantization: Quantization) -> int:
-    """The bits of a level: those of the configuration, unless g_idx and qweight agree on another number, as in mixed
-    checkpoints. Raises ValueError before anything is unpacked, with the tensor's name, dtype and shape, and the
-    accepted dtype and shape.
-    """
+    """The bits of a level: the configuration's, unless g_idx and qweight agree on another number, as in mixed
+    checkpoints. Raises ValueError before anything is unpacked, with a tensor's actual and accepted dtype and shape."""
     _check("qweight", parts["qweight"], _WORDS, (None, None), "words by outputs")
     _check("scales", parts["scales"], _SCALES, (None, None), "groups by outputs")
     bits = _check_awq(parts, quantization) if quantization.method == "awq" else _check_gptq(parts, quantization)
@@ -249,8 +239,8 @@ def _check_gptq(parts: Parts, quantization: Quantization) -> int:
 
 
 def _bits(rows: int, inputs: int, parts: Parts, quantization: Quantization) -> int:
-    """The bits of a level by qweight's rows and g_idx's inputs; ValueError if no such number of bits exists, or if the
-    layer's zero points have another."""
+    """The bits of a level by qweight's rows and g_idx's inputs; ValueError if there is no such number of bits, or if
+    the layer's zero points have another."""
     stated = quantization.bits
     bits, rest = divmod(rows * WORD, inputs)
     words = -(-parts["qweight"].shape[1] * bits // WORD)
@@ -283,7 +273,7 @@ def _check_groups(g_idx: torch.Tensor, groups: int, group_size: int) -> None:
 def _check(
     name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], why: str
 ) -> None:
-    """shape: the sizes that an axis must have; None = at least 1."""
+    """shape: the required sizes; None for 1 or more."""
     fits = tensor.ndim == len(shape) and all(
         size > 0 if wanted is None else size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
     )

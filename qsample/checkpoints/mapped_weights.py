@@ -1,7 +1,7 @@
 """The weights of safetensors files, mapped: nothing of them is copied, to memory or to the disk.
 
-Those that have another float dtype than the model shall compute in become placeholders (`transforms.deferred`) that
-remember the place of their numbers; a graph can refer to it.
+Float weights become placeholders (`transforms.deferred`) that remember the place of their numbers; a graph can refer to
+it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ class Place(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder that transformers reads; [] if it reads another format.
-
-    Raises QsampleError for an index of them without any file.
-    """
+    """The safetensors files of a checkpoint folder that transformers reads; [] if it reads another format. Raises
+    QsampleError for an index whose files are missing."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
@@ -87,8 +85,7 @@ def open_weights(file: Path) -> Any:
 
 
 def mapped_weights(files: list[Path]) -> dict[str, Tensor]:
-    """Every tensor of the files by name; tensors of float32 and of half precision in float32, as placeholders unless
-    small."""
+    """Every tensor of the files by name; float32 and half precision become float32, as placeholders unless small."""
     weights: dict[str, Tensor] = {}
     for file in files:
         with open_weights(file) as tensors:

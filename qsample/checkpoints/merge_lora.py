@@ -17,8 +17,7 @@ from qsample.transforms.deferred import SMALLEST, defer, deferred, numbers
 
 
 def find_adapter(adapter: str, hub: HubOptions) -> tuple[Path, Path]:
-    """The files of the configuration and the weights of `adapter`, a folder or a hub id; QsampleError if one is
-    missing. hub: how the adapter is read."""
+    """The configuration and the weights of `adapter`, a folder or a hub id; QsampleError if a file is missing."""
     paths = []
     for name in (CONFIG, WEIGHTS):
         try:
@@ -35,14 +34,10 @@ def find_adapter(adapter: str, hub: HubOptions) -> tuple[Path, Path]:
 
 
 def merge_adapter(model: PreTrainedModel, config_path: Path, weights_path: Path) -> int:
-    """Add the adapter to `model`'s weights, in their dtype, and return how many matrices it changed.
-
-    A weight that is tied to another module's is untied: the adapter was trained for only one of them.
-
-    Raises:
-        UnsupportedModelError: for an adapter that is not plain LoRA.
-        QsampleError: for an adapter that cannot be read or is of another model; the model is unchanged then.
-    """
+    """Add the adapter to `model`'s weights, in their dtype, and return how many matrices it changed. A weight that is
+    tied to another module's is untied: the adapter was trained for only one of them. Raises UnsupportedModelError for
+    an adapter that is not plain LoRA, QsampleError for an adapter that cannot be read or belongs to another model; the
+    model is unchanged then."""
     modules = dict(model.named_modules())
     changes = read_changes(config_path, weights_path)
     for change in changes:

@@ -1,8 +1,8 @@
 """Where a model comes from, before it is read: a folder, or a repository of the Hugging Face hub and how it is read.
 
 Names are checked before anything is loaded, so that a mistyped name fails at once: transformers would take it for a hub
-id and try for half a minute to reach the hub. Imports nothing heavy: a package that was made of a model earlier is
-found without the libraries that read models.
+id and try for half a minute to reach the hub. Imports nothing heavy: a cached package is found without the libraries
+that read models.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ class HubOptions:
     A new option is a field here and a keyword of `AutoModelForCausalLM.from_pretrained`.
 
     Attributes:
-        revision: a branch, tag or commit; None = "main".
-        cache_dir: the folder of downloads; None = Hugging Face's default.
-        token: for repositories that need one; None = the token of the user who is logged in.
+        revision: a branch, tag or commit; by default "main".
+        cache_dir: the folder of downloads; by default Hugging Face's.
+        token: for repositories that need one; by default the logged-in user's.
         local_files_only: download nothing.
         trust_remote_code: run the Python code of the repository.
 
-    Raises:
-        ValueError: for a value of another type.
+    Raises ValueError for a value of another type.
     """
 
     revision: str | None = None
@@ -78,24 +77,19 @@ class HubOptions:
         return options | {"revision": self.revision or "main"}
 
     def downloading(self) -> dict[str, Any]:
-        """The keywords of a download; it runs no code: transformers' `cached_file`, huggingface_hub's functions."""
+        """The keywords of a download, which runs no code: of transformers' `cached_file` and huggingface_hub's
+        functions."""
         options = self.loading()
         del options["trust_remote_code"]
         return options
 
 
 def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG) -> None:
-    """Check that `name` is a folder, or a repository of the hub with `file`.
+    """Check that `name` is a folder (of a model: with a config.json), or a hub id whose repository has `file`.
 
-    The hub is asked once, and not again if it cannot be reached. Its other answers are left to transformers.
-
-    Args:
-        name: a folder (of a model: with a config.json) or a hub id.
-        hub: how the hub is read; None = do not ask it, a name that may be a hub id is accepted.
-        file: the file that the repository must have.
-
-    Raises:
-        QsampleError: if the name is neither, or if a file of the folder, other than weights, is a link that leads out.
+    The hub is asked once, and not again if it cannot be reached; its other answers are left to transformers. Without
+    `hub`, a name that may be a hub id is accepted. Raises QsampleError if the name is neither, or if a file of the
+    folder, other than weights, is a link that leads out.
     """
     path = Path(name)
     if os.path.isdir(path):
@@ -138,10 +132,8 @@ def downloaded_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str | N
 
 
 def newest_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str:
-    """The hub's newest commit of a hub id. Downloads `file`, so that `downloaded_commit` finds the commit from then on.
-
-    If the hub cannot be reached, that which was downloaded last. Raises QsampleError if there is none.
-    """
+    """The hub's newest commit of a hub id; if the hub cannot be reached, the commit that was downloaded last, and
+    QsampleError if there is none. Downloads `file`, so that `downloaded_commit` finds the commit from then on."""
     check_exists(name, hub, file=file)
     from huggingface_hub import hf_hub_download
 
@@ -214,7 +206,7 @@ class CheckpointSource:
         return replace(self, hub=replace(self.hub, revision=commit_of(self.model_id, self.hub)))
 
     def identity(self) -> dict[str, Any]:
-        """All that the checkpoint is read from and with, JSON-ready; see `identity_of`."""
+        """All inputs of the loading, JSON-ready; see `identity_of`."""
         others = self.hub.for_another_repository()
         own = self.tokenizer in ("auto", None)
         return {
@@ -228,7 +220,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSource:
-    """A decoder file of another exporter; the fields are arguments of `qsample.bake`. hub: how a hub id is read."""
+    """A decoder file of another exporter; the fields are arguments of `qsample.bake`."""
 
     model_id: str
     file: str | None = None
@@ -249,7 +241,7 @@ class DecoderSource:
         return replace(self, hub=replace(self.hub, revision=commit_of(self.model_id, self.hub, self.file or CONFIG)))
 
     def identity(self) -> dict[str, Any]:
-        """All that the decoder is read from and with, JSON-ready; see `identity_of`."""
+        """All inputs of the loading, JSON-ready; see `identity_of`."""
         others, own = self.hub.for_another_repository(), self.tokenizer in ("auto", None)
         return {
             "decoder": identity_of(self.model_id, self.hub, self.file or CONFIG),
@@ -261,21 +253,15 @@ class DecoderSource:
 
 
 def identity_of(source: str, hub: HubOptions, file: str = CONFIG) -> list[Any]:
-    """What tells one state of a model, adapter or tokenizer from another, JSON-ready, without loading it.
-
-    Args:
-        source: a folder or file, of which names and content count, or a hub id, of which the commit does: that which
-            was downloaded last, otherwise the newest.
-        hub: how the hub is read.
-        file: a file that the repository has.
-    """
+    """Distinguishes the states of a model, adapter or tokenizer, JSON-ready, without loading it: by names and content
+    of a folder or file, or by a hub id's commit (`commit_of`). file: a file that the repository has."""
     if os.path.exists(source):
         return [[name, *_state(path)] for name, path in sorted(_files(Path(source)))]
     return [source, commit_of(source, hub, file)]
 
 
 def commit_of(name: str, hub: HubOptions, file: str = CONFIG) -> str:
-    """The commit of a hub id that was downloaded last, otherwise the newest. file: as in `identity_of`."""
+    """The commit of a hub id that was downloaded last, otherwise the newest."""
     return downloaded_commit(name, hub, file) or newest_commit(name, hub, file)
 
 

@@ -80,15 +80,15 @@ class AutoModelForCausalLM:
             return_pdfs, seed_input: `probs` and `seed` of `interface.Features`.
             logit_bias, allowed_tokens, logprobs, top_logprobs, filters, filter_order, max_loras, max_lora_rank: as in
                 `interface.Features`; off by default, and then absent from the graph.
-            for_serving: logit_bias, allowed_tokens, logprobs and 20 top_logprobs: everything that a request to `qsample
-                serve` may ask for.
-            dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for the checkpoint's own
-                if it is float32 or float16; torch's and NumPy's objects are accepted, too.
+            for_serving: logit_bias, allowed_tokens, logprobs and 20 top_logprobs: all options of a request to `qsample
+                serve`.
+            dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for the checkpoint's if
+                it is float32 or float16; torch's and NumPy's objects are accepted, too.
             torch_dtype: the older name of dtype.
             device_map: as in transformers; a device has to be the provider's, because the provider chooses it.
             tokenizer: "auto", another id or folder, or None for a package of token ids only.
-            provider: the execution provider that generate() runs on; None = the provider that a device package was
-                compiled for, otherwise "cpu".
+            provider: the execution provider of generate(); by default the provider that a device package was compiled
+                for, otherwise "cpu".
             revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers, see `HubOptions`.
             adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
             file: which decoder of a folder or repository of decoder files; see `qsample.bake`.
@@ -96,7 +96,8 @@ class AutoModelForCausalLM:
 
         Returns:
             A `PackagedModel` for a folder with a qsample.json; otherwise a `SourceModel`: of a decoder file if `file`
-            is given, for an .onnx file, and for a folder that has .onnx files and no checkpoint; else of a checkpoint.
+                is given, for an .onnx file, and for a folder that has .onnx files and no checkpoint; else of a
+                checkpoint.
 
         Raises:
             QsampleError: for a path that has none of these, and for features that a package was exported without.
@@ -173,9 +174,9 @@ def bake(
 
     Args:
         path: an .onnx file, a folder with such a file, or a hub id, of which only the decoder's files are downloaded.
-        out: the folder of the package; None = a temporary folder that lives as long as the result.
+        out: the folder of the package; by default a temporary folder that lives as long as the result.
         file: which decoder of several, relative to the folder or repository: "onnx/model_q4.onnx".
-        features: of the graph, see `interface.Features`; None = the sampler and no more.
+        features: of the graph, see `interface.Features`; by default the sampler and no more.
         tokenizer: "auto" for the tokenizer next to the decoder, another folder, or None for a package of token ids
             only.
         rope: "short" or "long", for a file with two rotary tables (longrope), of which a single table is kept: by
@@ -183,14 +184,14 @@ def bake(
         reference: a hub id or folder of the checkpoint, to compare with transformers as well (needs the extra
             `export`). The manifest gets the figures; a float file that differs is refused.
         revision, cache_dir, token, local_files_only: of the hub, as in transformers.
-        overwrite, progress: as in the model's `export`.
+        overwrite, progress: as in `PackagedModel.compile`.
 
     Returns:
         The portable package. Nothing remains after an error.
 
     Raises:
         UnsupportedModelError: for a file that cannot be baked; a line says why, and the alternative.
-        ParityError: if the baked graph does not compute what the file does.
+        ParityError: if the baked graph does not compute the file's logits.
         PackageError: if `out` cannot be written.
 
     >>> package = qsample.bake("onnx-community/Qwen3-0.6B-ONNX", "qwen3", file="onnx/model_q4.onnx")
@@ -209,7 +210,7 @@ def describe_decoders(path: Path) -> list[Description]:
 
 
 def is_decoder(path: Path) -> bool:
-    """Whether `path` is an .onnx file, or a folder that holds .onnx files, in it or in its onnx/, and no checkpoint."""
+    """Whether `path` is an .onnx file, or a folder with .onnx files, in it or in its onnx/, and no checkpoint."""
     if os.path.isfile(path):
         return path.suffix == _DECODER
     files = [*path.glob("*"), *path.glob("onnx/*")] if os.path.isdir(path) else []
@@ -220,8 +221,8 @@ def is_decoder(path: Path) -> bool:
 def _checkpoint(
     model_id: str, *, dtype: str, tokenizer: str | None, adapter: str | None, hub: HubOptions
 ) -> CheckpointSource:
-    """The checkpoint of a folder or hub id. Raises QsampleError if there is none, as far as that is known without the
-    hub; the hub is asked if the extra `export` is missing."""
+    """The checkpoint of a folder or hub id. Raises QsampleError for a name that cannot be one; the hub is asked only if
+    the extra `export` is missing."""
     if not os.path.exists(model_id):  # a mistyped package needs nothing that is not installed
         check_exists(model_id, hub if find_spec("transformers") is None else None)
     if adapter is not None:

@@ -17,12 +17,7 @@ def bundled_model(
     provider: str = "cpu", progress: Progress | None = None, *, for_serving: bool = False
 ) -> PackagedModel:
     """The bundled model compiled for `provider`: from the cache, or exported into it first (about half a minute).
-
-    Args:
-        provider: to compile for.
-        progress: called with a stage's name and the fraction done, in [0, 1].
-        for_serving: with all that a server's requests may ask for.
-    """
+    progress: as in `Model.compile`. for_serving: as in `AutoModelForCausalLM.from_pretrained`."""
     from qsample.models.auto_model import AutoModelForCausalLM
     from qsample.models.model import SourceModel
 

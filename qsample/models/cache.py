@@ -1,9 +1,9 @@
 """The user's cache of packages that were made of models given directly: each is made once, and found again.
 
-An entry is a package, in a folder named after its model and a hash of all that it follows from: the model's files (a
-model of the hub: its commit), its features and options, this package's code and ONNX Runtime. transformers is not among
-these, because an entry is found without it. A process makes an entry at a time, next to it and renamed into place; a
-user of an entry holds a shared lock on its manifest, and an entry that is locked is not removed.
+An entry is a package in a folder named after its model and a hash of all that it follows from: the model's files (a
+model of the hub: its commit), features and options, this package's code and ONNX Runtime. transformers does not count,
+because an entry is found without it. A process makes an entry at a time, next to it and renamed into place; a user of
+an entry holds a shared lock on its manifest, and a locked entry is not removed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Recipe:
 
     Attributes:
         name: of the model, a part of the entry's name; letters that a file name should not have are replaced.
-        parts: JSON-ready: what was read, features, options.
+        parts: JSON-ready: the model's identity, features, options.
     """
 
     name: str
@@ -63,12 +63,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A package in the cache.
-
-    Attributes:
-        last_used: seconds since the epoch.
-        in_use: whether a process has it open.
-    """
+    """A package in the cache. last_used: seconds since the epoch. in_use: whether a process has it open."""
 
     path: Path
     manifest: Manifest
@@ -101,20 +96,11 @@ def size_limit() -> int:
 def open_cached(
     recipe: Recipe, make: Callable[[Path], object], progress: Progress | None = None
 ) -> tuple[Package, FileIO]:
-    """The package of `recipe`: from the cache, or made by `make` and put there.
+    """The package of `recipe`: from the cache, or made by `make` and put there; and the open lock that keeps it from
+    being removed. If another process makes the package, `progress` is told, and this process waits.
 
-    Least recently used entries go if the cache is larger than its limit, except this entry and those in use.
-
-    Args:
-        recipe: what the package follows from.
-        make: writes the package to a path.
-        progress: told if another process makes the package; this process then waits for it.
-
-    Returns:
-        The package, and the lock that keeps it from being removed as long as it is not closed.
-
-    Raises:
-        QsampleError: if the cache cannot be written. What `make` raises is passed on, and nothing remains.
+    Least recently used entries go if the cache is larger than its limit, except this entry and entries in use. Raises
+    QsampleError if the cache cannot be written. Errors of `make` are passed on, and nothing remains.
     """
     report = progress or unreported
     folder = cache_folder()
@@ -150,7 +136,7 @@ def open_cached(
 
 
 def entries() -> list[Entry]:
-    """The packages of the cache, the last used first. Folders that are no entries are left out."""
+    """The packages of the cache, the last used first; folders that are no entries are left out."""
     found = []
     for path in _entry_folders(cache_folder()):
         try:
@@ -178,7 +164,7 @@ def remove(path: Path) -> bool:
 
 
 def clear() -> tuple[int, int]:
-    """Remove all entries that no process has open; the number of those removed and of those kept."""
+    """Remove all entries that no process has open; the numbers of removed and of kept entries."""
     removed = [remove(path) for path in _entry_folders(cache_folder())]
     return sum(removed), len(removed) - sum(removed)
 

@@ -57,8 +57,8 @@ class Model(ModelMethods):
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The model's own settings of `generate`, to be changed or replaced; the export of a checkpoint keeps changes,
-        a package keeps the settings that it was made with."""
+        """The model's settings of `generate`, to be changed or replaced. The export of a checkpoint keeps changes; a
+        package keeps the settings that it was made with."""
         if self._generation_config is None:
             self._generation_config = self._own_generation_config()
         return self._generation_config
@@ -94,12 +94,11 @@ class Model(ModelMethods):
         """Compile for a device. A checkpoint or a decoder file is exported first.
 
         Args:
-            path: the folder of the package; None = a temporary folder that lives as long as the result.
-            options: what to compile for; None = `CompileOptions()`, the CPU.
+            path: the folder of the package; by default a temporary folder that lives as long as the result.
+            options: by default `CompileOptions()`, for the CPU.
             overwrite: replace a package at `path`.
-            progress: called with a stage's name and the fraction done, in [0, 1]; None = a bar, on a terminal.
-            changes: fields of `CompileOptions`, on top of `options`: provider, batch_size, ctx_len, dtype, weights,
-                block_size, quantization_method, calibration_text, kv_cache_dtype, max_divergence.
+            progress: called with a stage's name and the fraction done, in [0, 1]; by default a bar, on a terminal.
+            changes: fields of `CompileOptions`, on top of `options`.
 
         Returns:
             The device package. Nothing remains after an error.
@@ -149,13 +148,8 @@ class PackagedModel(Model):
     def __init__(
         self, package: Package, provider: str | None = None, holding: ScratchFolder | FileIO | None = None
     ) -> None:
-        """
-        Args:
-            package: verified.
-            provider: the execution provider; None = the provider that the package was compiled for, otherwise "cpu".
-            holding: goes with the last reference to this object: the temporary folder of the package, or the lock that
-                keeps it in the cache.
-        """
+        """The model of a verified `package`. provider: by default the package's, otherwise "cpu". holding goes with the
+        last reference to this object: the package's temporary folder, or the lock that keeps it in the cache."""
         super().__init__(provider)
         self.package = package
         self.features = package.interface.features
@@ -208,10 +202,8 @@ class PackagedModel(Model):
 
 
 class SourceModel(Model):
-    """A checkpoint, or a decoder file of another exporter, that becomes a package.
-
-    `generate` takes the package from the user's cache, where it is made first, once.
-    """
+    """A checkpoint, or a decoder file of another exporter, that becomes a package. `generate` takes the package from
+    the user's cache; the first call makes it there."""
 
     _export_share = 0.5
 
@@ -239,17 +231,12 @@ class SourceModel(Model):
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> PackagedModel:
-        """Export to a portable package.
-
-        Args:
-            path, overwrite, progress: as in `compile`.
-
-        Returns:
-            The package. Nothing remains after an error.
+        """Export to a portable package, and return it; the arguments are as in `compile`. Nothing remains after an
+        error.
 
         Raises:
             UnsupportedModelError: for a model that cannot be exported.
-            ParityError: if the graph does not compute what the model computes.
+            ParityError: if the graph does not compute the model's logits.
             PackageError: if `path` cannot be written.
         """
         if path is not None:
@@ -266,11 +253,11 @@ class SourceModel(Model):
     ) -> PackagedModel:
         """The package of this model in the user's cache, compiled for the model's provider; made first if need be.
 
-        A package that is there is found without the model's libraries, and is the same for all processes of the user.
-        If the model's files change, another is made. docs/command-line.md describes the cache.
+        It is found without the model's libraries, and is the same for all processes of the user. If the model's files
+        change, another is made. docs/command-line.md describes the cache.
 
         Args:
-            weights, ctx_len: as in `CompileOptions`; None = as the model has them.
+            weights, ctx_len: as in `CompileOptions`; by default the model's.
             progress: as in `compile`.
 
         Raises:
@@ -320,7 +307,7 @@ class SourceModel(Model):
 
     @cached_property
     def _checkpoint(self) -> Checkpoint | None:
-        """Opened once for all that is asked of it, and not before that; None for a decoder file."""
+        """Opened once, when first needed; None for a decoder file."""
         source = self.source
         if isinstance(source, DecoderSource):
             return None
@@ -356,11 +343,9 @@ class SourceModel(Model):
 
     @contextmanager
     def _portable(self, options: CompileOptions, destination: Path, progress: Progress | None) -> Iterator[Package]:
-        """In a scratch folder, with its weights in the checkpoint's files.
-
-        float16 is set before the export, because transformers itself decides which parts of a model stay in float32;
-        bfloat16 is left to the compiler, because no CPU could check it.
-        """
+        """In a scratch folder, with its weights in the checkpoint's files. float16 is set before the export, because
+        transformers itself decides which parts of a model stay in float32; bfloat16 is left to the compiler, because no
+        CPU could check it."""
         if self._checkpoint is None:
             exported = self.export(progress=progress)
             yield exported.package  # whose folder lives as long as `exported`
