@@ -75,18 +75,14 @@ def export_model(
     Args:
         model: a causal LM in eval mode on the CPU, its weights float32 or float16. It is transformed in place.
         tokenizer: saved into the package; None makes a package of token ids only.
-        features: of the graph.
         model_id, revision: the origin of the model, for the manifest.
         sources: the files that its placeholders refer to.
         publish: False, for `compile` alone, returns an `Unpublished` in a new folder of scratch space, not hashed. Its
             weights stay in the checkpoint's files, and it lives as long as both.
         progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
 
-    Raises:
-        UnsupportedModelError: before any long work, for a model that cannot be exported.
-        ParityError: if the graph does not match the model.
-        PackageError: if `path` cannot be written.
-        QsampleError: if `sources` changed meanwhile.
+    Raises UnsupportedModelError, before any long work, for a model that cannot be exported; ParityError if the graph
+    does not match the model; PackageError if `path` cannot be written; QsampleError if `sources` changed meanwhile.
     """
     sources = sources or SourceFiles()
     size = _weight_bytes(model)
@@ -139,7 +135,7 @@ def _export(
     *,
     refer: bool,
 ) -> package.Manifest:
-    """Write all of a package but its manifest into `folder`, and return that. refer: as in `write_draft`."""
+    """Write all of a package but its manifest into `folder`, and return the manifest. refer: as in `write_draft`."""
     context = DecodeContext()
     stages.begin(Stage.CHECKING)
     dtype = _check_dtype(model)
@@ -281,7 +277,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _unwrapped(name: str, inside: list[str]) -> str:
-    """The name of a weight as it is without the modules that transforms wrap around it."""
+    """The name of a weight without the modules that transforms wrap around it."""
     for prefix in inside:
         if name.startswith(prefix):
             return prefix.rsplit(".", 2)[0] + "." + name.removeprefix(prefix)
@@ -289,7 +285,7 @@ def _unwrapped(name: str, inside: list[str]) -> str:
 
 
 def weight_hash(model: PreTrainedModel) -> str:
-    """sha256 over the weights as loaded: name, dtype, shape and bytes of each, in order of their names."""
+    """sha256 over the loaded weights: name, dtype, shape and bytes of each, in order of their names."""
     return _hash(_named_weights(model), threading.Event())
 
 

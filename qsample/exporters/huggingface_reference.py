@@ -31,10 +31,8 @@ _WINDOWS: Final = (
 
 
 def reference(model: PreTrainedModel) -> Reference:
-    """Run `model` eagerly, without a cache, on random prompts of different lengths (seeded).
-
-    Prompts of similar lengths are a batch, so that the weights are read once.
-    """
+    """Run `model` eagerly, without a cache, on random prompts of different lengths (seeded). Prompts of similar lengths
+    are a batch, so that the weights are read once."""
     config = model.config.get_text_config(decoder=True)
     generator = np.random.default_rng(0)
     # Models that number positions themselves skip padding; a prompt contains none.
@@ -58,10 +56,8 @@ def reference(model: PreTrainedModel) -> Reference:
 
 
 def longest_context(config: Any) -> int | None:
-    """The positions that a text model knows; None = any number; some configurations say -1.
-
-    Doge attends to all of keep_window_size tokens, and beyond that to the keys that it chooses; a graph does not.
-    """
+    """The positions that a text model knows; None for any number; some configurations say -1. Doge attends to all of
+    keep_window_size tokens, and beyond that to the keys that it chooses; a graph does not."""
     stated = [int(getattr(config, name, None) or 0) for name in ("max_position_embeddings", "keep_window_size")]
     return min((size for size in stated if size > 0), default=None)
 
@@ -78,8 +74,8 @@ def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
-    """[n, V] float32 of each row of n tokens, after each of them. Shorter rows are filled with some of their
-    tokens; the tokens before do not see them."""
+    """[n, V] float32 for each row of n tokens. Shorter rows are filled up with their tokens; earlier tokens do not see
+    them."""
     longest = max(map(len, rows))
     ids = torch.tensor([(row * longest)[:longest] for row in rows])
     with torch.no_grad():
@@ -96,11 +92,9 @@ def _windows(config: Any) -> list[int]:
 def _narrowed(
     model: PreTrainedModel, expected: Reference, batch: list[list[int]], windows: Mapping[int, int]
 ) -> Narrowed | None:
-    """The last row of `expected`, and of the `batch` that it was computed in, with smaller `windows`.
-
-    None if `model` computes the same without them, because no layer has a window or because it took them from its
-    configuration when it was made, and if it fails.
-    """
+    """The last row of `expected`, and of the `batch` that it was computed in, with smaller `windows`. None if `model`
+    fails, or computes the same: no layer has a window, or the layers took them from the configuration when they were
+    made."""
     try:
         with _with_windows(model, windows):
             logits = _logits(model, batch)[-1][len(expected.prompts[-1]) - 1 :]
@@ -111,10 +105,8 @@ def _narrowed(
 
 @contextmanager
 def _with_windows(model: PreTrainedModel, windows: Mapping[int, int]) -> Iterator[None]:
-    """While open, the attention windows of `model` that are keys of `windows` have the values.
-
-    Masks are made with the configuration's; some modules keep a copy.
-    """
+    """Replaces attention windows of `model` meanwhile, keys of `windows` by values: masks are made with the
+    configuration's; some modules keep a copy."""
     owners = [model.config.get_text_config(decoder=True), *model.modules()]
     found = [
         (owner, name, vars(owner)[name]) for owner in owners for name in _WINDOWS if vars(owner).get(name) in windows
@@ -139,19 +131,11 @@ def _what_is_compared(config: Any, short: list[int], long: list[int], narrowed: 
 def compare_with_checkpoint(
     checkpoint: Checkpoint, folder: Path, interface: Interface, tolerance: float | None
 ) -> Mapping[str, Any]:
-    """Compare a baked graph with its checkpoint in transformers, as an export is compared.
+    """Compare a baked graph with its checkpoint in transformers, as an export is compared; returns the figures for the
+    manifest.
 
-    Args:
-        checkpoint: the origin of the decoder file.
-        folder: of decoder.onnx and initial_state.onnx.
-        interface: of the graph.
-        tolerance: largest difference per unit of the largest logit; None = any, for quantized weights.
-
-    Returns:
-        The figures for the manifest.
-
-    Raises:
-        ParityError: if a logit differs by more than the tolerance.
+    folder: of decoder.onnx and initial_state.onnx. tolerance: largest difference per unit of the largest logit; None
+    accepts any, for quantized weights. Raises ParityError for a larger difference.
     """
     figures = parity.check(
         folder,

@@ -3,13 +3,13 @@ products of LoRA adapters.
 
 1. `fill_placeholders`: weights of which torch had only placeholders (`transforms.deferred`) refer to their place in
    files, or are computed when the graph is saved.
-2. `outline_scans`: a trace has the code of a loop's step in line. A `ScanBegin` marker (`transforms.recurrent`)
-   gives the states and a token of each input. The nodes that depend on it, up to its `ScanEnd`, move into the body
-   of a Scan. The rest stays outside and is computed once.
+2. `outline_scans`: a trace has the code of a loop's step in line. A `ScanBegin` marker (`transforms.recurrent`) gives
+   the states and a token of each input. The nodes that depend on it, up to its `ScanEnd`, move into the body of a Scan.
+   The rest stays outside and is computed once.
 3. `lower_experts`: ONNX Runtime's MoE reads its weights in one layout: outputs before inputs, gate and up in turns.
    They are arranged when the graph is saved, a matrix of all experts of a layer at a time, so that a checkpoint's
-   weights stay mapped from their files; if only the order of whole rows changes, a graph that refers to these files
-   can do it (`JoinedTensor`).
+   weights stay mapped from their files; if only the order of whole rows changes, a graph that refers to these files can
+   do it (`JoinedTensor`).
 4. `align_row_sums`: ONNX Runtime's CPU adds several aligned numbers at a time. In a tensor [B, 10], every other row
    begins next to such a boundary and would round otherwise: the place of a row in the batch would decide its last bits.
 5. `adapt_layers`: each marked linear layer gets the products of adapters (`graph.adapters`).
@@ -59,8 +59,8 @@ _MOST: Final = 256  # numbers a row; more are not routing weights, and would tak
 
 
 def fill_placeholders(model: ir.Model) -> bool:
-    """Give each constant of `model` that is a placeholder, or a view of it, its numbers; in place. Returns whether
-    anything changed."""
+    """Give each constant that is a placeholder, or a view of it, its numbers, in place; returns whether anything
+    changed."""
     modified = False
     for value in all_initializers(model.graph):
         view = _view(getattr(value.const_value, "raw", None))
@@ -72,7 +72,7 @@ def fill_placeholders(model: ir.Model) -> bool:
 
 
 def _view(raw: Any) -> Tensor | None:
-    """The tensor that a constant's memory belongs to, seen as the constant sees it: optimisers turn weights round in
+    """The tensor that a constant's memory belongs to, with the constant's shape and strides: optimisers transpose in
     NumPy."""
     if isinstance(raw, Tensor):
         return raw
@@ -131,7 +131,7 @@ def _computed(view: Tensor, found: Deferred, dtype: torch.dtype, name: str) -> i
 
 
 def outline_scans(model: ir.Model) -> bool:
-    """Turn every pair of loop markers into a `Scan` over axis 1, in place. Returns whether anything changed."""
+    """Turn every pair of loop markers into a `Scan` over axis 1, in place; returns whether anything changed."""
     graph = model.graph
     ends = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type == SCAN_END]
     for number, end in enumerate(ends):
@@ -171,7 +171,7 @@ def _loop(graph: ir.Graph, end: ir.Node) -> tuple[ir.Node, list[ir.Node]]:
 
 
 def _body_graph(begin: ir.Node, steps: Sequence[ir.Node], end: ir.Node, name: str) -> ir.Graph:
-    """The body of a Scan: copies of the nodes of a step, between the outputs of `begin` and the inputs of `end`."""
+    """Copies of the nodes of a step, between the outputs of `begin` and the inputs of `end`."""
     copies = {
         value: ir.Value(name=f"{value.name}_{name}", type=value.type, shape=value.shape) for value in begin.outputs
     }
@@ -196,8 +196,8 @@ def _identity(source: ir.Value, like: ir.Value, name: str) -> ir.Node:
 
 
 def lower_experts(model: ir.Model) -> bool:
-    """Turn every marker into an MoE, in place, and every other lookup of experts' parameters into a plain Gather:
-    weight quantization knows it and CUDA replays it. Returns whether anything changed."""
+    """Turn every marker into an MoE, in place, and every other lookup of experts' parameters into a plain Gather,
+    because weight quantization knows it and CUDA replays it. Returns whether anything changed."""
     graph = model.graph
     found = [node for node in graph if node.domain == markers.MARKER_DOMAIN and node.op_type == markers.EXPERTS]
     for marker in found:
@@ -249,10 +249,8 @@ def _lower(graph: ir.Graph, marker: ir.Node) -> None:
 
 
 class _Matrices:
-    """A matrix [N, K] for each expert, put together from parameters of the graph.
-
-    Each is [E, N, K], or [E, K, N] if `transposed`. Its first two axes may be merged, and it may have more experts.
-    """
+    """A matrix [N, K] for each expert, put together from parameters [E, N, K], or [E, K, N] if `transposed`. Their
+    first two axes may be merged, and they may have more experts."""
 
     def __init__(self, graph: ir.Graph, parts: list[ir.Value | None], experts: int, transposed: bool) -> None:
         self._graph, self._experts, self._transposed = graph, experts, transposed
@@ -309,8 +307,8 @@ def _arranged(
     *,
     take_turns: bool = False,
 ) -> ir.Value:
-    """The initializer of the result of `arrange` on the numbers of `parts`, in their place; layers that share
-    parameters share it. take_turns: `arrange` is `_take_turns`, of parts [E, N, K]."""
+    """The initializer of `arrange(parts)`; layers that share parameters share it. take_turns: `arrange` is
+    `_take_turns`, of parts [E, N, K]."""
     name = f"{parts[0].name}_arranged"
     if name not in graph.initializers:
         tensors = [_parameter(part) for part in parts]
@@ -334,7 +332,7 @@ def _is_lookup(node: ir.Node) -> bool:
 
 
 def _replace_and_drop(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
-    """Put `new` in the place of `old`, and drop the constants that nothing reads any more."""
+    """Put `new` in the place of `old`, and drop unread constants."""
     read = list(old.inputs)
     replace_node(old, [new])
     drop_unread(graph, read)
@@ -368,15 +366,10 @@ def _summed_length(node: ir.Node) -> int | None:
 
 
 def adapt_layers(model: ir.Model, interface: Interface, root: str) -> Interface:
-    """Let adapters change the linear layers of `model` that `decoder.linear_layers_marked` marked, in place.
-
-    1. A layer reads and returns [B, S, n], in the graph itself: rows without an order, or inside of a loop, cannot be
-       matched with adapters.
-    2. All calls of a layer are like that.
-
-    root: the beginning of the markers' paths that is no part of a layer's name. Returns the interface with these
-    layers. Raises UnsupportedModelError if there is none.
-    """
+    """Let adapters change the linear layers of `model` that `decoder.linear_layers_marked` marked, in place; returns
+    the interface with these layers. Every call of a layer must read and return [B, S, n], in the main graph: rows
+    without an order, or inside of a loop, cannot be matched with adapters. root: the beginning of the markers' paths
+    that is no part of a layer's name. Raises UnsupportedModelError if no layer is left."""
     layers: list[Layer] = []
     others = set()
     for node in [node for node in model.graph.all_nodes() if ADAPTED_PATH in node.metadata_props]:

@@ -3,9 +3,8 @@
 The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged batch of prompts, of a
 padded later chunk and of a decode step, and (with a sampler) greedy tokens with the argmax. These are three calls,
 because each reads all weights; the states that they leave are compared with the states after the same tokens in one
-piece. Attention windows that are longer than all prompts are made smaller, in the model and in the graph alike. It
-knows
-arrays and graphs only: the caller makes the reference.
+piece. Attention windows that are longer than all prompts are made smaller, in the model and in the graph alike. The
+gate knows arrays and graphs only: the caller makes the reference.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ CONTINUED: Final = _CHUNK + 1  # tokens after each prompt: the chunk and a step
 
 
 class Narrowed(NamedTuple):
-    """The last row of a `Reference`, with smaller attention windows. windows: each window, and its replacement.
-    logits: [CONTINUED + 1, V]."""
+    """The last row of a `Reference`, logits [CONTINUED + 1, V], with smaller attention windows: old size to new
+    size."""
 
     windows: Mapping[int, int]
     logits: Array
@@ -54,8 +53,7 @@ class Reference:
         prompts: token ids, a row each.
         continuations: [rows, CONTINUED].
         logits: a row each, [CONTINUED + 1, V].
-        narrowed: for windows that are too long for a prompt; None = no such window, or the model does not let them be
-            made smaller.
+        narrowed: for windows that are too long for a prompt, if the model lets them be made smaller.
         windows: in words, how the model's attention windows are compared.
     """
 
@@ -68,8 +66,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """The figures of a passed gate. Errors are absolute differences of logits; `scale` is the largest |logit|.
-    windows: as in `Reference`."""
+    """The figures of a passed gate. Errors are absolute differences of logits; `scale` is the largest |logit|."""
 
     max_error: float
     scale: float
@@ -95,7 +92,7 @@ class Compared(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """error: the largest. scale: the largest finite |logit|. tolerance: the largest accepted `error`."""
+    """The largest difference, the largest finite |logit|, and the largest accepted difference."""
 
     error: float
     scale: float
@@ -103,14 +100,9 @@ class Difference(NamedTuple):
 
 
 def reference_lengths(context: int | None, windows: Iterable[int]) -> tuple[list[int], list[int]]:
-    """The lengths of the prompts to compute a `Reference` on, in order, and the `windows` that the last prompt exceeds.
-
-    Args:
-        context: the positions that the model knows; None = any number.
-        windows: the sizes of its attention windows.
-
-    Raises UnsupportedModelError for a context that has no room for a prompt and the tokens after it.
-    """
+    """The lengths of the prompts of a `Reference`, in order, and the attention `windows` that the last prompt exceeds.
+    context: the positions that the model knows; None for any number. Raises UnsupportedModelError if it has no room for
+    a prompt and the tokens after it."""
     longest = (context or 2**20) - CONTINUED - 1
     if longest < 1:
         raise UnsupportedModelError(
@@ -135,15 +127,13 @@ def check(
 
     Args:
         folder: of decoder.onnx and initial_state.onnx.
-        interface: of the graph.
-        expected: the logits of the original.
         plain_attention_layers: how many layers attend through plain operators.
-        tolerance: largest difference per unit of the largest logit; None = the default of the graph's dtype.
+        tolerance: largest difference per unit of the largest logit; by default as TOLERANCES has it for the graph's
+            dtype.
         original: the name of the original in messages.
 
-    Raises:
-        ParityError: with the figures, if a logit or a state differs by more than the tolerance, if a greedy token is
-            not the argmax, or unless each other attention layer has exactly one GroupQueryAttention.
+    Raises ParityError, with the figures, if a logit or a state differs by more than the tolerance, if a greedy token is
+    not the argmax, or unless each other attention layer has exactly one GroupQueryAttention.
     """
     model = return_logits(load_graph(folder / "decoder.onnx"))
     attentions = len(gqa.attentions(model.graph))
@@ -185,17 +175,8 @@ def compare(
     tolerance: float | None = None,
     original: str = "the eager model",
 ) -> Difference:
-    """How far the graph's logits are from the original's, over all calls of all `parts` by name.
-
-    Args:
-        parts: the calls.
-        dtype: of the graph, a key of TOLERANCES.
-        tolerance: in place of the dtype's.
-        original: the name of the original in messages.
-
-    Raises:
-        ParityError: if a logit differs by more than the tolerance.
-    """
+    """How far the graph's logits are from the original's, over all calls of all `parts` by name; ParityError beyond the
+    tolerance. tolerance, original: as in `check`."""
     wanted = np.concatenate([np.abs(call.wanted).ravel() for calls in parts.values() for call in calls])
     scale = float(np.max(wanted, initial=0.0, where=np.isfinite(wanted)))
     # Python's max would lose a NaN that is not the first.
@@ -216,8 +197,7 @@ def _in_few_calls(
 ) -> tuple[dict[str, list[Compared]], dict[str, Compared]]:
     """The calls by name: the prompts as a ragged batch, a padded later chunk of the longest, and a step of every row.
     And each state of the longest after them, beside the state of a further row of the batch that read the same tokens
-    in one piece: a wrong state that no logit has shown yet, such as a step's that is not kept, shows there.
-    """
+    in one piece: it shows a wrong state that no logit has shown yet, such as the state of a step that is not kept."""
     longest, continued = expected.prompts[-1], expected.continuations[-1]
     prompts = [*expected.prompts, longest + continued]
     state = runner.start(len(prompts))

@@ -1,6 +1,5 @@
 """Writes the policy components of `sampler/policy.py`: to a folder with the YAML that declares them, or in place of the
-sampler of an ONNX workflow package.
-"""
+sampler of an ONNX workflow package."""
 
 from __future__ import annotations
 
@@ -44,21 +43,17 @@ _PARAMETERS: Final = {"batching": "per_row", "inactive_rows": "preserve"}
 def write_policy(
     out: str | Path, vocab_size: int, *, contract: str = CONTRACT, provider: str = "cpu", overwrite: bool = False
 ) -> list[Path]:
-    """Write sampler, termination and state update, and `components.yaml` to declare them for a workflow.
+    """Write sampler, termination and state update, and `components.yaml` to declare them for a workflow; returns the
+    files.
 
     Args:
         out: the folder, made if it is missing. Other files in it stay.
         vocab_size: V of the sampler.
         contract: of the sampler; "onnx-genai.token-sampler@2" is the only one.
-        provider: "cpu", or "cuda" and others, whose sampler has no control flow, so that it can be captured.
+        provider: except for "cpu", the sampler has no control flow, so that CUDA can capture it.
         overwrite: replace files of these names.
 
-    Returns:
-        The files.
-
-    Raises:
-        ValueError: For another contract, and a vocabulary below 1.
-        PackageError: If a file exists or cannot be written.
+    Raises ValueError for another contract and a vocabulary below 1, PackageError if a file exists or cannot be written.
     """
     _check_contract(contract)
     models: dict[str, tuple[str, GraphSpec, ir.Model]] = {
@@ -83,20 +78,16 @@ def replace_sampler(
     provider: str = "cpu",
     overwrite: bool = False,
 ) -> Path:
-    """Write a sampler into a workflow package, in place of the package's; the old file stays.
+    """Write a sampler into a workflow package, in place of the package's; the old file stays. Returns the new file.
 
     Args:
         package: the folder, with inference_metadata.yaml. Of that file, only the sampler's `artifact` changes.
         contract, provider: as for `write_policy`.
-        vocab_size: V; None = as the package's ports say.
+        vocab_size: V; by default as the package's ports say.
         overwrite: replace a sampler that was written before.
 
-    Returns:
-        The sampler's file.
-
-    Raises:
-        ValueError: For another contract, and if V is unknown.
-        PackageError: If the package has no such component, does not allow to replace it, or has other ports.
+    Raises ValueError for another contract and if V is unknown, PackageError if the package has no such component, does
+    not allow to replace it, or has other ports.
     """
     _check_contract(contract)
     folder = Path(package)
@@ -136,8 +127,8 @@ def _sampler(vocab_size: int, provider: str, *, positions: bool = False) -> ir.M
 
 @dataclass(frozen=True)
 class _Component:
-    """The sampler of a workflow package, and its file. bindings: role of the contract → the port's name. ports: port →
-    its axes, sizes or names."""
+    """The sampler of a workflow package. bindings: a role of the contract → the port's name. ports: a port → its axes,
+    sizes or names."""
 
     name: str
     artifact: str
@@ -200,8 +191,7 @@ class _Component:
         return len(self.ports[self.bindings["logits"]]) == 3
 
     def vocab_size(self, document: Any) -> int | None:
-        """V, as the port of the logits says, or else the ports of the other components; None = they do not agree on
-        it."""
+        """V by the port of the logits, or else by the other components' ports; None if they do not agree."""
         own = self.ports[self.bindings["logits"]][-1]
         sizes = {own} if isinstance(own, int) else set(_logit_sizes(document))
         return sizes.pop() if len(sizes) == 1 else None

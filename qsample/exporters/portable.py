@@ -1,6 +1,5 @@
 """A graph that returns logits enters; the ONNX files and the manifest of a portable package leave: the sampler, joined
-to the graph or next to it, and `initial_state.onnx`, the starting value of every state.
-"""
+to the graph or next to it, and `initial_state.onnx`, the starting value of every state."""
 
 from __future__ import annotations
 
@@ -36,15 +35,12 @@ Sizes = Mapping[str, Tensor | list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A portable package before it is written: what an export and a bake hand on.
+    """A portable package before it is written: from an export or a bake.
 
     Attributes:
         model: returns logits; its inputs and outputs are as in `interface.model`.
-        interface: of the decode graph.
         expected: the logits of the original.
-        source, token_ids, max_position_embeddings: for the manifest.
-        original: the name of the original in messages.
-        tolerance, plain_attention_layers: as in `parity.check`.
+        original, tolerance, plain_attention_layers: as in `parity.check`.
         libraries: distributions, besides qsample, onnxruntime and onnx, whose versions the manifest shall name.
     """
 
@@ -62,15 +58,11 @@ class Draft:
 
 def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = False) -> Manifest:
     """Write the graphs of `draft`, whose model is changed, into `folder`, and pass them through the parity gate.
+    Returns the manifest; `package.PackageWriter.finish` adds the files.
 
-    Args:
-        stages: has WRITING_WEIGHTS and COMPARING.
-        refer: leave weights that lie in other files there (`weights.save_beside`), for a package that is not published.
-
-    Returns:
-        The manifest; `package.PackageWriter.finish` adds the files.
-
-    Raises ParityError, as `parity.check` does, and for graphs that do not run.
+    stages: has WRITING_WEIGHTS and COMPARING. refer: leave weights that lie in other files there
+    (`weights.save_beside`), for a package that is not published. Raises ParityError, as `parity.check` does, and for
+    graphs that do not run.
     """
     interface = draft.interface
     stages.begin(Stage.WRITING_WEIGHTS)
@@ -110,9 +102,7 @@ def write_graphs(
     model: ir.Model, interface: Interface, pad_token_id: int, folder: Path, *, refer: bool = False
 ) -> None:
     """Write every ONNX file of `interface.graphs` into `folder`, and the weights of `model` next to `decoder.onnx`.
-
-    pad_token_id: `next_ids` of a row that emitted nothing. Otherwise as `write_draft`.
-    """
+    pad_token_id: `next_ids` of a row that emitted nothing. refer: as in `write_draft`."""
     sampler = build_sampler(interface, pad_token_id)
     if interface.features.sampler:
         append_sampler(model, sampler, interface.decoder)
@@ -127,7 +117,7 @@ def write_graphs(
 
 
 def packed_weights(model: ir.Model) -> dict[str, Any] | None:
-    """The manifest's figures of weights that came quantized; None if there are none."""
+    """The manifest's figures of weights that came quantized; None without them."""
     packed = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
     weights = {value: node for node in packed for value in node.inputs[1:4] if value is not None}
     if not packed:
@@ -147,10 +137,8 @@ def _versions(libraries: Sequence[str]) -> dict[str, str]:
 
 
 def build_initial_state(interface: Interface) -> ir.Model:
-    """`initial_state.onnx`.
-
-    Inputs: `seed` int64 [B], any value; `capacity` int64 scalar, T >= 1. Outputs: every retained state, under its name.
-    """
+    """`initial_state.onnx`: from `seed` int64 [B], any value, and `capacity` int64 scalar, T >= 1, to every retained
+    state, under its name."""
     seed, capacity = _input(SEED), _input(CAPACITY_INPUT)
     graph = ir.Graph([seed, capacity], [], nodes=[], opset_imports={"": OPSET}, name="initial_state")
     with building(graph):

@@ -52,7 +52,7 @@ class Repetition:
 
 
 def open_weights(model: ir.Model, repetition: Repetition) -> dict[str, ir.Value]:
-    """Make the weights of the first layer of each group inputs of `model`, in place. Returns them by name."""
+    """Make the weights of the first layer of each group inputs of `model`, in place; returns them by name."""
     graph = model.graph
     names = [group.prefix(group.first) + name for group in repetition.groups for name in group.weights]
     opened = {name: graph.initializers.pop(name) for name in names if name in graph.initializers}
@@ -65,16 +65,9 @@ def open_weights(model: ir.Model, repetition: Repetition) -> dict[str, ir.Value]
 def repeat_layers(
     model: ir.Model, repetition: Repetition, opened: Mapping[str, ir.Value], traced: GraphSpec, spec: GraphSpec
 ) -> None:
-    """Put copies of first layers in the places of the other layers' nodes, in place.
-
-    Args:
-        opened: what `open_weights` returned; they become constants again.
-        traced: the inputs and outputs of `model`.
-        spec: those that it gets.
-
-    Raises:
-        NotRepeatedError: A first layer is more than a function of its inputs; `model` is of no use then.
-    """
+    """Put copies of first layers in the places of the other layers' nodes, in place. opened: the result of
+    `open_weights`; it becomes constants again. `traced` describes the inputs and outputs before, `spec` after. Raises
+    NotRepeatedError if a first layer is more than a function of its inputs; `model` is of no use then."""
     graph = model.graph
     for name, value in opened.items():
         graph.inputs.remove(value)
@@ -103,14 +96,8 @@ def repeat_layers(
 
 @dataclass(frozen=True, slots=True)
 class _FirstLayer:
-    """The layer of `group` that was traced.
-
-    Attributes:
-        inputs: its hidden states, then its retained states.
-        outputs: the same after it.
-        weights: the weights that it reads, and their names in the layer.
-        nodes: the nodes that a copy needs, in graph order.
-    """
+    """The layer of `group` that was traced. Inputs and outputs: its hidden states, then its retained states, before and
+    after. weights: with their names in the layer. nodes: the nodes that a copy needs, in graph order."""
 
     group: RepeatedLayers
     inputs: Sequence[ir.Value]
@@ -145,7 +132,7 @@ def _first_layer(
 def _put_copy(
     graph: ir.Graph, node: ir.Node, first: _FirstLayer, repetition: Repetition
 ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
-    """Put a copy of `first` in the place of `node`. Returns its retained states, and those after it, by name."""
+    """Put a copy of `first` in the place of `node`; returns its retained states, before and after, by name."""
     group, layer = first.group, node.attributes[LAYER].as_int()
     names = repetition.layers.state_names(layer)
     states = {name: _like(value, name) for name, value in zip(names, first.inputs[1:], strict=True)}
@@ -166,7 +153,7 @@ def _put_copy(
 def _nodes(
     graph: ir.Graph, begin: ir.Node, end: ir.Node, weights: set[ir.Value], markers: set[ir.Node]
 ) -> list[ir.Node]:
-    """The nodes between two markers that depend on the first of them or on the layer's own weights, in graph order."""
+    """The nodes between two markers that depend on the first of them or on the layer's weights, in graph order."""
     needed = ancestors(end.inputs, stop={begin})
     inside = {*begin.outputs, *weights}
     nodes = []

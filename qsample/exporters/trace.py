@@ -40,7 +40,7 @@ _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _OF_BFLOAT16: Final = ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Transpose")
 _ROUNDS: Final = 2  # a rule makes constants, and folding these makes work for rules
 
-# onnxscript's rules without the rules that round: batch norms into their neighbours, and its own of the no-ops below.
+# onnxscript's rules except the rules that round: batch norms into their neighbours, and its version of `_exact_no_ops`.
 _RULES: Final = (
     rules.dropout_zero_rule,
     rules.dropout_inference_rule,
@@ -77,10 +77,8 @@ _RULES: Final = (
 
 
 class _InOrder(nn.Module):
-    """Calls a module that maps names to tensors and returns its results in graph order.
-
-    copied: names of inputs that are no inputs here → the input whose tensor they get.
-    """
+    """Calls a module that maps names to tensors, and returns its results in graph order. copied: names outside of the
+    graph's inputs → the input whose tensor they get."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -101,20 +99,15 @@ def trace(
     *,
     adapted: bool = False,
 ) -> ir.Model:
-    """Export `module` to an ONNX model with the inputs and outputs of `spec`.
+    """Export `module` to an ONNX model with the inputs and outputs of `spec`; the weights stay in the module's memory.
 
     Args:
-        module: its `forward(inputs)` takes a dict with every name of `spec.input_names` and returns a dict with every
-            name of `spec.output_names`.
+        module: its `forward(inputs)` maps a dict of all `spec.input_names` to a dict of all `spec.output_names`.
         sizes: the size of each named axis that the model fixes (`Interface.sizes`).
-        layers: the module's layers; of equal ones, only the first is traced. None: everything is traced.
+        layers: the module's layers; of equal layers, only the first is traced. None traces everything.
         adapted: leave a marker after each linear layer, for `lowering.adapt_layers`.
 
-    Returns:
-        The model, with the weights still in the torch module's memory.
-
-    Raises:
-        UnsupportedModelError: if no static graph can express the module.
+    Raises UnsupportedModelError if no static graph can express the module.
     """
     root = _InOrder(module).eval()
     with linear_layers_marked(root) if adapted else nullcontext():
@@ -141,7 +134,7 @@ def marked_paths(model: ir.Model) -> dict[ir.Node, str]:
 def _trace_first_layers(
     root: _InOrder, spec: GraphSpec, sizes: Mapping[str, int], layers: DecoderLayers
 ) -> ir.Model | None:
-    """The whole graph, from a trace of the first of equal layers; None: no layer is a copy of another."""
+    """The whole graph, from a trace of the first of equal layers; None if no layer is a copy of another."""
     groups = find_repeated_layers(root, layers)
     if not groups:
         return None
@@ -201,8 +194,9 @@ def _export(
 
 
 def compute_in_float32(model: ir.Model) -> bool:
-    """Compute in float32, and round, the values that `model` computes in bfloat16, for which the CPU has no kernels; in
-    place: Falcon's biases by distance, of a float32 model. Returns whether anything changed."""
+    """Compute in float32, and round, all that `model` computes in bfloat16, for which the CPU has no kernels; in place.
+    Falcon, for instance, has its biases by distance in bfloat16, even in a float32 model. Returns whether anything
+    changed."""
     modified = False
     for node in list(model.graph.all_nodes()):
         values = [value for value in (*node.inputs, *node.outputs) if value is not None]
@@ -237,8 +231,7 @@ def _without_torchvision_notice() -> Iterator[None]:
 
 @contextmanager
 def _without_graphs_of_failures() -> Iterator[None]:
-    """Before it raises, torch prints the code of its trace: thousands of lines, of a model that is refused in a
-    single line."""
+    """Before it raises, torch prints the code of its trace: thousands of lines, for a refusal of a single line."""
     import torch.export._trace as module
 
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -272,10 +265,8 @@ def simplify(model: ir.Model) -> None:
 
 
 def finish(model: ir.Model, output_names: list[str]) -> None:
-    """Make constants initializers, and equal constants and nodes one, in place; the outputs get their names.
-
-    The names come last: an output that is an input, or another output, gets a separate node on the way.
-    """
+    """Make constants initializers, and equal constants and nodes one, in place; the outputs get their names last: an
+    output that is an input, or another output, gets a separate node on the way."""
     ir.passes.Sequential(
         passes.RemoveUnusedNodesPass(),
         passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
@@ -292,7 +283,7 @@ def finish(model: ir.Model, output_names: list[str]) -> None:
 
 
 def _exact_no_ops() -> Iterator[RewriteRule]:
-    """Sums with 0, differences with 0, products with 1 and quotients by 1: those numbers and no others."""
+    """Sums with 0, differences with 0, products with 1 and quotients by 1, and no other numbers."""
 
     def keep(op: Any, x: Any, **unused: Any) -> Any:
         return op.Identity(x)

@@ -199,7 +199,7 @@ def _use(path: Path) -> tuple[Package, FileIO] | None:
     try:
         if free is not False and is_at(manifest, file):
             seal = json.loads((path / _SEAL).read_text())
-            # Files are not hashed again, which takes seconds, unless they were written to.
+            # Hashing takes seconds; files are hashed again only if they were written to.
             untouched = seal["files"] == _states(path)
             if not untouched and seal["manifest"] != sha256_of(manifest):
                 raise PackageError(f"{manifest} was altered")

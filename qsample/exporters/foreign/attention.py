@@ -50,7 +50,7 @@ def check_attentions(foreign: ForeignGraph) -> None:
 
 
 def windows(foreign: ForeignGraph) -> list[int]:
-    """The attention window of each layer; -1 = none."""
+    """The attention window of each layer; -1 for none."""
     return [layer.attention.attributes.get_int("local_window_size", -1) for layer in foreign.layers if layer.attention]
 
 
@@ -60,8 +60,8 @@ def rotates(foreign: ForeignGraph) -> bool:
 
 
 def unfuse_norms(foreign: ForeignGraph) -> bool:
-    """Take the norms of queries and keys out of GroupQueryAttention, in place: the CPU's kernel has none. Returns
-    whether there were any. A compile for CUDA puts them back."""
+    """Take the norms of queries and keys out of GroupQueryAttention, in place: the CPU's kernel has none; a compile for
+    CUDA puts them back. Returns whether there were any."""
     nodes, modified = Nodes(foreign.graph), False
     for layer in foreign.layers:
         node = layer.attention
@@ -106,10 +106,8 @@ def _separate(node: ir.Node, layer: Layer, nodes: Nodes, heads: int) -> tuple[ir
 
 
 def drop_causal_biases(foreign: ForeignGraph, longest: int) -> None:
-    """Take biases away that only repeat the attention's own mask: causal, with its window; in place.
-
-    longest: the capacity of a cache, in tokens. Raises UnsupportedModelError for any other bias.
-    """
+    """Take biases away that only repeat the attention's own mask, causal with its window, in place;
+    UnsupportedModelError for any other bias. longest: the capacity of a cache, in tokens."""
     biases = [(layer, bias) for layer in foreign.layers if (bias := _bias(layer)) is not None]
     if not biases:
         return
@@ -159,11 +157,10 @@ class Match:
 
     Attributes:
         layer: its cache, with its new keys and values.
-        query: as it is multiplied with the keys.
-        scores: what becomes weights, [B, heads, S, tokens].
+        query: the left factor of the product with the keys.
+        scores: the input of the softmax, [B, heads, S, tokens].
         cap: the soft cap, if any, as a constant or a computed value.
-        output: of the attention.
-        heads: of the query; None = by its shape.
+        heads: of the query; None if its shape has them.
         sink: the score of no token, the same for all queries: [1, heads, S, 1].
     """
 
@@ -178,7 +175,8 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The attributes of a layer's GroupQueryAttention. window: None = all tokens. softcap: 0 = none. sink: [heads]."""
+    """The attributes of a layer's GroupQueryAttention. window: None for all tokens. softcap: 0 for none. sink:
+    [heads]."""
 
     heads: int
     scale: float
@@ -233,7 +231,7 @@ def put_operators(
 
 
 def match(foreign: ForeignGraph, layer: Layer) -> Match:
-    """The attention of `layer`. Raises UnsupportedModelError if it is not of this form."""
+    """The attention of `layer`; UnsupportedModelError for one of another form."""
     name = f"layer {layer.number}"
     grown = producer(layer.present_key)
     if grown is not None and is_onnx_attention(grown):
@@ -261,7 +259,7 @@ def match(foreign: ForeignGraph, layer: Layer) -> Match:
 
 
 def _of_operator(foreign: ForeignGraph, layer: Layer, node: ir.Node) -> Match:
-    """The attention of ONNX's operator, with one output more: its scores with cap and mask."""
+    """The attention of ONNX's operator; it gets a further output: its scores with cap and mask."""
     query = node.inputs[0]
     assert query is not None
     if len(node.outputs) > _SCORES:
@@ -305,8 +303,7 @@ def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
 
 
 def _above(value: ir.Value | None, through: tuple[str, ...]) -> Iterator[ir.Node]:
-    """The nodes that `value` comes from, nearest first, up to and including the first nodes that are not in
-    `through`."""
+    """The nodes that `value` comes from, nearest first, up to and including the first nodes outside of `through`."""
     waiting, seen = [value], set()
     while waiting:
         current = waiting.pop(0)
@@ -332,10 +329,8 @@ def _factor_behind(tanh: ir.Node) -> ir.Value | None:
 
 
 def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[Rule]:
-    """Measure the rule of each layer in the calls of `probes`, over caches of random numbers.
-
-    longest: how many tokens a cache can hold. Raises UnsupportedModelError for a rule that GroupQueryAttention lacks.
-    """
+    """Measure the rule of each layer in the calls of `probes`, over caches of random numbers of up to `longest` tokens.
+    Raises UnsupportedModelError for a rule that GroupQueryAttention lacks."""
     extra = [value for match in matches for value in (match.query, match.scores, match.layer.present_key)]
     numbers = [value for match in matches for value in (match.cap, match.sink) if isinstance(value, ir.Value)]
     extra += [value for value in numbers if constant(value) is None]
@@ -399,7 +394,8 @@ def _seen(scores: Array) -> Array:
 
 
 def _causal(call: tuple[int, int], size: int, window: int) -> Array:
-    """[S, size]: the keys that the new tokens see. call: tokens in the cache, and new ones. size: of the cache."""
+    """[S, size], for a cache of `size`: the keys that the new tokens see. call: the numbers of cached and of new
+    tokens."""
     past, tokens = call
     query, key = np.arange(past, past + tokens)[:, None], np.arange(size)
     return (key <= query) & (key > query - window)
@@ -408,7 +404,7 @@ def _causal(call: tuple[int, int], size: int, window: int) -> Array:
 def _scale(
     foreign: ForeignGraph, match: Match, runs: Sequence[Mapping[str, Array]], seen: list[Array], cap: float
 ) -> float:
-    """S of scores = s query keys, or cap tanh(s query keys / cap); fitted over all runs."""
+    """The s of scores = s query keys, or cap tanh(s query keys / cap); fitted over all runs."""
     products, scores = [], []
     for results, visible in zip(runs, seen, strict=True):
         query = _by_head(results[str(match.query.name)], match.heads).astype(np.float64)

@@ -80,10 +80,8 @@ def bake(
     compare: Comparison | None = None,
     progress: Progress | None = None,
 ) -> package.Package:
-    """Bake the sampler into a decoder, and return the portable package at `out`; see `qsample.bake`.
-
-    compare: a further comparison of the baked graph, next to that with the file itself.
-    """
+    """Bake the sampler into a decoder, and return the portable package at `out`; see `qsample.bake`. compare: a further
+    comparison of the baked graph, next to the comparison with the file itself."""
     with metered(progress) as report:
         stages = Stages(report, _SHARES)
         stages.begin(Stage.FINDING)
@@ -159,8 +157,8 @@ def _bake(
 
 @dataclass(frozen=True, slots=True)
 class Baked:
-    """A rewritten graph, up to its logits. expected: the file's own logits. limit: the positions that it knows; None =
-    any number."""
+    """A rewritten graph, up to its logits, and the file's own logits. limit: the positions that it knows; None for any
+    number."""
 
     model: ir.Model
     interface: Interface
@@ -169,10 +167,8 @@ class Baked:
 
 
 def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope: str | None, stages: Stages) -> Baked:
-    """Rewrite `foreign` to the contract, in place, after a run of the file as its authors run it.
-
-    Raises UnsupportedModelError for a graph that cannot be rewritten.
-    """
+    """Rewrite `foreign` to the contract, in place, after a run of the file as its authors run it; UnsupportedModelError
+    for a graph that cannot be rewritten."""
     table = choose_table(foreign, rope)
     limit = min(filter(None, (settings.context, table, *_rotary_tables(foreign))), default=None)
     longest = min(limit or _UNLIMITED, foreign.size or _LONGEST, _LONGEST)
@@ -226,7 +222,7 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
 
 
 def arithmetic_of(model: ir.Model) -> str:
-    """The arithmetic of the graph; it decides the tolerance: a key of _TOLERANCES."""
+    """The arithmetic of the graph, a key of _TOLERANCES."""
     nodes = list(model.graph.all_nodes())
     halves = any(value.dtype == ir.DataType.FLOAT16 for node in nodes for value in node.outputs)
     if halves or any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.inputs):

@@ -1,4 +1,4 @@
-"""The conventions of exporters: how a decoder's inputs, caches and layers are called, and what is refused.
+"""The conventions of exporters: the names of a decoder's inputs, caches and layers, and the refusals.
 
 A new exporter's names go here; `recognise` finds them in a file.
 """
@@ -19,7 +19,7 @@ IDS: Final = "input_ids"
 MASK: Final = "attention_mask"
 POSITIONS: Final = "position_ids"
 LOGITS: Final = "logits"
-# How many logits a graph shall compute: 0 = all.
+# How many logits a graph shall compute; 0 for all.
 KEEP: Final = ("num_logits_to_keep", "logits_to_keep")
 # Of a cache of fixed size: where the new tokens are written, and how many tokens there are then; [B] each.
 WRITE: Final = "write_indices"
@@ -91,15 +91,14 @@ def layer_number(value: ir.Value, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The cache of an attention layer: graph inputs and outputs.
+    """The cache of an attention layer: graph inputs and outputs [B, heads, tokens, head_dim], or [B, tokens, heads *
+    head_dim].
 
     Attributes:
         number: the layer's in the names.
-        past_key, past_value, present_key, present_value: [B, heads, tokens, head_dim], or [B, tokens, heads *
-            head_dim].
-        ring: tokens that the file keeps; None = all.
-        size: the tokens of a cache of fixed size; None = it grows.
-        attention: the GroupQueryAttention; None = another operator, or several.
+        ring: tokens that the file keeps, if it does not keep all.
+        size: the tokens of a cache of fixed size; None if it grows.
+        attention: the GroupQueryAttention; None for another operator, or several.
         new: keys and values of the new tokens, [B, heads, S, head_dim], if the file shows them.
         new_is_flat: `new` are [B, S, heads * head_dim].
     """
@@ -118,7 +117,8 @@ class Layer:
     new_is_flat: bool = False
 
     def shape(self, tokens: int) -> tuple[int, ...]:
-        """Of the file's keys or values, a row of `tokens` tokens; of a cache of fixed size: all its tokens."""
+        """The shape of the file's keys or values of a row of `tokens` tokens; a cache of fixed size has all its
+        tokens."""
         tokens = tokens if self.size is None else self.size
         is_flat = self.past_key.shape is not None and len(self.past_key.shape) == FLAT
         return (1, tokens, self.heads * self.head_dim) if is_flat else (1, self.heads, tokens, self.head_dim)
@@ -134,10 +134,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """A LinearAttention or CausalConvWithState, and its state: a graph input and output, [B, ...].
-
-    number, kind, shape: as in `interface.RecurrentShape`.
-    """
+    """A LinearAttention or CausalConvWithState, and its state: a graph input and output, [B, ...]. number, kind, shape:
+    as in `interface.RecurrentShape`."""
 
     number: int
     kind: str
@@ -150,8 +148,8 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class ForeignGraph:
-    """A decoder file, read. dtype: of the cache. changed: whether the inputs of `model` differ from
-    the file's. recurrences: in the order of their layers."""
+    """A decoder file, read. dtype: of the cache. changed: the inputs of `model` differ from the file's. recurrences: in
+    the order of their layers."""
 
     path: Path
     model: ir.Model
@@ -164,7 +162,7 @@ class ForeignGraph:
 
     @property
     def size(self) -> int | None:
-        """The tokens of its caches; None = they grow."""
+        """The tokens of its caches; None if they grow."""
         return min((layer.size for layer in self.layers if layer.size is not None), default=None)
 
     @property

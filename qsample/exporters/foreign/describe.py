@@ -1,4 +1,4 @@
-"""What decoder files are, and whether they can be baked, from their graphs alone: nothing is run or written."""
+"""Describes decoder files, and says whether they can be baked, from their graphs alone: nothing is run or written."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ class Description:
     """A decoder file.
 
     Attributes:
-        file: its path.
         made_by: the exporter and its version, as the file says.
-        opset: of ONNX's operators; 0 = none.
-        inputs: the names of the graph's inputs.
+        opset: of ONNX's operators; 0 if it has none.
         operators: how often each operator occurs that decides how a file is baked.
-        refusal: why it cannot be baked, and what would have to change; None = bake takes it, and then runs it to
-            measure its attention and to compare.
-        layers: how many attend, and how; "" = unknown.
+        refusal: why it cannot be baked, and the remedy; None if bake takes it, and then runs it to measure its
+            attention and to compare.
+        layers: how many attend, and how; "" if unknown.
         states: how many recurrent and convolutional states it keeps.
-        dtype: of its caches; "" = unknown.
-        vocab_size: None = unknown.
+        dtype: of its caches; "" if unknown.
+        vocab_size: None if unknown.
         bits: of its packed weights.
     """
 
@@ -57,10 +55,8 @@ class Description:
 
 
 def describe(path: Path) -> list[Description]:
-    """Describe every .onnx file of `path`: a file, or a folder that has some, in it or in its onnx/.
-
-    Raises QsampleError for a single file that cannot be read.
-    """
+    """Describe every .onnx file of `path`: a file, or a folder with files, in it or in its onnx/. Raises QsampleError
+    for a single file that cannot be read."""
     if path.is_file():
         return [_describe(path, None)]
     found = []

@@ -1,7 +1,5 @@
 """The files of a decoder: a file, a folder or a hub id enters; the decoder, its configurations and its tokenizer leave.
-
-Of a hub id, the decoder, its external data and the small files next to it are downloaded, and nothing else.
-"""
+Of a hub id, the decoder, its external data and the small files next to it are downloaded, and nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +43,6 @@ class Location:
     """A decoder file and its surroundings.
 
     Attributes:
-        file: the decoder.
         folders: of its configuration and tokenizer, the nearest first.
         name: as it was given.
         data: its external data.
@@ -83,16 +80,8 @@ class Location:
 
 
 def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None = None) -> Location:
-    """Find the decoder of `path`.
-
-    Args:
-        path: an .onnx file, a folder with such a file, or a hub id.
-        file: which decoder of several, relative to the folder or repository.
-        hub: how the hub is read; None = `HubOptions()`.
-
-    Raises:
-        QsampleError: if the decoder is missing, or if there are several.
-    """
+    """Find the decoder of `path`, an .onnx file, a folder with such a file, or a hub id; QsampleError if it is missing,
+    or if there are several. file: which of several, relative to the folder or repository."""
     given = Path(path)
     if given.is_file():
         if file is not None:
@@ -112,11 +101,9 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
 
 
 def without_links(location: Location, folder: Path) -> Location:
-    """Copy the decoder and its data into `folder`, an empty folder: external data must lie next to its graph, and the
-    hub's cache has links.
-
-    Raises QsampleError for a link that leads elsewhere than into the decoder's folder or the hub's cache.
-    """
+    """Copy the decoder and its data into the empty `folder`: external data must lie next to its graph, and the hub's
+    cache has links. Raises QsampleError for a link that leads elsewhere than into the decoder's folder or the hub's
+    cache."""
     files = []
     check_links((location.file, *location.data), location.folders)
     for path in (location.file, *location.data):
@@ -225,8 +212,7 @@ class Settings:
     Attributes:
         config: config.json, of a text model.
         generation: generation_config.json.
-        genai: the "model" of genai_config.json.
-        search: the "search" of genai_config.json.
+        genai, search: "model" and "search" of genai_config.json.
     """
 
     config: dict[str, Any]
@@ -257,7 +243,7 @@ class Settings:
 
     @property
     def window(self) -> int | None:
-        """The attention window that some layer has; None = none, or not stated."""
+        """The attention window of some layer; None if there is none, or none is stated."""
         layers = self.config.get("layer_types")
         if not isinstance(layers, list | None):
             raise _wrong(_CONFIG, "layer_types", layers, "a list with the type of each layer")
@@ -326,11 +312,8 @@ def _wrong(file: str, name: str, value: Any, accepted: str) -> QsampleError:
 def write_files(
     location: Location, settings: Settings, token_ids: TokenIds, vocab_size: int, tokenizer: str | None, folder: Path
 ) -> None:
-    """Copy configurations and tokenizer into `folder`.
-
-    tokenizer: "auto" for that next to the decoder, another folder, or None for a package of token ids only. Raises
-    QsampleError for a tokenizer that does not fit.
-    """
+    """Copy configurations and tokenizer into `folder`. tokenizer: as in `qsample.bake`. Raises QsampleError for a
+    tokenizer that does not fit."""
     if (config := location.find(_CONFIG)) is not None:
         shutil.copyfile(config, folder / _CONFIG)
     generation = _generation_config(settings, token_ids)

@@ -1,7 +1,7 @@
 """A decoder file as its authors run it: a single row, no padding, a mask of 1, a cache that grows token by token.
 
-A baked graph is compared with its logits. With further outputs it shows the positions, masks and scores of the file's
-own arithmetic.
+A baked graph is compared with its logits. Further outputs show the positions, masks and scores of the file's
+arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qsample.ort.providers import CPU
 
 
 class Original:
-    """A session on the file. Caches are by the names of their inputs; a call takes the cache that the last returned."""
+    """A session on the file. Caches are by the names of their inputs; a call takes the last call's cache."""
 
     def __init__(self, foreign: ForeignGraph, extra: Iterable[ir.Value] = (), *, rewritten: bool = False) -> None:
         """extra: values of `foreign` that are outputs as well. rewritten: run the model in memory, not its file."""
@@ -100,21 +100,16 @@ class Original:
 
 
 def probes(longest: int) -> list[tuple[int, int]]:
-    """Calls, as tokens in the cache and new tokens, that show the use of positions in a file; the last fills a cache
-    of `longest` tokens.
-
-    Neighbours tell a window from a chunk: both end with the keys before a token, but from a token to the next, a
-    window moves and a chunk grows. A depth in between shows what changes with the depth.
-    """
+    """Calls, as numbers of cached and of new tokens, that show the use of positions in a file; the last fills a cache
+    of `longest` tokens. Neighbours tell a window from a chunk: both end with the keys before a token, but from a token
+    to the next, a window moves and a chunk grows. A depth in between shows what changes with the depth."""
     depths = (0, longest * 5 // 8, longest - 2)
     return [(max(depth, 0), min(count, longest)) for depth, count in zip(depths, (9, 2, 2), strict=True)]
 
 
 def reference(original: Original, vocab_size: int, limit: int | None, windows: Iterable[int]) -> Reference:
     """The file's logits on random prompts of different lengths (seeded), the longest beyond its attention windows.
-
-    limit: the positions that it knows; None = any number.
-    """
+    limit: the positions that it knows; None for any number."""
     generator = np.random.default_rng(0)
     sizes = sorted({window for window in windows if window > 0})
     lengths, passed = reference_lengths(limit, sizes)

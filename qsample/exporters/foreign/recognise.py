@@ -53,15 +53,13 @@ _MOST_NODES: Final = 50_000  # a graph of 100 layers has half of that
 
 
 def load(path: Path) -> ir.Model:
-    """The model in `path`, without functions, its constants as initializers; weights next to it stay mapped.
-
-    A function may say what an operator of ONNX Runtime computes, for other runtimes: that stays an operator.
-    """
+    """The model in `path`, without functions, its constants as initializers; weights next to it stay mapped. A function
+    that says, for other runtimes, what an operator of ONNX Runtime computes stays an operator."""
     log = logging.getLogger("onnx_ir.serde")
     before, log.disabled = log.disabled, True  # it prints names as they are; what is wrong is refused below
     try:
         model = ir.load(path)
-    except Exception as error:  # protobuf has its own kinds
+    except Exception as error:  # protobuf raises kinds unknown here
         raise UnsupportedModelError(f"{path} is not an ONNX file ({type(error).__name__}: {error!s:.200})") from error
     finally:
         log.disabled = before
@@ -77,8 +75,7 @@ def load(path: Path) -> ir.Model:
 
 @contextmanager
 def graph_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the graph's libraries, or of a rewrite that meets an operator unlike its definition, into a
-    refusal of the file."""
+    """Turn errors of the graph's libraries, and of a rewrite at an operator unlike its definition, into a refusal."""
     try:
         yield
     except (QsampleError, OSError, MemoryError):
@@ -115,10 +112,8 @@ def _inline(path: Path, model: ir.Model) -> None:
 def recognise(
     path: Path, model: ir.Model, *, head_dim: int | None = None, vocab_size: int | None = None
 ) -> ForeignGraph:
-    """Recognise the inputs and outputs of `model`, the file at `path`. head_dim, vocab_size: by its configuration.
-
-    Raises UnsupportedModelError, in a single line, if it cannot be baked.
-    """
+    """Recognise the inputs and outputs of `model`, the file at `path`; UnsupportedModelError, in a single line, if it
+    cannot be baked. head_dim, vocab_size: by its configuration."""
     _check_inputs(path, model)
     _check_operators(path, model)
     graph = model.graph
@@ -176,8 +171,8 @@ def recognise(
 
 
 def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:
-    """Take caches in half precision that are cast to it after their inputs and back before their outputs, in place; the
-    numbers themselves are of half precision, so nothing is lost. Returns whether anything changed."""
+    """Make caches float16, in place, if they are cast to it after their inputs and back before their outputs: nothing
+    is lost. Returns whether anything changed."""
     narrowed = False
     for past in caches:
         casts = [node for node, _ in past.uses()]
@@ -344,7 +339,7 @@ class _Cache(NamedTuple):
 
 
 def _cache(past: ir.Value) -> _Cache | None:
-    """The cache that `past` is of; None if it is kept in no known way."""
+    """The cache that `past` belongs to; None if it is kept in no known way."""
     assert past.shape is not None
     is_flat = len(past.shape) == FLAT
     for node, place in past.uses():
@@ -372,7 +367,7 @@ def _heads(keys: ir.Value) -> int | None:
 
 
 def _vocab_size(graph: ir.Graph, logits: ir.Value, stated: int | None) -> int | None:
-    """V: of the logits' shape, the head's weights, else as the configuration says."""
+    """V of the logits' shape or of the head's weights, else `stated` by the configuration."""
     if logits.shape is not None and isinstance(size := logits.shape[-1], int):
         return size
     node = logits.producer()
@@ -383,7 +378,7 @@ def _vocab_size(graph: ir.Graph, logits: ir.Value, stated: int | None) -> int | 
 
 
 def _columns(product: ir.Node | None) -> int | None:
-    """N of a product [..., K] x [K, N]; None = unknown."""
+    """N of a product [..., K] x [K, N]; None if unknown."""
     if product is not None and product.op_type == "MatMulNBits":
         return product.attributes.get_int("N", 0) or None
     weight = product.inputs[1] if product is not None and product.op_type in ("MatMul", "FusedMatMul", "Gemm") else None

@@ -66,7 +66,7 @@ class Nodes:
         domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
-        """The only output of a new node. shape: None = unknown."""
+        """The only output of a new node. shape: None if unknown."""
         return self.several(op_type, inputs, [(dtype, shape)], domain=domain, **attributes)[0]
 
     def several(
@@ -115,8 +115,8 @@ class Rows:
 
     positions: [B, S] int64, of the new tokens, padding included; less than T. seqlens_k: [B] int32 and
     total_sequence_length: int32 scalar, as GroupQueryAttention takes them. last: [B, 1] int64, the index of a row's
-    last real token. lengths, input_lengths, status: the contract's inputs; status: None = the graph has none. steps:
-    [S] int64, 0 to S - 1.
+    last real token. lengths, input_lengths, status: the contract's inputs; a graph without recurrences has no status.
+    steps: [S] int64, 0 to S - 1.
     """
 
     positions: ir.Value
@@ -171,11 +171,8 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
 
 
 def counted_positions(foreign: ForeignGraph, longest: int) -> list[ir.Value]:
-    """Values [1, S] that hold the positions of the new tokens, in a graph that counts them itself.
-
-    They are found in runs of the file: values that equal past, past + 1, ... for several pasts, up to `longest` tokens,
-    and numbers of tokens.
-    """
+    """Values [1, S] that hold the positions of the new tokens, in a graph that counts them itself. In runs of the file,
+    they equal past, past + 1, ... for several pasts, up to `longest` tokens, and numbers of tokens."""
     candidates = _counting_values(foreign)
     if not candidates:
         return []
@@ -221,8 +218,8 @@ def use_row_positions(foreign: ForeignGraph, rows: Rows, counted: Iterable[ir.Va
 
 
 def check_free_of_sizes(foreign: ForeignGraph) -> None:
-    """Raise UnsupportedModelError if the graph still computes with the mask, or with the length of its cache: this
-    is now the capacity of a buffer."""
+    """Raise UnsupportedModelError if the graph still computes with the mask, or with the length of its cache: this is
+    now the capacity of a buffer."""
     mask = foreign.input(MASK)
     if mask is not None and mask.uses():
         users = sorted({node.op_type for node, _ in mask.uses()})
@@ -246,10 +243,8 @@ def _reads_fixed_axes(shape: ir.Node) -> bool:
 
 
 def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
-    """`logits` [B, V] float32 of the rows' last real tokens, and the graph's first output from now on.
-
-    Tokens that the file itself leaves out before its head (Slice, Gather) are chosen here instead.
-    """
+    """`logits` [B, V] float32 of the rows' last real tokens, and the graph's first output from now on. Tokens that the
+    file itself leaves out before its head (Slice, Gather) are chosen here instead."""
     graph, old = foreign.graph, foreign.logits
     dims = ["B", foreign.vocab_size]
     head, following = _head(old)
@@ -279,7 +274,7 @@ def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
 
 
 def _head(logits: ir.Value) -> tuple[ir.Node | None, list[ir.Node]]:
-    """The product that makes the logits, and the nodes after it, the last first; None = no such product."""
+    """The product that makes the logits, None if there is none, and the nodes after it, the last first."""
     following: list[ir.Node] = []
     node = logits.producer()
     while node is not None and node.op_type not in _PRODUCTS:
@@ -293,7 +288,7 @@ def _head(logits: ir.Value) -> tuple[ir.Node | None, list[ir.Node]]:
 
 
 def _hidden(value: ir.Value | None) -> ir.Value:
-    """[B, S, size] of which `value` is a slice or a flattened form; `value` itself if it is neither."""
+    """[B, S, size] of which `value` is a slice or a flattened form; else `value` itself."""
     assert value is not None
     top, found = value, value
     while (node := top.producer()) is not None and node.op_type in _SHAPES and node.inputs[0] is not None:
@@ -322,12 +317,10 @@ def _bypass(foreign: ForeignGraph, node: ir.Node) -> None:
 
 
 def choose_table(foreign: ForeignGraph, rope: str | None) -> int | None:
-    """Put a single table in the place of each If that chooses between two, in place. Returns the tokens up to which the
-    file itself takes the short table, or the rows of the long table; None if the graph has no such If.
-
-    rope: "short" or "long"; None = "short". Raises QsampleError for a `rope` that the file cannot follow, and
-    UnsupportedModelError for an If that chooses anything but constants.
-    """
+    """Put a single table in the place of each If that chooses between two, in place: "short", also by default, or
+    "long". Returns the tokens up to which the file itself takes the short table, or the rows of the long table; None if
+    the graph has no such If. Raises QsampleError for a `rope` that the file cannot follow, and UnsupportedModelError
+    for an If that chooses anything but constants."""
     choices = [node for node in foreign.graph if node.op_type == "If"]
     if not choices:
         if rope is not None:
@@ -368,10 +361,8 @@ def _constants(foreign: ForeignGraph, node: ir.Node, branch: ir.Graph) -> list[A
 
 def keep_states(foreign: ForeignGraph, nodes: Nodes, rows: Rows) -> ForeignGraph:
     """`foreign` with recurrences that read real tokens only, in place; the next states of convolutions are new values.
-
-    Padding becomes the row's first token, whose hidden states are numbers: keys of a padding token may be 0, and a
-    norm of them NaN, and an attention would spread it.
-    """
+    Padding becomes the row's first token, whose hidden states are numbers: keys of a padding token may be 0, and a norm
+    of them NaN, and an attention would spread it."""
     ids = foreign.input(IDS)
     assert ids is not None
     assert rows.status is not None

@@ -48,7 +48,7 @@ _COS, _SIN, _POSITIONS = 1, 2, 3  # inputs of ONNX's RotaryEmbedding
 
 
 def interface_of(foreign: ForeignGraph, features: Features) -> Interface:
-    """The package's, of a foreign graph with a cache of `foreign.dtype`."""
+    """The package's interface, with a cache of `foreign.dtype`."""
     dtype = "float32" if foreign.dtype == ir.DataType.FLOAT else "float16"
     shapes = tuple(KeyValueShape(layer.heads, layer.head_dim, layer.number) for layer in foreign.layers)
     in_order = [shape.layer for shape in shapes] == list(range(len(shapes)))
@@ -65,10 +65,8 @@ def interface_of(foreign: ForeignGraph, features: Features) -> Interface:
 
 
 def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, interface: Interface) -> ir.Model:
-    """The model up to its logits, as `Interface.model` has it; in place.
-
-    Raises UnsupportedModelError if an input of the file is still used that the contract does not have.
-    """
+    """The model up to its logits, as `Interface.model` has it; in place. Raises UnsupportedModelError for an input of
+    the file that is still used and not in the contract."""
     model, graph = foreign.model, foreign.graph
     ids = foreign.input(IDS)
     assert ids is not None
@@ -112,7 +110,7 @@ def _free_names(graph: ir.Graph, names: set[str], kept: set[ir.Value]) -> None:
 
 
 def _rename_axes(graph: ir.Graph) -> None:
-    """Our names for the axes that are ours; the rest are forgotten: shape inference finds them again."""
+    """Our names for our axes; shape inference finds the rest again."""
     for node in graph.all_nodes():
         for value in node.outputs:
             if value.shape is not None:
@@ -121,10 +119,8 @@ def _rename_axes(graph: ir.Graph) -> None:
 
 
 def record_shapes(model: ir.Model, folder: Path, limit: int | None = None) -> int:
-    """Give every value of the main graph its shape and dtype, in place; return how many became constants.
-
-    model: of `Interface.model`. folder: of its external data. limit: the positions that it knows; None = any number.
-    """
+    """Give every value of the main graph of `model`, an `Interface.model`, its shape and dtype, in place; return how
+    many became constants. folder: of its external data. limit: the positions that it knows; None for any number."""
     sizes = [(rows, tokens, min(capacity, limit or capacity)) for rows, tokens, capacity in _SIZES]
     runs = [_run(model, folder, dict(zip((BATCH, SEQUENCE, CAPACITY), each, strict=True))) for each in sizes]
     from_shapes = _from_shapes(model.graph)
@@ -149,7 +145,7 @@ def record_shapes(model: ir.Model, folder: Path, limit: int | None = None) -> in
 
 
 class _Found(NamedTuple):
-    """A value in a run. numbers: None = too many."""
+    """A value in a run. numbers: None if too many."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -174,7 +170,7 @@ def _run(model: ir.Model, folder: Path, axes: Mapping[str, int]) -> dict[str, _F
 
 
 def _from_constants(graph: ir.Graph) -> set[ir.Value]:
-    """Values that constants alone make, weights that are transposed say."""
+    """Values that constants alone make, such as transposed weights."""
     found: set[ir.Value] = set()
     for node in graph:
         read = reads(node)
@@ -285,11 +281,8 @@ def use_own_operators(foreign: ForeignGraph, nodes: Nodes) -> None:
 
 
 def set_opset(foreign: ForeignGraph) -> None:
-    """To OPSET, or the next that has all operators as they are, in place. Between opset 14 and OPSET, reductions and
-    equal splits alone came to be written differently.
-
-    Raises UnsupportedModelError if an operator of the graph is in no such opset.
-    """
+    """To OPSET, or the next that has all operators as they are, in place; UnsupportedModelError if there is none.
+    Between opset 14 and OPSET, reductions and equal splits alone came to be written differently."""
     model, graph = foreign.model, foreign.graph
     have = graph.opset_imports[""]
     for node in graph.all_nodes():
@@ -319,7 +312,7 @@ def _write_inputs(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _missing(node: ir.Node, opset: int, *, is_older: bool) -> str:
-    """What `opset` lacks of `node`; "" = nothing. is_older: than the opset of the file."""
+    """Parts of `node` that `opset` lacks; "" for none. is_older: than the opset of the file."""
     if node.domain or not onnx.defs.has(node.op_type, ""):
         return ""  # ONNX Runtime keeps some contrib operators in ONNX's domain
     try:
