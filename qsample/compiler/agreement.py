@@ -1,13 +1,11 @@
 """A compiled package enters; the figures of its self-test leave, or CompileError if its graph chooses other tokens.
 
-The compiled graph chooses tokens after prompts of different lengths. The portable graph reads them all in a single
-call, and its sampler has to choose the same of its logits; in float32, the compiled graph's logits have to be those as
-well. A quantized graph is another model: there the sampler gets the graph's own logits, and the divergence says how far
-these are off.
+The compiled graph chooses tokens after prompts of different lengths. The portable graph reads them all in one call, and
+its sampler has to choose the same of its logits; in float32, the logits have to agree, too. A quantized graph is
+another model: there the sampler gets the graph's own logits, and the divergence says how far off they are.
 
-A graph that checks guesses is also compared with itself, on the machine that compiles, with the kernels that it will
-have: steps of several tokens take other ways through the kernels than steps of one, and whether both round alike
-depends on the processor.
+A graph that checks guesses is also compared with itself, on the machine that compiles: steps of several tokens take
+other ways through the kernels than steps of one, and whether both round alike depends on the processor.
 """
 
 from __future__ import annotations
@@ -60,9 +58,7 @@ _AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
 @dataclass(frozen=True, slots=True)
 class SelfTest:
     """Tokens that the compiled graph chose, and how many of them the portable graph, or its sampler, chose too.
-
-    replayed: of the tokens, those from replays of the captured graph.
-    """
+    replayed: tokens from replays of the captured graph."""
 
     tokens: int
     agreeing: int
@@ -70,12 +66,9 @@ class SelfTest:
 
 
 def run_self_test(plan: CompilePlan, published: Package, target: Target) -> SelfTest:
-    """Let the compiled graph of `published` choose tokens, greedily and sampled, and count how many times the portable
-    graph chooses the same after the same text.
-
-    The compiled graph runs in the sessions that `load` opens, with the target's options, and is captured and replayed
-    as it will be later. Only for the CPU its weights stay mapped, as they may be larger than the memory, and its first
-    call reads prompts of different lengths, with padding.
+    """Let the compiled graph choose tokens, greedily and sampled, and count how often the portable graph agrees. The
+    compiled graph runs in the sessions that `load` opens, captured and replayed as it will be later. Only a
+    `self_contained` target's weights stay mapped instead, and its first call reads prompts with padding.
 
     Raises CompileError if they agree too rarely, or if logits of float32 differ.
     """
@@ -112,7 +105,7 @@ def _device(plan: CompilePlan, published: Package, target: Target, rows: int) ->
 
 
 def _written(device: GraphRunner | _Published, plan: CompilePlan, target: Target, rows: Sequence[int]) -> Text:
-    """What the compiled graph writes after random prompts. rows: their numbers."""
+    """What the compiled graph writes after random prompts, in the rows numbered `rows`."""
     width = min(_PROMPT, plan.ctx_len - 1) if target.self_contained else 1
     ids = np.random.default_rng(0).integers(0, plan.source.interface.vocab_size, (_ROWS, width))[rows]
     lengths = np.array([width, 1, 1, width])[rows]
@@ -136,8 +129,7 @@ def _with_portable_logits(texts: Sequence[Text], plan: CompilePlan, model: ir.Mo
 
 
 def _sampled(text: Text, plan: CompilePlan, sampler: ir.Model | None, rows: Sequence[int]) -> list[Array]:
-    """[rows] after each call of `text`: the tokens that `sampler` chooses of its logits, the largest if there is
-    none."""
+    """[rows] after each call: the tokens that `sampler` chooses of the call's logits, without one the largest."""
     results = ({LOGITS.name: call.logits} for call in text)
     if sampler is None:
         return list(map(chosen, results))
@@ -199,7 +191,7 @@ class _Published:
     def step(
         self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, Any]
     ) -> dict[str, Array]:
-        """As `GraphRunner.step`; ids: [rows, 1], lengths: ones."""
+        """As `GraphRunner.step`, with ids [rows, 1] and lengths of 1."""
         kept = {} if self._keeps_lengths else state
         self._write({INPUT_IDS.name: ids, "temperature": 0.0, **parameters, **kept})
         self._stepper.run()
@@ -221,9 +213,8 @@ def check_guesses_change_nothing(plan: CompilePlan, published: Package) -> None:
     """Let the compiled graph check guesses, a different number in each row: all of them right, or only half.
 
     The logits after each token, and every state, have to equal the results of steps of one token, bit by bit; with
-    several rows and with one, and with the numbers of rows that sessions choose here and elsewhere (`ROW_MULTIPLE`).
-
-    Raises CompileError if they are not.
+    several rows and with one, and for every number of rows that sessions choose (`ROW_MULTIPLE`). Raises CompileError
+    if not.
     """
     interface, rows = plan.interface, min(plan.batch_size or _ROWS, _ROWS)
     most = min(interface.features.num_speculative_tokens, plan.ctx_len - _PROMPT - 2)

@@ -1,7 +1,7 @@
 """The graph after each phase of a compile, written for Netron, with the number of its nodes.
 
-`NN-phase.onnx` holds the structure of the graph. Weights of more than 1,024 bytes are left out: they have their name,
-dtype and shape, and refer to a file that does not exist. `counts.json` lists the phases in order.
+`NN-phase.onnx` holds the structure; weights of more than 1,024 bytes keep their name, dtype and shape, but refer to a
+file that does not exist. `counts.json` lists the phases in order.
 """
 
 from __future__ import annotations
@@ -27,13 +27,8 @@ class DebugDump:
     """A folder that gets the graph after each phase."""
 
     def __init__(self, folder: str | PathLike[str], kept: Sequence[Path] = ()) -> None:
-        """
-        Args:
-            folder: new or empty.
-            kept: folders that it must not lie in: a package that is read or replaced.
-
-        Raises CompileError if `folder` holds anything, lies in `kept`, or cannot be written to.
-        """
+        """Raises CompileError if `folder` holds anything, lies in one of `kept` (packages that are read or replaced),
+        or cannot be written to."""
         self._folder = Path(folder)
         self._phases: list[dict[str, Any]] = []
         given, advice = f"debug_dump is {str(folder)!r}, which", "give a new or empty folder"
@@ -49,7 +44,7 @@ class DebugDump:
             raise CompileError(f"{given} holds files ({files[0]}); {advice}")
 
     def write(self, phase: str, model: ir.Model) -> None:
-        """Write `model`, whose weights are not read, as the graph after `phase`."""
+        """Write `model` as the graph after `phase`; its weights are not read."""
         operators = Counter(f"{node.domain}::{node.op_type}".removeprefix("::") for node in model.graph.all_nodes())
         path = self._folder / f"{len(self._phases):02}-{phase}.onnx"
         counts = {"nodes": operators.total(), "operators": dict(sorted(operators.items()))}
@@ -59,7 +54,7 @@ class DebugDump:
 
 
 def read_counts(folder: str | Path) -> list[dict[str, Any]]:
-    """The phases of a dump in order, each with `phase`, `file`, `nodes` and `operators`: operator → how many."""
+    """The phases of a dump in order, each with `phase`, `file`, `nodes` and `operators`: operator → count."""
     phases: list[dict[str, Any]] = json.loads((Path(folder) / _COUNTS).read_text(encoding="utf-8"))["phases"]
     return phases
 

@@ -1,7 +1,7 @@
 """Two decode graphs of one model enter, the second with quantized weights; the distance of their distributions leaves.
 
-The text is sampled at temperature 1 from random first tokens: a text for any model, without a corpus. The quantized
-graph writes it, in cheap steps, and the first graph reads all of it in a single call, in one pass over its weights.
+The text is sampled at temperature 1 from random first tokens: it needs no corpus. The quantized graph writes it, in
+cheap steps, and the first graph reads all of it in one call, in one pass over its weights.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Divergence:
     """Means over `tokens` tokens of the text.
 
     kl: Kullback-Leibler divergence of the quantized from the float distribution, nats a token. kept_kl: the same over
-    those parts that the float model could have written, too. agreement: share of tokens for which both have the same
-    argmax. perplexity, quantized_perplexity: exp of the mean negative log-likelihood that tokens drawn from the float
-    distribution have in each.
+    the parts that the float model could have written, too. agreement: share of tokens with the same argmax in both.
+    perplexity, quantized_perplexity: exp of each model's mean negative log-likelihood of tokens drawn from the float
+    distribution.
     """
 
     tokens: int
@@ -54,11 +54,10 @@ def measure_divergence(
     *,
     rows: int | None = None,
 ) -> Divergence:
-    """Compare the logits of two folders with `decoder.onnx` and `initial_state.onnx` each; they differ in their
-    quantization alone.
+    """Compare the logits of two folders' `decoder.onnx` and `initial_state.onnx`, equal but for the quantization.
 
-    capacity: tokens of state a row, at least 2. providers: those of the quantized graph. progress: called with the
-    fraction done, in [0, 1]. rows: of a call, if the quantized graph has it fixed: 1, 2, 4 or 8; None = it is free.
+    capacity: tokens of state a row, at least 2. providers: for the quantized graph. progress: called with the fraction
+    done, in [0, 1]. rows: of a call, 1, 2, 4 or 8, if the quantized graph has it fixed.
     """
     rng = np.random.default_rng(0)
     rows, calls = rows or ROWS, min(STEPS, capacity - 1)
@@ -78,12 +77,12 @@ def measure_divergence(
 
 
 def _score(texts: Sequence[Text], reference: Sequence[Sequence[Array]]) -> Divergence:
-    """texts: those that the quantized graph wrote. reference: the logits of the other graph, [rows, V] after each call.
+    """texts: written by the quantized graph. reference: the other graph's logits, [rows, V] after each call.
 
-    A text that the quantized graph wrote may hide its errors: if it repeats a token over and over, the float graph
-    soon expects that, too. In `kept_kl` each place is weighted by the probability that the float graph would have kept
-    all tokens before it, by the rule of speculative decoding (https://arxiv.org/abs/2211.17192): a token with
-    min(1, p / q), so that the kept text is a text of the float graph.
+    Such a text may hide errors: if it repeats a token over and over, the float graph soon expects that, too. `kept_kl`
+    weights each place by the probability that the float graph would have kept all tokens before it, by the rule of
+    speculative decoding (https://arxiv.org/abs/2211.17192): a token with min(1, p / q), so that the kept text is the
+    float graph's.
     """
     kl, entropy, weights, same = list[Array](), list[Array](), list[Array](), list[Array]()
     for text, own in zip(texts, reference, strict=True):
@@ -114,16 +113,16 @@ def _score(texts: Sequence[Text], reference: Sequence[Sequence[Array]]) -> Diver
 
 
 class Distribution(NamedTuple):
-    """Of `softmax`. p: [rows, V] float32 probabilities. normalizer: [rows, 1] float64; a logit less it is the
-    logarithm of the probability."""
+    """p: [rows, V] float32 probabilities. normalizer: [rows, 1] float64; a logit less it is the probability's
+    logarithm."""
 
     p: Array
     normalizer: Array
 
 
 def softmax(logits: Array) -> Distribution:
-    """The distribution of [rows, V] float32 logits. Its numbers are float32, because NumPy computes them ten times as
-    fast as float64, and their sums float64."""
+    """The distribution of [rows, V] float32 logits: numbers in float32, ten times as fast in NumPy, and sums in
+    float64."""
     largest = logits.max(-1, keepdims=True)
     weights = np.exp(logits - largest)
     total = weights.sum(-1, keepdims=True, dtype=np.float64)

@@ -36,19 +36,18 @@ class CompileOptions:
 
     Args:
         provider: a device, or the name of an installed target (`targets.target_names`).
-        dtype: "float16" or "bfloat16" for cuda, "float16" for webgpu, the package's own for cpu, web and openvino.
+        dtype: "float16" or "bfloat16" for cuda, "float16" for webgpu, the package's for cpu, web and openvino.
         weights: "int4" or "int8" quantizes every matrix that a token is multiplied by, and the embedding, but no table
-            of positions; weights that are quantized in the checkpoint stay as they are. "int4_mixed" is int4 with 8
-            bits for the head, the first and the last layer: these suffer most. "float16", for cpu, stores float32
-            weights in half the space; loaded, they are float32 again. The package's own dtype = as exported.
-        block_size: 16, 32, 64, 128 or 256. A matrix whose inputs it does not divide gets the largest smaller size that
-            does.
+            of positions, and no weights that the checkpoint has quantized. "int4_mixed" is int4 with 8 bits for the
+            head, the first and the last layer: these suffer most. "float16", for cpu, stores float32 weights in half
+            the space; loaded, they are float32 again. The package's dtype leaves them as exported.
+        block_size: 16, 32, 64, 128 or 256; the largest smaller size that divides a matrix's inputs if this does not.
         quantization_method: "k_quant" and "hqq" search each block's offset, slower and closer than "rtn"; "gptq" fits
             the levels to `calibration_text`, for cpu; see `quantize.methods`.
         calibration_text: a text like the model's future input, a list of them, or token ids of the same form; 128
             tokens at least, of which 65,536 are read. Not the text of an evaluation.
         kv_cache_dtype: "int8" has a scale a channel, measured on the model's own text: a quarter of float32's memory,
-            faster steps over long contexts, slower long prompts. The package's own dtype = as exported.
+            faster steps over long contexts, slower long prompts. The package's dtype leaves it as exported.
         num_speculative_tokens: needs provider="cpu" and kv_cache_dtype="int8". Each request says whether its rows
             guess.
         max_divergence: see `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a

@@ -1,7 +1,6 @@
-"""The pipeline of compile: everything that is done to a decode graph, as a list of named phases.
+"""Everything that compile does to a decode graph, as a list of named phases.
 
-A target lists its phases; the functions here make the phases that several targets share. `run` executes a list on a
-`Build` and, for `debug_dump`, writes the graph after each phase.
+A target lists its phases; the functions here make the phases that several targets share.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ Placement = dict[str, dict[str, int]]
 
 
 def stages_of(plan: CompilePlan, progress: Progress | None) -> Stages:
-    """The stages of a whole compile that `progress` is notified of, with their shares of the time, as measured in
-    docs/benchmarks/export.md."""
+    """The stages of a whole compile, with their shares of the time as measured in docs/benchmarks/export.md."""
     shares: dict[str, float] = {
         Stage.OPTIMISING: 3,
         Stage.MEASURING_CACHE: 2 if plan.kv_cache_dtype is not None else 0,
@@ -65,18 +63,16 @@ class Build:
     """A decode graph on its way through the phases.
 
     Attributes:
-        plan: the package, and how it is compiled.
-        stages: reports the progress.
         folder: the package's, with `decoder.onnx` at the end.
         scratch: an empty folder on the same disk, for files that are read until the graph is written.
-        model: the graph as it is after the phases so far.
-        texts: token ids that weights are fitted to, [n] int64 each; none unless the plan says so.
+        model: the graph after the phases so far.
+        texts: token ids that weights are fitted to, [n] int64 each; empty unless the plan is calibrated.
         adapted: the layers that adapters may change and their weights, while the adapters are apart from the model.
-        sampler: the sampler while it is apart from the model; None if it is part of the model, or not in the graph.
+        sampler: only while it is apart from the model.
         provider_of: node name → provider, as ONNX Runtime reported it when it optimised the graph.
-        placement: where the nodes run; None until the last phase has found out.
+        placement: where the nodes run, once the last phase has found out.
         weights_sha256: of the file of the decode graph's weights, once it is written and if there is one.
-        provider_options: of the provider, in addition to the target's, if they depend on the graph.
+        provider_options: in addition to the target's, if they depend on the graph.
     """
 
     plan: CompilePlan
@@ -98,7 +94,7 @@ class Build:
         return self.folder / DECODER
 
     def publish_weights(self, written: Path, sha256: str | None) -> None:
-        """Move the file `written`, if there is one, to where the weights of the decode graph lie."""
+        """Move the file `written`, if there is one, to the place of the decode graph's weights."""
         if written.exists():
             written.replace(self.folder / WEIGHTS)
         self.weights_sha256 = sha256
@@ -132,11 +128,7 @@ def graph_pass(function: Callable[..., bool], **arguments: object) -> Phase:
 
 
 def apply(model: ir.Model, *passes: Pass) -> bool:
-    """Run `passes` on `model` in order, in place; each starts from a graph without unused nodes.
-
-    Returns:
-        Whether any of them changed it.
-    """
+    """Run `passes` in order, each on a graph without unused nodes; returns whether any of them changed the model."""
     modified = False
     for change in passes:
         if change(model):
@@ -155,7 +147,7 @@ def start(plan: CompilePlan, stages: Stages, folder: Path, scratch: Path) -> Bui
 
 
 def run(build: Build, phases: Iterable[Phase], dump: DebugDump | None = None) -> None:
-    """Run `phases` on `build` in order, and let `dump` write the graph before the first and after each of them."""
+    """Run `phases` on `build` in order; `dump` writes the graph before the first and after each of them."""
     if dump is not None:
         dump.write("portable", build.model)
     for phase in phases:
@@ -187,7 +179,7 @@ def put_adapters(build: Build) -> None:
 
 
 def fold_sampler(build: Build) -> None:
-    """Compute what depends on constants alone in the sampler that was cut off: there is nothing in it to fuse."""
+    """Compute what depends on constants alone in the separate sampler: there is nothing in it to fuse."""
     if build.sampler is not None:
         fold_constants(build.sampler)
 
@@ -195,12 +187,8 @@ def fold_sampler(build: Build) -> None:
 def lean_phases(provider: str, capacity: int) -> list[Phase]:
     """Phases that make ONNX Runtime's own operators of a decode graph, as few a layer as they allow.
 
-    A Llama layer is left with ten nodes: two norms with their skips, four matrix products, the attention, and the three
-    of the gate.
-
-    Args:
-        provider: a member of `fusions.FUSION_PROVIDERS`.
-        capacity: T, fixed in the graph.
+    A Llama layer is left with ten nodes: two norms with their skips, four matrix products, the attention, and the
+    gate's three. provider: one of `fusions.FUSION_PROVIDERS`. capacity: T, fixed in the graph.
     """
     return [
         graph_pass(join_projections),  # as the fusions would, but without reading the weights
@@ -231,13 +219,10 @@ def quantization_phases(
     pads_blocks: bool = False,
     copies: int = 1,
 ) -> list[Phase]:
-    """Phases that quantize the cache and the weights as the plan says, and check the result.
+    """Phases that quantize the cache and the weights if the plan says so, and check the result.
 
-    Args:
-        plan: has the quantization, if there is any.
-        expert_block_sizes: those that the device's QMoE takes.
-        pads_blocks: whether the device's MatMulNBits takes a last block that is not full.
-        copies: how often the later phases write the weights.
+    expert_block_sizes: the sizes that the device's QMoE takes. pads_blocks: whether the device's MatMulNBits takes a
+    last block that is not full. copies: how often the later phases write the weights.
     """
     phases = [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
     if plan.weights is not None:

@@ -21,17 +21,15 @@ _MOST_CALIBRATION: Final = 2**16
 
 @dataclass(frozen=True, slots=True)
 class CompilePlan:
-    """The result of a package and options, before any work.
-
-    Attributes:
-        source: the portable package.
-        options: as the caller gave them.
-        interface: of the compiled package.
-        ctx_len: capacity T of the state buffers, in tokens.
-        dtype: of the model and, unless kv_cache_dtype is "int8", of its cache.
-        weights: how to quantize them; None = not.
-        store_float16: whether float32 weights are stored in float16.
-        kv_cache_dtype: "int8", or None for the model's own.
+    """Attributes:
+    source: the portable package.
+    options: as the caller gave them.
+    interface: of the compiled package.
+    ctx_len: capacity T of the state buffers, in tokens.
+    dtype: of the model and, unless kv_cache_dtype is "int8", of its cache.
+    weights: how to quantize them, if at all.
+    store_float16: whether float32 weights are stored in float16.
+    kv_cache_dtype: "int8", or None for the model's dtype.
     """
 
     source: Package
@@ -50,7 +48,7 @@ class CompilePlan:
 
     @property
     def batch_size(self) -> int | None:
-        """Most rows in one call; None = any number."""
+        """Most rows in one call (None: any number)."""
         return self.options.batch_size
 
     @property
@@ -69,16 +67,14 @@ class CompilePlan:
 
     @property
     def quantized(self) -> bool:
-        """Whether the model computes other numbers than the portable graph, beyond rounding. Packed weights do: their
-        fast kernels take activations in 8 bits."""
+        """Whether the model computes other numbers than the portable graph, beyond rounding: packed weights do, as
+        their fast kernels take activations in 8 bits."""
         return self.weights is not None or self.store_float16 or self.kv_cache_dtype is not None or self.packed_weights
 
 
 def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
-    """The plan of `options` for `source`. Its interface is still the portable package's; the target changes it.
-
-    Raises CompileError if they do not fit each other.
-    """
+    """The plan of `options` for `source`, still with the portable package's interface: the target changes it. Raises
+    CompileError if they do not fit each other."""
     own = source.interface.dtype
     if source.manifest.kind != "portable":
         raise CompileError(f"{source.path} is already compiled; compile the portable package that it was made from")
@@ -121,13 +117,8 @@ def _weights(source: Package, options: CompileOptions) -> WeightQuantization | N
 
 
 def calibration_sequences(plan: CompilePlan) -> list[Array]:
-    """The token ids of the calibration text, for gptq.
-
-    Returns:
-        Sequences [n] int64, n at most the context or 2,048; 65,536 tokens in all, from the whole of a longer text.
-
-    Raises CompileError if the text is too short or cannot be read.
-    """
+    """The calibration text as sequences [n] int64, n at most the context or 2,048; of a longer text, 65,536 tokens from
+    all parts. Raises CompileError if the text is too short or cannot be read."""
     try:
         documents = documents_of(plan.options.calibration_text, [plan.source])
     except ValueError as error:

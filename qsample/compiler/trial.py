@@ -1,7 +1,6 @@
-"""Texts that decode graphs write and read, call by call: (graph, text) → logits and states.
+"""Texts that decode graphs write and read, call by call, so that the checks of compile can compare graphs on them.
 
-The checks of compile compare graphs on them. Only a single graph is open at a time: together, the weights of two may
-not fit into the memory.
+Only one graph is open at a time: the weights of two may not fit into the memory.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ def chosen(results: Mapping[str, Array]) -> Array:
 def write(
     step: Step, ids: Array, lengths: Array, calls: int, choose: Callable[[Mapping[str, Array]], Array] = chosen
 ) -> Iterator[Call]:
-    """The `calls` calls of a text that a graph writes after a prompt.
+    """The `calls` calls of a text that a graph writes after a prompt `ids`, `lengths`, as in `Call`.
 
-    step: takes ids and lengths, moves the graph's states on, and returns its outputs. ids, lengths: of the prompt, as
-    in `Call`. choose: the tokens [rows] of a call's outputs.
+    step: takes ids and lengths, moves the graph's states on, and returns its outputs. choose: the tokens [rows] of a
+    call's outputs.
     """
     for _ in range(calls):
         results = step(ids, lengths)
@@ -60,17 +59,9 @@ def write(
 def read(
     model: ir.Model, texts: Sequence[Text], folder: Path, interface: Interface, capacity: int
 ) -> list[list[Array]]:
-    """The logits [rows, V] of `model` after each call of each text.
-
-    All texts are read in a single call, in one pass over the weights; call by call only if the model has the
-    logits of a row's last token alone.
-
-    Args:
-        model: a decode graph that is cut at its logits; it is changed.
-        texts: from empty states.
-        folder: of the model's weights and its starting state.
-        interface, capacity: as in GraphRunner.
-    """
+    """The logits [rows, V] of `model` after each call of each text, read from empty states. All texts are read in one
+    call, in one pass over the weights; call by call only if the model has just the logits of a row's last token.
+    `model` is a decode graph cut at its logits, and is changed; `folder` has its weights and starting state."""
     at_once = return_all_logits(model)
     runner = GraphRunner(model, folder, interface, capacity, weights_mapped=True)
     if not at_once:

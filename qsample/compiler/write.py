@@ -1,9 +1,8 @@
 """The last phases of the pipeline: from the rewritten graph to `decoder.onnx`, and where its nodes run.
 
 ONNX Runtime optimises the graph offline for the CPU, or lets a provider compile the model part ahead of time into
-EPContext nodes. Only the model is compiled then: ONNX Runtime's own provider runs the sampler after it, control flow
-and float64 included. So the tokens are exact, even if the compiling provider changes such operators, and it never
-writes to a state.
+EPContext nodes. ONNX Runtime's own provider then runs the sampler after it, control flow and float64 included: so the
+tokens are exact, even if the compiling provider changes such operators, and it never writes to a state.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ def join_sampler(build: Build) -> None:
 
 
 def join_flat_sampler(build: Build, *, for_webgpu: bool = False) -> None:
-    """Append a sampler without the control flow that replay forbids, in place of the portable graph's.
-
-    for_webgpu: see `build_sampler`; the capacity stays free then.
-    """
+    """Append a sampler without the control flow that replay forbids. for_webgpu: see `build_sampler`; the capacity
+    stays free then."""
     plan = build.plan
     if build.sampler is not None:
         sampler = build_sampler(plan.interface, plan.pad_token_id, for_webgpu=for_webgpu)
@@ -58,16 +55,12 @@ def join_flat_sampler(build: Build, *, for_webgpu: bool = False) -> None:
 def optimize_offline(
     build: Build, providers: Sequence[str], level: ort.GraphOptimizationLevel, *, final: bool = True
 ) -> None:
-    """Let ONNX Runtime optimise the graph for `providers`, and go on with the result.
+    """Let ONNX Runtime optimise the graph for `providers`, and go on with the result. The weights are written to their
+    file before. ONNX Runtime maps the ones it looks at, and the file that it writes refers to them, so that nothing is
+    written twice; it adds what it computes of constants.
 
-    The weights are written to their file before. ONNX Runtime maps what it looks at, and the file that it writes refers
-    to them, so that nothing is written twice; it adds what it computes of constants.
-
-    Args:
-        build: its placement is known afterwards.
-        providers: ONNX Runtime's names, the first of which gets the nodes that are fused.
-        level: how far ONNX Runtime goes.
-        final: the result is the package's decode graph; otherwise later phases change it.
+    providers: the first gets the nodes that are fused. final: the result is the package's decode graph; otherwise later
+    phases change it. The build's placement is known afterwards.
     """
     fused, optimized = build.scratch / "fused.onnx", build.scratch / "optimized.onnx"
     with WeightFile(build.scratch / WEIGHTS) as weights:
@@ -93,12 +86,8 @@ def _places_in(model: ir.Model) -> set[Place]:
 def optimize_file(
     source: Path, destination: Path, providers: Sequence[str], level: ort.GraphOptimizationLevel
 ) -> dict[str, str]:
-    """Optimise `source` for `providers` and write the result to `destination` in the same folder; weights that lie in
-    files stay there.
-
-    Returns:
-        Node name → provider, as ONNX Runtime reports it: of the graph before its last fusions.
-    """
+    """Optimise `source` for `providers` into `destination` in the same folder; weights that lie in files stay there.
+    Returns node name → provider, as ONNX Runtime reports it: of the graph before its last fusions."""
     options = session_options({**RECORD, **NO_PREPACKING})  # nothing runs here
     options.graph_optimization_level = level
     options.optimized_model_filepath = str(destination)
@@ -107,8 +96,8 @@ def optimize_file(
 
 
 def cut_weights(build: Build, most: int = LARGEST_PART) -> None:
-    """Cut the weights of the decode graph into files of at most `most` bytes, or of a single larger tensor. Browsers
-    load a file as a whole, and none of more than 2 GB. The first keeps its name."""
+    """Cut the decode graph's weights into files of at most `most` bytes, or of one larger tensor; the first keeps its
+    name. Browsers load a file as a whole, and none of more than 2 GB."""
     whole = build.folder / WEIGHTS
     if not whole.exists() or whole.stat().st_size <= most:
         return
@@ -148,12 +137,8 @@ def cut_weights(build: Build, most: int = LARGEST_PART) -> None:
 
 
 def ahead_of_time_phases(providers: Sequence[str], provider_options: Mapping[str, str]) -> list[Phase]:
-    """The last phases for a provider that compiles ahead of time: from the model without its sampler to the file.
-
-    Args:
-        providers: ONNX Runtime's names; the first compiles, the remaining ones run the rest.
-        provider_options: of the first.
-    """
+    """The last phases for a provider that compiles ahead of time: from the model without its sampler to the file. The
+    first of `providers` compiles, with `provider_options`; the remaining ones run the rest."""
     return [
         step(check_states, provider=providers[0]),
         step(compile_ahead, providers=providers, provider_options=provider_options),
@@ -176,10 +161,7 @@ def check_states(build: Build, provider: str) -> None:
 
 
 def compile_ahead(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
-    """Let the first of `providers` compile the model into EPContext nodes, and go on with the result.
-
-    Raises CompileError if it cannot.
-    """
+    """Let the first of `providers` compile the model into EPContext nodes; CompileError if it cannot."""
     model = build.scratch / "model.onnx"
     save_graph(build.model, model)
     try:
@@ -190,7 +172,7 @@ def compile_ahead(build: Build, providers: Sequence[str], provider_options: Mapp
 
 
 def save_over(build: Build) -> None:
-    """Write the model in place of the decode graph that it was read from, whose weights it still refers to."""
+    """Write the model in place of the decode graph that it was read from and whose weights it still refers to."""
     # A compiled file names all domains that this build of ONNX Runtime knows; another build may not know them.
     common_passes.RemoveUnusedOpsetsPass()(build.model)
     written = build.scratch / DECODER
@@ -200,11 +182,8 @@ def save_over(build: Build) -> None:
 
 
 def place_compiled(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
-    """Find out where the nodes run.
-
-    Raises CompileError if ONNX Runtime cannot load the compiled graph, and if the first of `providers` compiled no part
-    of it.
-    """
+    """Find out where the nodes run. Raises CompileError if ONNX Runtime cannot load the compiled graph, or the first of
+    `providers` compiled no part of it."""
     placement = placement_of(load_written(build, providers, provider_options))
     if CONTEXT not in placement.get(providers[0], {}):
         raise CompileError(f"{providers[0]} compiled no part of this model; compile it for another provider")
@@ -248,13 +227,8 @@ def placement_of(session: ort.InferenceSession) -> Placement:
 
 
 def placement_in_graph(model: ir.Model, provider_of: Mapping[str, str], default: str) -> Placement:
-    """The placement of the nodes of a graph, both sides of an If included.
-
-    Args:
-        model: the graph.
-        provider_of: node name → provider, as a session reported it before its last fusions.
-        default: the provider of nodes that `provider_of` lacks.
-    """
+    """The placement of the nodes of a graph, both sides of an If included. provider_of: node name → provider, as a
+    session reported it before its last fusions; `default` for missing nodes."""
     nodes = model.graph.all_nodes()
     return _count((provider_of.get(node.name or "", default), node.op_type) for node in nodes)
 

@@ -1,5 +1,4 @@
-"""The products of LoRA adapters in a decode graph: added to its linear layers, taken out, added again after passes, and
-put into branches.
+"""The products of LoRA adapters in a decode graph: added to its linear layers, taken out for passes, put into branches.
 
 Of a layer that computes y from x, with the matrices A [P, in] and B [P, out] of all bound adapters one below the other:
 
@@ -116,14 +115,8 @@ def _dtype(name: str) -> ir.DataType:
 
 
 def split_adapters(model: ir.Model, interface: Interface) -> list[tuple[str, str]]:
-    """Take all of it out of `model`, in place.
-
-    Returns:
-        Each layer's path, and the name of its weight, in the order of the graph.
-
-    Raises:
-        CompileError: If a layer is no product with a constant.
-    """
+    """Take the adapters' inputs and products out of `model`, in place; CompileError if a layer is no product with a
+    constant. Returns each layer's path, and the name of its weight, in the order of the graph."""
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs}
     cut: dict[ir.Node, str] = {}
@@ -150,16 +143,8 @@ def split_adapters(model: ir.Model, interface: Interface) -> list[tuple[str, str
 
 
 def join_adapters(model: ir.Model, interface: Interface, weights: Iterable[tuple[str, str]]) -> None:
-    """The inverse of `split_adapters` in a graph that passes have changed, in place: products may be joined, their
-    weights packed.
-
-    Args:
-        interface: of the graph.
-        weights: what `split_adapters` returned.
-
-    Raises:
-        CompileError: If a layer is not there any more.
-    """
+    """The inverse of `split_adapters`, in place, for its result `weights` and the graph's `interface`. Passes may have
+    changed the graph: products may be joined, their weights packed. Raises CompileError if a layer is gone."""
     waiting: defaultdict[str, list[str]] = defaultdict(list)  # a weight → the layers that have it, in order
     for path, weight in weights:
         waiting[weight].append(path)
@@ -220,8 +205,8 @@ def branch_where_adapters_are(model: ir.Model, interface: Interface) -> bool:
     """Move the products of adapters, and the sum that adds them to a result, into one side of an If; in place. The
     other side, if no adapter has ranks there, is the result. Returns whether there were such products.
 
-    Without adapters their matrices have no ranks, so the products give zeros. But to make the zeros and to add them
-    takes three passes over the results of all linear layers. The branch copies each result once.
+    Without adapters the products give zeros; to make and to add them takes three passes over the results of all linear
+    layers. The branch copies each result once.
     """
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs}

@@ -1,7 +1,7 @@
 """Edits of graphs: constants and nodes with their shapes and dtypes recorded, what a node reads, and named axes.
 
-`insert`, `cast` and `put_behind` are how nodes get into a graph. onnx_ir.tape and onnxscript's GraphBuilder make nodes,
-too, but at the end of a graph; here, they go before or after existing nodes.
+`insert`, `cast` and `put_behind` put nodes before or after existing nodes; onnx_ir.tape and onnxscript's GraphBuilder
+make them only at the end of a graph.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ def initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
 
 
 def lazy_initializer(name: str, shape: Iterable[int], dtype: ir.DataType, compute: Callable[[], Array]) -> ir.Value:
-    """An initializer, for a graph to register, whose numbers are computed whenever they are read: when it is saved.
-
-    compute: returns an array of `shape` and `dtype`; it is not kept.
-    """
+    """An initializer, for a graph to register, whose numbers `compute` returns, in `shape` and `dtype`, whenever they
+    are read, as when the graph is saved; they are not kept."""
 
     def tensor() -> ir.TensorProtocol:
         return ir.Tensor(compute(), dtype=dtype, name=name)
@@ -51,10 +49,8 @@ def insert(
     dtype: ir.DataType | None = None,
     name: str | None = None,
 ) -> ir.Value:
-    """Put a node with an output of `shape` before `before`; return that output.
-
-    dtype: None = the first input's. name: of the node and its output.
-    """
+    """Put a node with an output of `shape` and `dtype`, by default the first input's, before `before`; return the
+    output. `name` names both."""
     output = _output(ir.node(op_type, inputs, attributes, domain=domain, name=name), shape, dtype)
     output.name = name
     assert before.graph is not None
@@ -91,11 +87,8 @@ def put_behind(
     dtype: ir.DataType | None = None,
     name: str | None = None,
 ) -> ir.Value:
-    """Let everything that reads `value` read the output of a new node right after it; return that output.
-
-    others: the node's further inputs. dtype: of the output; its shape is the shape of `value`; None = as `value` has
-        it.
-    """
+    """Let everything that reads `value` read the output of a new node right after it; return that output. others: the
+    node's further inputs. dtype: of the output, by default `value`'s; it has the shape of `value`."""
     node = ir.node(op_type, [value, *others], attributes, name=name)
     output = _output(node, value.shape, dtype)
     value.replace_all_uses_with(output, replace_graph_outputs=True)
@@ -132,7 +125,7 @@ def suffixed(node: ir.Node, suffix: str) -> str | None:
 
 
 def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Put `new` in the place of `old`: the output of the last of them takes over the name, type, shape and uses of its
+    """Put `new` in the place of `old`; the output of the last one takes over the name, type, shape and uses of its
     output."""
     output, replacement = old.outputs[0], new[-1].outputs[0]
     replacement.shape, replacement.type = output.shape, output.type
@@ -144,8 +137,7 @@ def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
 
 
 def replace_outputs(old: ir.Node, new: ir.Node) -> None:
-    """Let everything that reads the outputs of `old` read the outputs of `new`, and give these the names, types and
-    shapes."""
+    """Let readers of `old`'s outputs read the outputs of `new`, and give these the names, types and shapes."""
     for marked, value in zip(old.outputs, new.outputs, strict=True):
         value.type, value.shape = marked.type, marked.shape
         name, marked.name = marked.name, f"{marked.name}_marker"
@@ -175,8 +167,7 @@ class Part(NamedTuple):
 
 
 def part_of(value: ir.Value | None) -> Part | None:
-    """The part that `value` is, cut by a Split or Slice of the last axis at constant indices; None for anything
-    else."""
+    """The part that `value` is, if a Split or Slice of the last axis at constant indices cuts it."""
     node = producer(value)
     source = node.inputs[0] if node is not None and node.inputs else None
     if value is None or node is None or source is None or source.shape is None:
@@ -258,11 +249,8 @@ def copy_node(node: ir.Node, copies: dict[ir.Value, ir.Value], suffix: str) -> i
 
 
 def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> bool:
-    """Give the named axes in `sizes` their size, in every shape of the graph; in place. Returns whether any shape
-    had such an axis.
-
-    Sizes computed from several axes lose their recorded name: shape inference finds them again.
-    """
+    """Give the named axes in `sizes` their size in every shape, in place. Returns whether any shape had such an axis.
+    Sizes computed from several axes lose their recorded name: shape inference finds them again."""
     modified = False
     for value in _values(model):
         if value.shape is None:

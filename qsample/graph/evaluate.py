@@ -14,10 +14,8 @@ from qsample.ort.providers import CPU
 
 
 class GraphPart:
-    """The part of `model`'s graph between `given` and `wanted`; small, because its constants are copied.
-
-    inputs: the initializers of the whole graph that it reads, by name.
-    """
+    """The part of `model`'s graph between `given` and `wanted`; small, because its constants are copied, except
+    `inputs`: the initializers of the whole graph that it reads, by name."""
 
     def __init__(self, model: ir.Model, wanted: Iterable[ir.Value], given: Iterable[ir.Value] = ()) -> None:
         wanted, self._given = list(wanted), list(given)
@@ -33,8 +31,7 @@ class GraphPart:
         )
 
     def __call__(self, feeds: Mapping[str, Array], axes: Mapping[str, int]) -> list[Array]:
-        """The values wanted. feeds: values by name; missing inputs of the graph are zeros. axes: the size
-        of each named axis."""
+        """The values wanted. feeds: values by name, by default zeros. axes: the size of each named axis."""
         rest = {name: zeros(value, axes) for name, value in self.inputs.items() if name not in feeds}
         wanted = {str(value.name) for value in self._given} | self.inputs.keys()
         given = {name: array for name, array in feeds.items() if name in wanted}

@@ -1,5 +1,4 @@
-"""Joins a model's graph and the sampler after its logits into a decode graph, cuts the sampler off again, and lets a
-graph return the logits of all positions."""
+"""Joins a model's graph and the sampler after its logits, cuts it off again, and lets graphs return all logits."""
 
 from __future__ import annotations
 
@@ -17,11 +16,9 @@ PREFIX = "sampler."
 
 
 def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.Model:
-    """Append `sampler` to `decoder`, in place; the result has the inputs and outputs of `spec`, in its order.
-
-    An input of the sampler that the decoder has or computes as an output (the logits) is joined with it;
-    everything inside the sampler gets `PREFIX` before its name, if it has not got it yet. `sampler` is used up.
-    """
+    """Append `sampler` to `decoder`, in place; the result has the inputs and outputs of `spec`, in its order. An input
+    of the sampler that the decoder has or computes as an output (the logits) is joined with it; names inside the
+    sampler get `PREFIX` unless they have it. `sampler` is used up."""
     graph, outputs = decoder.graph, list(sampler.graph.outputs)
     known = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     inputs, nodes = _taken_over(graph, sampler.graph, known, PREFIX)
@@ -63,10 +60,8 @@ def prepend(model: ir.Model, front: ir.Model, replaced: Collection[str], prefix:
 def _taken_over(
     graph: ir.Graph, part: ir.Graph, known: Mapping[str | None, ir.Value], prefix: str
 ) -> tuple[list[ir.Value], list[ir.Node]]:
-    """Empty `part` into `graph`: its inputs, replaced by `known` by name, and its nodes, not placed yet.
-
-    Whatever is inside `part` gets `prefix` before its name.
-    """
+    """Empty `part` into `graph`: its inputs, replaced by `known` by name, and its nodes, not placed yet; names get
+    `prefix`."""
     inputs, outputs = list(part.inputs), list(part.outputs)
 
     def prefixed(name: str | None) -> str:
@@ -107,10 +102,8 @@ def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, 
 
 
 def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:
-    """`model`, a decode graph, cut off at its logits: their value and the cache are the outputs; in place.
-
-    Inputs and constants that only the sampler reads go, too.
-    """
+    """Cut `model`, a decode graph, off at its logits, in place: these and the cache are the outputs. Inputs and
+    constants that only the sampler reads go, too."""
     graph = model.graph
     outputs = {value.name: value for node in graph for value in node.outputs}
     kept = [outputs[name] for name in (LOGITS.name, *(retained_name(state.name) for state in interface.cache_states))]
@@ -133,13 +126,9 @@ def return_logits(model: ir.Model) -> ir.Model:
 
 
 def return_all_logits(model: ir.Model) -> bool:
-    """Let `model`, cut at its logits, return those after each token of a call: [B * S, V], row by row; in place.
-
-    Every position becomes a separate row behind the choice of the last one, so the head may be anything.
-
-    Returns:
-        Whether it does; False, with nothing changed, if more than a single choice leads from the tokens to the logits.
-    """
+    """Let `model`, cut at its logits, return those after each token of a call: [B * S, V], row by row; in place. Every
+    position becomes a separate row behind the choice of the last one, so the head may be anything. Returns False, with
+    nothing changed, if more than one choice leads from the tokens to the logits."""
     graph = model.graph
     logits = next(value for value in graph.outputs if value.name == LOGITS.name)
     choice = choice_of_position(logits)

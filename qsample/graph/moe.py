@@ -1,6 +1,6 @@
 """MoE and QMoE, ONNX Runtime's operators for mixtures of experts: their inputs by name, and how qsample uses them.
 
-Every row goes through a single expert, that with the largest value in its `ROUTER` row, with weight 1: k is 1, and the
+Every row goes through one expert, the one with the largest value in its `ROUTER` row, with weight 1: k is 1, and the
 weights of the chosen are normalised. The weights of a token's experts are applied after the operator.
 
 Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.QMoE
@@ -41,7 +41,7 @@ class Slot(IntEnum):
 
 class QuantizedSlot(IntEnum):
     """The index of each input of QMoE. Weights: as MoE's, uint8, packed along the last axis. Scales: [E, N, K / block
-    size]. Zero points: uint8, packed along the last axis of the scales; none = the middle level."""
+    size]. Zero points: uint8, packed along the scales' last axis; without them, the middle level."""
 
     INPUT = 0
     ROUTER = 1

@@ -39,8 +39,8 @@ def is_matmul_nbits(node: ir.Node) -> bool:
 
 
 def pack_bits(levels: Bytes, bits: int) -> Bytes:
-    """[N, n] levels of 4 or 8 `bits` as [N, ceil(n * bits / 8)] bytes: 8 / bits levels each, the first in the low bits;
-    each row starts with a new byte."""
+    """[N, n] levels as [N, ceil(n * bits / 8)] bytes of 8 / bits levels, the first in the low bits; each row starts a
+    byte."""
     if bits == 8:
         return levels
     levels = np.pad(levels, ((0, 0), (0, levels.shape[1] % 2)))
@@ -48,6 +48,5 @@ def pack_bits(levels: Bytes, bits: int) -> Bytes:
 
 
 def middle_zero_points(rows: int, blocks: int, bits: int) -> Bytes:
-    """The zero points that MatMulNBits takes if it has no such input, 2 ** (bits - 1) each: packed, for `rows` rows of
-    `blocks` blocks, flat."""
+    """The zero points that MatMulNBits takes without such an input, 2 ** (bits - 1) each: packed by row, flat."""
     return np.full(rows * -(-blocks * bits // 8), 0x88 if bits == 4 else 0x80, np.uint8)

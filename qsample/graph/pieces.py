@@ -1,7 +1,6 @@
 """Weights in pieces: parts of a tensor that are read or computed separately, in several threads.
 
-A piece has about a megabyte. So a whole matrix is never in memory, and what a piece needs stays in the processor's
-cache.
+A piece has about a megabyte: so no whole matrix is in memory, and its needs stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -37,12 +36,8 @@ class PiecewiseTensor(ir.LazyTensor):
         shape: Sequence[int],
         name: str | None = None,
     ) -> None:
-        """
-        Args:
-            whole: returns the tensor.
-            pieces: returns its pieces in order; it and the iterator are called in a single thread.
-            dtype, shape, name: of the tensor.
-        """
+        """whole: returns the tensor. pieces: returns its pieces in order; it and the iterator are called in a single
+        thread."""
         super().__init__(whole, dtype, ir.Shape(shape), name=name)
         self.pieces = pieces
 
@@ -64,8 +59,7 @@ def _along_first_axis(tensor: ir.TensorProtocol) -> Iterator[Piece]:
 
 
 def readable(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """`tensor`, prepared for `read` in any thread: its files are mapped, and what `read` cannot take a part of is
-    computed."""
+    """`tensor`, prepared for `read` in any thread: files mapped, and computed if `read` cannot take a part of it."""
     if isinstance(tensor, StoredTensor):
         return StoredTensor(readable(tensor.stored), tensor.name, transposed=tensor.transposed)
     if isinstance(tensor, JoinedTensor) and _has_parts(tensor):
@@ -74,12 +68,8 @@ def readable(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def read(tensor: ir.TensorProtocol, *index: slice) -> Array:
-    """`tensor.numpy()[index]`, of which no more than that is computed.
-
-    Args:
-        tensor: a result of `readable`.
-        index: a slice for each of the first axes.
-    """
+    """`tensor.numpy()[index]`, of a result of `readable`, with no more than that computed; a slice for each first
+    axis."""
     if isinstance(tensor, StoredTensor):
         if not tensor.transposed:
             return read(tensor.stored, *index).astype(np.float32, copy=False)

@@ -1,8 +1,8 @@
 """A graph in memory enters; its ONNX file leaves, with the weights in a file next to it.
 
-Weights are computed and written once, piece by piece: threads compute the next pieces while this one writes those
-before and hashes them. So writing takes as long as the disk or all processors need, and memory for a few pieces a
-thread; but a tensor that has no pieces is in memory as a whole.
+Weights are computed and written once, piece by piece: threads compute the next pieces while this one writes and hashes.
+So writing takes as long as the disk or all processors need, and memory for a few pieces a thread; but a tensor that has
+no pieces is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ Place = tuple[int, int]  # offset and length in the file, in bytes
 
 def save_graph(model: ir.Model, path: Path) -> str | None:
     """Write `model` to `path`, and its weights to a file next to it, `path` and `.data`; afterwards it refers to that.
-
-    Returns:
-        The sha256 of the weights' file, in hexadecimal; None if there is none, because no weight is large.
-    """
+    Returns the sha256 of the weights' file, in hexadecimal; None without that file, if no weight is large."""
     with WeightFile(path.with_name(f"{path.name}.data")) as weights:
         weights.take(model)
     ir.save(model, path)
@@ -50,13 +47,9 @@ def save_graph(model: ir.Model, path: Path) -> str | None:
 
 
 class WeightFile(AbstractContextManager["WeightFile"]):
-    """A file of weights that is being written. Equal numbers are stored once, such as a table of embeddings that the
-    head is tied to: operators want them in different shapes, so the graph has an initializer for each.
-
-    Attributes:
-        path: of the file.
-        places: where the tensors lie.
-    """
+    """A file of weights that is being written, to `path`; `places` are those of its tensors. Equal numbers are stored
+    once, such as a table of embeddings that the head is tied to: operators want them in different shapes, so the graph
+    has an initializer for each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,8 +70,8 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         return self._digest.hexdigest()
 
     def take(self, model: ir.Model) -> None:
-        """Move the weights of `model` of more than INLINE bytes here, and smaller ones in files to the graph, in place;
-        weights that are here already stay."""
+        """Move weights of more than INLINE bytes here, and smaller ones in files to the graph, in place; weights that
+        are here already stay."""
         values = [value for value in all_initializers(model.graph) if not self._has(value.const_value)]
         for value in values:
             if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= INLINE:

@@ -1,10 +1,10 @@
 """Weights that are stored in another way than the graph reads them.
 
-They may be in half precision, in files that are not the graph's own, or in parts that lie apart in files, such as the
-experts of a mixture. In memory such a weight is an initializer like any other, whose tensor is a `StoredTensor`
-(float32 numbers, converted when they are read) or a `JoinedTensor` (put together when it is read). Written, it is an
-initializer for each stored part, followed by Concat, Cast and Transpose as needed. ONNX Runtime folds these nodes
-when it loads the graph, or runs them in each call if folding is off: then the weight stays in its mapped file.
+They may be in half precision, in files of other graphs, or in parts that lie apart in files, such as the experts of a
+mixture. In memory such a weight is an initializer like any other, whose tensor is a `StoredTensor` (float32 numbers,
+converted when they are read) or a `JoinedTensor` (put together when it is read). Written, it is an initializer for each
+stored part, followed by Concat, Cast and Transpose as needed. ONNX Runtime folds these nodes when it loads the graph,
+or runs them in each call if folding is off: then the weight stays in its mapped file.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _RESHAPED: Final = "_reshaped"  # of the Reshape after it
 
 
 class JoinedTensor(ir.LazyTensor):
-    """Tensors of the same dtype, concatenated along `axis`, seen as of another shape with as many numbers. It is
-    computed whenever it is read."""
+    """Tensors of one dtype, concatenated along `axis` whenever they are read, in another shape with the same size."""
 
     __slots__ = ("axis", "parts")
 
@@ -109,8 +108,8 @@ def _external(tensor: ir.ExternalTensor, offset: int, shape: Sequence[int], name
 
 
 def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.Value, list[ir.Node]]:
-    """The value `name` that holds `tensor`, and the nodes that compute it, not yet in `graph`; their
-    initializers are."""
+    """The value `name` that holds `tensor`, and the nodes that compute it, not yet in `graph`; their initializers
+    are."""
     nodes: list[ir.Node] = []
     inputs = []
     for number, part in enumerate(tensor.parts):
@@ -133,8 +132,7 @@ def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.V
 
 
 def read_joined(graph: ir.Graph) -> bool:
-    """The inverse of `write_joined`: an initializer in place of each chain of its nodes. Returns whether there was
-    a weight."""
+    """The inverse of `write_joined`: an initializer for each chain of its nodes. Returns whether there was a weight."""
     joins = [node for node in graph if node.op_type == "Concat" and str(node.name).endswith(_JOINED)]
     modified = False
     for node in joins:  # a part comes before the whole
@@ -184,8 +182,7 @@ _MOST_PARTS: Final = 45_000  # ONNX Runtime maps each separately, and Linux give
 
 
 class StoredTensor(ir.LazyTensor):
-    """The numbers of `stored` in float32, as they are or with the two axes swapped. It is computed whenever it is
-    read."""
+    """The numbers of `stored` in float32, as they are or with the two axes swapped, computed whenever they are read."""
 
     __slots__ = ("stored", "transposed")
 
@@ -210,10 +207,8 @@ def rearranged(
     arrange: Callable[[list[Array]], Array],
     name: str,
 ) -> ir.TensorProtocol:
-    """The result of `arrange` for the numbers of `tensors`, of `shape`, computed whenever it is read.
-
-    It only moves them, so they stay in the dtype that they are stored in if that is the same for all of them.
-    """
+    """The result of `arrange` for the numbers of `tensors`, of `shape`, computed whenever it is read. `arrange` only
+    moves them: if they are stored in one dtype, they stay in it."""
     stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor) and tensor.stored.dtype in HALF]
     fixed = ir.Shape(shape)
     if len(stored) == len(tensors) and len({tensor.stored.dtype for tensor in stored}) == 1:
@@ -246,8 +241,8 @@ def narrow_weights(model: ir.Model, *, as_they_lie: bool = False) -> bool:
     """Write each weight of `model` that is stored in half precision so, with a Cast after it; in place.
 
     Rows that a Gather looks up are cast after it. as_they_lie: also leave each weight that lies in files as it lies
-    there, with a Concat if the files are several, and a Transpose if the graph has it the other way round; otherwise
-    it is written anew. Returns whether there was such a weight.
+    there, with a Concat if the files are several, and a Transpose if the graph has it the other way round; otherwise it
+    is written anew. Returns whether there was such a weight.
     """
     found = [value for value in all_initializers(model.graph) if isinstance(value.const_value, StoredTensor)]
     few = sum(len(list(parts_in_files(_as_stored(value.const_value)))) for value in found) <= _MOST_PARTS
@@ -307,8 +302,8 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
 
 
 def widen_weights(model: ir.Model) -> bool:
-    """The inverse of `narrow_weights`: a float32 initializer in place of each that is cast to float32, in place. Its
-    numbers are made when they are read. Returns whether there was one."""
+    """The inverse of `narrow_weights`, in place: float32 initializers for weights that are cast to float32, their
+    numbers made when they are read. Returns whether there was one."""
     graph = model.graph
     modified = read_joined(graph)
     for value in list(graph.initializers.values()):
@@ -353,11 +348,9 @@ def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def load_graph(path: Path) -> ir.Model:
-    """The model in `path`, its weights left in their files, including the files that `save_beside` refers to.
-
-    For graphs whose references were checked, or that this process wrote. Files may have several names (hard links):
-    onnx_ir takes none that has, below a folder.
-    """
+    """The model in `path`, its weights left in their files, including the files that `save_beside` refers to. For
+    graphs whose references were checked, or that this process wrote. Files may have several names (hard links), unlike
+    onnx_ir's below a folder."""
     model = ir.load(path)
     for value in all_initializers(model.graph):
         tensor = value.const_value
@@ -380,11 +373,9 @@ def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> i
 
 
 def save_beside(model: ir.Model, folder: Path, name: str) -> None:
-    """Write `model` to `name` in `folder`, weights in files elsewhere as references to these: by absolute paths; only
-    `load_graph` opens them. Other weights go to `name` and `.data`.
-
-    Nothing is left elsewhere if that is on several drives: they have no folder in common for ONNX Runtime.
-    """
+    """Write `model` to `name` in `folder`, weights in files elsewhere by absolute paths, for `load_graph` only. Other
+    weights go to `name` and `.data`; all of them if the files are on several drives: ONNX Runtime needs a folder in
+    common."""
     lies = _are_on_one_drive(model, folder)
     narrow_weights(model, as_they_lie=lies)
     values, tensors = [], []

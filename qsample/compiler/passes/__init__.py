@@ -1,1 +1,1 @@
-"""Graph passes: functions that change a model in place and say whether they did. Targets list them as phases."""
+"""Graph passes: functions that change a model in place and return whether they did. Targets list them as phases."""

@@ -1,14 +1,14 @@
 """Passes around GroupQueryAttention: the least work before and after each attention.
 
 Models hold queries and keys as [B, heads, S, D] between two transposes that the operator has no use for, and split and
-merge their heads with reshapes around every operator. Norms over D and rotary embeddings also read [B, S, heads, D],
-so the first transpose moves after them, to meet the second. Each remaining pair of reshapes costs a check or a copy a
-step for nothing; onnxscript's MaterializeReshapeShape stops at two symbolic axes, and the hidden states of a decode
-graph have two, B and S.
+merge their heads with reshapes around every operator. Norms over D and rotary embeddings also read [B, S, heads, D], so
+the first transpose moves after them, to meet the second. Each remaining pair of reshapes costs a check or a copy a step
+for nothing; onnxscript's MaterializeReshapeShape stops at two symbolic axes, and a decode graph's hidden states have B
+and S.
 
-A single matrix product makes queries, keys and values, and the operator takes its result whole, so nothing has to be
-cut. onnxscript's PackedQKVForGQAFusion drops the attributes scale and local_window_size, and does not take biases. On
-CUDA, the operator also applies the norms of queries and keys.
+One matrix product makes queries, keys and values, and the operator takes its result whole, uncut. onnxscript's
+PackedQKVForGQAFusion drops the attributes scale and local_window_size, and does not take biases. On CUDA, the operator
+also applies the norms of queries and keys.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ _NORMS = ("SimplifiedLayerNormalization", "LayerNormalization", "RMSNormalizatio
 
 
 def remove_head_transposes(model: ir.Model) -> bool:
-    """Move transposes of [B, S, heads, D] after nodes that read heads either way, and drop transposes that cancel; in
-    place.
+    """Move transposes of [B, S, heads, D] after nodes that read heads either way, and drop transposes that cancel.
 
     1. A norm over D, a RotaryEmbedding and a Split of D read the value before the transpose; their results are
        transposed.
     2. A transpose of a transposed value goes.
     3. Outputs of the graph stay as they are, and so do the nodes that compute them.
 
-    Heads and D have recorded sizes. Returns whether anything changed.
+    Heads and D have recorded sizes.
     """
     modified = False
     for node in list(model.graph):
@@ -62,8 +61,7 @@ def _is_swap(node: ir.Node) -> bool:
 
 
 def _swapped(value: ir.Value | None) -> ir.Value | None:
-    """The source of the transpose that gives `value` [B, heads, S, D]: [B, S, heads, D] with known heads and D; else
-    None."""
+    """The source [B, S, heads, D], with known heads and D, of the transpose that gives `value` [B, heads, S, D]."""
     node = producer(value)
     if node is None or not _is_swap(node):
         return None
@@ -114,13 +112,12 @@ def _rotated(node: ir.Node, source: ir.Value) -> ir.Value:
 
 
 def simplify_reshapes(model: ir.Model) -> bool:
-    """Merge chains of reshapes, drop reshapes that change nothing and give the rest a constant target; in place.
+    """Merge chains of reshapes, drop reshapes that change nothing and give the rest a constant target.
 
     1. Of two reshapes in a row, the second reads the input of the first: only the last shape counts.
-    2. A reshape to the shape that its input has already goes.
-    3. A computed target becomes a constant if at most one of its axes is neither known nor the input's.
+    2. A computed target becomes a constant if at most one of its axes is neither known nor the input's.
 
-    Only recorded shapes are trusted: a reshape whose shapes are unknown stays. Returns whether anything changed.
+    Only recorded shapes are trusted: a reshape whose shapes are unknown stays.
     """
     modified = False
     for node in list(model.graph):
@@ -131,8 +128,8 @@ def simplify_reshapes(model: ir.Model) -> bool:
 
 
 def _skip_earlier_reshape(graph: ir.Graph, node: ir.Node) -> bool:
-    """Read the input of an earlier reshape: only the last shape counts. A 0 in the old target meant an axis of the
-    earlier one's result, so the target is named anew."""
+    """Read the input of an earlier reshape. A 0 in the old target meant an axis of that one's result: name the target
+    anew."""
     source = node.inputs[0]
     earlier = producer(source)
     if earlier is None or earlier.op_type != "Reshape" or earlier.graph is not node.graph:
@@ -158,7 +155,7 @@ def _drop(node: ir.Node) -> bool:
 
 
 def _make_target_constant(graph: ir.Graph, node: ir.Node) -> bool:
-    """Replace a computed target shape by numbers: 0 copies the input's size on the same axis, -1 stands for one that
+    """Replace a computed target by numbers: 0 copies the input's size on the same axis, -1 stands for one that
     remains."""
     source, target = node.inputs[0], node.inputs[1]
     if source is None or target is None or target.const_value is not None:
@@ -196,12 +193,10 @@ def _relative_sizes(source: ir.Value, result: ir.Value) -> list[int] | None:
 
 
 def pack_qkv(model: ir.Model) -> bool:
-    """Give each GroupQueryAttention the value that its queries, keys and values were cut from; in place.
+    """Give each GroupQueryAttention the value that its queries, keys and values were cut from.
 
     1. The three are a Split or Slices of the same value, in order, and all of it.
     2. All of them have a constant bias added, or none; the biases are joined and added before.
-
-    Returns whether anything changed.
     """
     modified = False
     for node in attentions(model.graph):
@@ -276,7 +271,7 @@ class _Norm(NamedTuple):
 
 
 def absorb_qk_norms(model: ir.Model) -> bool:
-    """Give each GroupQueryAttention the norms before its queries and keys; in place. Returns whether anything changed.
+    """Give each GroupQueryAttention the norms before its queries and keys.
 
     1. The attention rotates by itself (see rope_into_attention): it norms before that, as models with such norms do.
     2. Both norms are RMS norms over whole heads, between a reshape that splits the heads and another that merges them.

@@ -48,11 +48,8 @@ def host_nodes(graph: ir.Graph) -> set[ir.Node]:
 
 
 def host_arithmetic(graph: ir.Graph, more: Mapping[str, Collection[int]]) -> list[ir.Node]:
-    """The nodes between shapes and the inputs that kernels read on the host: a device that ran them would have to give
-    their results back.
-
-    more: operator → indices of further inputs that its kernels read on the host.
-    """
+    """The nodes between shapes and the inputs that kernels read on the host: a device would have to give results back.
+    more: operator → indices of further inputs that its kernels read on the host."""
     host, found = _host_values(graph).nodes, list[ir.Node]()
     waiting = [
         value.producer()
@@ -81,12 +78,12 @@ def host_data(graph: ir.Graph) -> list[str]:
 
 
 def remove_host_copies(model: ir.Model, limit: int) -> bool:
-    """Cut the integers that the graph takes from shapes out of a constant [limit] on the device; in place.
+    """Cut the integers that the graph takes from shapes out of a constant [limit] on the device.
 
     1. Shapes that the graph fixes become constants.
     2. A number from a shape, a scalar or [1], is not negative and less than `limit`.
 
-    Whatever else the device takes from the host stays: see `host_data`. Returns whether anything changed.
+    Other values that the device takes from the host stay: see `host_data`.
     """
     graph = model.graph
     modified = _fold_static_shapes(graph)
@@ -111,11 +108,9 @@ def remove_host_copies(model: ir.Model, limit: int) -> bool:
 
 
 def cut_splits(model: ir.Model) -> bool:
-    """Replace a Split into unequal parts by Slices, in place: CUDA's Split copies the sizes from the host in
-    each run, unless there are three along the last axis. Returns whether there was one.
-
-    A Gather cuts the smallest of them: ONNX Runtime would make a Split of Slices alone.
-    """
+    """Replace a Split into unequal parts by Slices and, because ONNX Runtime would make a Split of Slices alone, a
+    Gather of the smallest part: CUDA's Split copies the sizes from the host in each run, unless there are three along
+    the last axis."""
     graph = model.graph
     splits = [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]
     modified = False
@@ -143,8 +138,8 @@ def cut_splits(model: ir.Model) -> bool:
 
 
 def fix_total_length(model: ir.Model, capacity: int) -> bool:
-    """Give every GroupQueryAttention the constant `capacity`, T, as its longest total length; in place. The host reads
-    it, and must not have to wait. Returns whether there was one."""
+    """Give every GroupQueryAttention the constant `capacity`, T, as its longest total length: the host reads it, and
+    must not have to wait."""
     total = initializer(model.graph, "attention_capacity", np.array(capacity, dtype=np.int32))
     nodes = attentions(model.graph)
     for node in nodes:
@@ -153,17 +148,15 @@ def fix_total_length(model: ir.Model, capacity: int) -> bool:
 
 
 class _Host(NamedTuple):
-    """values: the values that are computed on the host. nodes: the nodes that do it."""
+    """The values that are computed on the host, and the nodes that do it."""
 
     values: set[ir.Value | None]
     nodes: set[ir.Node]
 
 
 def _host_values(graph: ir.Graph) -> _Host:
-    """Shapes, and the values that are computed from them and constants alone.
-
-    As ONNX Runtime places it: a node whose kernel for the device reads its input on the host runs on the device.
-    """
+    """Shapes, and the values that are computed from them and constants alone, as ONNX Runtime places them: a node whose
+    kernel for the device reads its input on the host runs on the device."""
     host = _Host(set(), set())
     for node in graph:
         on_host = _ON_HOST.get(node.op_type, ())
@@ -229,11 +222,8 @@ _GELU: Final = {"none": "Gelu", "tanh": "FastGelu"}
 
 
 def lower_opset(model: ir.Model, opset: int) -> bool:
-    """Declare `model` to be of `opset`, in place, and rewrite the operators that the opset writes differently.
-
-    Returns whether it was of another one. Raises CompileError for an operator, or an attribute of one, that the opset
-    does not have.
-    """
+    """Declare `model` to be of `opset`, and rewrite the operators that the opset writes differently. Raises
+    CompileError for an operator or attribute that the opset does not have."""
     modified: bool = model.opset_imports.get("") != opset
     for node in model.graph.all_nodes():
         node.version = None

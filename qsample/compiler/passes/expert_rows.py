@@ -1,8 +1,8 @@
 """Gives each expert of a decode step more than a single row, if the processor asks for it.
 
 Kernels may round an expert's only row otherwise than several rows (`ort.rounding`), and which rows share an expert
-depends on the whole batch. So in steps of one token a row, the rows come as often as ROW_MULTIPLE says, and each of an
-expert's rows has a copy. The pieces of prompts are always the same tokens, and stay as they are.
+depends on the whole batch. So in steps of one token a row, rows come ROW_MULTIPLE times, and each of an expert's rows
+has a copy. The pieces of prompts are always the same tokens, and stay as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INPUTS: Final = (moe.Slot.INPUT, moe.Slot.ROUTER)  # the same of both operators
 
 
 def repeat_expert_rows(model: ir.Model) -> bool:
-    """Repeat the rows of each MoE and QMoE, and drop the copies' results; in place. Returns whether there is any."""
+    """Repeat the rows of each MoE and QMoE, and drop the copies' results."""
     graph = model.graph
     mixtures = [node for node in graph if is_contrib(node, *_EXPERTS)]
     if not mixtures:
@@ -52,10 +52,8 @@ def repeat_expert_rows(model: ir.Model) -> bool:
 
 
 def row_multiple(graph: ir.Graph, default: int) -> ir.Value:
-    """ROW_MULTIPLE in `graph`: an input with a default value, so that nothing folds it and a session may replace it.
-
-    default: that value, if the graph has none yet.
-    """
+    """ROW_MULTIPLE in `graph`, `default` if it is new: an input with a default value, so that nothing folds it and a
+    session may replace it."""
     value = next((value for value in graph.inputs if value.name == ROW_MULTIPLE.name), None)
     if value is None:
         value = ir.Value(name=ROW_MULTIPLE.name, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))

@@ -1,7 +1,7 @@
 """Ids and flags in float32, for providers whose kernels lack integers and bools in some operators, such as WebGPU's.
 
-ONNX Runtime would run such a node on the host, and each value that goes there is a wait for the device. Token ids,
-positions and flags are exact in float32: a vocabulary and a row have fewer than 2**24 of them.
+ONNX Runtime would run such a node on the host, and the device would wait for each value. Token ids, positions and flags
+are exact in float32: a vocabulary and a row have fewer than 2**24 of them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ _LACKING: Final[Mapping[str, tuple[tuple[ir.DataType, ...], int | None]]] = {
 
 
 def ids_as_floats(model: ir.Model) -> bool:
-    """Let the operators in `_LACKING` compute in float32, and make And and Not of Or and Xor; in place.
-
-    Shapes stay as they are: the host computes them. Returns whether there were such nodes.
-    """
+    """Let the operators in `_LACKING` compute in float32, and make And and Not of Or and Xor. Shapes stay as they are:
+    the host computes them."""
     modified = False
     for node in list(model.graph.all_nodes()):
         if node.op_type in ("Or", "Xor") and not node.domain:
@@ -68,7 +66,7 @@ def _broadcast(node: ir.Node) -> bool:
 
 
 def own_constants(model: ir.Model) -> bool:
-    """Copy the constants that a graph inside the graph reads into it, in place; returns whether there were any."""
+    """Copy the constants that a graph inside the graph reads into it."""
     modified = False
     for part in model.graph.subgraphs():
         for node in part:
@@ -82,10 +80,8 @@ def own_constants(model: ir.Model) -> bool:
 
 
 def _shape_of_float(node: ir.Node) -> bool:
-    """Shape has no kernel for these, and the host would take the input as data on the host, and copy all of it.
-
-    Of another rank, because ONNX Runtime takes the shape of another value of equal shape (its ShapeInputMerge).
-    """
+    """Take the shape of a float: Shape has no kernel for these types, and the host would copy all of the input. Of
+    another rank, because ONNX Runtime takes the shape of another value of equal shape (its ShapeInputMerge)."""
     value = node.inputs[0]
     if value is None or value.dtype not in (*_BOOL, ir.DataType.INT64) or value.shape is None:
         return False

@@ -1,14 +1,14 @@
 """Fuses a graph into ONNX Runtime's own operators for a provider, and joins its matrix products.
 
-This is the only module that uses transformers' private fusion passes, which is why transformers is pinned to 5.23. If
-it is not installed, onnxscript's fusions of norms, activations and transposed products run instead, and a decode
-graph has no more to gain; transformers' also cover attention that a model writes out itself. Both run
-onnxscript's optimizer. It takes a number for 0 within 1e-8 and for 1 within 1e-5 and drops additions and products
-with it: a norm's eps, a scale close to 1, the factor below 1 of the sampler's draw. These numbers are hidden from it.
+Only this module uses transformers' private fusion passes, so transformers is pinned to 5.23. Without transformers,
+onnxscript's fusions of norms, activations and transposed products run instead, and a decode graph has no more to gain;
+transformers' also cover attention that a model writes out itself. Both run onnxscript's optimizer. It takes a number
+for 0 within 1e-8 and for 1 within 1e-5 and drops additions and products with it: a norm's eps, a scale close to 1, the
+factor below 1 of the sampler's draw. These numbers are hidden from it.
 
 Query, key and value projections become a single MatMul, gate and up another: fewer and longer kernels. Quantized
-weights, the operands of MatMulNBits, are joined as they are. The joint matrix is put together when it is read, so that
-weights stay mapped from their files; ONNX Runtime's own fusion would read them.
+weights are joined as they are. The joint matrix is put together when it is read, so that weights stay mapped from their
+files; ONNX Runtime's own fusion would read them.
 """
 
 from __future__ import annotations
@@ -61,11 +61,8 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 
 
 def fuse_operators(model: ir.Model, provider: str) -> bool:
-    """Fuse norms, skip-norms, rotary embeddings and projections of the same input, in place. Returns whether the graph
-    has other nodes than before.
-
-    provider: one of FUSION_PROVIDERS; ValueError otherwise.
-    """
+    """Fuse norms, skip-norms, rotary embeddings and projections of the same input. provider: one of FUSION_PROVIDERS;
+    ValueError otherwise."""
     if provider not in FUSION_PROVIDERS:
         raise ValueError(f"no fusions for provider {provider!r}; choose one of {', '.join(FUSION_PROVIDERS)}")
     nodes = list(model.graph)
@@ -102,8 +99,7 @@ def fold_constants(model: ir.Model) -> None:
 
 
 def merge_equal_nodes(model: ir.Model) -> bool:
-    """Keep one of several small constants that are equal, and of several nodes that compute the same, in place. Returns
-    whether there were any."""
+    """Keep one of several small constants that are equal, and of several nodes that compute the same."""
     constants = common_passes.DeduplicateInitializersPass()(model)
     nodes = common_passes.CommonSubexpressionEliminationPass()(model)
     return constants.modified or nodes.modified
@@ -141,14 +137,13 @@ def _near_number(value: ir.Value) -> Array | None:
 
 
 def replace_gemms(model: ir.Model) -> bool:
-    """Turn each Gemm by a constant matrix into MatMul and Add, in place. Returns whether there was one.
-
-    A MatMul keeps [B, S, N] as it is, but a Gemm needs flattened rows, and weight quantization reads only MatMuls.
+    """Turn each Gemm by a constant matrix into MatMul and Add. A MatMul keeps [B, S, N] as it is, but a Gemm needs
+    flattened rows, and weight quantization reads only MatMuls.
 
     1. The Gemm neither scales nor transposes, its weight is an initializer, its input and output have recorded shapes,
        and the output is none of the graph.
-    2. If a reshape flattens the states before it, the MatMul reads them unflattened, unless what is added to its
-       result is flattened, too.
+    2. If a reshape flattens the states before it, the MatMul reads them unflattened, unless the addend is flattened,
+       too.
     """
     modified = False
     for node in list(model.graph):
@@ -197,8 +192,8 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 class _Projection(NamedTuple):
-    """A MatMul by a constant [K, N] or a MatMulNBits. kind: projections of the same kind can be joined. operands: its
-    constants."""
+    """A MatMul by a constant [K, N] or a MatMulNBits, with its constants. Projections of the same `kind` can be
+    joined."""
 
     node: ir.Node
     output_size: int
@@ -207,13 +202,14 @@ class _Projection(NamedTuple):
 
 
 def join_projections(model: ir.Model) -> bool:
-    """Join the projections that read the same value, in place: in `model`'s graph, and within the body of a Scan, whose
-    weights are constants of `model`'s graph. Returns whether there were any.
+    """Join the projections that read the same value, in the graph and within the body of a Scan.
 
     1. MatMuls by initializers [K, N] are joined if their dtype is one.
     2. MatMulNBits are joined if bits, block size, accuracy and dtype are; a MatMulNBits without zero points gets them
        if another has them.
     3. MatMulNBits that read a value's columns in the same order (act-order) read the same Gather first.
+
+    A Scan's weights are constants of `model`'s graph.
     """
     graph, modified = model.graph, _share_orders(model.graph)
     parts = (graph, *graph.subgraphs())

@@ -1,6 +1,6 @@
 """Converts a float32 decode graph to float16 or bfloat16, except for its logits.
 
-Values that depend on positions alone, above all the angles of a rotary embedding, stay float32: half precision counts
+Values that depend on positions alone, above all a rotary embedding's angles, stay float32: half precision counts
 positions exactly to 2,048 (float16) or 256 (bfloat16) only. So do the memory of a recurrent layer and its decay,
 because their errors add up over all tokens. Norms keep their sums in float32 by themselves.
 """
@@ -30,15 +30,13 @@ _ELEMENTWISE: Final = (
 
 
 def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
-    """Convert every weight and hidden value of `model`, and the inputs in `states`, to `dtype`, a member of
+    """Convert every weight and hidden value of a decode graph, and the inputs in `states`, to `dtype`, one of
     HALF_DTYPES.
 
-    1. `model` is a decode graph up to its logits. They stay float32.
+    1. `model` ends with its logits. They stay float32.
     2. Values that the positions alone decide stay float32, and are cast for other nodes that read them.
     3. So do recurrences, and the values that decide their states and decays.
     4. Weights are converted in turn, when the model is saved.
-
-    In place. Returns whether anything else was float32.
     """
     half = ir.DataType(DTYPES[dtype].onnx)
     graph = model.graph

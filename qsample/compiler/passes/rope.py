@@ -3,9 +3,9 @@
 ONNX Runtime's fusions know x * cos + turn(x) * sin with the halves of a head as pairs. Other models pair neighbours.
 Running a `turn` shows which of the two it is, however a model writes it.
 
-GroupQueryAttention counts positions and rotates by them: the row's earlier tokens, then the new ones in order. A
-graph with the cosines and sines of these positions needs no RotaryEmbedding nodes. Running that part of the
-graph shows whether they are, however a model computes them.
+GroupQueryAttention counts positions and rotates by them: the row's earlier tokens, then the new ones in order. A graph
+with the cosines and sines of these positions needs no RotaryEmbedding nodes; running that part of the graph shows
+whether it has.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _MOST_NODES: Final = 24  # of a `turn`; a longer chain is none
 
 
 class _Rotation(NamedTuple):
-    """x * cos + turn(x) * sin. x: [B, heads, S, size]. cos, sin: [B, 1, S, size], the same for both of a pair:
-    neighbours (`interleaved`), or `size` / 2 apart."""
+    """A rotation as in `fuse_rope`, of neighbours if `interleaved`."""
 
     x: ir.Value
     cos: ir.Value
@@ -41,7 +40,7 @@ class _Rotation(NamedTuple):
 
 
 def fuse_rope(model: ir.Model) -> bool:
-    """Make RotaryEmbedding nodes of rotations that are written out, in place. Returns whether there was one.
+    """Make RotaryEmbedding nodes of rotations that are written out.
 
     1. A rotation is x * cos + turn(x) * sin, with x [B, heads, S, size], and cos and sin [B, 1, S, size].
     2. turn(x) is (-b, a) for each pair (a, b) of x: neighbours, or numbers half a size apart.
@@ -177,8 +176,8 @@ def _split(angles: Array, *, interleaved: bool) -> tuple[Array, Array]:
 
 
 def _whole_heads(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value]:
-    """The last node of the rotation, and the value that it rotates: if `x` is the first part of each head and `node`
-    is put in front of the rest, that and the whole heads."""
+    """The rotation's last node and the value that it rotates; both of whole heads if `x` is the first part of each head
+    and `node` is put in front of the rest."""
     part, uses = part_of(x), node.outputs[0].uses()
     user = next(iter(uses))[0] if len(uses) == 1 else None
     if part is None or part.start != 0 or user is None or user.op_type != "Concat" or len(user.inputs) != 2:
@@ -193,8 +192,7 @@ def _whole_heads(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value]:
 
 
 def _angles(before: ir.Node, rotation: _Rotation) -> list[ir.Value]:
-    """RotaryEmbedding's further inputs: [B, S] rows of the two tables that follow it, [B * S, size / 2]: a token
-    each."""
+    """RotaryEmbedding's further inputs: [B, S] rows of the two tables after it, [B * S, size / 2], a row a token."""
     assert before.graph is not None
     assert rotation.x.shape is not None
     batch, _, length, size = rotation.x.shape
@@ -230,13 +228,13 @@ _TOLERANCE: Final = 1e-6
 
 
 def absorb_rope(model: ir.Model, capacity: int) -> bool:
-    """Let each GroupQueryAttention rotate its queries and keys if the graph does it by position; in place.
+    """Let each GroupQueryAttention rotate its queries and keys if the graph does it by position.
 
     1. Queries and keys come from RotaryEmbedding nodes over merged heads, both with the same cosines and sines.
     2. The head size and the rotated part of it are multiples of 16, as the operator takes them.
     3. The cosines and sines of a token follow from its position, not from its row and neighbours.
 
-    capacity: T, the positions that the tables of cosines and sines hold. Returns whether anything changed.
+    capacity: T, the positions that the tables of cosines and sines hold.
     """
     tables: dict[tuple[ir.Value | None, ...], tuple[ir.Value, ir.Value] | None] = {}
     modified = False
@@ -302,8 +300,8 @@ def _rotate_inside(node: ir.Node, query: _Rotary, key: _Rotary, tables: tuple[ir
 
 
 def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> tuple[ir.Value, ir.Value] | None:
-    """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None if the graph's
-    depend on anything but the position."""
+    """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None if the graph's depend
+    on anything but the position."""
     compute = _position_angles(model, angles, capacity)
     if compute is None:
         return None
@@ -326,7 +324,7 @@ def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int)
 
 @dataclass(frozen=True, slots=True)
 class _PositionAngles:
-    """The part of a graph that computes the angles of its tokens. most_rows: 1 if the graph's batch is fixed at that.
+    """The part of a graph that computes its tokens' angles. most_rows: 1 if the graph's batch is fixed at that.
     capacity: T, if the graph leaves it free."""
 
     part: GraphPart

@@ -38,14 +38,14 @@ Values = dict[str, ir.Value]
 
 
 def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, pack: bool) -> bool:
-    """Give a decode graph the inputs and outputs of `interface`, with `num_speculative_tokens`; in place.
+    """Give a decode graph the inputs and outputs of `interface`, with `num_speculative_tokens`.
 
     1. The nodes of `sampler.guess` come first, and the model reads their tokens in place of `input_ids`.
     2. Every layer attends through GroupQueryAttention, with the number of tokens of each row as an input.
     3. If `pack`, the model's other nodes read the tokens packed, unless more than positions tells rows apart.
     4. The logits are those after each token that a draw follows, for the verifier in place of the sampler.
 
-    Returns True. Raises CompileError if more than each row's last hidden state leads to the logits.
+    Raises CompileError if more than each row's last hidden state leads to the logits.
     """
     cut_at_logits(model, interface.without_guesses())
     graph = model.graph

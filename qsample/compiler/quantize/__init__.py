@@ -9,9 +9,9 @@ from typing import Final, NamedTuple
 class Method(NamedTuple):
     """A quantization method; `methods` has its function.
 
-    symmetric: its levels are symmetric around the middle level. by_rows: outputs of a matrix are quantized
-    independently, so that a part of them gets the same levels alone. unfitted: if levels are fitted to a text
-    (`gptq.py`), the method of matrices that cannot be: in loops, the head and lookup tables.
+    symmetric: levels are symmetric around the middle level. by_rows: outputs of a matrix are quantized independently,
+    so that a part of them gets the same levels alone. unfitted: if levels are fitted to a text (`gptq.py`), the method
+    of matrices that cannot be: in loops, the head and lookup tables.
     """
 
     symmetric: bool = False

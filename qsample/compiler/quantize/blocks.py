@@ -1,5 +1,4 @@
-"""Weights in blocks as initializers of a graph, computed when the graph is saved; and the report of a graph's
-quantization."""
+"""Weights in blocks as initializers, computed when the graph is saved; and the report of a graph's quantization."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class QuantizedWeight:
         experts: how many matrices they are; None for a matrix without that axis.
         outputs_first: whether a matrix is [N, K], and not [K, N], with N outputs and K inputs.
         inputs: K.
-        rows, columns: N and K with zeros added; `columns` is a multiple of the block size.
+        rows, columns: N and K with zeros added; by default, columns up to a whole block, as they have to be.
     """
 
     def __init__(
@@ -45,12 +44,7 @@ class QuantizedWeight:
         columns: int | None = None,
         levels: Levels | None = None,
     ) -> None:
-        """
-        Args:
-            value: the initializer of the float weights.
-            rows, columns: see above; by default, columns are added up to a whole block.
-            levels: if they are known already.
-        """
+        """value: the initializer of the float weights. levels: if they are known already."""
         assert value.const_value is not None
         self.tensor, self.outputs_first = value.const_value, outputs_first
         self.quantization = quantization if levels is not None else quantization.unfitted
@@ -84,15 +78,11 @@ class QuantizedWeight:
         return sum(value.const_value.nbytes for value in self._initializers.values() if value.const_value is not None)
 
     def operands(self, levels: Shape, scales: Shape, zero_points: Shape | None = None) -> list[ir.Value | None]:
-        """The initializers that an operator reads, in the shapes that it takes.
+        """Levels, scales and, unless levels are symmetric, zero points: initializers in the shapes that an operator
+        takes.
 
-        Args:
-            levels: the shape of the levels, uint8.
-            scales: of the scales, in the dtype of the weights.
-            zero_points: of the zero points, uint8, in as many bits as levels; None = a byte each, like the scales.
-
-        Returns:
-            Levels, scales and zero points; None for the last if levels are symmetric around the middle level.
+        levels: a shape, for uint8. scales: for the dtype of the weights. zero_points: for uint8, in as many bits as
+        levels; by default, a byte each, in the shape of the scales.
         """
         names = ("scales", "zero_points") if zero_points is not None else ("block_scales", "block_zero_points")
         found: list[ir.Value | None] = [
@@ -140,8 +130,8 @@ class QuantizedWeight:
         return blocks, *self._steps
 
     def _take_steps(self, kind: str) -> tuple[Array, Array]:
-        """Scales and zero points for the initializer `kind`. They belong to the levels that were computed last, and
-        kept until the last initializer has them."""
+        """Scales and zero points for the initializer `kind`: of the levels computed last, kept until both have been
+        read."""
         if self._levels is not None:
             return self._levels[1:]
         steps = self._steps or self.quantize()[1:]
@@ -197,13 +187,13 @@ class QuantizationReport:
     Attributes:
         matrices: their number, without experts.
         bytes_before, bytes_after: of all quantized weights.
-        experts: how many, in all layers.
-        expert_block_size: weights of an expert that share a scale, if experts were quantized: the block size of the
-            options, or the nearest that the operator takes.
+        experts: their number, in all layers.
+        expert_block_size: weights of an expert that share a scale, if experts were quantized: the options' block size,
+            or the nearest that the operator takes.
         float_bytes: of the parameters that are still float; scales and tables of angles do not count.
-        block_sizes: weights of `matrices` that share a scale: the block size of the options, or smaller sizes that
-            divide the inputs.
-        wide_matrices: of `matrices`, those that a mixed quantization holds in 8 bits.
+        block_sizes: weights of `matrices` that share a scale: the options' block size, or smaller sizes that divide the
+            inputs.
+        wide_matrices: of `matrices`, the number that a mixed quantization holds in 8 bits.
     """
 
     matrices: int

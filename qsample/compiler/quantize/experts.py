@@ -1,9 +1,8 @@
 """Quantizes the experts of a mixture: MoE becomes QMoE.
 
 Experts that no MoE takes, because of their gate, are looked up by GatherBlockQuantized: the weights of each row's
-expert are made float again, and multiplied by as before.
-
-Levels are computed when the graph is saved, expert by expert; a matrix of all experts of a layer is in memory then.
+expert are made float again, and multiplied by as before. Levels are computed when the graph is saved, expert by expert;
+a matrix of all experts of a layer is in memory then.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ _FC2_SLOTS: Final = (QuantizedSlot.FC2, QuantizedSlot.FC2_SCALES, QuantizedSlot.
 def quantize_experts(
     model: ir.Model, quantization: WeightQuantization, block_sizes: Collection[int] = BLOCK_SIZES
 ) -> bool:
-    """Quantize the experts of `model`, in place.
+    """Quantize the experts of `model`, in place. Returns whether there were any; `quantization_report` has the figures.
 
     block_sizes: the sizes that the device's QMoE takes. Experts get the largest that divides the inputs and is at most
-    `quantization.block_size`, or else the smallest that divides them; if it does not divide the hidden units, zeros
-    are added to them; this changes no result. Experts whose inputs no size divides stay float.
-
-    Returns whether there were any; `quantization_report` has the figures.
+    `quantization.block_size`, or else the smallest that divides them; if it does not divide the hidden units, zeros are
+    added to them; this changes no result. Experts whose inputs no size divides stay float.
     """
     graph = model.graph
     quantized: dict[ir.Value, QuantizedWeight] = {}
@@ -79,7 +76,7 @@ def _mixture(
     block_sizes: Collection[int],
     quantized: dict[ir.Value, QuantizedWeight],
 ) -> int | None:
-    """Turn an MoE into a QMoE, and add its weights to `quantized`. Returns the number of experts; None if they stay."""
+    """Turn an MoE into a QMoE, its weights added to `quantized`. Returns the number of experts; None if they stay."""
     inputs = [*node.inputs, *[None] * (len(Slot) - len(node.inputs))]
     fc1, fc2, bias = inputs[Slot.FC1], inputs[Slot.FC2], inputs[Slot.FC1_BIAS]
     if fc1 is None or fc2 is None or fc1.const_value is None or fc2.const_value is None:

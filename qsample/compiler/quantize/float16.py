@@ -1,7 +1,7 @@
 """Stores the matrices of a float32 graph in float16, for half the space.
 
 A Cast in front of each matrix makes float32 of it. ONNX Runtime folds it when it loads the graph, so that memory and
-speed equal float32's: the CPU has no kernels that would multiply by float16 as it is.
+speed equal float32's: the CPU has no kernels that multiply by float16.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from qsample.graph.edit import lazy_initializer, with_loop_bodies
 
 
 def store_as_float16(model: ir.Model) -> bool:
-    """Store every constant float32 matrix of `model` that a token is multiplied by in float16, experts
-    included, in place.
+    """Store every constant float32 matrix that a token is multiplied by in float16, experts included, in place.
 
-    1. `model` is optimised already: ONNX Runtime's offline optimisation would fold the casts.
-    2. The float16 numbers are computed when the model is saved, one matrix at a time.
-
-    Returns whether there was a matrix; `quantization_report` has the figures.
+    `model` is optimised already: ONNX Runtime's offline optimisation would fold the casts. The numbers are computed
+    when the model is saved, a matrix at a time. Returns whether there was a matrix; `quantization_report` has the
+    figures.
     """
     graph = model.graph
     matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, with_loop_bodies(graph)) if matrix is not None}

@@ -1,9 +1,9 @@
 """GPTQ (Frantar et al., 2022, https://arxiv.org/abs/2210.17323): weights whose levels are fitted to a text.
 
-The graph is run in parts, in its order: up to the input of the first matrix, from there to the next, and so on.
-Later parts use the quantized weights of earlier matrices, so each matrix is fitted to the inputs that it will really
-get. One matrix and the second moments of its inputs are in memory; the values that parts hand on, and the levels, are
-in a scratch folder.
+The graph is run in parts, in its order: up to the input of the first matrix, from there to the next, and so on. Later
+parts use the quantized weights of earlier matrices, so each matrix is fitted to the inputs that it will really get. One
+matrix and its inputs' second moments are in memory; the values that parts hand on, and the levels, are in a scratch
+folder.
 
 The columns of a matrix are rounded one after another. As far as the inputs are correlated, later columns make up for
 the error of each. The scale and the zero point of a block are chosen when its first column is reached, for its weights
@@ -39,8 +39,8 @@ _SHRINKS: Final = tuple(1 - 0.05 * step for step in range(5))  # of a block's ra
 
 
 def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Levels:
-    """weight: [K, N] of float32 or float16, K a multiple of the block size. moments: [K, K] float64, the sum of x xᵀ
-    over inputs x. Returns the same as `methods.quantize_matrix`; scales have the weight's dtype."""
+    """As `methods.quantize_matrix`, for `weight` [K, N] of float32 or float16. moments: [K, K] float64, the sum of x xᵀ
+    over inputs x."""
     import torch
 
     size, bits = quantization.block_size, quantization.bits
@@ -74,8 +74,8 @@ def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Lev
 
 
 def _inverse_root(moments: Array) -> Tensor:
-    """The upper triangular U, float32, with UᵀU the inverse of the damped `moments`. An input that was always 0 is
-    correlated with none."""
+    """The upper triangular U, float32, with UᵀU the inverse of the damped `moments`; constant 0 correlates with
+    nothing."""
     import torch
 
     matrix = torch.from_numpy(np.array(moments, np.float64))
@@ -92,10 +92,8 @@ def _inverse_root(moments: Array) -> Tensor:
 
 
 def _grid(blocks: Tensor, bits: int) -> tuple[Any, Any]:
-    """Scale and zero point, [N] each, for `blocks` [N, size]: of the ranges tried, that with the least squared error.
-
-    A zero point is a level itself, so a range reaches to 0 if all weights have the same sign.
-    """
+    """Scale and zero point, [N] each, for `blocks` [N, size]: of the ranges tried, the one with the least squared
+    error. A zero point is a level itself, so a range reaches to 0 if all weights have the same sign."""
     import torch
 
     largest = 2**bits - 1
@@ -141,10 +139,8 @@ class Calibration:
 
 
 def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> dict[ir.Value, Levels]:
-    """The levels of each of `matrices`, all in `model`'s own graph, mapped from files. `model` stays as it is.
-
-    Raises PackageError, before the work, if the scratch folder's disk has no room for it and the package after it.
-    """
+    """The levels of each of `matrices`, all in `model`'s own graph, mapped from files. `model` stays as it is. Raises
+    PackageError, before the work, if the scratch folder's disk has no room for them and the package after them."""
     check_free(calibration.folder, _disk_bytes(matrices, calibration.sequences), "fitting the weights to the text")
     walk = _Walk(model, matrices, calibration)
     found: dict[ir.Value, Levels] = {}
@@ -159,10 +155,8 @@ def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: 
 
 
 class _Walk:
-    """A graph that is run part by part.
-
-    groups: the matrices by the value that they multiply, in the order in which the values are computed.
-    """
+    """A graph that is run part by part; `groups` are the matrices by the value that they multiply, in the order of the
+    values."""
 
     def __init__(self, model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> None:
         self._model, self._calibration = model, calibration
@@ -266,8 +260,8 @@ class _Walk:
 
 
 def _disk_bytes(matrices: Sequence[Wanted], sequences: Sequence[Array]) -> int:
-    """The bytes on the disk at once, about: all levels, plus the values that two parts hand on for each token,
-    a residual and the input of a matrix; and later, in place of these, the package and its source."""
+    """The bytes on the disk at once, about: all levels, plus the values that two parts hand on for each token, a
+    residual and the input of a matrix; and later, in place of these, the package and its source."""
     levels, inputs = 0, [0]
     for wanted in matrices:
         assert wanted.value.const_value is not None

@@ -37,8 +37,8 @@ def measure_ranges(
     capacity: int,
     progress: Callable[[float], None] | None = None,
 ) -> dict[str, Array]:
-    """The largest absolute value of each channel in each cache state, [H, D] by the state's name, over text that the
-    model in `folder` itself samples at temperature 1."""
+    """The largest absolute value of each channel, [H, D] by the cache state's name, over text that the model in
+    `folder` itself samples at temperature 1."""
     runner = GraphRunner(logits_of(folder, interface), folder, interface, capacity, weights_mapped=True)
     state = runner.start(_ROWS)
     rng = np.random.default_rng(1)  # another text than the divergence is measured on
@@ -53,13 +53,8 @@ def measure_ranges(
 
 
 def quantize_kv_cache(model: ir.Model, ranges: Mapping[str, Array]) -> bool:
-    """Make every cache state of `model` int8, in place. Returns whether there was one.
-
-    1. Only GroupQueryAttention reads and writes the cache.
-    2. A channel that was always 0 gets scale 1.
-
-    ranges: state name → largest absolute value of each channel, [H, D].
-    """
+    """Make every cache state of `model` int8, in place; only GroupQueryAttention reads and writes them. Returns whether
+    there was one. ranges: as `measure_ranges` returns them. A channel that was always 0 gets scale 1."""
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name: value for value in model.graph.outputs}
     for name in ranges:

@@ -1,9 +1,7 @@
 """The registry of quantization methods: each turns a matrix into levels, scales and zero points.
 
 The numbers equal the results of ONNX Runtime's quantizers. A new method is a function here, its line in `FUNCTIONS` and
-in `quantize.METHODS`; a method that is fitted to a text is a function in `gptq.FITS`.
-
-Loads NumPy only.
+in `quantize.METHODS`; a method that is fitted to a text is a function in `gptq.FITS`. Loads NumPy only.
 """
 
 from __future__ import annotations
@@ -31,14 +29,8 @@ Levels = tuple[Array, Array, Array]
 
 @dataclass(frozen=True, slots=True)
 class WeightQuantization:
-    """How weights are quantized.
-
-    Attributes:
-        bits: 4 or 8.
-        block_size: weights of a row that share a scale, a member of BLOCK_SIZES.
-        method: a name in METHODS.
-        mixed: whether the matrices that `weights.sensitive_products` names get 8 bits.
-    """
+    """How weights are quantized. bits: 4 or 8. block_size: weights of a row that share a scale, one of BLOCK_SIZES.
+    method: a name in METHODS. mixed: whether the matrices that `weights.sensitive_products` names get 8 bits."""
 
     bits: int
     block_size: int = 32
@@ -68,16 +60,9 @@ class WeightQuantization:
 
 
 def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
-    """Quantize a matrix.
-
-    Args:
-        weight: [K, N] of float32, float16 or bfloat16, K a multiple of the block size.
-        quantization: how.
-
-    Returns:
-        Blocks [N, K / block size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block
-        size], uint8, without meaning if the levels are symmetric.
-    """
+    """Quantize a matrix [K, N] of float32, float16 or bfloat16, K a multiple of the block size. Returns blocks [N, K /
+    block size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block size], uint8, without
+    meaning if the levels are symmetric."""
     quantize = FUNCTIONS[quantization.method]
     if weight.dtype in (np.float32, np.float16):
         return quantize(weight, quantization)
@@ -87,11 +72,8 @@ def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
 
 
 def _levels_of(scales: Array, zero_points: Array, weight: Array, quantization: WeightQuantization) -> Array:
-    """The blocks of the levels that are nearest with these very scales.
-
-    bfloat16 has eight bits of precision: scales that are rounded to it after the levels were chosen move the largest
-    8-bit levels by up to half a step.
-    """
+    """The blocks of the levels that are nearest with these very scales. bfloat16 has eight bits of precision: scales
+    that are rounded to it after the levels were chosen move the largest 8-bit levels by up to half a step."""
     steps, bits = scales.astype(np.float32).reshape(-1, 1), quantization.bits
     zeros = 2.0 ** (bits - 1) if quantization.symmetric else zero_points.astype(np.float32).reshape(-1, 1)
     blocks = np.array(weight.T, np.float32, order="C").reshape(-1, quantization.block_size)
@@ -111,9 +93,9 @@ def _round_to_nearest(weight: Array, quantization: WeightQuantization) -> Levels
 
 
 def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Array) -> None:
-    """Put levels and scales into `blocks` and `scales`, in place, for blocks that lose nothing: those whose weights are
-    all less than 128 steps of a power of two. MXFP4's are (OCP Microscaling Formats 1.0): 12 halves of their scale at
-    most."""
+    """Put levels and scales into `blocks` and `scales`, in place, for blocks that lose nothing: their weights are all
+    less than 128 steps of a power of two. MXFP4's are (OCP Microscaling Formats 1.0): 12 halves of their scale at most.
+    """
     inputs, outputs = weight.shape
     all_levels, all_scales = blocks.reshape(outputs, -1), scales.reshape(outputs, -1)
     rows = max(1, _AT_ONCE // inputs)
@@ -156,11 +138,9 @@ def _k_quant(weight: Array, quantization: WeightQuantization) -> Levels:
 
 
 def _hqq(weight: Array, quantization: WeightQuantization) -> Levels:
-    """The offset that few large errors weigh least on (half-quadratic quantization, https://mobiusml.github.io/hqq_blog),
-    in torch.
-
-    Offsets are rounded: MatMulNBits multiplies some 300 times slower by levels with fractional offsets.
-    """
+    """The offset that few large errors weigh least on (half-quadratic quantization,
+    https://mobiusml.github.io/hqq_blog). In torch. Offsets are rounded: MatMulNBits multiplies some 300 times slower by
+    levels with fractional offsets."""
     import torch
 
     with _quiet_import():

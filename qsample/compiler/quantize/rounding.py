@@ -1,8 +1,8 @@
 """Rounds weights to the nearest symmetric levels: the method rtn.
 
 The levels equal the results of ONNX Runtime's `quantize_matmul_4bits` and `quantize_matmul_8bits`, bit for bit. Those
-read a matrix against its order in memory. A few passes of NumPy over as many blocks as the processor's cache holds take
-a quarter of the time, and other threads run meanwhile.
+read a matrix against its order in memory. A few passes of NumPy over cache-sized groups of blocks take a quarter of the
+time, and other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -18,18 +18,11 @@ _MOVED: Final = np.complex128  # NumPy's only type of their size
 
 
 def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array, Array]:
-    """Quantize blocks of weights.
+    """Quantize blocks: the weight that is farthest from 0 becomes the lowest level, -8 or -128, and 0 the middle level.
 
-    The weight that is farthest from 0 becomes the lowest level, -8 or -128, and 0 the middle level.
-
-    Args:
-        weights: of float32 or float16, in any shape; `block_size` weights in a row are a block.
-        bits: 4 or 8.
-        block_size: divides the last axis; a multiple of 4.
-
-    Returns:
-        Levels [blocks, block size * bits / 8], uint8, of two in a byte the first one in the low bits; scales [blocks],
-        dtype of the weights.
+    weights: float32 or float16, in any shape; `block_size` of them in a row are a block. bits: 4 or 8. block_size:
+    divides the last axis; a multiple of 4. Returns levels [blocks, block size * bits / 8], uint8, of two in a byte the
+    first one in the low bits; scales [blocks], dtype of the weights.
     """
     numbers = np.ascontiguousarray(weights, np.float32).reshape(-1)
     # [block size / 4, blocks, 4]: sums and products over many blocks are vector operations then.

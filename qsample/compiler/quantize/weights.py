@@ -1,9 +1,9 @@
 """Quantizes weights to blocks of 4 or 8 bits.
 
 Every constant matrix that a MatMul multiplies by becomes the operand of a MatMulNBits, and embedding tables become the
-operand of a GatherBlockQuantized; a tied table is quantized once for both. The numbers equal the results of ONNX
-Runtime's quantizer, and are computed only when the graph is saved, some rows of a matrix at a time: weights stay mapped
-from their files, and a matrix is in memory only if the method has to see all of it.
+operand of a GatherBlockQuantized; a tied table is quantized once for both. The numbers are computed only when the graph
+is saved, some rows of a matrix at a time: weights stay mapped from their files, and a matrix is in memory only if the
+method has to see all of it.
 
 A mixed quantization holds the matrices that quantization harms most for their size in 8 bits: the head, and the
 matrices of the first and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of
@@ -51,20 +51,18 @@ Calibrate = Callable[[ir.Model, Sequence[Wanted]], Mapping[ir.Value, Levels]]
 def quantize_weights(
     model: ir.Model, quantization: WeightQuantization, *, pads: bool = False, calibrate: Calibrate | None = None
 ) -> bool:
-    """Quantize the weights of `model`, in place. pads: the device's MatMulNBits takes a last block that is not full.
+    """Quantize the weights of `model`, in place. Returns whether there was one; `quantization_report` has the figures.
 
     1. A weight is a constant matrix of floats that a MatMul or a Gemm multiplies by or a Gather looks rows up in, in
        the graph or in the body of a Scan.
     2. Its blocks have the size of the options, or the largest smaller size that divides its inputs. If no size does,
-       the last block of each row is filled up with zeros, or it stays as it is: without `pads`, and if rows are looked
-       up.
-    3. Those that score experts stay as they are: a thousandth of a mixture's weights, and their rounding would decide
-       which experts run. So do tables that are looked up by position, sines say.
+       the last block of each row is filled up with zeros if `pads` (the device's MatMulNBits takes such a block) and no
+       rows are looked up; otherwise it stays as it is.
+    3. Matrices that score experts stay as they are: a thousandth of a mixture's weights, and their rounding would
+       decide which experts run. So do tables that are looked up by position, sines say.
     4. `sensitive_products` says which have 8 bits in a mixed quantization.
-    5. The numbers are computed when the model is saved; before, by `calibrate`, those of the matrices in the graph
-       itself, except for the head and lookup tables.
-
-    Returns whether there was a weight; `quantization_report` has the figures.
+    5. The numbers are computed when the model is saved; before, by `calibrate`, for the matrices in the graph itself,
+       except for the head and lookup tables.
     """
     graph = model.graph
     quantized: dict[ir.Value, QuantizedWeight] = {}
@@ -99,10 +97,8 @@ _ACCURACY: Final = "accuracy_level"
 
 
 def round_activations(model: ir.Model) -> bool:
-    """Let every MatMulNBits that `model` holds round its activations as `quantize_weights` asks; in place.
-
-    Weights that a checkpoint brought quantized are multiplied by in float32 until then. Returns whether there were any.
-    """
+    """Let every MatMulNBits round its activations as `quantize_weights` asks, in place: weights that a checkpoint
+    brought quantized are multiplied by in float32 until then. Returns whether there were any."""
     nodes = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
     for node in nodes:
         node.attributes[_ACCURACY] = ir.AttrInt64(_ACCURACY, INT8_ACTIVATIONS)
@@ -110,8 +106,8 @@ def round_activations(model: ir.Model) -> bool:
 
 
 def keep_activations(model: ir.Model) -> bool:
-    """Let every product with quantized weights take its activations in float32, in place, so that its result depends
-    less on the kernel. Returns whether there were any."""
+    """Let products with quantized weights take their activations in float32, in place, so that results depend less on
+    the kernel. Returns whether there were any."""
     nodes = [node for node in model.graph.all_nodes() if _ACCURACY in node.attributes or is_matmul_nbits(node)]
     for node in nodes:
         node.attributes[_ACCURACY] = ir.AttrInt64(_ACCURACY, FLOAT32_ACTIVATIONS)
@@ -253,15 +249,14 @@ def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes:
 
 
 def head_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
-    """Those of `products`, nodes of `graph` that multiply by a weight, that the logits come from without another of
-    them between."""
+    """The `products` with weights, nodes of `graph`, from which the logits come without another of them between."""
     logits = [value for node in graph for value in node.outputs if value.name == LOGITS.name]
     return _directly_behind(logits, products)
 
 
 def sensitive_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
-    """Those of `products`, nodes of `graph` that multiply by a weight, that belong to the head or to the first or last
-    layer. A layer extends between the states that its attention, convolution or recurrence reads."""
+    """The `products` with weights, nodes of `graph`, that belong to the head or to the first or last layer. A layer
+    extends between the states that its attention, convolution or recurrence reads."""
     order = {node: place for place, node in enumerate(graph)}
     wide, mixers = head_products(graph, products), _mixers(graph)
     if mixers:
@@ -285,7 +280,7 @@ def _mixers(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _directly_behind(values: Collection[ir.Value | None], products: Collection[ir.Node]) -> set[ir.Node]:
-    """Those of `products` from which `values` come without another of them between."""
+    """The `products` from which `values` come without another of them between."""
     reached = ancestors(values, set(products))
     sources = [*values, *(value for node in reached for value in node.inputs)]
     producers = {value.producer() for value in sources if value is not None}

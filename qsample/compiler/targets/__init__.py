@@ -73,11 +73,9 @@ class Target(ABC):
 
     @abstractmethod
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
-        """Everything that is done to a graph, in order; see `pipeline`.
-
-        The first phase gets the portable graph, the sampler in it. After the last, the package's folder has
-        `decoder.onnx` with its data, and the build knows its placement.
-        """
+        """Everything that is done to a graph, in order; see `pipeline`. The first phase gets the portable graph, the
+        sampler in it. After the last, the package's folder has `decoder.onnx` with its data, and the build knows its
+        placement."""
 
 
 def check_plan(target: Target, plan: CompilePlan) -> None:
@@ -124,7 +122,7 @@ def target_names() -> list[str]:
 
 
 def find_target(name: str) -> Target:
-    """The target called `name`. Raises CompileError, with the names that exist, if there is none."""
+    """The target called `name`; CompileError, with the names that exist, if there is none."""
     for point in entry_points(group=TARGETS):
         if point.name == name:
             installed: Target = point.load().TARGET

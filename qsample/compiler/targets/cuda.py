@@ -98,10 +98,8 @@ def check_capture(build: Build) -> None:
 
 
 def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
-    """Load the graph as it will be run, and find out where its nodes run.
-
-    Raises CompileError if ONNX Runtime cannot load it, or a node that computes is not on the device.
-    """
+    """Load the graph as it will be run, and find out where its nodes run. Raises CompileError if ONNX Runtime cannot
+    load it, or a node that computes is not on the device."""
     session, device = load_written(build, providers, provider_options), providers[0]
     if misplaced := misplaced_nodes(build, session, device):
         raise CompileError(
@@ -112,7 +110,7 @@ def place(build: Build, providers: Sequence[str], provider_options: Mapping[str,
 
 
 def capture_problems(model: ir.Model) -> list[str]:
-    """The nodes that forbid to capture `model` as a CUDA graph and replay it, as far as the graph shows; [] = none."""
+    """The nodes that forbid to capture `model` as a CUDA graph and replay it, as far as the graph shows."""
     problems = [f"{node.op_type} {node.name} is control flow" for node in model.graph if node.op_type in _CONTROL_FLOW]
     problems += [
         f"{node.op_type} {node.name} does not replay" for node in model.graph if node.op_type in _NOT_REPLAYABLE

@@ -1,13 +1,13 @@
 """WebGPU: a decode graph for any GPU, natively and in browsers, with the sampler on the device.
 
-A value that goes to the host is a wait for the device, in a browser most of all. So the sampler is that for replay: it
-has the input `searched_rows` of docs/contract.md, and no control flow but an If around the search, whose condition is
-a shape. Every operator of a step runs on the device, except operators that compute shapes. The capacity stays free: a
-host may begin small and grow.
+A value that goes to the host is a wait for the device, in a browser most of all. So the sampler is the one for replay:
+with the input `searched_rows` of docs/contract.md, and no control flow but an If around the search, on a shape. Every
+operator of a step runs on the device, except operators that compute shapes. The capacity stays free: a host may begin
+small and grow.
 
 Bugs of the provider (onnxruntime-ep-webgpu 0.4.0): TopK pads with -3.4e38: this beats -inf and gives negative ids, so
 the sampler's `FLOOR` is above that; the graph in an If finds the constants of the graph around it in the host's memory,
-and fails, so it gets its own (`own_constants`); Pow fails for some shapes (`float_ids`); QMoE is refused.
+and fails, so it gets copies (`own_constants`); Pow fails for some shapes (`float_ids`); QMoE is refused.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class WebGpuTarget(Target):
 
 
 def take_total_from_shape(model: ir.Model) -> bool:
-    """Give every GroupQueryAttention the capacity, from the shape of its cache, as its longest total length; in place.
-    The host reads it, and must not have to wait for the lengths. Returns whether there was one."""
+    """Give every GroupQueryAttention the capacity as its longest total length, from its cache's shape, in place: the
+    host reads it, and must not have to wait for the lengths. Returns whether there was one."""
     nodes = attentions(model.graph)
     for node in nodes:
         axis, int64 = {"start": 2, "end": 3}, ir.DataType.INT64
@@ -115,8 +115,8 @@ def take_total_from_shape(model: ir.Model) -> bool:
 
 
 def plain_products(model: ir.Model) -> bool:
-    """Make plain products of FusedMatMul, in place, because WebGPU lacks it: a Gemm of single positions times a
-    transposed matrix, such as a table of embeddings, and transpositions otherwise. Returns whether there was one."""
+    """Make plain products of FusedMatMul, which WebGPU lacks, in place: a Gemm of single positions times a transposed
+    matrix, such as a table of embeddings, and transpositions otherwise. Returns whether there was one."""
     modified = False
     for node in [node for node in model.graph if is_contrib(node, "FusedMatMul")]:
         flags = {name: attribute.value for name, attribute in node.attributes.items() if attribute.value}
@@ -142,10 +142,8 @@ def plain_products(model: ir.Model) -> bool:
 
 
 def host_shapes(model: ir.Model) -> str:
-    """The value of the option `ON_HOST`: the nodes between shapes and the kernels that read them on the host.
-
-    With int64 enabled, the provider would compute some of them on the device, and the host would wait for the result.
-    """
+    """The option `ON_HOST`: the nodes between shapes and the kernels that read them on the host. With int64 enabled,
+    the provider would compute some of them on the device, and the host would wait for the result."""
     return " ".join(sorted(str(node.name) for node in host_arithmetic(model.graph, _READ_ON_HOST)))
 
 
@@ -155,11 +153,7 @@ def keep_shapes_on_host(build: Build) -> None:
 
 
 def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
-    """Load the graph as it will be run, and find out where its nodes run.
-
-    Raises CompileError if ONNX Runtime cannot load it, a node that computes is not on the device, or an input or output
-    is not.
-    """
+    """As `cuda.place`; also raises CompileError if an input or output is not on the device."""
     session = load_written(build, providers, provider_options)
     if wrong := [str(node.name) for node in build.model.graph.all_nodes() if node.op_type == _WRONG]:
         raise CompileError(
