@@ -38,9 +38,8 @@ _DEQUANTIZED: Final = ("fp8", "mxfp4")  # transformers turns these into float if
 
 
 def quantization_of(config: PretrainedConfig, model_id: str) -> Quantization | None:
-    """The quantization that `config` states; None for float weights, and for a quantization that transformers undoes:
-    `config` then asks for that. Raises UnsupportedModelError for a method, format or number of bits that cannot be
-    read."""
+    """The quantization that `config` states; None for float weights, and if transformers undoes it: `config` then asks
+    for that. Raises UnsupportedModelError for a method, format or number of bits that cannot be read."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return None
@@ -200,8 +199,7 @@ class QuantizedCheckpoint:
         return attached
 
     def check_loaded(self, missing: Collection[str], unexpected: Collection[str]) -> None:
-        """Raise QsampleError if the checkpoint lacks weights of the model, or the model has no place for a quantized
-        layer."""
+        """Raise QsampleError if the checkpoint lacks weights of the model, or has a layer or bias too many."""
         lost = sorted(set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases))
         if missing or lost:
             problem = f"lacks {listed(missing)}" if missing else f"has {listed(lost)}, which the model does not know"

@@ -61,10 +61,8 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """weight[n, k] = scales[n, groups[k]] * (levels[n, k] - zero_points[n, groups[k]]).
-
-    levels: [N, K] uint8, below 2^bits. scales: [N, G] float32. zero_points: [N, G] uint8. groups: [K] int64.
-    """
+    """weight[n, k] = scales[n, groups[k]] * (levels[n, k] - zero_points[n, groups[k]]). levels: [N, K] uint8, below
+    2^bits. scales: [N, G] float32. zero_points: [N, G] uint8. groups: [K] int64."""
 
     bits: int
     levels: Bytes

@@ -77,8 +77,7 @@ class HubOptions:
         return options | {"revision": self.revision or "main"}
 
     def downloading(self) -> dict[str, Any]:
-        """The keywords of a download, of transformers' `cached_file` and huggingface_hub's functions: it runs no
-        code."""
+        """The keywords of a download by transformers' `cached_file` or huggingface_hub's functions: it runs no code."""
         options = self.loading()
         del options["trust_remote_code"]
         return options

@@ -74,8 +74,8 @@ def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
-    """[n, V] float32 for each row of n tokens. Shorter rows are filled up with their tokens; earlier tokens do not see
-    them."""
+    """[n, V] float32 for each row of n tokens. Shorter rows are filled up at the end, where their tokens do not see
+    it."""
     longest = max(map(len, rows))
     ids = torch.tensor([(row * longest)[:longest] for row in rows])
     with torch.no_grad():
@@ -93,8 +93,7 @@ def _narrowed(
     model: PreTrainedModel, expected: Reference, batch: list[list[int]], windows: Mapping[int, int]
 ) -> Narrowed | None:
     """The last row of `expected`, and of the `batch` that it was computed in, with smaller `windows`. None if `model`
-    fails, or computes the same: no layer has a window, or the layers took them from the configuration when they were
-    made."""
+    fails, or computes the same: no layer has a window, or layers took theirs when they were made."""
     try:
         with _with_windows(model, windows):
             logits = _logits(model, batch)[-1][len(expected.prompts[-1]) - 1 :]
@@ -131,12 +130,9 @@ def _what_is_compared(config: Any, short: list[int], long: list[int], narrowed: 
 def compare_with_checkpoint(
     checkpoint: Checkpoint, folder: Path, interface: Interface, tolerance: float | None
 ) -> Mapping[str, Any]:
-    """Compare a baked graph with its checkpoint in transformers, as an export is compared; returns the figures for the
-    manifest.
-
-    folder: of decoder.onnx and initial_state.onnx. tolerance: largest difference per unit of the largest logit; None
-    accepts any, for quantized weights. Raises ParityError for a larger difference.
-    """
+    """Compare a baked graph in `folder` with its checkpoint in transformers, as an export is compared; returns the
+    figures for the manifest. tolerance: largest difference per unit of the largest logit; None accepts any, for
+    quantized weights. Raises ParityError for a larger difference."""
     figures = parity.check(
         folder,
         interface,

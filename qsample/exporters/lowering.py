@@ -59,8 +59,8 @@ _MOST: Final = 256  # numbers a row; more are not routing weights, and would tak
 
 
 def fill_placeholders(model: ir.Model) -> bool:
-    """Give each constant that is a placeholder, or a view of it, its numbers, in place; returns whether anything
-    changed."""
+    """Give constants that are placeholders, or views of them, their numbers, in place; returns whether there were
+    any."""
     modified = False
     for value in all_initializers(model.graph):
         view = _view(getattr(value.const_value, "raw", None))
@@ -72,8 +72,7 @@ def fill_placeholders(model: ir.Model) -> bool:
 
 
 def _view(raw: Any) -> Tensor | None:
-    """The tensor that a constant's memory belongs to, with the constant's shape and strides: optimisers transpose in
-    NumPy."""
+    """The tensor that owns a constant's memory, in the constant's shape and strides: optimisers transpose in NumPy."""
     if isinstance(raw, Tensor):
         return raw
     owner = raw
@@ -307,7 +306,7 @@ def _arranged(
     *,
     take_turns: bool = False,
 ) -> ir.Value:
-    """The initializer of `arrange(parts)`; layers that share parameters share it. take_turns: `arrange` is
+    """The initializer of `arrange(parts)`, shared by layers that share parameters. take_turns: `arrange` is
     `_take_turns`, of parts [E, N, K]."""
     name = f"{parts[0].name}_arranged"
     if name not in graph.initializers:

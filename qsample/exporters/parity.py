@@ -38,8 +38,7 @@ CONTINUED: Final = _CHUNK + 1  # tokens after each prompt: the chunk and a step
 
 
 class Narrowed(NamedTuple):
-    """The last row of a `Reference`, logits [CONTINUED + 1, V], with smaller attention windows: old size to new
-    size."""
+    """The last row of a `Reference`, [CONTINUED + 1, V], with smaller attention windows: old size → new size."""
 
     windows: Mapping[int, int]
     logits: Array
@@ -175,8 +174,8 @@ def compare(
     tolerance: float | None = None,
     original: str = "the eager model",
 ) -> Difference:
-    """How far the graph's logits are from the original's, over all calls of all `parts` by name; ParityError beyond the
-    tolerance. tolerance, original: as in `check`."""
+    """How far the graph's logits are from the original's, over all calls of the `parts` by name; otherwise as
+    `check`."""
     wanted = np.concatenate([np.abs(call.wanted).ravel() for calls in parts.values() for call in calls])
     scale = float(np.max(wanted, initial=0.0, where=np.isfinite(wanted)))
     # Python's max would lose a NaN that is not the first.

@@ -127,8 +127,7 @@ def _sampler(vocab_size: int, provider: str, *, positions: bool = False) -> ir.M
 
 @dataclass(frozen=True)
 class _Component:
-    """The sampler of a workflow package. bindings: a role of the contract → the port's name. ports: a port → its axes,
-    sizes or names."""
+    """The sampler of a workflow package. bindings: contract role → port. ports: port → its axes, sizes or names."""
 
     name: str
     artifact: str

@@ -58,12 +58,9 @@ class Draft:
 
 def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = False) -> Manifest:
     """Write the graphs of `draft`, whose model is changed, into `folder`, and pass them through the parity gate.
-    Returns the manifest; `package.PackageWriter.finish` adds the files.
-
-    stages: has WRITING_WEIGHTS and COMPARING. refer: leave weights that lie in other files there
-    (`weights.save_beside`), for a package that is not published. Raises ParityError, as `parity.check` does, and for
-    graphs that do not run.
-    """
+    Returns the manifest; `package.PackageWriter.finish` adds the files. stages: has WRITING_WEIGHTS and COMPARING.
+    refer: leave weights that lie in other files there (`weights.save_beside`), for a package that is not published.
+    Raises ParityError, as `parity.check` does, and for graphs that do not run."""
     interface = draft.interface
     stages.begin(Stage.WRITING_WEIGHTS)
     packed = packed_weights(draft.model)
@@ -137,8 +134,7 @@ def _versions(libraries: Sequence[str]) -> dict[str, str]:
 
 
 def build_initial_state(interface: Interface) -> ir.Model:
-    """`initial_state.onnx`: from `seed` int64 [B], any value, and `capacity` int64 scalar, T >= 1, to every retained
-    state, under its name."""
+    """`initial_state.onnx`: `seed` int64 [B], any value, and `capacity` int64 scalar, T >= 1 → every retained state."""
     seed, capacity = _input(SEED), _input(CAPACITY_INPUT)
     graph = ir.Graph([seed, capacity], [], nodes=[], opset_imports={"": OPSET}, name="initial_state")
     with building(graph):

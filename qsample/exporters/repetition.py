@@ -32,13 +32,7 @@ class NotRepeatedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """The groups of equal layers of a model.
-
-    Attributes:
-        groups: whose first layers are traced.
-        layers: all layers of the model.
-        tensors: all weights of the model, by name.
-    """
+    """The groups of equal layers of a model, all its layers, and all its weights by name."""
 
     groups: Sequence[RepeatedLayers]
     layers: DecoderLayers

@@ -194,9 +194,8 @@ def _export(
 
 
 def compute_in_float32(model: ir.Model) -> bool:
-    """Compute in float32, and round, all that `model` computes in bfloat16, for which the CPU has no kernels; in place.
-    Falcon, for instance, has its biases by distance in bfloat16, even in a float32 model. Returns whether anything
-    changed."""
+    """Compute in float32, and round, all that `model` computes in bfloat16, in place; returns whether anything changed.
+    The CPU has no such kernels, and even a float32 Falcon has its biases by distance in bfloat16."""
     modified = False
     for node in list(model.graph.all_nodes()):
         values = [value for value in (*node.inputs, *node.outputs) if value is not None]

@@ -43,12 +43,8 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that a cached package follows from.
-
-    Attributes:
-        name: of the model, a part of the entry's name; letters that a file name should not have are replaced.
-        parts: JSON-ready: the model's identity, features, options.
-    """
+    """All that a cached package follows from. name: of the model, a part of the entry's name; letters that a file name
+    should not have are replaced. parts: JSON-ready: the model's identity, features, options."""
 
     name: str
     parts: dict[str, Any]

@@ -60,8 +60,8 @@ def rotates(foreign: ForeignGraph) -> bool:
 
 
 def unfuse_norms(foreign: ForeignGraph) -> bool:
-    """Take the norms of queries and keys out of GroupQueryAttention, in place: the CPU's kernel has none; a compile for
-    CUDA puts them back. Returns whether there were any."""
+    """Take the norms of queries and keys out of GroupQueryAttention, in place; returns whether there were any. The
+    CPU's kernel has none; a compile for CUDA puts them back."""
     nodes, modified = Nodes(foreign.graph), False
     for layer in foreign.layers:
         node = layer.attention
@@ -153,15 +153,11 @@ def _bias(layer: Layer) -> ir.Value | None:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Values of a layer; tensors of heads are [B, heads, S, D], or [B, S, heads * D] if `heads` is set.
+    """Values of a layer; tensors of heads are [B, heads, S, D], or [B, S, heads * D] if `heads` (of the query) is set.
 
-    Attributes:
-        layer: its cache, with its new keys and values.
-        query: the left factor of the product with the keys.
-        scores: the input of the softmax, [B, heads, S, tokens].
-        cap: the soft cap, if any, as a constant or a computed value.
-        heads: of the query; None if its shape has them.
-        sink: the score of no token, the same for all queries: [1, heads, S, 1].
+    layer: its cache, with its new keys and values. query: the left factor of the product with the keys. scores: the
+    input of the softmax, [B, heads, S, tokens]. cap: the soft cap, if any, as a constant or a computed value. sink: the
+    score of no token, the same for all queries: [1, heads, S, 1].
     """
 
     layer: Layer
@@ -175,8 +171,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The attributes of a layer's GroupQueryAttention. window: None for all tokens. softcap: 0 for none. sink:
-    [heads]."""
+    """A layer's attributes of GroupQueryAttention. window: None for all tokens. softcap: 0 for none. sink: [heads]."""
 
     heads: int
     scale: float
@@ -288,7 +283,7 @@ def _without_sink(scores: ir.Value) -> tuple[ir.Value, ir.Value | None]:
 
 
 def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
-    """Products whose second factor is `value`, its heads repeated or its axes turned; or ONNX's Attention with it in
+    """Products with `value` on the right, its heads repeated or its axes turned; or ONNX's Attention with it in
     `slot`."""
     found: dict[ir.Node, None] = {}
     waiting, seen = [value], {value}
@@ -394,8 +389,7 @@ def _seen(scores: Array) -> Array:
 
 
 def _causal(call: tuple[int, int], size: int, window: int) -> Array:
-    """[S, size], for a cache of `size`: the keys that the new tokens see. call: the numbers of cached and of new
-    tokens."""
+    """[S, size], for a cache of `size`: the keys that new tokens see. call: the numbers of cached and of new tokens."""
     past, tokens = call
     query, key = np.arange(past, past + tokens)[:, None], np.arange(size)
     return (key <= query) & (key > query - window)

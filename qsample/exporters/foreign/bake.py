@@ -80,8 +80,8 @@ def bake(
     compare: Comparison | None = None,
     progress: Progress | None = None,
 ) -> package.Package:
-    """Bake the sampler into a decoder, and return the portable package at `out`; see `qsample.bake`. compare: a further
-    comparison of the baked graph, next to the comparison with the file itself."""
+    """Bake the sampler into a decoder, and return the portable package at `out`; see `qsample.bake`. The graph is
+    compared with the file itself, and by `compare`."""
     with metered(progress) as report:
         stages = Stages(report, _SHARES)
         stages.begin(Stage.FINDING)
@@ -157,8 +157,7 @@ def _bake(
 
 @dataclass(frozen=True, slots=True)
 class Baked:
-    """A rewritten graph, up to its logits, and the file's own logits. limit: the positions that it knows; None for any
-    number."""
+    """A rewritten graph, up to its logits, and the file's own. limit: the number of known positions; None for any."""
 
     model: ir.Model
     interface: Interface

@@ -117,8 +117,7 @@ class Layer:
     new_is_flat: bool = False
 
     def shape(self, tokens: int) -> tuple[int, ...]:
-        """The shape of the file's keys or values of a row of `tokens` tokens; a cache of fixed size has all its
-        tokens."""
+        """The shape of the file's keys or values, of a row of `tokens` tokens, or of all in a cache of fixed size."""
         tokens = tokens if self.size is None else self.size
         is_flat = self.past_key.shape is not None and len(self.past_key.shape) == FLAT
         return (1, tokens, self.heads * self.head_dim) if is_flat else (1, self.heads, tokens, self.head_dim)
@@ -148,8 +147,7 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class ForeignGraph:
-    """A decoder file, read. dtype: of the cache. changed: the inputs of `model` differ from the file's. recurrences: in
-    the order of their layers."""
+    """A decoder file. dtype: of the cache. changed: inputs of `model` are not the file's. recurrences: by layer."""
 
     path: Path
     model: ir.Model

@@ -55,8 +55,8 @@ class Description:
 
 
 def describe(path: Path) -> list[Description]:
-    """Describe every .onnx file of `path`: a file, or a folder with files, in it or in its onnx/. Raises QsampleError
-    for a single file that cannot be read."""
+    """Describe every .onnx file of `path`, a file or a folder (see `decoders`); QsampleError for a single unreadable
+    file."""
     if path.is_file():
         return [_describe(path, None)]
     found = []

@@ -40,13 +40,8 @@ _SEARCH: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_pena
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A decoder file and its surroundings.
-
-    Attributes:
-        folders: of its configuration and tokenizer, the nearest first.
-        name: as it was given.
-        data: its external data.
-    """
+    """A decoder file and its surroundings: its external `data`, and the `folders` of its configuration and tokenizer,
+    the nearest first. name: as it was given."""
 
     file: Path
     folders: tuple[Path, ...]
@@ -102,8 +97,7 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
 
 def without_links(location: Location, folder: Path) -> Location:
     """Copy the decoder and its data into the empty `folder`: external data must lie next to its graph, and the hub's
-    cache has links. Raises QsampleError for a link that leads elsewhere than into the decoder's folder or the hub's
-    cache."""
+    cache has links. Raises QsampleError for a link out of the decoder's folder and the hub's cache."""
     files = []
     check_links((location.file, *location.data), location.folders)
     for path in (location.file, *location.data):
@@ -207,13 +201,8 @@ def _download(repository: str, file: str | None, hub: HubOptions) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The configurations next to a decoder; properties are None if no file states them.
-
-    Attributes:
-        config: config.json, of a text model.
-        generation: generation_config.json.
-        genai, search: "model" and "search" of genai_config.json.
-    """
+    """config.json, of a text model, generation_config.json, and "model" and "search" of genai_config.json, next to a
+    decoder; {} for a missing file or object. Properties are None if no file states them."""
 
     config: dict[str, Any]
     generation: dict[str, Any]
@@ -312,8 +301,7 @@ def _wrong(file: str, name: str, value: Any, accepted: str) -> QsampleError:
 def write_files(
     location: Location, settings: Settings, token_ids: TokenIds, vocab_size: int, tokenizer: str | None, folder: Path
 ) -> None:
-    """Copy configurations and tokenizer into `folder`. tokenizer: as in `qsample.bake`. Raises QsampleError for a
-    tokenizer that does not fit."""
+    """Copy configurations and tokenizer (as in `qsample.bake`) into `folder`; QsampleError for an unfit tokenizer."""
     if (config := location.find(_CONFIG)) is not None:
         shutil.copyfile(config, folder / _CONFIG)
     generation = _generation_config(settings, token_ids)
