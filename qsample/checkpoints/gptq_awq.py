@@ -306,7 +306,7 @@ def conv1d_names(model: nn.Module) -> frozenset[str]:
 
 
 def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> None:
-    """`shapes` of the model's weights do not include renamed weights: transformers' loading checks those."""
+    """`shapes`: of the model's weights, except renamed weights: transformers' loading checks those."""
     wanted = shapes.get(f"{layer}.weight")
     if wanted is not None and weight.shape != wanted:
         raise QsampleError(

@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder; [] if transformers reads other files. QsampleError for a bad
+    """The safetensors files of a checkpoint folder, [] if transformers reads other files; QsampleError for a bad
     index."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

@@ -74,8 +74,7 @@ def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
-    """[n, V] float32 for each row of n tokens. Shorter rows are filled up at the end, where their tokens do not see
-    it."""
+    """[n, V] float32 for each row of n tokens. Shorter rows are filled up at the end; no earlier token sees that."""
     longest = max(map(len, rows))
     ids = torch.tensor([(row * longest)[:longest] for row in rows])
     with torch.no_grad():
@@ -104,7 +103,7 @@ def _narrowed(
 
 @contextmanager
 def _with_windows(model: PreTrainedModel, windows: Mapping[int, int]) -> Iterator[None]:
-    """Replaces attention windows of `model` meanwhile, keys of `windows` by values: masks are made with the
+    """While open, attention windows of `model` that are keys of `windows` have the values. Masks are made with the
     configuration's; some modules keep a copy."""
     owners = [model.config.get_text_config(decoder=True), *model.modules()]
     found = [

@@ -59,8 +59,7 @@ _MOST: Final = 256  # numbers a row; more are not routing weights, and would tak
 
 
 def fill_placeholders(model: ir.Model) -> bool:
-    """Give constants that are placeholders, or views of them, their numbers, in place; returns whether there were
-    any."""
+    """Give constants that are placeholders, or views of them, their numbers, in place; returns whether it found any."""
     modified = False
     for value in all_initializers(model.graph):
         view = _view(getattr(value.const_value, "raw", None))

@@ -65,7 +65,8 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """The figures of a passed gate. Errors are absolute differences of logits; `scale` is the largest |logit|."""
+    """The figures of a passed gate. Errors are absolute differences of logits; `scale` is the largest |logit|;
+    `windows` as in `Reference`."""
 
     max_error: float
     scale: float
@@ -127,8 +128,7 @@ def check(
     Args:
         folder: of decoder.onnx and initial_state.onnx.
         plain_attention_layers: how many layers attend through plain operators.
-        tolerance: largest difference per unit of the largest logit; by default as TOLERANCES has it for the graph's
-            dtype.
+        tolerance: largest difference per unit of the largest logit; by default from TOLERANCES, by the graph's dtype.
         original: the name of the original in messages.
 
     Raises ParityError, with the figures, if a logit or a state differs by more than the tolerance, if a greedy token is
@@ -174,8 +174,7 @@ def compare(
     tolerance: float | None = None,
     original: str = "the eager model",
 ) -> Difference:
-    """How far the graph's logits are from the original's, over all calls of the `parts` by name; otherwise as
-    `check`."""
+    """How far the graph's logits are from the original's, over all calls of the `parts` by name; else as `check`."""
     wanted = np.concatenate([np.abs(call.wanted).ravel() for calls in parts.values() for call in calls])
     scale = float(np.max(wanted, initial=0.0, where=np.isfinite(wanted)))
     # Python's max would lose a NaN that is not the first.

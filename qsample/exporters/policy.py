@@ -43,8 +43,7 @@ _PARAMETERS: Final = {"batching": "per_row", "inactive_rows": "preserve"}
 def write_policy(
     out: str | Path, vocab_size: int, *, contract: str = CONTRACT, provider: str = "cpu", overwrite: bool = False
 ) -> list[Path]:
-    """Write sampler, termination and state update, and `components.yaml` to declare them for a workflow; returns the
-    files.
+    """Write sampler, termination and state update, and `components.yaml` that declares them, and return the files.
 
     Args:
         out: the folder, made if it is missing. Other files in it stay.

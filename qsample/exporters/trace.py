@@ -30,9 +30,9 @@ from qsample.transforms.decoder import linear_layers_marked
 from qsample.transforms.markers import ADAPTED_PATH
 from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers, standing_in
 
+_logger = logging.getLogger(__name__)
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are kept apart.
-_logger = logging.getLogger(__name__)
 _TRACE_SIZES: Final = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32}
 _REASON = 400  # characters of the exporter's message
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
@@ -134,7 +134,7 @@ def marked_paths(model: ir.Model) -> dict[ir.Node, str]:
 def _trace_first_layers(
     root: _InOrder, spec: GraphSpec, sizes: Mapping[str, int], layers: DecoderLayers
 ) -> ir.Model | None:
-    """The whole graph, from a trace of the first of equal layers; None if no layer is a copy of another."""
+    """The whole graph, from a trace of the first of equal layers; None if no layer can be a copy of another."""
     groups = find_repeated_layers(root, layers)
     if not groups:
         return None

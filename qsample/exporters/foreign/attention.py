@@ -1,8 +1,8 @@
 """The attention of a foreign graph becomes GroupQueryAttention on the contract's lengths, over whole caches.
 
-GroupQueryAttention of another exporter keeps only what the CPU's kernel has. ONNX's Attention, and attention of plain
-operators, is matched loosely: Softmax(f(query keys^T)) values, with or without a sink. Runs of the file show what f is
-(a scale, a soft cap, a causal mask, a window), and anything else is refused.
+GroupQueryAttention of another exporter keeps only the features of the CPU's kernel. ONNX's Attention, and attention of
+plain operators, is matched loosely: Softmax(f(query keys^T)) values, with or without a sink. Runs of the file show the
+form of f (a scale, a soft cap, a causal mask, a window), and any other is refused.
 """
 
 from __future__ import annotations
@@ -283,8 +283,7 @@ def _without_sink(scores: ir.Value) -> tuple[ir.Value, ir.Value | None]:
 
 
 def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
-    """Products with `value` on the right, its heads repeated or its axes turned; or ONNX's Attention with it in
-    `slot`."""
+    """Products with `value` on the right, its heads repeated or axes turned; or ONNX's Attention with it in `slot`."""
     found: dict[ir.Node, None] = {}
     waiting, seen = [value], {value}
     while waiting:

@@ -157,7 +157,7 @@ def _bake(
 
 @dataclass(frozen=True, slots=True)
 class Baked:
-    """A rewritten graph, up to its logits, and the file's own. limit: the number of known positions; None for any."""
+    """A rewritten graph, up to its logits, and the file's logits. limit: the known positions; None for any number."""
 
     model: ir.Model
     interface: Interface

@@ -91,12 +91,12 @@ def layer_number(value: ir.Value, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The cache of an attention layer: graph inputs and outputs [B, heads, tokens, head_dim], or [B, tokens, heads *
+    """The cache of an attention layer: inputs and outputs [B, heads, tokens, head_dim] or [B, tokens, heads *
     head_dim].
 
     Attributes:
         number: the layer's in the names.
-        ring: tokens that the file keeps, if it does not keep all.
+        ring: tokens that the file keeps; None if it keeps all.
         size: the tokens of a cache of fixed size; None if it grows.
         attention: the GroupQueryAttention; None for another operator, or several.
         new: keys and values of the new tokens, [B, heads, S, head_dim], if the file shows them.
@@ -147,7 +147,7 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class ForeignGraph:
-    """A decoder file. dtype: of the cache. changed: inputs of `model` are not the file's. recurrences: by layer."""
+    """A decoder file. dtype: of the cache. changed: `model` has other inputs than the file. recurrences: by layer."""
 
     path: Path
     model: ir.Model

@@ -26,7 +26,7 @@ _TOLD: Final = (  # operators that decide whether and how a file is baked
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A decoder file.
+    """A decoder file; "" and None for unknown facts.
 
     Attributes:
         made_by: the exporter and its version, as the file says.
@@ -34,10 +34,9 @@ class Description:
         operators: how often each operator occurs that decides how a file is baked.
         refusal: why it cannot be baked, and the remedy; None if bake takes it, and then runs it to measure its
             attention and to compare.
-        layers: how many attend, and how; "" if unknown.
+        layers: how many attend, and how.
         states: how many recurrent and convolutional states it keeps.
-        dtype: of its caches; "" if unknown.
-        vocab_size: None if unknown.
+        dtype: of its caches.
         bits: of its packed weights.
     """
 
@@ -55,7 +54,7 @@ class Description:
 
 
 def describe(path: Path) -> list[Description]:
-    """Describe every .onnx file of `path`, a file or a folder (see `decoders`); QsampleError for a single unreadable
+    """Describe every .onnx file of `path`, a file or a folder (see `decoders`); QsampleError for one unreadable
     file."""
     if path.is_file():
         return [_describe(path, None)]

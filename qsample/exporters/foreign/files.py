@@ -301,7 +301,8 @@ def _wrong(file: str, name: str, value: Any, accepted: str) -> QsampleError:
 def write_files(
     location: Location, settings: Settings, token_ids: TokenIds, vocab_size: int, tokenizer: str | None, folder: Path
 ) -> None:
-    """Copy configurations and tokenizer (as in `qsample.bake`) into `folder`; QsampleError for an unfit tokenizer."""
+    """Copy configurations and tokenizer (as in `qsample.bake`) into `folder`. Raises QsampleError for a tokenizer that
+    does not fit."""
     if (config := location.find(_CONFIG)) is not None:
         shutil.copyfile(config, folder / _CONFIG)
     generation = _generation_config(settings, token_ids)

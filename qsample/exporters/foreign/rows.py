@@ -218,8 +218,7 @@ def use_row_positions(foreign: ForeignGraph, rows: Rows, counted: Iterable[ir.Va
 
 
 def check_free_of_sizes(foreign: ForeignGraph) -> None:
-    """Raise UnsupportedModelError if the graph still reads the mask, or its cache's length: now the capacity of a
-    buffer."""
+    """Raise UnsupportedModelError if the graph still reads the mask, or its caches' length: this is a capacity now."""
     mask = foreign.input(MASK)
     if mask is not None and mask.uses():
         users = sorted({node.op_type for node, _ in mask.uses()})
