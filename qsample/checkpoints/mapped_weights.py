@@ -38,8 +38,8 @@ class Place(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, [] if transformers reads other files; QsampleError for a bad
-    index."""
+    """The safetensors files of a checkpoint folder; [] if transformers reads another format. Raises QsampleError for an
+    index that does not name the file of each tensor."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():

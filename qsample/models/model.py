@@ -138,8 +138,8 @@ class Model(ModelMethods):
     def _portable(
         self, options: CompileOptions, destination: Path, progress: Progress | None
     ) -> AbstractContextManager[Package]:
-        """The portable package to compile for `destination`, in the dtype of `options` if possible; exported if need
-        be."""
+        """The portable package to compile for `destination`, in the dtype of `options` if possible; exported first
+        if need be."""
 
 
 class PackagedModel(Model):
@@ -344,8 +344,8 @@ class SourceModel(Model):
     @contextmanager
     def _portable(self, options: CompileOptions, destination: Path, progress: Progress | None) -> Iterator[Package]:
         """In a scratch folder, with its weights in the checkpoint's files. float16 is set before the export, because
-        transformers itself chooses the parts of a model that stay in float32; bfloat16 is left to the compiler: no CPU
-        could check it."""
+        transformers chooses the parts of a model that stay in float32; bfloat16 is left to the compiler: no CPU could
+        check it."""
         if self._checkpoint is None:
             exported = self.export(progress=progress)
             yield exported.package  # whose folder lives as long as `exported`

@@ -54,8 +54,8 @@ class Description:
 
 
 def describe(path: Path) -> list[Description]:
-    """Describe every .onnx file of `path`, a file or a folder (see `decoders`); QsampleError for one unreadable
-    file."""
+    """Describe every .onnx file of `path`, a file or a folder (see `decoders`). Raises QsampleError for a single file
+    that cannot be read; in a folder, such a file is described as refused."""
     if path.is_file():
         return [_describe(path, None)]
     found = []
