@@ -57,8 +57,7 @@ _AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """Tokens that the compiled graph chose, and how many of them the portable graph, or its sampler, chose too.
-    replayed: tokens from replays of the captured graph."""
+    """Counts of the compiled graph's tokens; agreeing: the portable graph, or its sampler, chose them, too."""
 
     tokens: int
     agreeing: int
@@ -66,12 +65,9 @@ class SelfTest:
 
 
 def run_self_test(plan: CompilePlan, published: Package, target: Target) -> SelfTest:
-    """Let the compiled graph choose tokens, greedily and sampled, and count how often the portable graph agrees. The
-    compiled graph runs in the sessions that `load` opens, captured and replayed as it will be later. Only a
-    `self_contained` target's weights stay mapped instead, and its first call reads prompts with padding.
-
-    Raises CompileError if they agree too rarely, or if logits of float32 differ.
-    """
+    """Let the compiled graph choose tokens, greedily and sampled, and count how often the portable graph agrees. It
+    runs in the sessions that `load` opens, captured and replayed as later (on a `self_contained` target: see `Target`).
+    Raises CompileError if they agree too rarely, or if logits of float32 differ."""
     # A graph for a single row runs once with each row's parameters.
     batches = [[0], [1]] if plan.batch_size == 1 else [list(range(min(plan.batch_size or _ROWS, _ROWS)))]
     device = _device(plan, published, target, len(batches[0]))
@@ -211,11 +207,8 @@ _FEWER: Final = 3  # guesses that a row has less than the row before it
 
 def check_guesses_change_nothing(plan: CompilePlan, published: Package) -> None:
     """Let the compiled graph check guesses, a different number in each row: all of them right, or only half.
-
-    The logits after each token, and every state, have to equal the results of steps of one token, bit by bit; with
-    several rows and with one, and for every number of rows that sessions choose (`ROW_MULTIPLE`). Raises CompileError
-    if not.
-    """
+    CompileError unless the logits after each token, and every state, equal the results of steps of one token, bit by
+    bit; with several rows and with one, and for every number of rows that sessions choose (`ROW_MULTIPLE`)."""
     interface, rows = plan.interface, min(plan.batch_size or _ROWS, _ROWS)
     most = min(interface.features.num_speculative_tokens, plan.ctx_len - _PROMPT - 2)
     if most < 1:

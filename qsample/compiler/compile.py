@@ -39,8 +39,7 @@ def compile_package(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> package.Package:
-    """Compile a portable package into a device package in the folder `path`. `progress` is called with a stage's name
-    and the fraction done, in [0, 1].
+    """Compile `source` into a device package in `path`. progress: called with a stage's name and the fraction done.
 
     Raises CompileError if an option does not fit, the self-test fails or quantized weights are too far off, and
     PackageError if `path` cannot be written. Nothing is left behind then, except for a package that is merely too far
@@ -97,8 +96,7 @@ def compile_package(
 def _build(
     plan: CompilePlan, target: Target, folder: Path, stages: Stages, dump: DebugDump | None
 ) -> tuple[package.Compilation, str | None]:
-    """Write the decode graph into `folder`. Returns how it was compiled, and the sha256 of its weights' file, if
-    any."""
+    """Write the decode graph into `folder`. Returns how it was compiled, and the sha256 of its weights' file."""
     with ScratchFolder(folder.parent) as scratch:
         build = pipeline.start(plan, stages, folder, scratch.new)
         pipeline.run(build, target.phases(plan), dump)

@@ -55,10 +55,8 @@ def measure_divergence(
     rows: int | None = None,
 ) -> Divergence:
     """Compare the logits of two folders' `decoder.onnx` and `initial_state.onnx`, equal but for the quantization.
-
     capacity: tokens of state a row, at least 2. providers: for the quantized graph. progress: called with the fraction
-    done, in [0, 1]. rows: of a call, 1, 2, 4 or 8, if the quantized graph has it fixed.
-    """
+    done, in [0, 1]. rows: of a call, 1, 2, 4 or 8, if the quantized graph has it fixed."""
     rng = np.random.default_rng(0)
     rows, calls = rows or ROWS, min(STEPS, capacity - 1)
     prompts = [rng.integers(0, interface.vocab_size, (rows, 1)) for _ in range(ROWS // rows)]
@@ -77,12 +75,12 @@ def measure_divergence(
 
 
 def _score(texts: Sequence[Text], reference: Sequence[Sequence[Array]]) -> Divergence:
-    """texts: written by the quantized graph. reference: the other graph's logits, [rows, V] after each call.
+    """The divergence over `texts` of the quantized graph; reference: the other graph's logits, [rows, V] after each
+    call.
 
     Such a text may hide errors: if it repeats a token over and over, the float graph soon expects that, too. `kept_kl`
-    weights each place by the probability that the float graph would have kept all tokens before it, by the rule of
-    speculative decoding (https://arxiv.org/abs/2211.17192): a token with min(1, p / q), so that the kept text is the
-    float graph's.
+    weights each place by the probability that the float graph would have kept all tokens before it, a token with min(1,
+    p / q) (speculative decoding, https://arxiv.org/abs/2211.17192): the kept text is the float graph's.
     """
     kl, entropy, weights, same = list[Array](), list[Array](), list[Array](), list[Array]()
     for text, own in zip(texts, reference, strict=True):
@@ -113,15 +111,14 @@ def _score(texts: Sequence[Text], reference: Sequence[Sequence[Array]]) -> Diver
 
 
 class Distribution(NamedTuple):
-    """p: [rows, V] float32 probabilities. normalizer: [rows, 1] float64; a logit less it is the probability's
-    logarithm."""
+    """p: [rows, V] float32 probabilities. normalizer: [rows, 1] float64; a logit less it is the log-probability."""
 
     p: Array
     normalizer: Array
 
 
 def softmax(logits: Array) -> Distribution:
-    """The distribution of [rows, V] float32 logits: numbers in float32, ten times as fast in NumPy, and sums in
+    """The distribution of [rows, V] float32 logits, in float32, ten times as fast in NumPy, but with sums in
     float64."""
     largest = logits.max(-1, keepdims=True)
     weights = np.exp(logits - largest)

@@ -185,11 +185,9 @@ def fold_sampler(build: Build) -> None:
 
 
 def lean_phases(provider: str, capacity: int) -> list[Phase]:
-    """Phases that make ONNX Runtime's own operators of a decode graph, as few a layer as they allow.
-
-    A Llama layer is left with ten nodes: two norms with their skips, four matrix products, the attention, and the
-    gate's three. provider: one of `fusions.FUSION_PROVIDERS`. capacity: T, fixed in the graph.
-    """
+    """Phases that make ONNX Runtime's own operators of a decode graph, as few a layer as they allow: ten for Llama, two
+    norms with their skips, four matrix products, the attention, and the gate's three. provider: one of
+    `fusions.FUSION_PROVIDERS`. capacity: T, fixed in the graph."""
     return [
         graph_pass(join_projections),  # as the fusions would, but without reading the weights
         graph_pass(fuse_operators, provider=provider),
@@ -219,11 +217,9 @@ def quantization_phases(
     pads_blocks: bool = False,
     copies: int = 1,
 ) -> list[Phase]:
-    """Phases that quantize the cache and the weights if the plan says so, and check the result.
-
-    expert_block_sizes: the sizes that the device's QMoE takes. pads_blocks: whether the device's MatMulNBits takes a
-    last block that is not full. copies: how often the later phases write the weights.
-    """
+    """Phases that quantize the cache and the weights if the plan says so, and check the result. expert_block_sizes: the
+    device's QMoE takes these. pads_blocks: whether the device's MatMulNBits takes a last block that is not full.
+    copies: how often the later phases write the weights."""
     phases = [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
     if plan.weights is not None:
         phases += [

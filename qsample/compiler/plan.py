@@ -21,15 +21,16 @@ _MOST_CALIBRATION: Final = 2**16
 
 @dataclass(frozen=True, slots=True)
 class CompilePlan:
-    """Attributes:
-    source: the portable package.
-    options: as the caller gave them.
-    interface: of the compiled package.
-    ctx_len: capacity T of the state buffers, in tokens.
-    dtype: of the model and, unless kv_cache_dtype is "int8", of its cache.
-    weights: how to quantize them, if at all.
-    store_float16: whether float32 weights are stored in float16.
-    kv_cache_dtype: "int8", or None for the model's dtype.
+    """What compile works out from a package and its options.
+
+    Attributes:
+        source: the portable package.
+        interface: of the compiled package.
+        ctx_len: capacity T of the state buffers, in tokens.
+        dtype: of the model and, unless kv_cache_dtype is "int8", of its cache.
+        weights: how to quantize them, if at all.
+        store_float16: whether float32 weights are stored in float16.
+        kv_cache_dtype: "int8", or None for the model's dtype.
     """
 
     source: Package
@@ -67,14 +68,12 @@ class CompilePlan:
 
     @property
     def quantized(self) -> bool:
-        """Whether the model computes other numbers than the portable graph, beyond rounding: packed weights do, as
-        their fast kernels take activations in 8 bits."""
+        """Whether the model computes other numbers than the portable graph: packed weights do, by 8-bit activations."""
         return self.weights is not None or self.store_float16 or self.kv_cache_dtype is not None or self.packed_weights
 
 
 def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
-    """The plan of `options` for `source`, still with the portable package's interface: the target changes it. Raises
-    CompileError if they do not fit each other."""
+    """The plan, still with the portable package's interface; CompileError if `source` and `options` do not fit."""
     own = source.interface.dtype
     if source.manifest.kind != "portable":
         raise CompileError(f"{source.path} is already compiled; compile the portable package that it was made from")

@@ -44,11 +44,8 @@ def chosen(results: Mapping[str, Array]) -> Array:
 def write(
     step: Step, ids: Array, lengths: Array, calls: int, choose: Callable[[Mapping[str, Array]], Array] = chosen
 ) -> Iterator[Call]:
-    """The `calls` calls of a text that a graph writes after a prompt `ids`, `lengths`, as in `Call`.
-
-    step: takes ids and lengths, moves the graph's states on, and returns its outputs. choose: the tokens [rows] of a
-    call's outputs.
-    """
+    """The `calls` calls of a text that a graph writes after a prompt `ids`, `lengths`, as in `Call`. step: takes ids
+    and lengths, moves the graph's states on, and returns its outputs. choose: the tokens [rows] of a call's outputs."""
     for _ in range(calls):
         results = step(ids, lengths)
         tokens = choose(results)

@@ -43,8 +43,7 @@ def join_sampler(build: Build) -> None:
 
 
 def join_flat_sampler(build: Build, *, for_webgpu: bool = False) -> None:
-    """Append a sampler without the control flow that replay forbids. for_webgpu: see `build_sampler`; the capacity
-    stays free then."""
+    """Append a sampler without the control flow that replay forbids; with a free capacity `for_webgpu`."""
     plan = build.plan
     if build.sampler is not None:
         sampler = build_sampler(plan.interface, plan.pad_token_id, for_webgpu=for_webgpu)
@@ -55,12 +54,12 @@ def join_flat_sampler(build: Build, *, for_webgpu: bool = False) -> None:
 def optimize_offline(
     build: Build, providers: Sequence[str], level: ort.GraphOptimizationLevel, *, final: bool = True
 ) -> None:
-    """Let ONNX Runtime optimise the graph for `providers`, and go on with the result. The weights are written to their
-    file before. ONNX Runtime maps the ones it looks at, and the file that it writes refers to them, so that nothing is
-    written twice; it adds what it computes of constants.
+    """Let ONNX Runtime optimise the graph for `providers`, and go on with the result. The first gets the fused nodes.
+    final: the result is the package's decode graph; otherwise later phases change it. The placement is known
+    afterwards.
 
-    providers: the first gets the nodes that are fused. final: the result is the package's decode graph; otherwise later
-    phases change it. The build's placement is known afterwards.
+    The weights are written to their file before. ONNX Runtime maps the ones it looks at, and the file that it writes
+    refers to them, so that nothing is written twice; it adds what it computes of constants.
     """
     fused, optimized = build.scratch / "fused.onnx", build.scratch / "optimized.onnx"
     with WeightFile(build.scratch / WEIGHTS) as weights:
@@ -149,8 +148,8 @@ def ahead_of_time_phases(providers: Sequence[str], provider_options: Mapping[str
 
 
 def check_states(build: Build, provider: str) -> None:
-    """Refuse a model in which anything but GroupQueryAttention writes to a state: a compiled part might do that before
-    it has read the state."""
+    """Refuse a model in which not only GroupQueryAttention writes to a state: compiled parts might write before they
+    read."""
     writers = {value.name: value.producer() for value in build.model.graph.outputs if value.name != LOGITS.name}
     others = [name for name, node in writers.items() if node is None or node.op_type != gqa.OP_TYPE]
     if others:
@@ -182,8 +181,7 @@ def save_over(build: Build) -> None:
 
 
 def place_compiled(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
-    """Find out where the nodes run. Raises CompileError if ONNX Runtime cannot load the compiled graph, or the first of
-    `providers` compiled no part of it."""
+    """Find out where the nodes run; CompileError if the graph does not load, or the first provider compiled nothing."""
     placement = placement_of(load_written(build, providers, provider_options))
     if CONTEXT not in placement.get(providers[0], {}):
         raise CompileError(f"{providers[0]} compiled no part of this model; compile it for another provider")

@@ -24,8 +24,8 @@ def initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
 
 
 def lazy_initializer(name: str, shape: Iterable[int], dtype: ir.DataType, compute: Callable[[], Array]) -> ir.Value:
-    """An initializer, for a graph to register, whose numbers `compute` returns, in `shape` and `dtype`, whenever they
-    are read, as when the graph is saved; they are not kept."""
+    """An initializer to register whose numbers `compute` returns whenever they are read, as by saving; none are
+    kept."""
 
     def tensor() -> ir.TensorProtocol:
         return ir.Tensor(compute(), dtype=dtype, name=name)
@@ -49,8 +49,8 @@ def insert(
     dtype: ir.DataType | None = None,
     name: str | None = None,
 ) -> ir.Value:
-    """Put a node with an output of `shape` and `dtype`, by default the first input's, before `before`; return the
-    output. `name` names both."""
+    """Put a node with an output of `shape` and `dtype` (by default the first input's) before `before`; return the
+    output."""
     output = _output(ir.node(op_type, inputs, attributes, domain=domain, name=name), shape, dtype)
     output.name = name
     assert before.graph is not None
@@ -87,8 +87,8 @@ def put_behind(
     dtype: ir.DataType | None = None,
     name: str | None = None,
 ) -> ir.Value:
-    """Let everything that reads `value` read the output of a new node right after it; return that output. others: the
-    node's further inputs. dtype: of the output, by default `value`'s; it has the shape of `value`."""
+    """Let readers of `value` read a new node's output, right after it; return that. others: the node's further inputs.
+    dtype: of the output, by default `value`'s; it has the shape of `value`."""
     node = ir.node(op_type, [value, *others], attributes, name=name)
     output = _output(node, value.shape, dtype)
     value.replace_all_uses_with(output, replace_graph_outputs=True)
@@ -125,8 +125,7 @@ def suffixed(node: ir.Node, suffix: str) -> str | None:
 
 
 def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Put `new` in the place of `old`; the output of the last one takes over the name, type, shape and uses of its
-    output."""
+    """Put `new` in the place of `old`; the last one's output takes over the name, type, shape and uses of `old`'s."""
     output, replacement = old.outputs[0], new[-1].outputs[0]
     replacement.shape, replacement.type = output.shape, output.type
     assert old.graph is not None

@@ -33,17 +33,12 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
 
 
 def prepend(model: ir.Model, front: ir.Model, replaced: Collection[str], prefix: str) -> dict[str, ir.Value]:
-    """Put the nodes of `front` before the nodes of `model`, in place; `front` is used up.
+    """Put the nodes of `front` before the nodes of `model`, in place; `front` is used up, and its inner names get
+    `prefix`.
 
-    Args:
-        model: gets the inputs of `front` that it lacks.
-        front: its inputs are joined with the inputs of `model` by name; nothing of `model` has the names of its
-            outputs.
-        replaced: inputs that `model` must not read from here on: the caller connects their readers.
-        prefix: of the names inside `front`.
-
-    Returns:
-        The outputs of `front`, and under the names in `replaced` values that stand for these inputs, by name.
+    Inputs are joined by name, and `model` gets the ones it lacks; `front`'s outputs have new names. `model` must not
+    read inputs in `replaced` from here on: the caller connects their readers. Returns, by name, the outputs of `front`,
+    and values that stand for the inputs in `replaced`.
     """
     graph, outputs = model.graph, list(front.graph.outputs)
     known = {value.name: value for value in graph.inputs}
@@ -60,8 +55,8 @@ def prepend(model: ir.Model, front: ir.Model, replaced: Collection[str], prefix:
 def _taken_over(
     graph: ir.Graph, part: ir.Graph, known: Mapping[str | None, ir.Value], prefix: str
 ) -> tuple[list[ir.Value], list[ir.Node]]:
-    """Empty `part` into `graph`: its inputs, replaced by `known` by name, and its nodes, not placed yet; names get
-    `prefix`."""
+    """Empty `part` into `graph`, names prefixed: its inputs, replaced by `known` by name, and its nodes, not placed
+    yet."""
     inputs, outputs = list(part.inputs), list(part.outputs)
 
     def prefixed(name: str | None) -> str:
@@ -102,8 +97,8 @@ def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, 
 
 
 def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:
-    """Cut `model`, a decode graph, off at its logits, in place: these and the cache are the outputs. Inputs and
-    constants that only the sampler reads go, too."""
+    """Cut a decode graph off after its logits and cache, now its outputs, in place, and drop inputs of the sampler
+    alone."""
     graph = model.graph
     outputs = {value.name: value for node in graph for value in node.outputs}
     kept = [outputs[name] for name in (LOGITS.name, *(retained_name(state.name) for state in interface.cache_states))]

@@ -39,8 +39,7 @@ def is_matmul_nbits(node: ir.Node) -> bool:
 
 
 def pack_bits(levels: Bytes, bits: int) -> Bytes:
-    """[N, n] levels as [N, ceil(n * bits / 8)] bytes of 8 / bits levels, the first in the low bits; each row starts a
-    byte."""
+    """[N, n] levels as [N, ceil(n * bits / 8)] bytes, 8 / bits levels in each, the first in the low bits."""
     if bits == 8:
         return levels
     levels = np.pad(levels, ((0, 0), (0, levels.shape[1] % 2)))

@@ -36,7 +36,7 @@ class PiecewiseTensor(ir.LazyTensor):
         shape: Sequence[int],
         name: str | None = None,
     ) -> None:
-        """whole: returns the tensor. pieces: returns its pieces in order; it and the iterator are called in a single
+        """whole: returns the tensor. pieces: returns its pieces in order; it and the iterator are called in one
         thread."""
         super().__init__(whole, dtype, ir.Shape(shape), name=name)
         self.pieces = pieces
@@ -68,8 +68,8 @@ def readable(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def read(tensor: ir.TensorProtocol, *index: slice) -> Array:
-    """`tensor.numpy()[index]`, of a result of `readable`, with no more than that computed; a slice for each first
-    axis."""
+    """`tensor.numpy()[index]`, computing no more than that. tensor: from `readable`. index: slices of the first
+    axes."""
     if isinstance(tensor, StoredTensor):
         if not tensor.transposed:
             return read(tensor.stored, *index).astype(np.float32, copy=False)

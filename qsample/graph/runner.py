@@ -47,7 +47,7 @@ class GraphRunner:
         interface: of the whole graph.
         weights_mapped: leave float weights in the mapped file, at the cost of speed; otherwise the kernels copy
             them into another layout. Quantized weights are always copied: otherwise each call would dequantize
-            every matrix.
+            them.
         spec: of `model` if it is a part, such as `interface.sampler`; the state has its further inputs.
         row_multiple: in place of the graph's.
         """
@@ -139,8 +139,7 @@ class GraphRunner:
 
 
 def _serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
-    """`model` as bytes, and the folder that its external data are named from: `folder`, or a folder that holds them
-    all."""
+    """`model` as bytes, and the folder that its external data are named from: `folder`, or one that holds them all."""
     values = [value for value in all_initializers(model.graph) if isinstance(value.const_value, ir.ExternalTensor)]
     tensors = [value.const_value for value in values if isinstance(value.const_value, ir.ExternalTensor)]
     paths, real = [tensor.path for tensor in tensors], Path(os.path.realpath(folder))

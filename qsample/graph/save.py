@@ -47,9 +47,9 @@ def save_graph(model: ir.Model, path: Path) -> str | None:
 
 
 class WeightFile(AbstractContextManager["WeightFile"]):
-    """A file of weights that is being written, to `path`; `places` are those of its tensors. Equal numbers are stored
-    once, such as a table of embeddings that the head is tied to: operators want them in different shapes, so the graph
-    has an initializer for each."""
+    """A file of weights that is being written, to `path`; `places` lists its tensors. Equal numbers are stored once,
+    such as a table of embeddings that the head is tied to: operators want them in different shapes, so the graph has an
+    initializer for each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,8 +70,8 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         return self._digest.hexdigest()
 
     def take(self, model: ir.Model) -> None:
-        """Move weights of more than INLINE bytes here, and smaller ones in files to the graph, in place; weights that
-        are here already stay."""
+        """Move weights of more than INLINE bytes here, unless they are, and smaller ones in files to the graph, in
+        place."""
         values = [value for value in all_initializers(model.graph) if not self._has(value.const_value)]
         for value in values:
             if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= INLINE:

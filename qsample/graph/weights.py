@@ -108,7 +108,7 @@ def _external(tensor: ir.ExternalTensor, offset: int, shape: Sequence[int], name
 
 
 def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.Value, list[ir.Node]]:
-    """The value `name` that holds `tensor`, and the nodes that compute it, not yet in `graph`; their initializers
+    """The value `name` that holds `tensor`, and the nodes that compute it, not in `graph` yet, as their initializers
     are."""
     nodes: list[ir.Node] = []
     inputs = []
@@ -348,9 +348,9 @@ def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def load_graph(path: Path) -> ir.Model:
-    """The model in `path`, its weights left in their files, including the files that `save_beside` refers to. For
-    graphs whose references were checked, or that this process wrote. Files may have several names (hard links), unlike
-    onnx_ir's below a folder."""
+    """The model in `path`, its weights left in their files, including the files that `save_beside` refers to: for
+    graphs whose references were checked, or that this process wrote. Opens hard links, too; onnx_ir refuses them below
+    a folder."""
     model = ir.load(path)
     for value in all_initializers(model.graph):
         tensor = value.const_value
@@ -374,8 +374,8 @@ def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> i
 
 def save_beside(model: ir.Model, folder: Path, name: str) -> None:
     """Write `model` to `name` in `folder`, weights in files elsewhere by absolute paths, for `load_graph` only. Other
-    weights go to `name` and `.data`; all of them if the files are on several drives: ONNX Runtime needs a folder in
-    common."""
+    weights go to `name` and `.data`; all of them if the files are on several drives, because ONNX Runtime opens one
+    folder."""
     lies = _are_on_one_drive(model, folder)
     narrow_weights(model, as_they_lie=lies)
     values, tensors = [], []

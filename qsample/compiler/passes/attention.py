@@ -27,14 +27,12 @@ _NORMS = ("SimplifiedLayerNormalization", "LayerNormalization", "RMSNormalizatio
 
 
 def remove_head_transposes(model: ir.Model) -> bool:
-    """Move transposes of [B, S, heads, D] after nodes that read heads either way, and drop transposes that cancel.
+    """Move transposes of [B, S, heads, D], heads and D recorded, after nodes that read heads either way; drop pairs.
 
     1. A norm over D, a RotaryEmbedding and a Split of D read the value before the transpose; their results are
        transposed.
     2. A transpose of a transposed value goes.
     3. Outputs of the graph stay as they are, and so do the nodes that compute them.
-
-    Heads and D have recorded sizes.
     """
     modified = False
     for node in list(model.graph):
@@ -116,8 +114,7 @@ def simplify_reshapes(model: ir.Model) -> bool:
 
     1. Of two reshapes in a row, the second reads the input of the first: only the last shape counts.
     2. A computed target becomes a constant if at most one of its axes is neither known nor the input's.
-
-    Only recorded shapes are trusted: a reshape whose shapes are unknown stays.
+    3. Only recorded shapes are trusted: a reshape whose shapes are unknown stays.
     """
     modified = False
     for node in list(model.graph):
@@ -128,8 +125,7 @@ def simplify_reshapes(model: ir.Model) -> bool:
 
 
 def _skip_earlier_reshape(graph: ir.Graph, node: ir.Node) -> bool:
-    """Read the input of an earlier reshape. A 0 in the old target meant an axis of that one's result: name the target
-    anew."""
+    """Read the input of an earlier reshape. A 0 in the target meant an axis of its result: name the target anew."""
     source = node.inputs[0]
     earlier = producer(source)
     if earlier is None or earlier.op_type != "Reshape" or earlier.graph is not node.graph:
@@ -155,8 +151,7 @@ def _drop(node: ir.Node) -> bool:
 
 
 def _make_target_constant(graph: ir.Graph, node: ir.Node) -> bool:
-    """Replace a computed target by numbers: 0 copies the input's size on the same axis, -1 stands for one that
-    remains."""
+    """Replace a computed target by numbers: 0 copies the input's size on that axis, -1 stands for one that remains."""
     source, target = node.inputs[0], node.inputs[1]
     if source is None or target is None or target.const_value is not None:
         return False

@@ -82,8 +82,7 @@ def remove_host_copies(model: ir.Model, limit: int) -> bool:
 
     1. Shapes that the graph fixes become constants.
     2. A number from a shape, a scalar or [1], is not negative and less than `limit`.
-
-    Other values that the device takes from the host stay: see `host_data`.
+    3. Other values that the device takes from the host stay: see `host_data`.
     """
     graph = model.graph
     modified = _fold_static_shapes(graph)
@@ -138,8 +137,7 @@ def cut_splits(model: ir.Model) -> bool:
 
 
 def fix_total_length(model: ir.Model, capacity: int) -> bool:
-    """Give every GroupQueryAttention the constant `capacity`, T, as its longest total length: the host reads it, and
-    must not have to wait."""
+    """Give every GroupQueryAttention `capacity` as its longest total length: the host reads it, and must not wait."""
     total = initializer(model.graph, "attention_capacity", np.array(capacity, dtype=np.int32))
     nodes = attentions(model.graph)
     for node in nodes:

@@ -52,8 +52,7 @@ def repeat_expert_rows(model: ir.Model) -> bool:
 
 
 def row_multiple(graph: ir.Graph, default: int) -> ir.Value:
-    """ROW_MULTIPLE in `graph`, `default` if it is new: an input with a default value, so that nothing folds it and a
-    session may replace it."""
+    """ROW_MULTIPLE in `graph`, an input with a default value: nothing folds it, and a session may replace it."""
     value = next((value for value in graph.inputs if value.name == ROW_MULTIPLE.name), None)
     if value is None:
         value = ir.Value(name=ROW_MULTIPLE.name, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))

@@ -34,8 +34,7 @@ _LACKING: Final[Mapping[str, tuple[tuple[ir.DataType, ...], int | None]]] = {
 
 
 def ids_as_floats(model: ir.Model) -> bool:
-    """Let the operators in `_LACKING` compute in float32, and make And and Not of Or and Xor. Shapes stay as they are:
-    the host computes them."""
+    """Let the operators in `_LACKING` compute in float32, except shapes, and make And and Not of Or and Xor."""
     modified = False
     for node in list(model.graph.all_nodes()):
         if node.op_type in ("Or", "Xor") and not node.domain:

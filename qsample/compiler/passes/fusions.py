@@ -61,8 +61,8 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 
 
 def fuse_operators(model: ir.Model, provider: str) -> bool:
-    """Fuse norms, skip-norms, rotary embeddings and projections of the same input. provider: one of FUSION_PROVIDERS;
-    ValueError otherwise."""
+    """Fuse norms, skip-norms, rotary embeddings and joint projections. provider: one of FUSION_PROVIDERS, or
+    ValueError."""
     if provider not in FUSION_PROVIDERS:
         raise ValueError(f"no fusions for provider {provider!r}; choose one of {', '.join(FUSION_PROVIDERS)}")
     nodes = list(model.graph)
@@ -137,13 +137,12 @@ def _near_number(value: ir.Value) -> Array | None:
 
 
 def replace_gemms(model: ir.Model) -> bool:
-    """Turn each Gemm by a constant matrix into MatMul and Add. A MatMul keeps [B, S, N] as it is, but a Gemm needs
-    flattened rows, and weight quantization reads only MatMuls.
+    """Turn Gemms by constant matrices into MatMul and Add: a MatMul keeps [B, S, N], but a Gemm needs flattened rows,
+    and weight quantization reads only MatMuls.
 
     1. The Gemm neither scales nor transposes, its weight is an initializer, its input and output have recorded shapes,
        and the output is none of the graph.
-    2. If a reshape flattens the states before it, the MatMul reads them unflattened, unless the addend is flattened,
-       too.
+    2. If a reshape flattens the states before it, the MatMul reads them unflattened, unless the addend is flattened.
     """
     modified = False
     for node in list(model.graph):
@@ -192,8 +191,7 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 class _Projection(NamedTuple):
-    """A MatMul by a constant [K, N] or a MatMulNBits, with its constants. Projections of the same `kind` can be
-    joined."""
+    """A MatMul by a constant [K, N] or a MatMulNBits; projections of the same `kind` can be joined."""
 
     node: ir.Node
     output_size: int
@@ -202,14 +200,11 @@ class _Projection(NamedTuple):
 
 
 def join_projections(model: ir.Model) -> bool:
-    """Join the projections that read the same value, in the graph and within the body of a Scan.
+    """Join the projections that read the same value, in the graph and, with constants of the graph, in bodies of Scans.
 
     1. MatMuls by initializers [K, N] are joined if their dtype is one.
-    2. MatMulNBits are joined if bits, block size, accuracy and dtype are; a MatMulNBits without zero points gets them
-       if another has them.
+    2. MatMulNBits are joined if bits, block size, accuracy and dtype are; if any has zero points, all get them.
     3. MatMulNBits that read a value's columns in the same order (act-order) read the same Gather first.
-
-    A Scan's weights are constants of `model`'s graph.
     """
     graph, modified = model.graph, _share_orders(model.graph)
     parts = (graph, *graph.subgraphs())

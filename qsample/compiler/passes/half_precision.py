@@ -30,8 +30,7 @@ _ELEMENTWISE: Final = (
 
 
 def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
-    """Convert every weight and hidden value of a decode graph, and the inputs in `states`, to `dtype`, one of
-    HALF_DTYPES.
+    """Convert every weight and hidden value of a decode graph, and the inputs in `states`, to `dtype`, of HALF_DTYPES.
 
     1. `model` ends with its logits. They stay float32.
     2. Values that the positions alone decide stay float32, and are cast for other nodes that read them.

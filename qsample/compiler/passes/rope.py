@@ -176,8 +176,7 @@ def _split(angles: Array, *, interleaved: bool) -> tuple[Array, Array]:
 
 
 def _whole_heads(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value]:
-    """The rotation's last node and the value that it rotates; both of whole heads if `x` is the first part of each head
-    and `node` is put in front of the rest."""
+    """The rotation's last node and its input; of whole heads, if `x` is their first part, with the rest put behind."""
     part, uses = part_of(x), node.outputs[0].uses()
     user = next(iter(uses))[0] if len(uses) == 1 else None
     if part is None or part.start != 0 or user is None or user.op_type != "Concat" or len(user.inputs) != 2:
@@ -228,13 +227,11 @@ _TOLERANCE: Final = 1e-6
 
 
 def absorb_rope(model: ir.Model, capacity: int) -> bool:
-    """Let each GroupQueryAttention rotate its queries and keys if the graph does it by position.
+    """Let each GroupQueryAttention rotate its queries and keys if the graph does it by position (below `capacity`).
 
     1. Queries and keys come from RotaryEmbedding nodes over merged heads, both with the same cosines and sines.
     2. The head size and the rotated part of it are multiples of 16, as the operator takes them.
     3. The cosines and sines of a token follow from its position, not from its row and neighbours.
-
-    capacity: T, the positions that the tables of cosines and sines hold.
     """
     tables: dict[tuple[ir.Value | None, ...], tuple[ir.Value, ir.Value] | None] = {}
     modified = False
@@ -300,8 +297,7 @@ def _rotate_inside(node: ir.Node, query: _Rotary, key: _Rotary, tables: tuple[ir
 
 
 def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> tuple[ir.Value, ir.Value] | None:
-    """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None if the graph's depend
-    on anything but the position."""
+    """Initializers [T, rotary_size / 2]: cosines and sines of each position, if they depend on nothing else."""
     compute = _position_angles(model, angles, capacity)
     if compute is None:
         return None
@@ -324,8 +320,7 @@ def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int)
 
 @dataclass(frozen=True, slots=True)
 class _PositionAngles:
-    """The part of a graph that computes its tokens' angles. most_rows: 1 if the graph's batch is fixed at that.
-    capacity: T, if the graph leaves it free."""
+    """Computes tokens' angles. most_rows: 1 if the graph's batch is fixed. capacity: T, if the graph leaves it free."""
 
     part: GraphPart
     most_rows: int

@@ -27,11 +27,10 @@ class QuantizedWeight:
 
     Attributes:
         tensor: the float weights.
-        quantization: how they are quantized.
         experts: how many matrices they are; None for a matrix without that axis.
         outputs_first: whether a matrix is [N, K], and not [K, N], with N outputs and K inputs.
         inputs: K.
-        rows, columns: N and K with zeros added; by default, columns up to a whole block, as they have to be.
+        rows, columns: N, and K up to a multiple of the block size (by default the next), with zeros added.
     """
 
     def __init__(
@@ -79,11 +78,8 @@ class QuantizedWeight:
 
     def operands(self, levels: Shape, scales: Shape, zero_points: Shape | None = None) -> list[ir.Value | None]:
         """Levels, scales and, unless levels are symmetric, zero points: initializers in the shapes that an operator
-        takes.
-
-        levels: a shape, for uint8. scales: for the dtype of the weights. zero_points: for uint8, in as many bits as
-        levels; by default, a byte each, in the shape of the scales.
-        """
+        takes. Levels are uint8, scales of the weights' dtype; zero points are uint8, packed like levels, or, without a
+        shape, a byte each, shaped like the scales."""
         names = ("scales", "zero_points") if zero_points is not None else ("block_scales", "block_zero_points")
         found: list[ir.Value | None] = [
             self._initializer("blocks", levels, ir.DataType.UINT8, lambda: self.quantize()[0]),
@@ -130,8 +126,7 @@ class QuantizedWeight:
         return blocks, *self._steps
 
     def _take_steps(self, kind: str) -> tuple[Array, Array]:
-        """Scales and zero points for the initializer `kind`: of the levels computed last, kept until both have been
-        read."""
+        """Scales and zero points for the initializer `kind`, of the levels computed last; kept until both are read."""
         if self._levels is not None:
             return self._levels[1:]
         steps = self._steps or self.quantize()[1:]
@@ -155,8 +150,7 @@ class QuantizedWeight:
     def _quantize_rows(
         self, source: ir.TensorProtocol, expert: int, rows: slice, place: int, steps: tuple[Array, Array]
     ) -> Array:
-        """The blocks of some rows of an expert's matrix, or of the only one; scales and zero points go to `steps`, from
-        row `place` on."""
+        """The blocks of some rows of an (expert's) matrix; scales and zero points go to `steps`, from `place` on."""
         first = () if self.experts is None else (slice(expert, expert + 1),)
         index = (rows, slice(None)) if self.outputs_first else (slice(None), rows)
         numbers = read(source, *first, *index)

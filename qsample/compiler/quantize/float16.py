@@ -17,12 +17,9 @@ from qsample.graph.edit import lazy_initializer, with_loop_bodies
 
 
 def store_as_float16(model: ir.Model) -> bool:
-    """Store every constant float32 matrix that a token is multiplied by in float16, experts included, in place.
-
-    `model` is optimised already: ONNX Runtime's offline optimisation would fold the casts. The numbers are computed
-    when the model is saved, a matrix at a time. Returns whether there was a matrix; `quantization_report` has the
-    figures.
-    """
+    """Store every constant float32 matrix that a token is multiplied by in float16, experts included, in place: when
+    the model is saved, one by one. `model` is optimised already: ONNX Runtime's offline optimisation would fold the
+    casts. Returns whether there was a matrix; `quantization_report` has the figures."""
     graph = model.graph
     matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, with_loop_bodies(graph)) if matrix is not None}
     experts = [node.inputs[slot] for node in moe.mixtures(graph) for slot in (moe.Slot.FC1, moe.Slot.FC2)]

@@ -39,8 +39,7 @@ _SHRINKS: Final = tuple(1 - 0.05 * step for step in range(5))  # of a block's ra
 
 
 def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Levels:
-    """As `methods.quantize_matrix`, for `weight` [K, N] of float32 or float16. moments: [K, K] float64, the sum of x xᵀ
-    over inputs x."""
+    """As `methods.quantize_matrix`, for float32 or float16. moments: [K, K] float64, the sum of x xᵀ over inputs x."""
     import torch
 
     size, bits = quantization.block_size, quantization.bits
@@ -74,8 +73,8 @@ def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Lev
 
 
 def _inverse_root(moments: Array) -> Tensor:
-    """The upper triangular U, float32, with UᵀU the inverse of the damped `moments`; constant 0 correlates with
-    nothing."""
+    """The upper triangular U, float32, with UᵀU the inverse of the damped `moments`; inputs of 0 have no
+    correlations."""
     import torch
 
     matrix = torch.from_numpy(np.array(moments, np.float64))
@@ -155,8 +154,7 @@ def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: 
 
 
 class _Walk:
-    """A graph that is run part by part; `groups` are the matrices by the value that they multiply, in the order of the
-    values."""
+    """A graph that is run part by part. groups: the matrices by the value that they multiply, in the graph's order."""
 
     def __init__(self, model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> None:
         self._model, self._calibration = model, calibration

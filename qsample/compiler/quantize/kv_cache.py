@@ -37,8 +37,7 @@ def measure_ranges(
     capacity: int,
     progress: Callable[[float], None] | None = None,
 ) -> dict[str, Array]:
-    """The largest absolute value of each channel, [H, D] by the cache state's name, over text that the model in
-    `folder` itself samples at temperature 1."""
+    """State name → each channel's largest absolute value, [H, D], over text that the model samples at temperature 1."""
     runner = GraphRunner(logits_of(folder, interface), folder, interface, capacity, weights_mapped=True)
     state = runner.start(_ROWS)
     rng = np.random.default_rng(1)  # another text than the divergence is measured on

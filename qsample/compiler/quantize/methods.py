@@ -139,8 +139,8 @@ def _k_quant(weight: Array, quantization: WeightQuantization) -> Levels:
 
 def _hqq(weight: Array, quantization: WeightQuantization) -> Levels:
     """The offset that few large errors weigh least on (half-quadratic quantization,
-    https://mobiusml.github.io/hqq_blog). In torch. Offsets are rounded: MatMulNBits multiplies some 300 times slower by
-    levels with fractional offsets."""
+    https://mobiusml.github.io/hqq_blog), rounded: MatMulNBits multiplies some 300 times slower by levels with
+    fractional offsets."""
     import torch
 
     with _quiet_import():

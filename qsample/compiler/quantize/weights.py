@@ -106,8 +106,7 @@ def round_activations(model: ir.Model) -> bool:
 
 
 def keep_activations(model: ir.Model) -> bool:
-    """Let products with quantized weights take their activations in float32, in place, so that results depend less on
-    the kernel. Returns whether there were any."""
+    """Let products with quantized weights take float32 activations, in place: results depend less on the kernel."""
     nodes = [node for node in model.graph.all_nodes() if _ACCURACY in node.attributes or is_matmul_nbits(node)]
     for node in nodes:
         node.attributes[_ACCURACY] = ir.AttrInt64(_ACCURACY, FLOAT32_ACTIVATIONS)

@@ -39,9 +39,8 @@ _LEVEL: Final = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
 
 
 class CpuTarget(Target):
-    """Plain x86-64 and Arm CPUs. The capacity is fixed; the batch is fixed at 1 or only bounded, because a row of a
-    batch is prefilled alone, as a batch of 1 over its slice of the buffers. ONNX Runtime optimises model and sampler
-    together."""
+    """Plain x86-64 and Arm CPUs, with a fixed capacity. The batch is fixed at 1 or only bounded: a row of a batch is
+    prefilled alone, over its slice of the buffers. ONNX Runtime optimises model and sampler together."""
 
     name = "cpu"
     execution_providers: tuple[str, ...] = (CPU,)

@@ -115,7 +115,7 @@ def take_total_from_shape(model: ir.Model) -> bool:
 
 
 def plain_products(model: ir.Model) -> bool:
-    """Make plain products of FusedMatMul, which WebGPU lacks, in place: a Gemm of single positions times a transposed
+    """Turn FusedMatMul, missing in WebGPU, into plain products, in place: a Gemm of single positions times a transposed
     matrix, such as a table of embeddings, and transpositions otherwise. Returns whether there was one."""
     modified = False
     for node in [node for node in model.graph if is_contrib(node, "FusedMatMul")]:
