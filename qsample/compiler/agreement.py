@@ -4,8 +4,8 @@ The compiled graph chooses tokens after prompts of different lengths. The portab
 its sampler has to choose the same of its logits; in float32, the logits have to agree, too. A quantized graph is
 another model: there the sampler gets the graph's own logits, and the divergence says how far off they are.
 
-A graph that checks guesses is also compared with itself, on the machine that compiles: steps of several tokens take
-other ways through the kernels than steps of one, and whether both round alike depends on the processor.
+On the machine that compiles, a graph that checks guesses is also compared with itself: steps of several tokens take
+other ways through the kernels, and whether they round alike depends on the processor.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ class DebugDump:
     """A folder that gets the graph after each phase."""
 
     def __init__(self, folder: str | PathLike[str], kept: Sequence[Path] = ()) -> None:
-        """CompileError if `folder` has content, lies in one of `kept` (read or replaced packages), or is not
-        writable."""
+        """CompileError if `folder` has content, lies in one of `kept` (read or replaced packages), or is read-only."""
         self._folder = Path(folder)
         self._phases: list[dict[str, Any]] = []
         given, advice = f"debug_dump is {str(folder)!r}, which", "give a new or empty folder"

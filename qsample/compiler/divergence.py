@@ -118,8 +118,7 @@ class Distribution(NamedTuple):
 
 
 def softmax(logits: Array) -> Distribution:
-    """The distribution of [rows, V] float32 logits, in float32, ten times as fast in NumPy, but with sums in
-    float64."""
+    """The distribution of [rows, V] float32 logits, in float32, ten times as fast in NumPy; its sums are float64."""
     largest = logits.max(-1, keepdims=True)
     weights = np.exp(logits - largest)
     total = weights.sum(-1, keepdims=True, dtype=np.float64)

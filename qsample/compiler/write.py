@@ -56,11 +56,8 @@ def optimize_offline(
 ) -> None:
     """Let ONNX Runtime optimise the graph for `providers`, and go on with the result. The first gets the fused nodes.
     final: the result is the package's decode graph; otherwise later phases change it. The placement is known
-    afterwards.
-
-    The weights are written to their file before. ONNX Runtime maps the ones it looks at, and the file that it writes
-    refers to them, so that nothing is written twice; it adds what it computes of constants.
-    """
+    afterwards. The weights are written to their file before; ONNX Runtime maps the ones it looks at, and refers to
+    them, so that nothing is written twice. It adds what it computes of constants."""
     fused, optimized = build.scratch / "fused.onnx", build.scratch / "optimized.onnx"
     with WeightFile(build.scratch / WEIGHTS) as weights:
         weights.take(build.model)
@@ -95,8 +92,7 @@ def optimize_file(
 
 
 def cut_weights(build: Build, most: int = LARGEST_PART) -> None:
-    """Cut the decode graph's weights into files of at most `most` bytes, or of one larger tensor; the first keeps its
-    name. Browsers load a file as a whole, and none of more than 2 GB."""
+    """Cut weights into files of at most `most` bytes, or one larger tensor; browsers load none of more than 2 GB."""
     whole = build.folder / WEIGHTS
     if not whole.exists() or whole.stat().st_size <= most:
         return
@@ -148,8 +144,7 @@ def ahead_of_time_phases(providers: Sequence[str], provider_options: Mapping[str
 
 
 def check_states(build: Build, provider: str) -> None:
-    """Refuse a model in which not only GroupQueryAttention writes to a state: compiled parts might write before they
-    read."""
+    """Refuse states written by other nodes than GroupQueryAttention: a compiled part might write before it reads."""
     writers = {value.name: value.producer() for value in build.model.graph.outputs if value.name != LOGITS.name}
     others = [name for name, node in writers.items() if node is None or node.op_type != gqa.OP_TYPE]
     if others:

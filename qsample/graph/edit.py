@@ -24,8 +24,7 @@ def initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
 
 
 def lazy_initializer(name: str, shape: Iterable[int], dtype: ir.DataType, compute: Callable[[], Array]) -> ir.Value:
-    """An initializer to register whose numbers `compute` returns whenever they are read, as by saving; none are
-    kept."""
+    """An initializer to register; its numbers are computed whenever they are read, as by saving, and not kept."""
 
     def tensor() -> ir.TensorProtocol:
         return ir.Tensor(compute(), dtype=dtype, name=name)
@@ -49,8 +48,7 @@ def insert(
     dtype: ir.DataType | None = None,
     name: str | None = None,
 ) -> ir.Value:
-    """Put a node with an output of `shape` and `dtype` (by default the first input's) before `before`; return the
-    output."""
+    """Put a node with an output of `shape` and `dtype` (by default the first input's) before `before`; return that."""
     output = _output(ir.node(op_type, inputs, attributes, domain=domain, name=name), shape, dtype)
     output.name = name
     assert before.graph is not None

@@ -14,8 +14,7 @@ from qsample.ort.providers import CPU
 
 
 class GraphPart:
-    """The part of `model`'s graph between `given` and `wanted`; small, because its constants are copied. inputs: the
-    inputs of the whole graph that it reads, by name."""
+    """The part of `model` between `given` and `wanted`, its constants copied. inputs: graph inputs that it reads."""
 
     def __init__(self, model: ir.Model, wanted: Iterable[ir.Value], given: Iterable[ir.Value] = ()) -> None:
         wanted, self._given = list(wanted), list(given)

@@ -34,12 +34,9 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
 
 def prepend(model: ir.Model, front: ir.Model, replaced: Collection[str], prefix: str) -> dict[str, ir.Value]:
     """Put the nodes of `front` before the nodes of `model`, in place; `front` is used up, and its inner names get
-    `prefix`.
-
-    Inputs are joined by name, and `model` gets the ones it lacks; `front`'s outputs have new names. `model` must not
-    read inputs in `replaced` from here on: the caller connects their readers. Returns, by name, the outputs of `front`,
-    and values that stand for the inputs in `replaced`.
-    """
+    `prefix`. Inputs are joined by name, and `model` gets the ones it lacks; `front`'s outputs have new names. `model`
+    must not read inputs in `replaced` from here on: the caller connects their readers. Returns, by name, the outputs of
+    `front`, and values that stand for the inputs in `replaced`."""
     graph, outputs = model.graph, list(front.graph.outputs)
     known = {value.name: value for value in graph.inputs}
     stand_ins = {}
@@ -55,8 +52,7 @@ def prepend(model: ir.Model, front: ir.Model, replaced: Collection[str], prefix:
 def _taken_over(
     graph: ir.Graph, part: ir.Graph, known: Mapping[str | None, ir.Value], prefix: str
 ) -> tuple[list[ir.Value], list[ir.Node]]:
-    """Empty `part` into `graph`, names prefixed: its inputs, replaced by `known` by name, and its nodes, not placed
-    yet."""
+    """Empty `part` into `graph`, names prefixed: its inputs, replaced by `known` by name, and its nodes, not placed."""
     inputs, outputs = list(part.inputs), list(part.outputs)
 
     def prefixed(name: str | None) -> str:
@@ -82,8 +78,7 @@ def _taken_over(
 
 
 def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, ir.Model | None]:
-    """The model up to its logits (`decoder` itself, changed), and the sampler after it, as `append_sampler`
-    takes them; None if the graph has no sampler and returns its logits."""
+    """The model up to its logits (`decoder` itself, changed), and the sampler, as `append_sampler` takes it, if any."""
     if not interface.features.sampler:
         return decoder, None
     graph, spec = decoder.graph, interface.sampler
@@ -97,8 +92,7 @@ def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, 
 
 
 def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:
-    """Cut a decode graph off after its logits and cache, now its outputs, in place, and drop inputs of the sampler
-    alone."""
+    """Cut a decode graph off after its logits and cache, now its outputs, in place; inputs of the sampler alone go."""
     graph = model.graph
     outputs = {value.name: value for node in graph for value in node.outputs}
     kept = [outputs[name] for name in (LOGITS.name, *(retained_name(state.name) for state in interface.cache_states))]
@@ -145,7 +139,7 @@ def return_all_logits(model: ir.Model) -> bool:
 
 def choice_of_position(logits: ir.Value) -> ir.Node | None:
     """The node that takes the states [B, S, n] at each row's last token, [B, n] or [B, 1, n]; None if more than this
-    single choice leads from the tokens to the logits."""
+    choice leads from the tokens to the logits."""
     choice = next((node for node in _upwards(logits) if _chooses_a_position(node)), None)
     return None if choice is None or inputs_of([logits], choice.outputs) else choice
 

@@ -1,6 +1,6 @@
-"""Weights in pieces: parts of a tensor that are read or computed separately, in several threads.
+"""Weights in pieces of about a megabyte: parts of a tensor that are read or computed separately, in several threads.
 
-A piece has about a megabyte: so no whole matrix is in memory, and its needs stay in the processor's cache.
+So no whole matrix is in memory, and what a piece needs stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class PiecewiseTensor(ir.LazyTensor):
         shape: Sequence[int],
         name: str | None = None,
     ) -> None:
-        """whole: returns the tensor. pieces: returns its pieces in order; it and the iterator are called in one
-        thread."""
+        """whole: returns the tensor. pieces: returns its pieces in order; it and the iterator run in one thread."""
         super().__init__(whole, dtype, ir.Shape(shape), name=name)
         self.pieces = pieces
 
@@ -68,8 +67,7 @@ def readable(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def read(tensor: ir.TensorProtocol, *index: slice) -> Array:
-    """`tensor.numpy()[index]`, computing no more than that. tensor: from `readable`. index: slices of the first
-    axes."""
+    """`tensor.numpy()[index]`, computing no more. tensor: from `readable`. index: slices of the first axes."""
     if isinstance(tensor, StoredTensor):
         if not tensor.transposed:
             return read(tensor.stored, *index).astype(np.float32, copy=False)

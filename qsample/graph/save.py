@@ -1,8 +1,8 @@
 """A graph in memory enters; its ONNX file leaves, with the weights in a file next to it.
 
 Weights are computed and written once, piece by piece: threads compute the next pieces while this one writes and hashes.
-So writing takes as long as the disk or all processors need, and memory for a few pieces a thread; but a tensor that has
-no pieces is in memory as a whole.
+So writing is as fast as the disk or all processors, with a few pieces a thread in memory; but a tensor without pieces
+is there as a whole.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         return self._digest.hexdigest()
 
     def take(self, model: ir.Model) -> None:
-        """Move weights of more than INLINE bytes here, unless they are, and smaller ones in files to the graph, in
-        place."""
+        """Move weights of more than INLINE bytes here, unless they are, and smaller ones in files to the graph."""
         values = [value for value in all_initializers(model.graph) if not self._has(value.const_value)]
         for value in values:
             if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= INLINE:

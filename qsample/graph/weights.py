@@ -1,10 +1,10 @@
 """Weights that are stored in another way than the graph reads them.
 
-They may be in half precision, in files of other graphs, or in parts that lie apart in files, such as the experts of a
-mixture. In memory such a weight is an initializer like any other, whose tensor is a `StoredTensor` (float32 numbers,
-converted when they are read) or a `JoinedTensor` (put together when it is read). Written, it is an initializer for each
-stored part, followed by Concat, Cast and Transpose as needed. ONNX Runtime folds these nodes when it loads the graph,
-or runs them in each call if folding is off: then the weight stays in its mapped file.
+They may be in half precision, in files of other graphs, or in parts that lie apart, such as a mixture's experts. In
+memory such a weight is an initializer whose tensor is a `StoredTensor` (float32 numbers, converted when they are read)
+or a `JoinedTensor` (put together when it is read). Written, it is an initializer for each stored part, followed by
+Concat, Cast and Transpose as needed. ONNX Runtime folds these nodes when it loads the graph, or runs them in each call
+if folding is off: then the weight stays in its mapped file.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def lies_in_files(tensor: ir.TensorProtocol | None) -> bool:
 
 
 def in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> JoinedTensor | None:
-    """Two tensors [E, N, K] as a tensor [E, 2 * N, K] that has their rows in turns; or a tensor [E, 2 * N, K] with its
-    halves in turns. None unless all of it lies in files."""
+    """One tensor [E, 2 * N, K] with the rows of two [E, N, K], or the halves of one, in turns, if all lie in files."""
     if not all(map(lies_in_files, tensors)):
         return None
     halves = tensors if len(tensors) == 2 else _halves(tensors[0])
@@ -108,8 +107,7 @@ def _external(tensor: ir.ExternalTensor, offset: int, shape: Sequence[int], name
 
 
 def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.Value, list[ir.Node]]:
-    """The value `name` that holds `tensor`, and the nodes that compute it, not in `graph` yet, as their initializers
-    are."""
+    """The value `name` that holds `tensor`, and its nodes, not in `graph` yet, unlike their initializers."""
     nodes: list[ir.Node] = []
     inputs = []
     for number, part in enumerate(tensor.parts):
@@ -302,8 +300,7 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
 
 
 def widen_weights(model: ir.Model) -> bool:
-    """The inverse of `narrow_weights`, in place: float32 initializers for weights that are cast to float32, their
-    numbers made when they are read. Returns whether there was one."""
+    """The inverse of `narrow_weights`, in place: float32 initializers, made when read, for weights that are cast."""
     graph = model.graph
     modified = read_joined(graph)
     for value in list(graph.initializers.values()):

@@ -1,12 +1,11 @@
 """Passes around GroupQueryAttention: the least work before and after each attention.
 
 Models hold queries and keys as [B, heads, S, D] between two transposes that the operator has no use for, and split and
-merge their heads with reshapes around every operator. Norms over D and rotary embeddings also read [B, S, heads, D], so
-the first transpose moves after them, to meet the second. Each remaining pair of reshapes costs a check or a copy a step
-for nothing; onnxscript's MaterializeReshapeShape stops at two symbolic axes, and a decode graph's hidden states have B
-and S.
+merge heads with reshapes around every operator. Norms over D and rotary embeddings also read [B, S, heads, D], so the
+first transpose moves after them, to meet the second. Each remaining pair of reshapes costs a check or a copy a step for
+nothing; onnxscript's MaterializeReshapeShape stops at two symbolic axes, here B and S.
 
-One matrix product makes queries, keys and values, and the operator takes its result whole, uncut. onnxscript's
+One matrix product makes queries, keys and values, and the operator takes its result uncut. onnxscript's
 PackedQKVForGQAFusion drops the attributes scale and local_window_size, and does not take biases. On CUDA, the operator
 also applies the norms of queries and keys.
 """
@@ -266,11 +265,10 @@ class _Norm(NamedTuple):
 
 
 def absorb_qk_norms(model: ir.Model) -> bool:
-    """Give each GroupQueryAttention the norms before its queries and keys.
+    """Give each GroupQueryAttention the RMS norms, over whole heads with one epsilon, before its queries and keys.
 
     1. The attention rotates by itself (see rope_into_attention): it norms before that, as models with such norms do.
-    2. Both norms are RMS norms over whole heads, between a reshape that splits the heads and another that merges them.
-    3. Both have the same epsilon.
+    2. The norms are between a reshape that splits the heads and another that merges them.
     """
     modified = False
     for node in attentions(model.graph):

@@ -1,14 +1,13 @@
 """Fuses a graph into ONNX Runtime's own operators for a provider, and joins its matrix products.
 
-Only this module uses transformers' private fusion passes, so transformers is pinned to 5.23. Without transformers,
-onnxscript's fusions of norms, activations and transposed products run instead, and a decode graph has no more to gain;
-transformers' also cover attention that a model writes out itself. Both run onnxscript's optimizer. It takes a number
-for 0 within 1e-8 and for 1 within 1e-5 and drops additions and products with it: a norm's eps, a scale close to 1, the
-factor below 1 of the sampler's draw. These numbers are hidden from it.
+Only this module uses transformers' private fusion passes, so transformers is pinned to 5.23; they also cover attention
+that a model writes out. Without transformers, onnxscript's fusions of norms, activations and transposed products run:
+enough for a decode graph. Both run onnxscript's optimizer. It takes a number for 0 within 1e-8 and for 1 within 1e-5
+and drops additions and products with it: a norm's eps, a scale close to 1, the factor below 1 of the sampler's draw.
+These numbers are hidden from it.
 
-Query, key and value projections become a single MatMul, gate and up another: fewer and longer kernels. Quantized
-weights are joined as they are. The joint matrix is put together when it is read, so that weights stay mapped from their
-files; ONNX Runtime's own fusion would read them.
+Query, key and value projections become one MatMul, gate and up another: fewer and longer kernels. The joint matrix is
+put together when it is read, so that weights stay mapped from their files; ONNX Runtime's own fusion would read them.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 
 
 def fuse_operators(model: ir.Model, provider: str) -> bool:
-    """Fuse norms, skip-norms, rotary embeddings and joint projections. provider: one of FUSION_PROVIDERS, or
-    ValueError."""
+    """Fuse norms, skip-norms, rotary embeddings and projections; ValueError for providers not in FUSION_PROVIDERS."""
     if provider not in FUSION_PROVIDERS:
         raise ValueError(f"no fusions for provider {provider!r}; choose one of {', '.join(FUSION_PROVIDERS)}")
     nodes = list(model.graph)

@@ -3,9 +3,8 @@
 ONNX Runtime's fusions know x * cos + turn(x) * sin with the halves of a head as pairs. Other models pair neighbours.
 Running a `turn` shows which of the two it is, however a model writes it.
 
-GroupQueryAttention counts positions and rotates by them: the row's earlier tokens, then the new ones in order. A graph
-with the cosines and sines of these positions needs no RotaryEmbedding nodes; running that part of the graph shows
-whether it has.
+GroupQueryAttention rotates by positions that it counts: the row's earlier tokens, then the new ones in order. A graph
+with their cosines and sines, as running that part shows, needs no RotaryEmbedding nodes.
 """
 
 from __future__ import annotations

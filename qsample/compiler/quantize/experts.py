@@ -36,9 +36,9 @@ def quantize_experts(
 ) -> bool:
     """Quantize the experts of `model`, in place. Returns whether there were any; `quantization_report` has the figures.
 
-    block_sizes: the sizes that the device's QMoE takes. Experts get the largest that divides the inputs and is at most
+    block_sizes: for the device's QMoE. Experts get the largest that divides the inputs and is at most
     `quantization.block_size`, or else the smallest that divides them; if it does not divide the hidden units, zeros are
-    added to them; this changes no result. Experts whose inputs no size divides stay float.
+    added, without effect on results. Experts whose inputs no size divides stay float.
     """
     graph = model.graph
     quantized: dict[ir.Value, QuantizedWeight] = {}

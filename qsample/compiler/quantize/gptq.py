@@ -1,9 +1,8 @@
 """GPTQ (Frantar et al., 2022, https://arxiv.org/abs/2210.17323): weights whose levels are fitted to a text.
 
-The graph is run in parts, in its order: up to the input of the first matrix, from there to the next, and so on. Later
-parts use the quantized weights of earlier matrices, so each matrix is fitted to the inputs that it will really get. One
-matrix and its inputs' second moments are in memory; the values that parts hand on, and the levels, are in a scratch
-folder.
+The graph is run in parts, each up to the input of the next matrix. Later parts use the quantized weights of earlier
+matrices, so each matrix is fitted to the inputs that it will really get. One matrix and its inputs' second moments are
+in memory; the values that parts hand on, and the levels, are in a scratch folder.
 
 The columns of a matrix are rounded one after another. As far as the inputs are correlated, later columns make up for
 the error of each. The scale and the zero point of a block are chosen when its first column is reached, for its weights
@@ -73,8 +72,7 @@ def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Lev
 
 
 def _inverse_root(moments: Array) -> Tensor:
-    """The upper triangular U, float32, with UᵀU the inverse of the damped `moments`; inputs of 0 have no
-    correlations."""
+    """The upper triangular U, float32, with UᵀU the inverse of the damped `moments`; an input of 0 has no partners."""
     import torch
 
     matrix = torch.from_numpy(np.array(moments, np.float64))

@@ -1,8 +1,8 @@
 """Rounds weights to the nearest symmetric levels: the method rtn.
 
 The levels equal the results of ONNX Runtime's `quantize_matmul_4bits` and `quantize_matmul_8bits`, bit for bit. Those
-read a matrix against its order in memory. A few passes of NumPy over cache-sized groups of blocks take a quarter of the
-time, and other threads run meanwhile.
+read a matrix against its order in memory; here, passes of NumPy over as many blocks as the processor's cache holds take
+a quarter of the time, and other threads run meanwhile.
 """
 
 from __future__ import annotations

@@ -98,8 +98,7 @@ def check_capture(build: Build) -> None:
 
 
 def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
-    """Load the graph as it will be run, and find out where its nodes run. Raises CompileError if ONNX Runtime cannot
-    load it, or a node that computes is not on the device."""
+    """Find out where the nodes run; CompileError if the graph does not load, or a node computes outside the device."""
     session, device = load_written(build, providers, provider_options), providers[0]
     if misplaced := misplaced_nodes(build, session, device):
         raise CompileError(

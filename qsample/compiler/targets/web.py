@@ -1,8 +1,7 @@
 """Browsers without WebGPU: the CPU's graph for ONNX Runtime's build in WebAssembly, and for Node.
 
-Packages for the CPU multiply quantized weights by activations in 8 bits, each build of ONNX Runtime in another way: in
-WebAssembly they choose other tokens. Here activations stay in float32, and Python, Node and WebAssembly choose the same
-tokens. The weights come in files that a browser loads one by one.
+Packages for the CPU multiply quantized weights by activations in 8 bits, each build of ONNX Runtime in another way.
+Here activations stay in float32, and Python, Node and WebAssembly choose the same tokens.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 A value that goes to the host is a wait for the device, in a browser most of all. So the sampler is the one for replay:
 with the input `searched_rows` of docs/contract.md, and no control flow but an If around the search, on a shape. Every
-operator of a step runs on the device, except operators that compute shapes. The capacity stays free: a host may begin
-small and grow.
+operator of a step runs on the device, except for shapes. The capacity stays free: a host may begin small and grow.
 
-Bugs of the provider (onnxruntime-ep-webgpu 0.4.0): TopK pads with -3.4e38: this beats -inf and gives negative ids, so
-the sampler's `FLOOR` is above that; the graph in an If finds the constants of the graph around it in the host's memory,
-and fails, so it gets copies (`own_constants`); Pow fails for some shapes (`float_ids`); QMoE is refused.
+Bugs of the provider (onnxruntime-ep-webgpu 0.4.0): TopK pads with -3.4e38, above -inf and with negative ids, so the
+sampler's `FLOOR` is higher; the graph in an If finds the constants of the graph around it in the host's memory, and
+fails, so it gets copies (`own_constants`); Pow fails for some shapes (`float_ids`); QMoE is refused.
 """
 
 from __future__ import annotations
