@@ -40,11 +40,9 @@ def compile_package(
     progress: Progress | None = None,
 ) -> package.Package:
     """Compile `source` into a device package in `path`. progress: called with a stage's name and the fraction done.
-
     Raises CompileError if an option does not fit, the self-test fails or quantized weights are too far off, and
     PackageError if `path` cannot be written. Nothing is left behind then, except for a package that is merely too far
-    off: it is put aside, and the message names it.
-    """
+    off: it is put aside, and the message names it."""
     package.check_not_source(path, source.path)
     target = find_target(options.provider)
     plan = make_plan(source, options)

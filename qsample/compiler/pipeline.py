@@ -217,9 +217,9 @@ def quantization_phases(
     pads_blocks: bool = False,
     copies: int = 1,
 ) -> list[Phase]:
-    """Phases that quantize the cache and the weights if the plan says so, and check the result. expert_block_sizes: the
-    device's QMoE takes these. pads_blocks: whether the device's MatMulNBits takes a last block that is not full.
-    copies: how often the later phases write the weights."""
+    """Phases that quantize the cache and the weights if the plan says so, and check the result. The device's QMoE takes
+    `expert_block_sizes`, and its MatMulNBits a last block that is not full if it `pads_blocks`. copies: how often the
+    later phases write the weights."""
     phases = [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
     if plan.weights is not None:
         phases += [

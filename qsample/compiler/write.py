@@ -2,7 +2,7 @@
 
 ONNX Runtime optimises the graph offline for the CPU, or lets a provider compile the model part ahead of time into
 EPContext nodes. ONNX Runtime's own provider then runs the sampler after it, control flow and float64 included: so the
-tokens are exact, even if the compiling provider changes such operators, and it never writes to a state.
+tokens are exact, even if the compiling provider changes such operators, and that provider never writes to a state.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def join_flat_sampler(build: Build, *, for_webgpu: bool = False) -> None:
 def optimize_offline(
     build: Build, providers: Sequence[str], level: ort.GraphOptimizationLevel, *, final: bool = True
 ) -> None:
-    """Let ONNX Runtime optimise the graph for `providers`, and go on with the result. The first gets the fused nodes.
-    final: the result is the package's decode graph; otherwise later phases change it. The placement is known
-    afterwards. The weights are written to their file before; ONNX Runtime maps the ones it looks at, and refers to
-    them, so that nothing is written twice. It adds what it computes of constants."""
+    """Let ONNX Runtime optimise the graph for `providers`, the first of which gets the fused nodes, and go on with the
+    result: if `final`, it is the package's decode graph. The placement is known afterwards. Weights are written before,
+    mapped if ONNX Runtime looks at them, and never again: its file refers to theirs, and adds what it computes of
+    constants."""
     fused, optimized = build.scratch / "fused.onnx", build.scratch / "optimized.onnx"
     with WeightFile(build.scratch / WEIGHTS) as weights:
         weights.take(build.model)
@@ -92,7 +92,8 @@ def optimize_file(
 
 
 def cut_weights(build: Build, most: int = LARGEST_PART) -> None:
-    """Cut weights into files of at most `most` bytes, or one larger tensor; browsers load none of more than 2 GB."""
+    """Cut weights into files of at most `most` bytes, or of one larger tensor; the first keeps its name. Browsers load
+    a file as a whole, and none of more than 2 GB."""
     whole = build.folder / WEIGHTS
     if not whole.exists() or whole.stat().st_size <= most:
         return

@@ -203,11 +203,8 @@ def _is_product(node: ir.Node) -> bool:
 
 def branch_where_adapters_are(model: ir.Model, interface: Interface) -> bool:
     """Move the products of adapters, and the sum that adds them to a result, into one side of an If; in place. The
-    other side, if no adapter has ranks there, is the result. Returns whether there were such products.
-
-    Without adapters the products give zeros, made and added in three passes over all results. The branch copies each
-    once.
-    """
+    other side, if no adapter has ranks there, is the result. Returns whether there were such products. Without adapters
+    the products give zeros, made and added in three passes over all results. The branch copies each once."""
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs}
     kinds = {inputs[adapter_names(target.path)[1]]: target.kind for target in interface.adapters}  # of each matrix B

@@ -41,15 +41,12 @@ class GraphRunner:
         spec: GraphSpec | None = None,
         row_multiple: int | None = None,
     ) -> None:
-        """Args:
-        model: the decode graph, or a part of it, as `load_graph` reads it.
-        folder: of the starting state.
-        interface: of the whole graph.
-        weights_mapped: leave float weights in the mapped file, at the cost of speed; otherwise the kernels copy
-            them into another layout. Quantized weights are always copied: otherwise each call would dequantize
-            them.
-        spec: of `model` if it is a part, such as `interface.sampler`; the state has its further inputs.
-        row_multiple: in place of the graph's.
+        """model: the decode graph, or a part of it, as `load_graph` reads it. folder: of the starting state. interface:
+        of the whole graph. spec: of `model` if it is a part, such as `interface.sampler`; the state has its further
+        inputs. row_multiple: in place of the graph's.
+
+        weights_mapped: leave float weights in the mapped file, at the cost of speed; otherwise the kernels copy them
+        into another layout. Quantized weights are always copied: otherwise each call would dequantize every matrix.
         """
         options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)
         # A single block for all values of a call takes twice the memory that is in use at a time, such as weights that

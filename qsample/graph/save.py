@@ -47,7 +47,7 @@ def save_graph(model: ir.Model, path: Path) -> str | None:
 
 
 class WeightFile(AbstractContextManager["WeightFile"]):
-    """A file of weights that is being written, to `path`; `places` lists its tensors. Equal numbers are stored once,
+    """A file of weights that is being written, to `path`; its tensors lie at `places`. Equal numbers are stored once,
     such as a table of embeddings that the head is tied to: operators want them in different shapes, so the graph has an
     initializer for each."""
 

@@ -236,12 +236,10 @@ def rows_in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorP
 
 
 def narrow_weights(model: ir.Model, *, as_they_lie: bool = False) -> bool:
-    """Write each weight of `model` that is stored in half precision so, with a Cast after it; in place.
-
-    Rows that a Gather looks up are cast after it. as_they_lie: also leave each weight that lies in files as it lies
-    there, with a Concat if the files are several, and a Transpose if the graph has it the other way round; otherwise it
-    is written anew. Returns whether there was such a weight.
-    """
+    """Write each weight of `model` that is stored in half precision so, with a Cast after it; in place. Rows that a
+    Gather looks up are cast after it. as_they_lie: also leave each weight that lies in files as it lies there, with a
+    Concat if the files are several, and a Transpose if the graph has it the other way round; otherwise it is written
+    anew. Returns whether there was such a weight."""
     found = [value for value in all_initializers(model.graph) if isinstance(value.const_value, StoredTensor)]
     few = sum(len(list(parts_in_files(_as_stored(value.const_value)))) for value in found) <= _MOST_PARTS
     for value in found:

@@ -1,8 +1,8 @@
 """Gives each expert of a decode step more than a single row, if the processor asks for it.
 
 Kernels may round an expert's only row otherwise than several rows (`ort.rounding`), and which rows share an expert
-depends on the whole batch. So in steps of one token a row, rows come ROW_MULTIPLE times, and each of an expert's rows
-has a copy. The pieces of prompts are always the same tokens, and stay as they are.
+depends on the whole batch. So in steps of one token a row, rows come as often as ROW_MULTIPLE says, and each of an
+expert's rows has a copy. The pieces of prompts are always the same tokens, and stay as they are.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _split(angles: Array, *, interleaved: bool) -> tuple[Array, Array]:
 
 
 def _whole_heads(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value]:
-    """The rotation's last node and its input; of whole heads, if `x` is their first part, with the rest put behind."""
+    """The rotation's last node and its input: whole heads, if `x` is their first part and the rest is put behind."""
     part, uses = part_of(x), node.outputs[0].uses()
     user = next(iter(uses))[0] if len(uses) == 1 else None
     if part is None or part.start != 0 or user is None or user.op_type != "Concat" or len(user.inputs) != 2:

@@ -1,7 +1,7 @@
 """Stores the matrices of a float32 graph in float16, for half the space.
 
 A Cast in front of each matrix makes float32 of it. ONNX Runtime folds it when it loads the graph, so that memory and
-speed equal float32's: the CPU has no kernels that multiply by float16.
+speed equal float32's: the CPU has no kernels that would multiply by float16 as it is.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Lev
 
 
 def _inverse_root(moments: Array) -> Tensor:
-    """The upper triangular U, float32, with UᵀU the inverse of the damped `moments`; an input of 0 has no partners."""
+    """Upper triangular U, float32, UᵀU the inverse of the damped `moments`; an always-0 input correlates with none."""
     import torch
 
     matrix = torch.from_numpy(np.array(moments, np.float64))

@@ -4,9 +4,8 @@ Constant matrices in a MatMul become operands of a MatMulNBits, embedding tables
 is quantized once for both. The numbers are computed only when the graph is saved, some rows at a time: weights stay
 mapped from their files, and a matrix is in memory only if the method has to see all of it.
 
-A mixed quantization holds the matrices that quantization harms most for their size in 8 bits: the head, and the
-matrices of the first and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M do so, at least for
-some.
+A mixed quantization holds the matrices that quantization harms most for their size in 8 bits: of the head, the first
+and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of them, finer too.
 """
 
 from __future__ import annotations
