@@ -33,7 +33,7 @@ class Divergence:
     kl: Kullback-Leibler divergence of the quantized from the float distribution, nats a token. kept_kl: the same over
     the parts that the float model could have written, too. agreement: share of tokens with the same argmax in both.
     perplexity, quantized_perplexity: exp of each model's mean negative log-likelihood of tokens drawn from the float
-    distribution.
+    one.
     """
 
     tokens: int
@@ -75,8 +75,7 @@ def measure_divergence(
 
 
 def _score(texts: Sequence[Text], reference: Sequence[Sequence[Array]]) -> Divergence:
-    """The divergence over `texts` of the quantized graph; reference: the other graph's logits, [rows, V] after each
-    call.
+    """The divergence over `texts` of the quantized graph; reference: the other's logits, [rows, V] after each call.
 
     Such a text may hide errors: if it repeats a token over and over, the float graph soon expects that, too. `kept_kl`
     weights each place by the probability that the float graph would have kept all tokens before it, a token with min(1,

@@ -218,8 +218,8 @@ def quantization_phases(
     copies: int = 1,
 ) -> list[Phase]:
     """Phases that quantize the cache and the weights if the plan says so, and check the result. The device's QMoE takes
-    `expert_block_sizes`, and its MatMulNBits a last block that is not full if it `pads_blocks`. copies: how often the
-    later phases write the weights."""
+    `expert_block_sizes`, and its MatMulNBits a part of a block if `pads_blocks`. copies: how often the weights are
+    written."""
     phases = [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
     if plan.weights is not None:
         phases += [

@@ -55,9 +55,11 @@ def optimize_offline(
     build: Build, providers: Sequence[str], level: ort.GraphOptimizationLevel, *, final: bool = True
 ) -> None:
     """Let ONNX Runtime optimise the graph for `providers`, the first of which gets the fused nodes, and go on with the
-    result: if `final`, it is the package's decode graph. The placement is known afterwards. Weights are written before,
-    mapped if ONNX Runtime looks at them, and never again: its file refers to theirs, and adds what it computes of
-    constants."""
+    result; note who runs the nodes in `build.provider_of`. final: write it as the package's decode graph.
+
+    The weights are written to their file before. ONNX Runtime maps the ones it looks at, and the file that it writes
+    refers to them, so that nothing is written twice; it adds what it computes of constants.
+    """
     fused, optimized = build.scratch / "fused.onnx", build.scratch / "optimized.onnx"
     with WeightFile(build.scratch / WEIGHTS) as weights:
         weights.take(build.model)

@@ -31,14 +31,8 @@ _PRODUCTS: Final = ("MatMul", "Gemm")
 
 
 class Layer(NamedTuple):
-    """A linear layer of a graph.
-
-    Attributes:
-        path: its name.
-        states: what it reads, [B, S, in]; [B, in, S] if `transposed`.
-        result: [B, S, out]; of joined layers the weights of all, side by side.
-        factor: that the graph applies to the result of the product.
-    """
+    """A linear layer of a graph, by its `path`. states: what it reads, [B, S, in]; [B, in, S] if `transposed`. result:
+    [B, S, out]; of joined layers the weights of all, side by side. factor: on the product, in the graph."""
 
     path: str
     states: ir.Value

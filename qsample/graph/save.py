@@ -1,8 +1,8 @@
 """A graph in memory enters; its ONNX file leaves, with the weights in a file next to it.
 
 Weights are computed and written once, piece by piece: threads compute the next pieces while this one writes and hashes.
-So writing is as fast as the disk or all processors, with a few pieces a thread in memory; but a tensor without pieces
-is there as a whole.
+So the disk or all processors are busy, with a few pieces a thread in memory; tensors without pieces are there as a
+whole.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def save_graph(model: ir.Model, path: Path) -> str | None:
 
 class WeightFile(AbstractContextManager["WeightFile"]):
     """A file of weights that is being written, to `path`; its tensors lie at `places`. Equal numbers are stored once,
-    such as a table of embeddings that the head is tied to: operators want them in different shapes, so the graph has an
-    initializer for each."""
+    such as an embedding table that the head is tied to: operators want other shapes, so each has an initializer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

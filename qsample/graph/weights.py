@@ -344,8 +344,7 @@ def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 def load_graph(path: Path) -> ir.Model:
     """The model in `path`, its weights left in their files, including the files that `save_beside` refers to: for
-    graphs whose references were checked, or that this process wrote. Opens hard links, too; onnx_ir refuses them below
-    a folder."""
+    graphs that were checked, or that this process wrote. Opens hard links, too; onnx_ir refuses them below a folder."""
     model = ir.load(path)
     for value in all_initializers(model.graph):
         tensor = value.const_value
@@ -369,8 +368,7 @@ def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> i
 
 def save_beside(model: ir.Model, folder: Path, name: str) -> None:
     """Write `model` to `name` in `folder`, weights in files elsewhere by absolute paths, for `load_graph` only. Other
-    weights go to `name` and `.data`; all of them if the files are on several drives, because ONNX Runtime opens one
-    folder."""
+    weights go to `name` and `.data`; all of them, if ONNX Runtime finds no common folder because of several drives."""
     lies = _are_on_one_drive(model, folder)
     narrow_weights(model, as_they_lie=lies)
     values, tensors = [], []

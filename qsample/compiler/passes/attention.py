@@ -109,12 +109,8 @@ def _rotated(node: ir.Node, source: ir.Value) -> ir.Value:
 
 
 def simplify_reshapes(model: ir.Model) -> bool:
-    """Merge chains of reshapes, drop reshapes that change nothing and give the rest a constant target.
-
-    1. Of two reshapes in a row, the second reads the input of the first: only the last shape counts.
-    2. A computed target becomes a constant if at most one of its axes is neither known nor the input's.
-    3. Only recorded shapes are trusted: a reshape whose shapes are unknown stays.
-    """
+    """Merge chains of reshapes (only the last shape counts), drop reshapes that change nothing, and make computed
+    targets constant if at most one axis is neither known nor the input's. Only recorded shapes are trusted."""
     modified = False
     for node in list(model.graph):
         if node.op_type == "Reshape" and node.domain == "":
@@ -187,11 +183,9 @@ def _relative_sizes(source: ir.Value, result: ir.Value) -> list[int] | None:
 
 
 def pack_qkv(model: ir.Model) -> bool:
-    """Give each GroupQueryAttention the value that its queries, keys and values were cut from.
-
-    1. The three are a Split or Slices of the same value, in order, and all of it.
-    2. All of them have a constant bias added, or none; the biases are joined and added before.
-    """
+    """Give each GroupQueryAttention the value that its queries, keys and values were cut from: they are a Split or
+    Slices of it, in order, and all of it. All of them have a constant bias added, or none; biases are joined and added
+    before."""
     modified = False
     for node in attentions(model.graph):
         parts = [part for value in node.inputs[: Slot.VALUE + 1] if (part := _part(value)) is not None]
@@ -265,11 +259,9 @@ class _Norm(NamedTuple):
 
 
 def absorb_qk_norms(model: ir.Model) -> bool:
-    """Give each GroupQueryAttention the RMS norms, over whole heads with one epsilon, before its queries and keys.
-
-    1. The attention rotates by itself (see rope_into_attention): it norms before that, as models with such norms do.
-    2. The norms are between a reshape that splits the heads and another that merges them.
-    """
+    """Give each GroupQueryAttention the RMS norms, over whole heads with one epsilon, before its queries and keys,
+    between reshapes that split and merge the heads. It has to rotate by itself (`absorb_rope`): it norms before, as
+    models do."""
     modified = False
     for node in attentions(model.graph):
         query, key = _norm(node.inputs[Slot.QUERY]), _norm(node.inputs[Slot.KEY])

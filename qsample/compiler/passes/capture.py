@@ -78,12 +78,9 @@ def host_data(graph: ir.Graph) -> list[str]:
 
 
 def remove_host_copies(model: ir.Model, limit: int) -> bool:
-    """Cut the integers that the graph takes from shapes out of a constant [limit] on the device.
-
-    1. Shapes that the graph fixes become constants.
-    2. A number from a shape, a scalar or [1], is not negative and less than `limit`.
-    3. Other values that the device takes from the host stay: see `host_data`.
-    """
+    """Cut the integers that the graph takes from shapes, scalars or [1] from 0 to `limit` - 1, out of a constant
+    [limit] on the device, and make fixed shapes constants. Other values that the device takes from the host stay: see
+    `host_data`."""
     graph = model.graph
     modified = _fold_static_shapes(graph)
     copies: dict[ir.Value, ir.Value] = {}
@@ -107,9 +104,8 @@ def remove_host_copies(model: ir.Model, limit: int) -> bool:
 
 
 def cut_splits(model: ir.Model) -> bool:
-    """Replace a Split into unequal parts by Slices and, because ONNX Runtime would make a Split of Slices alone, a
-    Gather of the smallest part: CUDA's Split copies the sizes from the host in each run, unless there are three along
-    the last axis."""
+    """Replace a Split into unequal parts by Slices and (as ONNX Runtime would make a Split of Slices alone) a Gather of
+    the smallest: CUDA's Split copies sizes from the host in each run, unless there are three along the last axis."""
     graph = model.graph
     splits = [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]
     modified = False

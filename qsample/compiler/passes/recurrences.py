@@ -18,9 +18,9 @@ _PAST_STATE = 3  # the index of LinearAttention's input
 def branch_where_rows_begin(model: ir.Model) -> bool:
     """Let each recurrence of a decode graph read its state as it is in calls in which no row begins.
 
-    1. A recurrence is a LinearAttention whose state, an input of the graph, is replaced by 0 for some rows, in a Where
-       that nothing else reads. Both move into one side of an If, the operator alone into the other.
-    2. A row begins if its length is 0 and it runs. The states of other rows make no difference then.
+    A recurrence is a LinearAttention whose state, an input of the graph, is replaced by 0 for some rows, in a Where
+    that nothing else reads. Both move into one side of an If, the operator alone into the other. A row begins if its
+    length is 0 and it runs; the states of other rows make no difference then.
     """
     graph = model.graph
     found = [node for node in graph if _starts_from_zeros(node)]

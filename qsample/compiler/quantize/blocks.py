@@ -182,8 +182,7 @@ class QuantizationReport:
         matrices: their number, without experts.
         bytes_before, bytes_after: of all quantized weights.
         experts: their number, in all layers.
-        expert_block_size: weights of an expert that share a scale: the options', or the nearest that the operator
-            takes.
+        expert_block_size: weights of an expert that share a scale: the options', or the nearest that QMoE takes.
         float_bytes: of the parameters that are still float; scales and tables of angles do not count.
         block_sizes: weights of `matrices` that share a scale: the options', or smaller sizes that divide the inputs.
         wide_matrices: of `matrices`, the number that a mixed quantization holds in 8 bits.

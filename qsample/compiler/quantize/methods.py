@@ -157,10 +157,9 @@ def _hqq(weight: Array, quantization: WeightQuantization) -> Levels:
 def _on_grids(
     blocks: Array, scales: Array, zero_points: Array, weight: Array, quantization: WeightQuantization
 ) -> Levels:
-    """The nearest levels of `blocks` [n, size] on the grids that a library found, [n, 1] each. Its grid misses a block
-    if the weights have the same sign and are far from 0, because a zero point is a level itself; if all weights are the
-    same number; and if they are small: hqq's smallest step is 1 / 20,000. Such a block gets a grid from its smallest
-    weight, or 0, to its largest."""
+    """The nearest levels of `blocks` [n, size] on the grids that a library found, [n, 1] each. Its grid misses blocks
+    of weights with one sign and far from 0, because a zero point is a level itself, of equal weights, and of small
+    ones: hqq's smallest step is 1 / 20,000. They get a grid from their smallest weight, or 0, to their largest."""
     bits, largest = quantization.bits, 2**quantization.bits - 1
     low, high = np.minimum(blocks.min(-1, keepdims=True), 0), np.maximum(blocks.max(-1, keepdims=True), 0)
     span = np.maximum(high - low, np.finfo(np.float32).tiny)

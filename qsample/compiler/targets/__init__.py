@@ -73,9 +73,9 @@ class Target(ABC):
 
     @abstractmethod
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
-        """Everything that is done to a graph, in order; see `pipeline`. The first phase gets the portable graph, the
-        sampler in it. After the last, the package's folder has `decoder.onnx` with its data, and the build knows its
-        placement."""
+        """Everything that is done to a graph, in order; see `pipeline`. The first phase gets the portable graph with
+        its sampler; the last leaves `decoder.onnx` with its data in the package's folder, and the placement in the
+        build."""
 
 
 def check_plan(target: Target, plan: CompilePlan) -> None:
