@@ -68,7 +68,8 @@ class CompilePlan:
 
     @property
     def quantized(self) -> bool:
-        """Whether the model computes other numbers than the portable graph: packed weights do, by 8-bit activations."""
+        """Whether the model computes other numbers than the portable graph, beyond rounding. Packed weights do: their
+        fast kernels take activations in 8 bits."""
         return self.weights is not None or self.store_float16 or self.kv_cache_dtype is not None or self.packed_weights
 
 

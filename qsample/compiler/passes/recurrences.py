@@ -1,6 +1,7 @@
 """Branches the recurrences of a decode graph: a row that begins starts from zeros, not from the content of its buffers.
 
-The Where that puts zeros there copies the states of all rows, megabytes a layer: now only in calls in which one begins.
+The Where that puts zeros there copies the states of all rows, megabytes a layer. The branch leaves that copy to the
+calls in which a row begins.
 """
 
 from __future__ import annotations
