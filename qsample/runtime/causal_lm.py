@@ -201,8 +201,12 @@ class CausalLM(ModelMethods):
         A row ends at a stop token, at its maximum length (by default the model's, otherwise 256 new tokens), or if the
         context length is full.
 
-        Returns a `GenerateOutput`: the token ids of all rows, [B, P + N] int64, with further attributes; a tensor if
-        the prompts were given as a tensor, an array otherwise. Raises ValueError for a wrong argument.
+        Returns:
+            A `GenerateOutput`: the token ids of all rows, [B, P + N] int64, with further attributes; a tensor if the
+            prompts were given as a tensor, an array otherwise.
+
+        Raises:
+            ValueError: an argument is wrong.
         """
         if self._advice is not None:
             warnings.warn(self._advice, stacklevel=2)
@@ -285,9 +289,10 @@ class CausalLM(ModelMethods):
             path: a folder that peft wrote: `adapter_config.json` and `adapter_model.safetensors`.
             hotswap: replace an adapter of that name; requests that run with it go on to their end.
 
-        Raises ValueError if the name is taken or not a text, the path is none, or the package takes no adapters;
-        UnsupportedModelError if the adapter is more than plain LoRA, or changes layers that the package keeps;
-        QsampleError if a file is missing or damaged, or the adapter is of another model or too large for the package.
+        Raises:
+            ValueError: If the name is taken or not a text, the path is none, or the package takes no adapters.
+            UnsupportedModelError: If the adapter is more than plain LoRA, or changes layers that the package keeps.
+            QsampleError: If a file is missing or damaged, or the adapter is of another model or too large.
         """
         if not hotswap and isinstance(adapter_name, str) and adapter_name in self._adapters:
             raise _taken(adapter_name)
@@ -338,8 +343,12 @@ class CausalLM(ModelMethods):
             progress: called with a stage's name and the fraction done, in [0, 1].
             options: of chat messages, as in `generate`.
 
-        Returns the number of tokens in the file. Raises ValueError if the prompt is not valid, shorter than a piece, or
-        longer than the model's context, and PackageError if the file cannot be written.
+        Returns:
+            The number of tokens in the file.
+
+        Raises:
+            ValueError: If the prompt is not valid, shorter than a piece, or longer than the model's context.
+            PackageError: If the file cannot be written.
         """
         path = Path(path)
         if path.is_dir() or not path.absolute().parent.is_dir():
