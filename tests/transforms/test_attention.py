@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import KeyValueShape
-from qsample.transforms.attention import MaskRule, causal, eager_masks_over_buffers, mask_rule, use_retained_attention
+from qsample.errors import UnsupportedModelError
+from qsample.transforms.attention import (
+    MaskRule,
+    causal,
+    eager_masks_over_buffers,
+    group_query_attention,
+    mask_rule,
+    masked_attention,
+    use_retained_attention,
+)
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import apply_transforms, state_shapes
 from tests.helpers.tiny_models import export_without_sampler, random_model
@@ -103,3 +114,50 @@ def test_eager_masks_are_transformers_own_outside_the_context() -> None:
         mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](mask_function=causal())
         assert mask.tolist() == [[[[0.0, 0.0, torch.finfo(torch.float32).min]]]]
     assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is own
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_masked_attention(softcap: float | None, sinks: bool) -> None:
+    """Against float64: grouped heads, values smaller than keys, rows with other masks."""
+    random = np.random.default_rng(0)
+    query, keys = random.standard_normal((2, 6, 3, 8)), random.standard_normal((2, 2, 5, 8))
+    values, sink = random.standard_normal((2, 2, 5, 4)), random.standard_normal(6)
+    allowed = random.random((2, 1, 3, 5)) < 0.6
+    allowed[..., 0] = True
+    tensors = (torch.tensor(array, dtype=torch.float32) for array in (query, keys, values))
+    got = masked_attention(
+        *tensors, torch.tensor(allowed), 0.3, softcap, torch.tensor(sink, dtype=torch.float32) if sinks else None
+    )
+    wanted = np.zeros((2, 3, 6, 4))
+    for row, head, place in np.ndindex(2, 6, 3):
+        scores = keys[row, head // 3] @ query[row, head, place] * 0.3
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores) * allowed[row, 0, place]
+        total = weights.sum() + (np.exp(sink[head]) if sinks else 0)
+        wanted[row, place, head] = weights @ values[row, head // 3] / total
+    assert got.is_contiguous()
+    np.testing.assert_allclose(got.numpy(), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "words"),
+    [
+        ((8, 4, 4), {}, "queries, keys and values of sizes 8, 4 and 4"),
+        ((8, 8, 16), {}, "queries, keys and values of sizes 8, 8 and 16"),
+        ((8, 8, 8), {"attention_mask": torch.zeros(1)}, "an attention mask of its own"),
+        ((8, 8, 8), {"position_bias": torch.zeros(1)}, "a position bias"),
+        ((8, 8, 8), {"is_causal": False}, "attends to later tokens"),
+        ((8, 8, 8), {}, "keys and values that are not in the cache"),
+    ],
+)
+def test_attention_that_the_interface_does_not_carry(
+    sizes: tuple[int, int, int], options: dict[str, Any], words: str
+) -> None:
+    model = random_model("llama")
+    use_retained_attention(model, DecodeContext())
+    module: nn.Module = model.model.layers[0].self_attn  # type: ignore[union-attr]
+    query, key, value = (torch.zeros(1, 2, 3, size) for size in sizes)
+    with pytest.raises(UnsupportedModelError, match=f"LlamaAttention .*{words}"):
+        group_query_attention(module, query, key, value, **{"attention_mask": None, **options})
