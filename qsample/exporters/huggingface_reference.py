@@ -66,7 +66,7 @@ def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
     """`rows`, in order of their lengths, in batches; a row that is much longer than those before it begins another."""
     batches = [rows[:1]]
     for row in rows[1:]:
-        if len(row) <= 2 * len(batches[-1][0]):
+        if len(row) <= 3 * len(batches[-1][0]):
             batches[-1].append(row)
         else:
             batches.append([row])

@@ -70,3 +70,13 @@ def test_longest_context(stated: int | None, positions: int | None) -> None:
     assert longest_context(SimpleNamespace(max_position_embeddings=stated)) == positions
     assert longest_context(SimpleNamespace()) is None
     assert longest_context(SimpleNamespace(max_position_embeddings=9000, keep_window_size=2048)) == 2048  # Doge
+
+
+@pytest.mark.parametrize(("window", "passes"), [(None, 1), (20, 2), (600, 2)])
+def test_the_weights_are_read_once_for_prompts_of_similar_lengths(window: int | None, passes: int) -> None:
+    """A pass over the weights of a large model takes seconds; padding to a much longer prompt would take more."""
+    model = random_model("mistral", sliding_window=window)
+    calls: list[Any] = []
+    model.register_forward_pre_hook(lambda module, given: calls.append(given))
+    reference(model)
+    assert len(calls) == passes
