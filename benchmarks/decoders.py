@@ -123,7 +123,7 @@ def start(
 def remaining(
     results: Results, parts: Iterable[Part], systems: Iterable[str], *, again: bool
 ) -> list[tuple[Part, Cell]]:
-    """The incomplete cells: those that lack rounds of a system that takes part and can run them."""
+    """The cells that lack rounds of a system that takes part and can run them."""
     todo = []
     for part in parts:
         taking_part = [name for name in systems if name not in part.without]

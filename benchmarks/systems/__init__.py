@@ -59,7 +59,7 @@ def open_system(work: str, name: str, model: Path, threads: int, **options: Any)
 
 
 class Generator(ABC):
-    """A system that continues prompts. `library` is its module, `vocab_size` that of its model."""
+    """A system that continues prompts. `library` is its module, `vocab_size` its model's."""
 
     library: str
     vocab_size: int
