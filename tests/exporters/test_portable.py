@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,8 +14,12 @@ import pytest
 
 from qsample.contract.interface import Features, Interface, KeyValueShape
 from qsample.contract.tensors import MODEL_DTYPES
+from qsample.errors import ParityError
 from qsample.exporters import portable
-from qsample.exporters.portable import build_initial_state
+from qsample.exporters.parity import Parity, Reference
+from qsample.exporters.portable import Draft, build_initial_state, write_draft
+from qsample.package.manifest import Source, TokenIds
+from qsample.progress import Stage, Stages, unreported
 from tests.helpers.reference import philox_uniforms
 
 
@@ -44,6 +50,7 @@ def test_the_figures_of_packed_weights() -> None:
 
 
 FACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 4)))
+FIGURES = Parity(0.0, 1.0, 1e-4, 3, 14, 2, 0, "none")
 
 
 def load(model: ir.Model, folder: Path) -> ort.InferenceSession:
@@ -94,3 +101,32 @@ def test_states(dtype: str, tmp_path: Path) -> None:
         assert value.shape == tensor.shape(sizes)
         assert value.dtype == tensor.dtype
         assert tensor.name == "noise" or not value.any()
+
+
+def draft(model: ir.Model, **more: Any) -> Draft:
+    source, tokens = Source("m", None, "llama", "Llama", ""), TokenIds(0, None, ())
+    return Draft(model, FACE, Reference([], [], []), source, tokens, None, original="the file", **more)
+
+
+def test_a_draft_is_judged_by_its_own_tolerance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def check(folder: Path, interface: Interface, expected: Reference, **options: Any) -> Parity:
+        given.update(options, folder=folder, interface=interface)
+        return FIGURES
+
+    monkeypatch.setattr(portable, "write_graphs", lambda *arguments, **options: None)
+    monkeypatch.setattr(portable.parity, "check", check)
+    model = ir.Model(ir.Graph([], [], nodes=[]), ir_version=10)
+    stages = Stages(unreported, {Stage.WRITING_WEIGHTS: 1.0, Stage.COMPARING: 1.0})
+    manifest = write_draft(draft(model, tolerance=3e-2, plain_attention_layers=2), tmp_path, stages)
+    wanted = {"tolerance": 3e-2, "plain_attention_layers": 2, "original": "the file"}
+    assert given == wanted | {"folder": tmp_path, "interface": FACE}
+    assert manifest.parity == asdict(FIGURES)
+
+    def fail(*arguments: Any, **options: Any) -> Parity:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(portable.parity, "check", fail)
+    with pytest.raises(ParityError, match=r"onnxruntime cannot run the exported graph \(no kernel\)"):
+        write_draft(draft(model), tmp_path, stages)
