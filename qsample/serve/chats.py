@@ -156,7 +156,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     @property
     def tool_parameters(self) -> dict[str, Any]:
         """The JSON schema of each function's arguments, by name."""
-        return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or []}
+        return {tool.function.name: {"type": "object", **(tool.function.parameters or {})} for tool in self.tools or []}
 
     def _given_form(self) -> Form | None:
         """Demanded calls have a form as well: a function's arguments, or a list of names and arguments."""

@@ -14,7 +14,7 @@ from qsample.contract.tensors import LOGPROBS, TOP_LOGPROB_OUTPUTS
 from qsample.runtime import Delta, RequestOutput
 from qsample.serve.chats import ChatCompletionRequest
 from qsample.serve.models import ServedModel, TokenTexts
-from qsample.serve.parsers import DemandedCalls, ToolReader
+from qsample.serve.parsers import DemandedCalls, ToolCalls, ToolReader, joined_calls
 from qsample.serve.requests import CompletionRequest, GenerationRequest
 
 Event = dict[str, Any]
@@ -122,10 +122,11 @@ class ChatChoice(Choice):
         self._reasoning = model.reasoning_reader(prompt) if thinks else None
         self._tools: ToolReader | DemandedCalls | None = None
         if body.demands_calls:
-            self._tools = DemandedCalls(body.demanded_function)
+            self._tools = DemandedCalls(body.demanded_function, body.tool_parameters)
         elif body.offers_tools:
             self._tools = ToolReader(model.tool_format, body.tool_parameters, body.parallel_tool_calls is not False)
         self._thoughts = ""  # so far, shown or not
+        self._calls = False  # whether the answer has any
 
     def start(self) -> list[Event]:
         return [self._chunk({"role": "assistant", "content": ""})]
@@ -140,23 +141,21 @@ class ChatChoice(Choice):
 
     def end(self, output: RequestOutput) -> list[Event]:
         thoughts, rest, calls = self._rest()
-        change = self._change(thoughts, rest)
-        chunks = [self._chunk(change)] if change else []
-        chunks += [self._chunk({"tool_calls": [{"index": index, **call}]}) for index, call in enumerate(calls)]
+        changes = [self._change(thoughts, rest, []), *({"tool_calls": [call]} for call in calls)]
         end = self._end(output)
         # As in OpenAI's answers: the call of a demanded function ends with "stop", and a cut answer with "length".
         named = isinstance(self._tools, DemandedCalls) and self._tools.name is not None
-        if calls and end["finish_reason"] == "stop" and not named:
+        if self._calls and end["finish_reason"] == "stop" and not named:
             end["finish_reason"] = "tool_calls"
-        return [*chunks, self._chunk({}) | end]
+        return [*map(self._chunk, filter(None, changes)), self._chunk({}) | end]
 
     def whole(self, output: RequestOutput) -> Event:
         choice = super().whole(output)
         message = choice.pop("delta") | {"refusal": None}
-        for call in message.get("tool_calls", []):
-            del call["index"]
+        if "tool_calls" in message:
+            message["tool_calls"] = joined_calls(message["tool_calls"])
         # As in OpenAI's and vLLM's answers: null next to calls or thoughts, not "".
-        if self._thoughts or "tool_calls" in message:
+        if self._thoughts or "tool_calls" in message or isinstance(self._tools, DemandedCalls):
             message["content"] = message["content"] or None
         return {"index": self._index, "message": message} | choice
 
@@ -166,28 +165,31 @@ class ChatChoice(Choice):
             fields["prompt_logprobs"] = self.scores.told(self._model.token_texts, self._prompt_top)
         return fields
 
-    def _put(self, text: str) -> tuple[str, str]:
-        """The thoughts and the text for the user that a part of the answer makes certain."""
+    def _put(self, text: str) -> tuple[str, str, ToolCalls]:
+        """The thoughts, the text for the user and the parts of calls that a part of the answer makes certain."""
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.put(text)
         self._thoughts += thoughts
-        return thoughts, text if self._tools is None else self._tools.put(text)
+        text, calls = (text, []) if self._tools is None else self._tools.put(text)
+        self._calls = self._calls or bool(calls)
+        return thoughts, text, calls
 
-    def _rest(self) -> tuple[str, str, list[dict[str, Any]]]:
-        """The rest of both at the end, and the calls."""
+    def _rest(self) -> tuple[str, str, ToolCalls]:
+        """The rest of all three at the end."""
         thoughts, text = self._reasoning.end() if self._reasoning is not None else ("", "")
         self._thoughts += thoughts
         if self._tools is None:
             return thoughts, text, []
-        before = self._tools.put(text)
-        rest, calls = self._tools.end()
-        return thoughts, before + rest, calls
+        (before, first), (rest, calls) = self._tools.put(text), self._tools.end()
+        self._calls = self._calls or bool(first or calls)
+        return thoughts, before + rest, first + calls
 
-    def _change(self, thoughts: str, text: str) -> Event:
-        """Thoughts in vLLM's field and in its former field (many clients read that), and the text."""
+    def _change(self, thoughts: str, text: str, calls: ToolCalls) -> Event:
+        """Thoughts in vLLM's field and in its former field (many clients read that), the text, and parts of calls."""
         shown = thoughts if self._shows_thoughts else ""
-        return ({"reasoning": shown, "reasoning_content": shown} if shown else {}) | ({"content": text} if text else {})
+        parts = {"reasoning": shown, "reasoning_content": shown, "content": text, "tool_calls": calls}
+        return {name: part for name, part in parts.items() if part}
 
     def _chunk(self, delta: Event) -> Event:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}

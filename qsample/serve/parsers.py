@@ -6,7 +6,8 @@ import ast
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -103,12 +104,14 @@ class ToolFormat:
     """A notation of calls. `marks` begin a call, anywhere in an answer. `at_start`: texts that begin an answer of calls
     alone; special tokens in front of them are not in the text. `read`: the calls of a text that begins with a mark;
     raises ValueError or TypeError unless they are complete and JSON can hold them. `in_template`: texts of chat
-    templates that teach the format."""
+    templates that teach the format. `head`: a call in its usual form up to its arguments, an object of JSON; a group
+    has the name. Such a call is certain from there on, and its arguments are passed on as they come."""
 
     marks: tuple[str, ...]
     at_start: tuple[str, ...]
     read: Callable[[str, Mapping[str, Any]], list[Call]]
     in_template: tuple[str, ...]
+    head: re.Pattern[str] | None = None
 
 
 def _hermes(text: str, tools: Mapping[str, Any]) -> list[Call]:
@@ -187,15 +190,38 @@ def _pythonic(text: str, tools: Mapping[str, Any]) -> list[Call]:
     return calls
 
 
+_OBJECT: Final = r"(?=\{\s*[\"}])"  # follows: arguments
+_CALL: Final = r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*' + _OBJECT
+_HERMES_HEAD: Final = re.compile(rf"\s*<tool_call>\s*{_CALL}")
+_JSON_HEAD: Final = re.compile(
+    rf"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?[\s\[,;]*(?:{_CALL}|([\w.-]+)(?:\[ARGS\])?\s*{_OBJECT})"
+)
+_DEEPSEEK_HEAD: Final = re.compile(
+    r"\s*(?:{calls_begin})?\s*{call_begin}\s*(?:(?:function\s*{sep})?([\w.-]+)(?:{sep}|\s*```json)\s*)".format_map(
+        {name: _deepseek_mark(name) for name in ("calls_begin", "call_begin", "sep")}
+    )
+    + _OBJECT
+)
+# What closes a call behind its arguments, next to brackets and a fence of Markdown.
+_CLOSING: Final = ("</tool_call>", _deepseek_mark("call_end"), _deepseek_mark("calls_end"))
+_CLOSED: Final = re.compile(rf'(?:[\s}}\]`]|{"|".join(_CLOSING)}|,\s*"id"\s*:\s*"[^"]*")*')
+_LONGEST_HEAD: Final = 512  # characters
+
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     "qwen3_coder": ToolFormat(("<tool_call>",), (), _xml_function, ("<function=",)),
     "glm45": ToolFormat(("<tool_call>",), (), _xml_pairs, ("<arg_key>",)),
-    "deepseek_v3": ToolFormat((_deepseek_mark("calls_begin"),), (), _deepseek, (_deepseek_mark("calls_begin"),)),
-    "hermes": ToolFormat(("<tool_call>",), (), _hermes, ("<tool_call>",)),
-    "mistral": ToolFormat(("[TOOL_CALLS]",), ('[{"name"', '[{"arguments"'), _json, ("[TOOL_CALLS]",)),
+    "deepseek_v3": ToolFormat(
+        (_deepseek_mark("calls_begin"),), (), _deepseek, (_deepseek_mark("calls_begin"),), _DEEPSEEK_HEAD
+    ),
+    "hermes": ToolFormat(("<tool_call>",), (), _hermes, ("<tool_call>",), _HERMES_HEAD),
+    "mistral": ToolFormat(("[TOOL_CALLS]",), ('[{"name"', '[{"arguments"'), _json, ("[TOOL_CALLS]",), _JSON_HEAD),
     "llama4_pythonic": ToolFormat(("<|python_start|>",), ("[",), _pythonic, ("<|python_start|>",)),
-    "llama3_json": ToolFormat(("<|python_tag|>",), ('{"name"', '{"type"', '{"function"'), _json, ('"parameters"',)),
+    "llama3_json": ToolFormat(
+        ("<|python_tag|>",), ('{"name"', '{"type"', '{"function"'), _json, ('"parameters"',), _JSON_HEAD
+    ),
 }
+# Of answers that a grammar constrained to a list of calls.
+_DEMANDED: Final = ToolFormat((), ("[",), _json, (), _JSON_HEAD)
 
 
 def find_tool_format(name: str | None, template: str) -> ToolFormat:
@@ -206,24 +232,33 @@ def find_tool_format(name: str | None, template: str) -> ToolFormat:
     return TOOL_FORMATS[name]
 
 
+ToolCalls = list[dict[str, Any]]  # OpenAI's, or parts of them: of an index, the texts of arguments follow each other
+
+
 @dataclass(slots=True)
 class ToolReader:
     """Splits an answer that comes in pieces into text for the user and calls of `tools`, the functions' parameters by
-    name. Text that may begin a call is held back until that is certain; a call comes whole. A beginning that turns out
-    not to be a call is text. Without `parallel`, all calls but the first are dropped."""
+    name. Text that may begin a call is held back until that is certain. Then, a call in its format's usual form comes
+    in parts, its arguments as the model writes them, cut off or not; another comes whole, at the end. A beginning that
+    turns out not to be a call is text. Without `parallel`, all calls but the first are dropped."""
 
     format: ToolFormat
     tools: Mapping[str, Any]
     parallel: bool = True
-    _text: str = ""  # not returned yet
-    _calling: bool = False
-    _at_start: bool = True
+    _text: str = field(default="", init=False)  # not returned yet
+    _calling: bool = field(default=False, init=False)
+    _at_start: bool = field(default=True, init=False)
+    _begun: int = field(default=0, init=False)  # calls
+    _open: _Object | None = field(default=None, init=False)  # the arguments that come
 
-    def put(self, text: str) -> str:
-        """The text that is certainly not a call."""
+    def put(self, text: str) -> tuple[str, ToolCalls]:
+        """The text that is certainly not a call, and the parts of calls that have become certain."""
         self._text += text
-        if self._calling:
-            return ""
+        certain = "" if self._calling else self._before()
+        return certain, self._parts() if self._calling else []
+
+    def _before(self) -> str:
+        """The text in front of calls."""
         if self._at_start:
             start = self._text.lstrip()
             # Pretty-printed JSON begins with blanks between its signs.
@@ -238,46 +273,109 @@ class ToolReader:
         if place is not None:
             self._calling = True
         else:
-            place = len(self._text) - max(_open_end(self._text, mark) for mark in self.format.marks)
+            place = len(self._text) - max((_open_end(self._text, mark) for mark in self.format.marks), default=0)
         certain, self._text = self._text[:place], self._text[place:]
         return certain
 
-    def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the text, and the calls as OpenAI's objects."""
+    def _parts(self) -> ToolCalls:
+        parts: ToolCalls = []
+        while self._text and self.format.head is not None:
+            begins = self._open is None
+            if self._open is None:
+                if self._begun:
+                    self._text = self._text[_CLOSED.match(self._text).end() :]  # type: ignore[union-attr]
+                head = self.format.head.match(self._text, 0, _LONGEST_HEAD)
+                name = head[head.lastindex or 0] if head is not None else ""
+                if head is None or name not in self.tools or (self._begun and not self.parallel):
+                    break
+                self._text, self._open = self._text[head.end() :], _Object()
+            end = self._open.end(self._text)
+            part, self._text = self._text[:end], self._text[len(self._text) if end is None else end :]
+            if end is not None:
+                self._open = None
+            if begins:
+                parts.append(self._begin((name, part)))
+            else:
+                parts.append({"index": self._begun - 1, "function": {"arguments": part}})
+        return parts
+
+    def _begin(self, call: Call) -> dict[str, Any]:
+        self._begun += 1
+        return {"index": self._begun - 1, **_as_tool_call(call)}
+
+    def end(self) -> tuple[str, ToolCalls]:
+        """The rest of the text, and of the calls."""
         if not self._calling:
             return self._text, []
-        try:
-            calls = self.format.read(self._text, self.tools)
-        except (ValueError, TypeError, RecursionError):  # TypeError: for a Python value that JSON lacks, such as a set
-            return self._text, []
-        if not calls or any(name not in self.tools for name, _ in calls):
-            return self._text, []
-        return "", [_as_tool_call(call) for call in (calls if self.parallel else calls[:1])]
+        if self._begun and (self._open is not None or not self.parallel):
+            return "", []
+        rest, calls = self._text.strip(" \n\t,;"), list[Call]()
+        with suppress(
+            ValueError, TypeError, RecursionError
+        ):  # TypeError: a Python value that JSON lacks, such as a set
+            calls = self.format.read(rest.rstrip("]") if self._begun else rest, self.tools)
+        if calls and all(name in self.tools for name, _ in calls):
+            return "", [self._begin(call) for call in (calls if self.parallel else calls[:1])]
+        marks = (*self.format.marks, *_CLOSING, "{", "[", '"id"')
+        is_cut = self._begun and not calls and any(rest.startswith(mark) or mark.startswith(rest) for mark in marks)
+        return "" if is_cut else self._text, []
 
 
 @dataclass(slots=True)
+class _Object:
+    """Finds the end of an object of JSON that comes in pieces."""
+
+    _depth: int = 0
+    _quoted: bool = False
+    _escaped: bool = False
+
+    def end(self, text: str) -> int | None:
+        """The place behind the object's end; None if it goes on behind `text`."""
+        for place, sign in enumerate(text, start=1):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = sign == "\\", sign != '"'
+            elif sign == '"':
+                self._quoted = True
+            else:
+                self._depth += (sign in "{[") - (sign in "}]")
+                if not self._depth:
+                    return place
+        return None
+
+
 class DemandedCalls:
-    """Reads an answer that a grammar constrained to calls: the arguments of the function `name`, or without a name, a
-    list of calls, each with its function's name."""
+    """As `ToolReader`, of an answer that a grammar constrained to calls of `tools`: the arguments of the function
+    `name`, or without a name, a list of calls, each with its function's name. An answer that was cut off has no more
+    than the calls so far."""
 
-    name: str | None
-    _text: str = field(default="", init=False)
+    def __init__(self, name: str | None, tools: Mapping[str, Any]) -> None:
+        self.name = name
+        self._list = ToolReader(_DEMANDED, tools)
+        self._begun = False
 
-    def put(self, text: str) -> str:
-        self._text += text
-        return ""
+    def put(self, text: str) -> tuple[str, ToolCalls]:
+        if self.name is None:
+            return self._list.put(text)
+        if self._begun:
+            return "", [{"index": 0, "function": {"arguments": text}}] if text else []
+        self._begun = True
+        return "", [{"index": 0, **_as_tool_call((self.name, text))}]
 
-    def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """As for `ToolReader`; arguments that were cut off are returned as they are."""
-        if self.name is not None:
-            return "", [_as_tool_call((self.name, self._text))]
-        try:
-            values = json.loads(self._text)
-        except ValueError:  # it was cut off
-            return self._text, []
-        return "", [
-            _as_tool_call((call["name"], json.dumps(call["parameters"], ensure_ascii=False))) for call in values
-        ]
+    def end(self) -> tuple[str, ToolCalls]:
+        return "", []
+
+
+def joined_calls(parts: Iterable[Mapping[str, Any]]) -> ToolCalls:
+    """The calls that parts of them add up to."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        call = {name: value for name, value in part.items() if name != "index"}
+        if (before := calls.setdefault(part["index"], call)) is not call:
+            arguments = before["function"]["arguments"] + part["function"]["arguments"]
+            before["function"] = {**before["function"], "arguments": arguments}
+    return [*calls.values()]
 
 
 def _as_tool_call(call: Call) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from qsample.serve.choices import ChatChoice, Event
 from qsample.serve.http import ApiError, json_bytes
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel
+from qsample.serve.parsers import ToolCalls
 from qsample.serve.requests import RESPONSES, Body, Count, GenerationRequest, JsonSchema, ResponseFormat
 
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -261,21 +262,18 @@ class ResponseChoice(ChatChoice):
         return [self._whole_event(kind, status="in_progress") for kind in ("created", "in_progress")]
 
     def piece(self, delta: Delta | RequestOutput) -> list[Event]:
-        thoughts, text = self._put(delta.text or "")
+        parts = self._put(delta.text or "")
         if self._top is not None and delta.token_ids:
             self._new += self._logprobs(delta)["content"]
-        return [*self._write("reasoning", thoughts), *self._write("message", text)]
+        return self._written(*parts)
 
     def end(self, output: RequestOutput) -> list[Event]:
-        thoughts, text, calls = self._rest()
-        events = [*self._write("reasoning", thoughts), *self._write("message", text)]
+        events = self._written(*self._rest())
         complete = output.finish_reason == "stop"
         status = "completed" if complete else "incomplete"
-        if not calls and self._writing != "message":
+        if self._writing in (None, "reasoning"):
             events += [*self._close("completed"), *self._open("message")]
-        events += self._close("completed" if calls else status)
-        for index, call in enumerate(calls):
-            events += self._call(call, status if index == len(calls) - 1 else "completed")
+        events += self._close(status)
         tokens = self._model.tokenizer.encode(self._thoughts, add_special_tokens=False)
         usage = {
             "input_tokens": output.usage.prompt_tokens,
@@ -308,6 +306,12 @@ class ResponseChoice(ChatChoice):
     def _whole_event(self, kind: str, **fields: Any) -> Event:
         """An event with the response as it is now."""
         return {"type": f"response.{kind}", "response": {**self._response, **fields}}
+
+    def _written(self, thoughts: str, text: str, calls: ToolCalls) -> list[Event]:
+        events = [*self._write("reasoning", thoughts), *self._write("message", text)]
+        for call in calls:
+            events += self._call(call)
+        return events
 
     def _write(self, kind: str, text: str) -> list[Event]:
         if not text or (kind == "reasoning" and not self._shows_thoughts):
@@ -342,6 +346,10 @@ class ResponseChoice(ChatChoice):
         if self._writing is None:
             return []
         kind, text = self._writing, "".join(self._pieces)
+        if kind == _CALL:
+            self._writing = None
+            named = {"name": self._items[-1]["name"], "arguments": text}
+            return [self._of_call("done", **named), self._done(arguments=text, status=status)]
         taken = self._taken(kind)
         part = self._part(text, [*self._entries])
         whole = {"logprobs": part["logprobs"]} if taken else {}
@@ -353,26 +361,22 @@ class ResponseChoice(ChatChoice):
         self._writing = None
         return done
 
-    def _call(self, call: Mapping[str, Any], status: str) -> list[Event]:
-        function = call["function"]
-        name, arguments = function["name"], function["arguments"]
-        item = {
-            "id": _id("fc"),
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": call["id"],
-            "name": name,
-            "arguments": "",
-        }
-        added = self._added(item)
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        kind = "response.function_call_arguments"
-        return [
-            added,
-            {"type": f"{kind}.delta", **place, "delta": arguments},
-            {"type": f"{kind}.done", **place, "name": name, "arguments": arguments},
-            self._done(arguments=arguments, status=status),
-        ]
+    def _call(self, call: Mapping[str, Any]) -> list[Event]:
+        """The events of a part of a call."""
+        function, events = call["function"], list[Event]()
+        if "id" in call:
+            events = self._close("completed")
+            self._writing, self._pieces = _CALL, []
+            known = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+            events.append(self._added({"id": _id("fc"), "type": _CALL, "status": "in_progress", **known}))
+        if not function["arguments"]:
+            return events
+        self._pieces.append(function["arguments"])
+        return [*events, self._of_call("delta", delta=function["arguments"])]
+
+    def _of_call(self, kind: str, **fields: str) -> Event:
+        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return {"type": f"response.function_call_arguments.{kind}", **place, **fields}
 
     def _added(self, item: Event) -> Event:
         self._items.append(item)
@@ -433,6 +437,7 @@ class ResponseAnswers(Answers):
         return b""  # the event before says that it is the last
 
 
+_CALL: Final = "function_call"
 _PARTS: Final = {"reasoning": "reasoning_text", "message": "output_text"}  # item → its part
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from typing import Any, Literal
 
 import openai
@@ -188,50 +189,55 @@ def test_parse_gives_the_schemas_object(client: openai.OpenAI) -> None:
     assert isinstance(answer.choices[0].message.parsed, Verse)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+def answered(client: openai.OpenAI, stream: bool, **options: Any) -> tuple[str | None, list[tuple[str, str]], str]:
+    """The text of an answer, the names and arguments of its calls, and its finish reason."""
+    options |= {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "seed": 9}
+    if not stream:
+        choice = client.chat.completions.create(**options).choices[0]
+        functions: list[Any] = [call.function for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+        return choice.message.content, [(made.name, made.arguments) for made in functions], choice.finish_reason
+    parts: Any = [event.choices[0] for event in client.chat.completions.create(**options, stream=True)]
+    calls: list[list[str]] = []
+    for one in (one for part in parts for one in part.delta.tool_calls or []):
+        if one.id:
+            assert (one.index, one.type) == (len(calls), "function")
+            calls.append([one.function.name, ""])
+        assert one.index == len(calls) - 1
+        calls[-1][1] += one.function.arguments
+    text = "".join(part.delta.content or "" for part in parts) or None
+    if calls and parts[-1].finish_reason != "length":
+        assert sum(bool(part.delta.tool_calls) for part in parts) > 3, "arguments come as they are written"
+    return text, [(name, arguments) for name, arguments in calls], parts[-1].finish_reason
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_demanded_tools_are_called(client: openai.OpenAI, choice: Any, stream: bool) -> None:
-    options: Any = {
-        "model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "seed": 9, "max_tokens": 200,
-        "parallel_tool_calls": False,
-    }  # fmt: skip
-    if stream:
-        events = list(client.chat.completions.create(**options, stream=True))
-        calls = [call for event in events for call in event.choices[0].delta.tool_calls or []]
-        reason = events[-1].choices[0].finish_reason
-    else:
-        answer = client.chat.completions.create(**options)
-        calls, reason = list(answer.choices[0].message.tool_calls or []), answer.choices[0].finish_reason  # type: ignore[assignment]
-    assert len(calls) == 1
-    assert calls[0].function is not None
-    assert calls[0].function.name == "get_weather"
-    arguments = json.loads(calls[0].function.arguments or "")
-    assert 3 <= len(arguments["city"]) <= 8
-    assert 1 <= arguments["days"] <= 7
+def test_demanded_tools_are_called(client: openai.OpenAI, choice: Any) -> None:
+    options: Any = {"tool_choice": choice, "parallel_tool_calls": False}
+    whole = answered(client, False, max_tokens=200, **options)
+    assert answered(client, True, max_tokens=200, **options) == whole
+    text, ((name, arguments),), reason = whole
+    assert (text, name) == (None, "get_weather")
+    assert 3 <= len(json.loads(arguments)["city"]) <= 8
+    assert 1 <= json.loads(arguments)["days"] <= 7
     assert reason == ("tool_calls" if choice == "required" else "stop")
+    # An answer that is cut off has what there is of a call, and never its JSON as a text.
+    for limit, count in ((8, 0), (40, 1)) if choice == "required" else ((1, 1), (8, 1)):
+        for stream in (False, True):
+            text, calls, reason = answered(client, stream, max_tokens=limit, **options)
+            assert (text, len(calls), reason) == (None, count, "length")
+            assert all(cut == name and arguments.startswith(begun) for cut, begun in calls)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_tools_are_found_in_the_text(client: openai.OpenAI, stream: bool) -> None:
+def test_tools_are_found_in_the_text(client: openai.OpenAI) -> None:
     # The model knows no tools: a regular expression makes it write what one that does would write.
     arguments = r'\{"city": "[a-z]{3,8}", "days": [1-7]\}'
     call = r'I see\. <tool_call>\n\{"name": "get_weather", "arguments": ' + arguments + r"\}\n</tool_call>"
-    options: Any = {
-        "model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "seed": 9, "max_tokens": 200,
-        "extra_body": {"structured_outputs": {"regex": call}},
-    }  # fmt: skip
-    if stream:
-        events = list(client.chat.completions.create(**options, stream=True))
-        text = "".join(event.choices[0].delta.content or "" for event in events)
-        calls = [one for event in events for one in event.choices[0].delta.tool_calls or []]
-        reason = events[-1].choices[0].finish_reason
-    else:
-        answer = client.chat.completions.create(**options)
-        text, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason  # type: ignore[assignment]
-        calls = list(answer.choices[0].message.tool_calls or [])  # type: ignore[arg-type]
-    assert text == "I see. "
-    assert [one.function.name for one in calls if one.function] == ["get_weather"]
-    assert reason == "tool_calls"
+    options: Any = {"max_tokens": 200, "extra_body": {"structured_outputs": {"regex": call}}}
+    whole = answered(client, False, **options)
+    assert answered(client, True, **options) == whole
+    text, ((name, written),), reason = whole
+    assert (text, name, reason) == ("I see. ", "get_weather", "tool_calls")
+    assert re.fullmatch(arguments, written)
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -15,11 +15,15 @@ from qsample.serve.parsers import (
     ToolReader,
     find_reasoning_format,
     find_tool_format,
+    joined_calls,
     with_objects,
 )
 
 TOOLS: dict[str, Any] = {
-    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "get_weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "share": {"type": "number"}},
+    },
     "stop": {"type": "object"},
 }
 PARIS = ("get_weather", {"city": "Paris", "days": 2})
@@ -71,10 +75,17 @@ WITHOUT_MARKS = {
 
 
 def read(name: str, text: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
-    reader = ToolReader(TOOL_FORMATS[name], TOOLS)
-    shown = "".join(reader.put(text[start : start + size]) for start in range(0, len(text), size))
-    rest, calls = reader.end()
-    return shown + rest, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    text, calls = put(ToolReader(TOOL_FORMATS[name], TOOLS), text, size)
+    return text, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def put(reader: ToolReader | DemandedCalls, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
+    """The text for the user, and the names and arguments of the calls, of a text that comes in pieces."""
+    pieces = [*(reader.put(text[start : start + size]) for start in range(0, len(text), size)), reader.end()]
+    calls = joined_calls(part for _, parts in pieces for part in parts)
+    assert len({call["id"] for call in calls}) == len(calls)
+    functions = [call["function"] for call in calls]
+    return "".join(shown for shown, _ in pieces), [(made["name"], made["arguments"]) for made in functions]
 
 
 def test_every_format_has_an_example() -> None:
@@ -90,12 +101,56 @@ def test_calls_are_read_however_they_come(name: str, size: int) -> None:
         assert read(name, before + EXAMPLES[name], size) == (before, [PARIS, OSLO])
 
 
+@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json", "deepseek_v3"])
+def test_arguments_come_as_they_are_written(name: str, size: int) -> None:
+    arguments = r'{"city":"a} \"]{\\", "days": [{"x": 1e5}, "\u00e9"]}'
+    text = EXAMPLES[name].replace(json.dumps(PARIS[1]), arguments)
+    whole = put(ToolReader(TOOL_FORMATS[name], TOOLS), text, 1000)
+    assert whole == ("", [("get_weather", arguments), ("get_weather", json.dumps(OSLO[1]))])
+    assert put(ToolReader(TOOL_FORMATS[name], TOOLS), text, size) == whole
+    # From the second on, each sign of them comes with the piece of the answer that has it.
+    start = text.index(arguments)
+    for end in range(start + 2, start + len(arguments), size):
+        reader = ToolReader(TOOL_FORMATS[name], TOOLS)
+        pieces = [reader.put(text[place : min(end, place + size)]) for place in range(0, end, size)]
+        (call,) = joined_calls(part for shown, parts in pieces for part in parts)
+        assert call["function"] == {"name": "get_weather", "arguments": arguments[: end - start]}
+        assert reader.end() == ("", [])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_unknown_function_is_never_called(name: str) -> None:
+    """Next to a known one, too. A call whose arguments came as they were written stays; any other text is text."""
+    for size in (1, 1000):
+        known, unknown = EXAMPLES[name], EXAMPLES[name].replace("get_weather", "get_money")
+        assert put(ToolReader(TOOL_FORMATS[name], TOOLS), unknown, size) == (unknown, [])
+        place = known.rindex("get_weather")
+        text, calls = read(name, known[:place] + "get_money" + known[place + len("get_weather") :], size)
+        assert "get_money" in text
+        assert calls == ([PARIS] if TOOL_FORMATS[name].head is not None else [])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_what_stands_behind_a_call(size: int) -> None:
+    call = f"<tool_call>{as_json(PARIS)}</tool_call>"
+    for behind, text in (("\n", ""), (" I wait.", "I wait."), ("<tool_ca", ""), ('\n<tool_call>{"name": "get_', "")):
+        assert read("hermes", call + behind, size) == (text, [PARIS])
+    assert read("hermes", call[:-5], size) == ("", [PARIS])
+    # Of a call in another form, the reader waits for the end.
+    other = json.dumps({"arguments": OSLO[1], "name": OSLO[0]})
+    assert read("hermes", f"{call} and <tool_call>{other}</tool_call>", size) == ("", [PARIS, OSLO])
+    assert read("mistral", f'[TOOL_CALLS][{as_json(PARIS)[:-1]}, "id": "a1b2"}}, {other}]', size)[1][0] == PARIS
+    assert read("mistral", 'get_weather[ARGS]{"city": "Paris"}', size) == ('get_weather[ARGS]{"city": "Paris"}', [])
+    named = '[TOOL_CALLS]get_weather[ARGS]{"days": 2}[TOOL_CALLS]stop{}'
+    assert read("mistral", named, size) == ("", [("get_weather", {"days": 2}), ("stop", {})])
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_call_where_several_are_not_wanted(name: str) -> None:
-    reader = ToolReader(TOOL_FORMATS[name], TOOLS, parallel=False)
-    assert reader.put(EXAMPLES[name]) == ""
-    rest, (call,) = reader.end()
-    assert (rest, call["function"]["name"], json.loads(call["function"]["arguments"])) == ("", *PARIS)
+    for size in (1, 1000):
+        text, (call,) = put(ToolReader(TOOL_FORMATS[name], TOOLS, parallel=False), EXAMPLES[name], size)
+        assert (text, call[0], json.loads(call[1])) == ("", *PARIS)
 
 
 @pytest.mark.parametrize("size", [1, 1000])
@@ -111,7 +166,7 @@ def test_calls_without_their_marks(name: str, size: int) -> None:
     [
         "", "plain text", "a < b and [x] {y}", "<tool_call>", "<tool_call>{not json}</tool_call>", "[", '{"name": "x"',
         "<tool_call>\n" + as_json(("unknown", {})) + "\n</tool_call>", '[{"name": "unknown", "arguments": {}}]',
-        EXAMPLES["hermes"][:-5], "<tool", "[TOOL_CALLS]", '{"name": "get_weather", "parameters": 3}', "[" * 3000,
+        EXAMPLES["glm45"][:-5], "<tool", "[TOOL_CALLS]", '{"name": "get_weather", "parameters": 3}', "[" * 3000,
     ],
 )  # fmt: skip
 def test_what_is_no_call_is_text(name: str, text: str, size: int) -> None:
@@ -128,7 +183,7 @@ def test_python_values_that_json_lacks_are_text(value: str) -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_numbers_that_json_lacks_are_text(number: str) -> None:
-    text = f'<tool_call>{{"name": "get_weather", "arguments": {{"days": {number}}}}}</tool_call>'
+    text = f'<tool_call>{{"arguments": {{"days": {number}}}, "name": "get_weather"}}</tool_call>'
     assert read("hermes", text, 1000) == (text, [])
 
 
@@ -142,38 +197,41 @@ def test_typed_values_follow_the_schema() -> None:
         "d": "none",
         "e": '"é"',
         "city ": "false",
+        "share": "5.5",
+        "g": "-1e3",
     }
     values = "".join(f"<parameter={name}>{value}</parameter>" for name, value in given.items())
     text = f"<tool_call><function=get_weather>{values}</function></tool_call>"
     typed = {"city": "2", "days": 2, "a": True, "b": False, "c": None, "d": "none", "e": "é", "city ": False}
+    typed |= {"share": 5.5, "g": -1000.0}
     assert read("qwen3_coder", text, 1000)[1] == [("get_weather", typed)]
 
 
 def test_arguments_are_not_escaped() -> None:
     reader = ToolReader(TOOL_FORMATS["hermes"], TOOLS)
-    assert reader.put('<tool_call>{"name": "get_weather", "arguments": {"city": "Orl\\u00e9ans"}}</tool_call>') == ""
+    call = '{"arguments": {"city": "Orl\\u00e9ans"}, "name": "get_weather"}'  # read as a whole, at the end
+    assert reader.put(f"<tool_call>{call}</tool_call>") == ("", [])
     text, (call,) = reader.end()
-    assert (text, call["type"], call["function"]["name"]) == ("", "function", "get_weather")
+    assert (text, call["index"], call["type"], call["function"]["name"]) == ("", 0, "function", "get_weather")
     assert call["function"]["arguments"] == '{"city": "Orléans"}'
     assert len(call["id"]) == len("call_") + 24
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "rest", "calls"),
+    ("name", "text", "calls"),
     [
-        ("stop", '{"a": "é"', "", [("stop", '{"a": "é"')]),  # as it is, though it was cut off
-        (None, '[{"name": "stop", "parameters": {"a": "é"}}, {"name": "go", "parameters": {}}]', "",
-         [("stop", '{"a": "é"}'), ("go", "{}")]),
-        (None, '[{"name": "stop"', '[{"name": "stop"', []),
+        ("stop", '{"a": "é"', [("stop", '{"a": "é"')]),  # as it is, though it was cut off
+        (None, '[{"name": "stop", "parameters": {"a": "é"}}, {"name": "get_weather", "parameters": {}}]',
+         [("stop", '{"a": "é"}'), ("get_weather", "{}")]),
+        (None, '[{"name": "stop", "parameters": {"a": "é', [("stop", '{"a": "é')]),
+        (None, '[{"name": "stop", "parameters": {}}, {"name": "get', [("stop", "{}")]),
+        (None, '[{"name": "stop"', []),
+        (None, "[", []),
     ],
 )  # fmt: skip
-def test_calls_that_were_demanded(name: str | None, text: str, rest: str, calls: list[tuple[str, str]]) -> None:
-    reader = DemandedCalls(name)
-    assert [reader.put(text[:5]), reader.put(text[5:])] == ["", ""]
-    got_rest, got = reader.end()
-    assert got_rest == rest
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in got] == calls
-    assert len({call["id"] for call in got}) == len(calls)
+def test_calls_that_were_demanded(name: str | None, text: str, calls: list[tuple[str, str]]) -> None:
+    for size in (1, 5, 1000):
+        assert put(DemandedCalls(name, TOOLS), text, size) == ("", calls)
 
 
 def test_arguments_become_objects_for_templates() -> None:
