@@ -22,6 +22,7 @@ from qsample.models.model import PackagedModel, SourceModel, bake_installed
 from qsample.ort.model_package import package_in
 from qsample.package.package import MANIFEST_NAME, check_features, read_package
 from qsample.progress import Progress
+from qsample.request.qefficient import read_config
 from qsample.request.refusals import check_from_pretrained
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class AutoModelForCausalLM:
             revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers, see `HubOptions`.
             adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
             file: which decoder of a folder or repository of decoder files; see `qsample.bake`.
-            others: keywords of transformers, accepted if they are off; docs/transformers.md has the replacements.
+            others: keywords of transformers and QEfficient, accepted if they are off; docs/transformers.md and
+                docs/qefficient.md have the replacements. `qaic_config` sets features.
 
         Returns:
             A `PackagedModel` for a folder with a qsample.json; otherwise a `SourceModel`: of a decoder file if `file`
@@ -103,6 +105,7 @@ class AutoModelForCausalLM:
             QsampleError: for a path that has none of these, and for features that a package was exported without.
         """
         own = AutoModelForCausalLM.from_pretrained.__annotations__.keys() - {"others", "return"}
+        qaic_config = others.pop("qaic_config", None) or {}
         check_from_pretrained(others, own)
         chosen = choose_dtype(dtype, torch_dtype)
         features = Features(
@@ -118,6 +121,7 @@ class AutoModelForCausalLM:
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
         )
+        features = replace(features, **read_config(qaic_config))
         if for_serving:
             features = features.for_serving()
         hub = HubOptions(

@@ -28,6 +28,7 @@ from qsample.huggingface.facade import (
 from qsample.models.cache import Recipe, open_cached
 from qsample.package.package import Package, Unpublished, check_not_source, copy_package
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
+from qsample.request.qefficient import read_compile, read_generate
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class Model(ModelMethods):
     ) -> GenerateOutput: ...
 
     def generate(self, inputs: Any = None, params: Any = None, **options: Any) -> Any:
-        """Generate text or tokens; see `runtime.CausalLM.generate`."""
+        """Generate text or tokens; see `runtime.CausalLM.generate`. QEfficient's arguments are known, too."""
+        inputs, params, options = read_generate(inputs, params, options, self.features)
         return self.runtime.generate(inputs, params, **options)
 
     @young_collections()
@@ -91,14 +93,15 @@ class Model(ModelMethods):
         progress: Progress | None = None,
         **changes: Any,
     ) -> PackagedModel:
-        """Compile for a device. A checkpoint or a decoder file is exported first.
+        """Compile for a device. A checkpoint or a decoder file is exported first, and its `generate` then runs the
+        package.
 
         Args:
             path: the folder of the package; by default a temporary folder that lives as long as the result.
             options: by default `CompileOptions()`, for the CPU.
             overwrite: replace a package at `path`.
             progress: called with a stage's name and the fraction done, in [0, 1]; by default a bar, on a terminal.
-            changes: fields of `CompileOptions`, on top of `options`.
+            changes: fields of `CompileOptions`, on top of `options`; or QEfficient's arguments (docs/qefficient.md).
 
         Returns:
             The device package. Nothing remains after an error.
@@ -114,7 +117,7 @@ class Model(ModelMethods):
 
         if is_dtype(changes.get("dtype")):
             changes["dtype"] = dtype_name(changes["dtype"])
-        options = (options or CompileOptions()).override(**changes)
+        options = (options or CompileOptions()).override(**read_compile(changes))
         if self._export_share:  # an export may take minutes
             find_target(options.provider).check_installed()
         if path is not None:
@@ -123,7 +126,11 @@ class Model(ModelMethods):
             exporting, compiling = meter.part(0.0, self._export_share), meter.part(self._export_share, 1.0)
             with self._portable(options, destination.path, exporting) as source:
                 compiled = compile_package(source, destination.path, options, overwrite=overwrite, progress=compiling)
-                return PackagedModel(compiled, options.provider, destination.keep())
+                return self._keep(PackagedModel(compiled, options.provider, destination.keep()))
+
+    def _keep(self, compiled: PackagedModel) -> PackagedModel:
+        """The model that `compile` made; `generate` may run it from now on."""
+        return compiled
 
     @property
     @abstractmethod
@@ -202,8 +209,8 @@ class PackagedModel(Model):
 
 
 class SourceModel(Model):
-    """A checkpoint, or a decoder file of another exporter, that becomes a package. `generate` takes the package from
-    the user's cache; the first call makes it there."""
+    """A checkpoint, or a decoder file of another exporter, that becomes a package. `generate` takes the package that
+    `compile` made last, otherwise the package from the user's cache; the first call makes it there."""
 
     _export_share = 0.5
 
@@ -296,7 +303,7 @@ class SourceModel(Model):
 
     @property
     def runtime(self) -> CausalLM:
-        """The loaded sessions of the package in the cache; the first call makes it."""
+        """The loaded sessions of the package that `generate` runs."""
         if self._generation_config is not None:
             self._packaged.generation_config = self._generation_config
         return self._packaged.runtime
@@ -304,6 +311,14 @@ class SourceModel(Model):
     @cached_property
     def _packaged(self) -> PackagedModel:
         return self.cached()
+
+    @property
+    def device(self) -> Device:
+        return self._packaged.device if "_packaged" in vars(self) else super().device
+
+    def _keep(self, compiled: PackagedModel) -> PackagedModel:
+        self._packaged = compiled
+        return compiled
 
     @cached_property
     def _checkpoint(self) -> Checkpoint | None:

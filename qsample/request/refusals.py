@@ -1,4 +1,4 @@
-"""Keywords and attributes of transformers that ask for something that qsample does not do, with what to do instead."""
+"""Keywords and attributes of transformers and QEfficient that ask for what qsample lacks, with the alternative."""
 
 from __future__ import annotations
 
@@ -119,6 +119,15 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("labels head_mask logits_to_keep num_items_in_batch is_causal seq_idx", _NO_FORWARD),
     **refusals("cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k", _NO_FORWARD),
     **refusals("device", "load(path, provider) or from_pretrained(..., provider=...) chooses it; leave it out"),
+    # QEfficient's.
+    **refusals("device_id device_ids", "compile(provider=...) chooses the device; leave it out", [0]),
+    **refusals("runtime_ai100", "generate runs the compiled package; leave it out", True),
+    **refusals("prompts_txt_file_path", "read the file and give prompts, or see `qsample generate --prompt-file`"),
+    **refusals("prompt_to_lora_id_mapping", "give each row its adapter's name: SamplingParams(adapter=name)"),
+    **refusals("stream", "give a streamer, such as transformers.TextStreamer(tokenizer)", False),
+    **refusals("iteration", "call generate again, or measure with `qsample bench`", 1),
+    **refusals("automation enable_debug_logs write_io is_tlm", "see the attributes of generate's result", False),
+    **refusals("write_io_dir comp_ctx_lengths_prefill comp_ctx_lengths_decode", "leave it out"),
 }  # fmt: skip
 # Fields of a generation_config that change the tokens and that qsample does not implement.
 UNSUPPORTED: Final[Mapping[str, Refusal]] = {
@@ -191,6 +200,12 @@ FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
     **refusals("generation_config", "give it to generate, or change model.generation_config"),
     **refusals("tqdm_class", "export and compile take progress=, a function; leave it out"),
     **refusals("max_length max_new_tokens temperature top_k top_p do_sample", "give it to generate"),
+    # QEfficient's.
+    **refusals("continuous_batching", "give True or False; rows of any package come and go", True, False),
+    **refusals("full_batch_size", "give it to compile"),
+    **refusals("max_seq_len_cached", "give compile ctx_len, the tokens that a row holds"),
+    **refusals("num_hidden_layers", _TRANSFORMERS),
+    **refusals("enable_proxy", "leave it out", False),
 }
 
 # These choose how transformers loads and computes, never what: any value is met by a graph with kernels and a cache of
@@ -199,6 +214,7 @@ IGNORED: Final = frozenset(
     {"attn_implementation", "experts_implementation", "use_flash_attention_2", "use_kernels", "allow_all_kernels"}
     | {"kernel_config", "low_cpu_mem_usage", "offload_folder", "offload_buffers", "offload_state_dict", "use_cache"}
     | {"use_safetensors", "weights_only", "resume_download"}
+    | {"layerwise", "kv_offload"}  # QEfficient's
 )
 
 
@@ -208,6 +224,51 @@ def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> Non
     rest = without_refused(FROM_PRETRAINED, given).keys() - IGNORED
     if rest:
         raise TypeError(unknown("from_pretrained has no argument", next(iter(rest)), own))
+
+
+_AI100: Final = "it is an option of Cloud AI 100's compiler; leave it out"
+_ROW_LENGTH: Final = "attention reads the tokens that a row has, however long ctx_len is; leave it out"
+
+# Arguments of QEfficient's `compile`.
+COMPILE: Final[Mapping[str, Refusal]] = {
+    **refusals("mxfp6_matmul", 'ONNX Runtime has no MX formats; give weights="int8" or "int4"', False),
+    **refusals("mxint8_kv_cache", 'ONNX Runtime has no MX formats; give kv_cache_dtype="int8"', False),
+    **refusals("num_devices", _ONE_DEVICE, 0, 1),
+    **refusals(
+        "num_cores aic_num_cores", "qsample.runtime.load(path, intra_op_num_threads=...) sets the CPU's threads"
+    ),
+    **refusals("onnx_path", "give from_pretrained the exported package; leave it out"),
+    **refusals("compile_dir", "give path, the folder of the package"),
+    **refusals("kv_cache_batch_size", "the cache has the rows of full_batch_size; leave it out"),
+    **refusals("prefill_only", "the same graph reads prompts and decodes; leave it out"),
+    **refusals("retain_full_kv", "the same graph reads prompts and decodes; leave it out", False),
+    **refusals("kv_cache_prefix custom_io specializations", "the contract fixes inputs and states; leave it out"),
+    **refusals("comp_ctx_lengths_prefill comp_ctx_lengths_decode", _ROW_LENGTH),
+    **refusals("convert_to_fp16", 'give from_pretrained dtype="float16"', False),
+    **refusals("aic_enable_depth_first allow_mxint8_mdp_io enable_qnn", _AI100, False),
+    **refusals("mos aic_hw_version mdp_ts_num_devices qnn_config", _AI100),
+}
+# These choose how QEfficient exports, and the size of the pieces in which prompts are read. The runtime chooses that
+# itself, and no token depends on it.
+COMPILE_IGNORED: Final = frozenset(
+    {"prefill_seq_len", "prefill_seq_length", "enable_chunking", "moe_prefill_packed_chunk_size", "layerwise"}
+    | {"layerwise_window_size", "use_onnx_subfunctions", "offload_pt_weights", "dynamo"}
+)
+# Keys of QEfficient's `qaic_config`.
+QAIC_CONFIG: Final[Mapping[str, Refusal]] = {
+    **refusals(
+        "speculative_model_type", "compile(num_speculative_tokens=...) makes a package whose steps check guesses"
+    ),
+    **refusals("ccl_enabled", _ROW_LENGTH, False),
+    **refusals("num_kv_blocks mla_absorption", "it chooses how attention is computed there; leave it out"),
+}
+# Keys of QEfficient's `sampling_params`.
+SAMPLING_PARAMS: Final[Mapping[str, Refusal]] = {
+    **refusals(
+        "random_numbers", "seed=... makes the numbers of each row and position in the graph; give it to generate"
+    ),
+    **refusals("last_accepted_output_tokens", "the graph keeps each row's tokens; leave it out"),
+}
 
 
 _ADAPTERS: Final = "adapters are merged before the export: open the checkpoint with from_pretrained(..., adapter=)"

@@ -12,16 +12,19 @@ import pytest
 from qsample.errors import unknown
 from qsample.request.refusals import (
     APPLY_CHAT_TEMPLATE,
+    COMPILE,
     FROM_PRETRAINED,
     GENERATE,
     IGNORED,
+    QAIC_CONFIG,
+    SAMPLING_PARAMS,
     UNSUPPORTED,
     check_from_pretrained,
     without_refused,
 )
 from qsample.runtime.call import KEYWORDS, SAMPLING
 
-TABLES = GENERATE, UNSUPPORTED, FROM_PRETRAINED, APPLY_CHAT_TEMPLATE
+TABLES = GENERATE, UNSUPPORTED, FROM_PRETRAINED, APPLY_CHAT_TEMPLATE, COMPILE, QAIC_CONFIG, SAMPLING_PARAMS
 
 
 @pytest.mark.parametrize(("table", "name"), [(table, name) for table in TABLES for name in table])
