@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 import tempfile
+import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,7 +41,7 @@ from qsample.checkpoints.gptq_awq import (
 from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.checkpoints.mapped_weights import INDEX, SINGLE, loading_in_this_thread, mapped_weights, weight_files
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
-from qsample.checkpoints.source import ADAPTER, CONFIG, HubOptions, check_exists
+from qsample.checkpoints.source import ADAPTER, ANOTHER_MODEL, CONFIG, HubOptions, check_exists, check_kind
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import check_free, full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError, listed
@@ -114,6 +117,17 @@ class Checkpoint:
         check_exists(self.model_id, self.hub)
         with self._config_errors():
             config: PretrainedConfig = AutoConfig.from_pretrained(self.model_id, **self.hub.loading())
+        check_kind(self.model_id, config.to_dict())  # of a hub id, too
+        if not self.hub.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            reads = f", which reads {_media(config)}" if _media(config) else ""
+            raise UnsupportedModelError(
+                f"{self.model_id} is a {_kind(config)}{reads}; transformers has no causal language model of type "
+                f"{config.model_type}; {ANOTHER_MODEL}"
+            )
+        if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
+            raise UnsupportedModelError(
+                f"{self.model_id} is an encoder ({_kind(config)}), which does not continue texts; {ANOTHER_MODEL}"
+            )
         return config
 
     @cached_property
@@ -224,6 +238,11 @@ class Checkpoint:
         not fit the configuration.
         """
         _ = self.config, self.adapter_files, self.generation_config, self.outline  # small files first: they fail fast
+        if media := _media(self.config):
+            warnings.warn(
+                f"{self.model_id} also reads {media}; its language model alone is exported, which reads text",
+                stacklevel=2,
+            )
         torch_dtype = getattr(torch, dtype or self.dtype)
         sources = sources or SourceFiles()
         if self.outline.quantization is None or scratch is not None:
@@ -389,6 +408,16 @@ def _check_states(model: PreTrainedModel) -> None:
             raise
     except Exception:  # questions that need weights
         return
+
+
+def _kind(config: PretrainedConfig) -> str:
+    return str(next(iter(config.architectures or ()), config.model_type))
+
+
+def _media(config: PretrainedConfig) -> str:
+    """What a model reads besides text: "images", "audio", both, or nothing."""
+    kinds = {"vision": "images", "audio": "audio"}
+    return " and ".join(kinds[mark] for mark in kinds if any(mark in part for part in config.sub_configs))
 
 
 def _first_line(error: BaseException) -> str:

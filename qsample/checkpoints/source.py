@@ -1,4 +1,5 @@
 """Where a model comes from, before it is read: a folder, or a repository of the Hugging Face hub and how it is read.
+And whether its config.json describes a language model.
 
 Names are checked before anything is loaded, so that a mistyped name fails at once: transformers would take it for a hub
 id and try for half a minute to reach the hub. Imports nothing heavy: a cached package is found without the libraries
@@ -11,19 +12,32 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
-from qsample.disk.untrusted import leads_out
-from qsample.errors import QsampleError
+from qsample.disk.untrusted import leads_out, read_json
+from qsample.errors import QsampleError, UnsupportedModelError
 
 CONFIG: Final = "config.json"
 ADAPTER: Final = "adapter_config.json"
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _LONGEST_ID: Final = 96  # characters, of huggingface_hub
+_ADDRESS: Final = re.compile(
+    r"(?:https?://|hf://)?(?:www\.)?(?:huggingface\.co/|hf\.co/|(?<=hf://))([\w.-]+/[\w.-]+).*"
+)
+_OLLAMA_TAG: Final = re.compile(r"[\w.-]+(/[\w.-]+)?:[\w.-]+")
+_GGUF: Final = (
+    "holds GGUF, the quantized weights of llama.cpp; give the checkpoint that they were made from, a folder or hub id "
+    "with config.json and .safetensors files. `qsample compile --weights int4` quantizes it"
+)
+# Heads that do not continue texts, as the last part of a class's name.
+_OTHER_HEADS: Final = re.compile(
+    r".*For(MaskedLM|\w*Classification|\w*QuestionAnswering|\w*Detection|MultipleChoice|CTC)"
+)
+ANOTHER_MODEL: Final = "take a decoder-only language model; docs/architectures.md lists the types that can be exported"
 # Weights may lie on another disk: nothing else than numbers is read of them.
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
 _SECONDS: Final = 10  # to wait for the hub
@@ -93,18 +107,55 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
     path = Path(name)
     if os.path.isdir(path):
         if file == CONFIG and not (path / file).is_file():
+            if any(path.glob("*.gguf")):
+                raise UnsupportedModelError(f"{name} {_GGUF}")
             raise QsampleError(f"{name} has neither a {file} (a checkpoint) nor a qsample.json (a package)")
         entries = sorted([*path.iterdir(), *path.glob("*/*.jinja")])
         check_links((entry for entry in entries if entry.suffix not in _WEIGHTS), [path])
         return
     if os.path.exists(path):
+        if path.suffix == ".gguf":
+            raise UnsupportedModelError(f"{name} {_GGUF}")
         raise QsampleError(f"{name} is a file; give the folder that it is in, or a hub id")
     missing = f"{name:.200} does not exist{_similar(path)}"
     accepted = "a checkpoint folder, a package folder or a hub id" if file == CONFIG else "a folder or a hub id"
+    if address := _ADDRESS.fullmatch(name):
+        raise QsampleError(f"{name:.200} is an address; give the hub id, {address[1]}")
     if name.startswith((".", "~")) or not _HUB_ID.fullmatch(name) or len(name) > _LONGEST_ID:
-        raise QsampleError(f"{missing}; give {accepted}")
+        example = ", such as Qwen/Qwen3-0.6B: names of ollama are unknown" if _OLLAMA_TAG.fullmatch(name) else ""
+        raise QsampleError(f"{missing}; give {accepted}{example}")
     if hub is not None:
         _ask_hub(name, missing, accepted, hub, file)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise QsampleError for a folder with a config.json that shows it to be no language model's, or without weights:
+    transformers would tell so much later."""
+    try:
+        config = dict(read_json(folder / CONFIG, infinities=True))
+    except (ValueError, TypeError) as error:
+        raise QsampleError(
+            f"{folder}: its {CONFIG} cannot be used ({error}); correct it, or download it again"
+        ) from None
+    check_kind(str(folder), config)
+    suffixes = {path.suffix for path in folder.iterdir()}
+    if suffixes.isdisjoint(_WEIGHTS) and "transformers_weights" not in config:
+        if ".gguf" in suffixes:
+            raise UnsupportedModelError(f"{folder} {_GGUF}")
+        raise QsampleError(f"{folder} has a {CONFIG} and no weights; put the model's .safetensors files there")
+
+
+def check_kind(name: str, config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError, with what to take instead, for a `config` (as in config.json) of a model that does
+    not continue texts by itself. `name`: of the model, for the message."""
+    kinds = config.get("architectures")
+    kind = str(kinds[0] if isinstance(kinds, list) and kinds else config.get("model_type", ""))
+    if config.get("is_encoder_decoder") is True:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder{f' ({kind})' if kind else ''}, and the graph has no encoder; {ANOTHER_MODEL}"
+        )
+    if _OTHER_HEADS.fullmatch(kind) and config.get("is_decoder") is not True:
+        raise UnsupportedModelError(f"{name} is a {kind}, which does not continue texts; {ANOTHER_MODEL}")
 
 
 def check_links(paths: Iterable[Path], folders: Iterable[Path]) -> None:

@@ -15,6 +15,7 @@ import gc
 import os
 import signal
 import sys
+import warnings
 from contextlib import suppress
 from types import FrameType
 from typing import Annotated, Any, Final
@@ -23,7 +24,7 @@ import typer
 
 import qsample
 from qsample.cli import build, chat, generate, inspect, measure, serve
-from qsample.cli.terminal import DEBUG_VARIABLE, no_escapes, report
+from qsample.cli.terminal import DEBUG_VARIABLE, name_options, no_escapes, note, options_of, report
 
 # `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
 _ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -94,12 +95,14 @@ def run(arguments: list[str]) -> int:
         import typer.rich_utils
 
         typer.rich_utils.COLOR_SYSTEM = None  # of the help
-    try:
-        status = app(arguments, standalone_mode=False, prog_name="qsample")
-    except Exception as error:
-        if os.environ.get(DEBUG_VARIABLE):
-            raise
-        return report(error, arguments, commands())
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: note(name_options(str(message), options_of(arguments, commands())))
+        try:
+            status = app(arguments, standalone_mode=False, prog_name="qsample")
+        except Exception as error:
+            if os.environ.get(DEBUG_VARIABLE):
+                raise
+            return report(error, arguments, commands())
     return status if isinstance(status, int) else 0
 
 

@@ -13,7 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from qsample.checkpoints.source import ADAPTER, CheckpointSource, DecoderSource, HubOptions, check_exists
+from qsample.checkpoints.source import (
+    ADAPTER,
+    CheckpointSource,
+    DecoderSource,
+    HubOptions,
+    check_checkpoint,
+    check_exists,
+)
 from qsample.contract.interface import DEFAULT_LORA_RANK, Features
 from qsample.contract.tensors import HUGGING_FACE
 from qsample.errors import QsampleError
@@ -227,8 +234,11 @@ def _checkpoint(
 ) -> CheckpointSource:
     """The checkpoint of a folder or hub id. Raises QsampleError for a name that cannot be one; the hub is asked only if
     the extra `export` is missing."""
-    if not os.path.exists(model_id):  # a mistyped package needs nothing that is not installed
-        check_exists(model_id, hub if find_spec("transformers") is None else None)
+    is_folder = os.path.exists(model_id)
+    # A mistyped package needs nothing that is not installed.
+    check_exists(model_id, hub if find_spec("transformers") is None and not is_folder else None)
+    if is_folder:
+        check_checkpoint(Path(model_id))
     if adapter is not None:
         check_exists(adapter, file=ADAPTER)
     return CheckpointSource(model_id, check_export_dtype(dtype), tokenizer, adapter, hub)

@@ -19,7 +19,7 @@ from qsample.checks import check_fields, checked, integer, is_integer, number, r
 from qsample.errors import EngineClosedError
 from qsample.ort.options import NO_SPINNING
 from qsample.ray.archives import open_archive, pack
-from qsample.request.sampling_params import SEEDS
+from qsample.request.sampling_params import DRAWN_SEEDS
 from qsample.runtime import Engine, RequestOutput, load
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def seed_of(row: Row, id_column: str) -> int:
             "or name another id_column"
         )
     text = json.dumps(_plain(given), sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % SEEDS
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % DRAWN_SEEDS
 
 
 def _number(value: Any) -> Any:

@@ -22,6 +22,7 @@ GENERATION_CONFIG_FILE: Final = "generation_config.json"
 DEFAULT_NEW_TOKENS: Final = 256  # if neither the model nor the caller says how much to generate
 HF_DEFAULT_TOP_K: Final = 50  # transformers samples with it if top_k is not set
 SEEDS: Final = 2**63  # the number of seeds, from 0 on
+DRAWN_SEEDS: Final = 2**52  # of fresh seeds: they and their successors are exact as numbers of JSON
 INT32_MAX: Final = 2**31 - 1
 FLOAT32_MAX: Final = 3.4028235e38
 SMALLEST_TOP_P: Final = 1.1754944e-38  # the least normal float32: the likeliest token alone, of any mass

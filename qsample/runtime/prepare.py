@@ -18,7 +18,7 @@ from qsample.contract.interface import Interface
 from qsample.contract.tensors import ALLOWED_TOKENS, DRAFT_IDS, MASK_WORDS, PAD_STOP_ID, PROMPT_LOOKUP, SEED
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
-from qsample.request.sampling_params import OFF, SEEDS, SamplingParams
+from qsample.request.sampling_params import DRAWN_SEEDS, OFF, SEEDS, SamplingParams
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_array
 from qsample.runtime.callbacks import Guide
@@ -173,7 +173,7 @@ def choose_seeds(
 def _fresh_seed() -> int:
     """A random seed; from torch in a process that uses it, for scripts that call torch.manual_seed or set_seed."""
     torch: Any = sys.modules.get("torch")
-    return secrets.randbelow(SEEDS) if torch is None else int(torch.randint(SEEDS - 1, ()))
+    return secrets.randbelow(DRAWN_SEEDS) if torch is None else int(torch.randint(DRAWN_SEEDS, ()))
 
 
 # Inputs that are not the value of a single field of SamplingParams.

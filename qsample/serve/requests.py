@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
 from qsample.request.refusals import Refusal, refusals
-from qsample.request.sampling_params import FILTER_FIELDS, OFF, SEEDS, SMALLEST_TOP_P
+from qsample.request.sampling_params import DRAWN_SEEDS, FILTER_FIELDS, OFF, SEEDS, SMALLEST_TOP_P
 from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 
@@ -351,7 +351,7 @@ class GenerationRequest(FilterFields):
 
     def seeds(self) -> list[int]:
         """A seed for each answer to a prompt: `seed` and its successors, negative seeds counted from the end."""
-        first = secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        first = secrets.randbelow(DRAWN_SEEDS) if self.seed is None else self.seed
         return [(first + index) % SEEDS for index in range(self.choices)]
 
     @cached_property

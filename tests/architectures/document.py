@@ -39,6 +39,9 @@ this small, the former are mostly tables of angles and norms.
 - **LinearAttention**, **CausalConvWithState**: ONNX Runtime's operators for recurrences and short convolutions,
   over all tokens of a call at once. **Scan**: a layer that runs token by token.
 
+Types such as `bert` pass as decoders (`is_decoder`); checkpoints of encoders and of encoder-decoders are refused. Of a
+model that reads images or audio, too, the language model alone is exported, and a warning says so.
+
 An export of a type that does not pass fails with the reason, and publishes nothing. These checks use a single small
 configuration per type; every export runs the same parity gate on the real model.
 

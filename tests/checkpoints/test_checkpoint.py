@@ -33,7 +33,10 @@ def configured(folder: Path, **changes: object) -> str:
     ("changes", "message"),
     [
         ({"model_type": "no_such_model"}, "no_such_model"),
-        ({"model_type": "vit"}, r"(?i)vit"),
+        ({"model_type": "vit"}, "no causal language model of type vit; take a decoder-only"),
+        ({"model_type": "qwen2_5_vl"}, "which reads images; transformers has no causal language model of type qwen2_5"),
+        ({"model_type": "bert"}, r"is an encoder \(LlamaForCausalLM\), which does not continue texts; take a decoder"),
+        ({"model_type": "whisper"}, "is an encoder-decoder"),
         *(
             (changes, r"checkpoint: transformers makes no model of its config\.json \(")
             for changes in (
@@ -52,6 +55,15 @@ def test_a_configuration_that_no_model_can_be_made_of(changes: dict[str, object]
     """Each fails in transformers or torch, in a different way."""
     with pytest.raises(UnsupportedModelError, match=message):
         Checkpoint(configured(tmp_path, **changes)).load()
+
+
+def test_an_export_says_what_it_leaves_out(tmp_path: Path) -> None:
+    text = random_model("gemma3_text").config.to_dict()
+    config = transformers.Gemma3Config(text_config=text, vision_config={"num_hidden_layers": 1})
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.warns(UserWarning, match="also reads images; its language model alone"), pytest.raises(QsampleError):
+        Checkpoint(str(tmp_path)).load()
 
 
 def test_tokenizers(tmp_path: Path) -> None:
@@ -153,7 +165,8 @@ def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["openai-gpt", "rwkv"])
 def test_what_the_configuration_tells_is_refused_before_the_weights_are_read(model_type: str, tmp_path: Path) -> None:
-    random_model(model_type).config.save_pretrained(tmp_path / "checkpoint")  # there are no weights to read
+    random_model(model_type).config.save_pretrained(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "model.safetensors").touch()  # there are no weights to read
     checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None)
     with pytest.raises(UnsupportedModelError, match=r"puts nothing into the cache.*docs/architectures\.md"):
         checkpoint.export(tmp_path / "package")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -170,15 +171,55 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
         ("file", "file is a file; give the folder"),
         ("tiny-cpu", "tiny-cpu has neither a config.json .* nor a qsample.json"),
         ("some/model", "was not downloaded from the hub before, and local_files_only allows no download"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
+        ("hf.co/Qwen/Qwen3-0.6B", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
+        ("hf://Qwen/Qwen3-0.6B", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
+        ("qwen3:0.6b", "does not exist; .* hub id, such as Qwen/Qwen3-0.6B: names of ollama are unknown"),
+        ("one/model.gguf", r"model\.gguf holds GGUF, .* config\.json and \.safetensors files"),
+        ("ggufs", r"ggufs holds GGUF, .* config\.json and \.safetensors files"),
     ],
 )
 def test_names(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "model.gguf").touch()
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs" / "model-Q4_K_M.gguf").touch()
     (tmp_path / "tiny-cpu").mkdir()
     (tmp_path / "models" / "qwen3").mkdir(parents=True)
     (tmp_path / "file").touch()
     with pytest.raises(QsampleError, match=message):
         check_exists(name, HubOptions(local_files_only=True, cache_dir=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "message"),
+    [
+        ('{"model_type": "qwen3"}', "model.gguf", "holds GGUF"),
+        ('{"model_type": "qwen3"}', "README.md", r"has a config.json and no weights; put .* there$"),
+        ('{"model_type": ', "model.safetensors", "its config.json cannot be used"),
+        ("[]", "model.safetensors", None),  # transformers says it
+        (
+            '{"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": true}',
+            "model.safetensors",
+            r"is an encoder-decoder \(WhisperForConditionalGeneration\).*take a decoder-only language model",
+        ),
+        ('{"model_type": "t5", "is_encoder_decoder": true}', "pytorch_model.bin", r"encoder-decoder \(t5\)"),
+        ('{"architectures": ["BertForMaskedLM"]}', "model.safetensors", "BertForMaskedLM, which does not continue"),
+        ('{"architectures": ["ViTForImageClassification"]}', "model.safetensors", "does not continue texts"),
+        ('{"architectures": ["BertForMaskedLM"], "is_decoder": true}', "model.safetensors", None),
+        ('{"architectures": ["Qwen3ForCausalLM"], "x": Infinity}', "model.safetensors", None),
+    ],
+)
+def test_folders_are_refused_without_torch(
+    config: str, file: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / file).touch()
+    with nullcontext() if message is None else pytest.raises(QsampleError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_what_is_there(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_nothing_is_written_over_what_it_is_made_from(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").touch()
     for folder in folders:
         source = AutoModelForCausalLM.from_pretrained(
             tmp_path / "checkpoint", adapter=tmp_path / "adapter", tokenizer=str(tmp_path / "words")
@@ -260,7 +261,8 @@ def test_a_target_that_is_not_there_fails_before_the_export(
 def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-cpu").mkdir()
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(QsampleError, match=r"tiny-cup does not exist .did you mean tiny-cpu\?"):
         AutoModelForCausalLM.from_pretrained("./tiny-cup")
     with pytest.raises(QsampleError, match=r"\./no-adapter does not exist"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, RequestFailedError, SamplingParams, load
 from qsample.runtime.decode.slots import Slots
+from qsample.runtime.prepare import choose_seeds
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import byte_tokenizer, compilation
 from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_for_token
@@ -31,6 +33,17 @@ def test_where_seeds_come_from(model: CausalLM) -> None:
     half = model.generate(PROMPTS[:2], [seeded, short]).seeds
     assert half[0] == 9
     assert len({*half, *model.generate(PROMPTS[:2], short).seeds}) == 4
+
+
+@pytest.mark.parametrize("library", ["torch", "secrets"])
+def test_fresh_seeds_survive_readers_of_json(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library == "secrets":
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    else:
+        pytest.importorskip("torch")
+    seeds = choose_seeds(None, SamplingParams(), 200)
+    assert all(int(float(seed + 127)) == seed + 127 for seed in seeds), "jq and JavaScript read float64"
+    assert len({*seeds}) == 200
 
 
 def test_the_text_of_a_row_goes_on_from_its_prompt(model: CausalLM) -> None:

@@ -141,6 +141,7 @@ def test_without_a_seed_each_prompt_has_its_own() -> None:
     play.whole([5], [5])
     seeds = [request.options["seed"] for request in play.requests]  # type: ignore[union-attr]
     assert len({*seeds}) == 4
+    assert all(int(float(seed)) == seed for seed in seeds), "exact in JavaScript"
 
 
 @pytest.mark.parametrize("error", [ValueError("full"), KeyboardInterrupt()])
