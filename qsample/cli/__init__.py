@@ -24,6 +24,7 @@ import typer
 
 import qsample
 from qsample.cli import build, chat, generate, inspect, measure, serve
+from qsample.cli.help import Command
 from qsample.cli.terminal import DEBUG_VARIABLE, name_options, no_escapes, note, options_of, report
 
 # `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
@@ -67,20 +68,20 @@ def root(
         os.environ[DEBUG_VARIABLE] = "1"
 
 
-app.command(epilog=build.EXPORT_EXAMPLES)(build.export)
-app.command(epilog=build.COMPILE_EXAMPLES)(build.compile)
-app.command(epilog=build.BAKE_EXAMPLES)(build.bake)
-app.command(epilog=build.BUNDLE_EXAMPLES)(build.bundle)
-app.command(epilog=generate.EXAMPLES)(generate.generate)
-app.command(epilog=chat.EXAMPLES)(chat.chat)
-app.command(epilog=serve.SERVE_EXAMPLES)(serve.serve)
-app.command(epilog=serve.WEB_EXAMPLES)(serve.web)
-app.command(epilog=build.PREFIX_EXAMPLES)(build.prefix)
-app.command(epilog=measure.EVALUATE_EXAMPLES)(measure.evaluate)
-app.command(epilog=build.POLICY_EXAMPLES)(build.policy)
-app.command(epilog=measure.BENCH_EXAMPLES)(measure.bench)
-app.command(epilog=inspect.INSPECT_EXAMPLES)(inspect.inspect)
-app.command(epilog=inspect.PULL_EXAMPLES)(inspect.pull)
+app.command(cls=Command, epilog=build.EXPORT_EXAMPLES)(build.export)
+app.command(cls=Command, epilog=build.COMPILE_EXAMPLES)(build.compile)
+app.command(cls=Command, epilog=build.BAKE_EXAMPLES)(build.bake)
+app.command(cls=Command, epilog=build.BUNDLE_EXAMPLES)(build.bundle)
+app.command(cls=Command, epilog=generate.EXAMPLES)(generate.generate)
+app.command(cls=Command, epilog=chat.EXAMPLES)(chat.chat)
+app.command(cls=Command, epilog=serve.SERVE_EXAMPLES)(serve.serve)
+app.command(cls=Command, epilog=serve.WEB_EXAMPLES)(serve.web)
+app.command(cls=Command, epilog=build.PREFIX_EXAMPLES)(build.prefix)
+app.command(cls=Command, epilog=measure.EVALUATE_EXAMPLES)(measure.evaluate)
+app.command(cls=Command, epilog=build.POLICY_EXAMPLES)(build.policy)
+app.command(cls=Command, epilog=measure.BENCH_EXAMPLES)(measure.bench)
+app.command(cls=Command, epilog=inspect.INSPECT_EXAMPLES)(inspect.inspect)
+app.command(cls=Command, epilog=inspect.PULL_EXAMPLES)(inspect.pull)
 app.add_typer(inspect.cache_app, name="cache", no_args_is_help=True)
 
 

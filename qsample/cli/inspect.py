@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qsample.cli.common import CtxLen, Json, Provider, Weights, is_package, open_exported
+from qsample.cli.help import Command
 from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
@@ -311,7 +312,7 @@ def pull(
     print(opened.package.path)
 
 
-@cache_app.command("list")
+@cache_app.command("list", cls=Command)
 def list_entries(as_json: Json = False) -> None:
     """List the cache, the last used first."""
     from qsample.models.cache import cache_folder, entries, size_limit
@@ -338,7 +339,7 @@ def list_entries(as_json: Json = False) -> None:
     )
 
 
-@cache_app.command("clear")
+@cache_app.command("clear", cls=Command)
 def clear_entries(
     model: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="As `list` names them. (default: all)")

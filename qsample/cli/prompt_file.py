@@ -6,6 +6,7 @@ other prompts or settings is recognised. A line with an error may be done again,
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from qsample.cli.common import context_full, read_text
+from qsample.cli.spellings import name_here
 from qsample.cli.terminal import AlreadyPrintedError, counted, finite, note, progress
 from qsample.disk.locks import lock
 from qsample.disk.replace import file_aside
@@ -140,9 +142,12 @@ def _check(content: dict[str, Any]) -> None:
         raise ValueError(f'messages is {shown(value, 60)}; give [{{"role": "user", "content": "..."}}]')
     known = {*_NO_OPTIONS, "do_sample", "stop_strings"}
     known |= {item.name for item in (*fields(SamplingParams), *fields(ChatOptions))}
-    if unknown := sorted(content.keys() - known):
+    if others := sorted(content.keys() - known):
+        ours = name_here(f"--{others[0].replace('_', '-')}", {f"--{name.replace('_', '-')}" for name in known})
+        close = [ours[2:].replace("-", "_")] if ours else difflib.get_close_matches(others[0], sorted(known), n=1)
+        hint = f"did you mean {close[0]!r}? Otherwise " if close else ""
         raise ValueError(
-            f"the line has {', '.join(unknown)}, which is not a parameter; put your own fields into metadata"
+            f"the line has {', '.join(others)}, which is not a parameter; {hint}put your own fields into metadata"
         )
     bias = content.get("logit_bias")
     if isinstance(bias, dict) and all(key.isdecimal() for key in bias):  # JSON's keys are texts

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
+from qsample.cli.spellings import name_here
 from qsample.errors import QsampleError, printable
 from qsample.progress import Progress, Stage, unreported
 
@@ -33,6 +34,7 @@ _EXTRAS: Final = {
     "matplotlib": "plot",
     "ray": "ray",
 }
+_UNKNOWN: Final = re.compile(r"No such (command|option:?) '?(?P<word>-*\w[\w-]*)'?")
 _ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*m")
 # The name of an argument, perhaps with a value; not a part of a path or a quotation.
 _ARGUMENT: Final = re.compile(
@@ -130,9 +132,11 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     """
     usage = getattr(error, "exit_code", 1) == 2  # the parser's errors have a separate status
     status = 2 if usage else 1
+    running = _running(arguments, commands)
     text = name_options(_message(error), options_of(arguments, commands), getattr(error, "argument", None))
+    if usage:
+        text = _with_advice(text, running, commands)
     if text or not usage:  # without a command, the help was printed
-        running = _running(arguments, commands)
         hint = f"; see qsample {f'{running} ' if running else ''}--help" if usage else ""
         print(f"qsample: {text}{hint}", file=sys.stderr)
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -140,6 +144,16 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
         kind = "UsageError" if usage else type(error).__name__
         print(json.dumps({"error": {"type": kind, "message": text, "status": status}}, ensure_ascii=False, indent=2))
     return status
+
+
+def _with_advice(text: str, running: str | None, commands: Mapping[str, Any]) -> str:
+    """A message of the parser with what to give in place of what it does not know."""
+    options = {name for parameter in getattr(commands.get(running or ""), "params", ()) for name in parameter.opts}
+    if (found := _UNKNOWN.match(text)) and (ours := name_here(found["word"], options)):
+        return f"{found[0]}; here it is {ours if found['word'].startswith('-') else f'`{ours}`'}"
+    if running == "generate" and text.startswith("Got unexpected extra argument"):
+        return f"{text}; a prompt comes after -p"
+    return text
 
 
 def options_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> Options:

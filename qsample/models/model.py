@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +27,7 @@ from qsample.huggingface.facade import (
     is_dtype,
 )
 from qsample.models.cache import Recipe, open_cached
-from qsample.package.package import Package, Unpublished, check_not_source, copy_package
+from qsample.package.package import Package, Unpublished, check_not_source, check_target, copy_package
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
 from qsample.request.qefficient import read_compile, read_generate
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
@@ -120,8 +121,7 @@ class Model(ModelMethods):
         options = (options or CompileOptions()).override(**read_compile(changes))
         if self._export_share:  # an export may take minutes
             find_target(options.provider).check_installed()
-        if path is not None:
-            check_not_source(path, *self._sources)
+        self._check_out(path, overwrite)
         with shown(progress) as report, metered(report) as meter, Destination(path) as destination:
             exporting, compiling = meter.part(0.0, self._export_share), meter.part(self._export_share, 1.0)
             with self._portable(options, destination.path, exporting) as source:
@@ -131,6 +131,13 @@ class Model(ModelMethods):
     def _keep(self, compiled: PackagedModel) -> PackagedModel:
         """The model that `compile` made; `generate` may run it from now on."""
         return compiled
+
+    def _check_out(self, path: str | Path | None, overwrite: bool) -> None:
+        """Raise PackageError, before any work, if the package cannot be written to `path`."""
+        if path is not None:
+            check_not_source(path, *self._sources)
+            target = Path(os.path.realpath(path))
+            check_target(target, target, overwrite)
 
     @property
     @abstractmethod
@@ -246,8 +253,7 @@ class SourceModel(Model):
             ParityError: if the graph does not compute the model's logits.
             PackageError: if `path` cannot be written.
         """
-        if path is not None:
-            check_not_source(path, *self._sources)
+        self._check_out(path, overwrite)
         with shown(progress) as report, metered(report) as meter, Destination(path) as destination:
             package = self._write(destination.path, overwrite, meter)
             return PackagedModel(package, self._provider, destination.keep())

@@ -82,7 +82,7 @@ def run(model_type: str, *, compiled: bool = True) -> Row:
         return Row(model_type, result, text, seconds=round(time.perf_counter() - started, 1), **figures)  # type: ignore[arg-type]
 
     try:
-        # What checkpoints of the type say of themselves; some have a decoder that transformers makes without its encoder.
+        # What checkpoints of the type say: transformers makes some decoders without their encoder.
         check_kind(model_type, {"is_encoder_decoder": CONFIG_MAPPING[model_type].is_encoder_decoder})
         model = tiny_model(model_type)
     except UnsupportedModelError as error:

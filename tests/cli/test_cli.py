@@ -70,6 +70,8 @@ def test_a_missing_dependency_says_what_to_install(run: Any, monkeypatch: pytest
     for module in [name for name in sys.modules if name.split(".")[0] == "transformers" or "exporters" in name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     status, _, err = run("export", tmp_path, tmp_path / "out")
     assert status == 1
     assert "install qsample with its extra 'export'" in err

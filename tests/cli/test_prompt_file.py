@@ -91,7 +91,12 @@ def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -
         ("not json", "the line is not valid JSON"),
         ("[" * 100_000, "the line is not valid JSON"),
         ([1], "not a JSON object"),
-        ({"prompt": "x", "temprature": 1}, "temprature, which is not a parameter"),
+        (
+            {"prompt": "x", "temprature": 1},
+            "temprature, which is not a parameter; did you mean 'temperature'? Otherwise",
+        ),
+        ({"prompt": "x", "max_tokens": 1}, "max_tokens, which is not a parameter; did you mean 'max_new_tokens'?"),
+        ({"prompt": "x", "source": 1}, "source, which is not a parameter; put your own fields into metadata"),
         ({"prompt": "x", "messages": []}, "prompt and messages; give either"),
         ({"id": 1}, "neither prompt nor messages"),
         ({"messages": "hi"}, "messages is 'hi'"),

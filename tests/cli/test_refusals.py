@@ -18,6 +18,11 @@ CHAT_ONLY = (
 )
 REFUSED: list[tuple[str, int, str]] = [
     ("nonsense", 2, "No such command 'nonsense'; see qsample --help"),
+    ("run package", 2, "No such command 'run'; here it is `qsample chat MODEL` or `qsample generate MODEL -p TEXT`"),
+    ("serve package --max-model-len 9", 2, "No such option: --max-model-len; here it is --ctx-len; see qsample serve"),
+    ("chat package -n 9", 2, "No such option: -n; here it is --max-new-tokens; see qsample chat"),
+    ("bench package --max-tokens 9", 2, "No such option: --max-tokens"),
+    ("generate package hello", 2, "unexpected extra argument(s) (hello); a prompt comes after -p; see"),
     ("export only-a-model", 2, "Missing argument 'OUT'; see qsample export --help"),
     ("export package out", 2, "package is a package already; `qsample compile` takes it from here"),
     ("export ./nothing out", 1, "does not exist; give a checkpoint folder, a package folder or a hub id"),

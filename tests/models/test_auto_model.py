@@ -258,6 +258,18 @@ def test_a_target_that_is_not_there_fails_before_the_export(
     assert not stages
 
 
+@pytest.mark.parametrize("verb", ["compile", "export"])
+def test_a_folder_that_is_taken_fails_before_the_export(
+    verb: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    stages: list[tuple[str, float]] = []
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    (tmp_path / "qsample.json").write_text("{}")
+    with pytest.raises(PackageError, match="already holds a package"):
+        getattr(model, verb)(tmp_path, progress=lambda *stage: stages.append(stage))
+    assert not stages
+
+
 def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-cpu").mkdir()
