@@ -84,12 +84,12 @@ def _add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
     return logits.scatter(where(valid, ids, 0).to(INT64), where(valid, bias, 0.0), reduction="add")
 
 
-def _penalized(call: Call, logits: Tensor, ids: Tensor) -> Tensor:
-    """The logits [B, h] float32 at `ids` [B, h] int64 after the repetition, presence and frequency penalties. The ids
-    cover every non-zero count, because sampled tokens are in the history, too; duplicates get the same value.
+def _penalized(call: Call, seen: Tensor, ids: Tensor) -> Tensor:
+    """The logits `seen` [B, h] float32 of `ids` [B, h] int64 after the repetition, presence and frequency penalties.
+    The ids cover every non-zero count, because sampled tokens are in the history, too; duplicates get the same value.
     Repetition is Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, by sign: l * r if l < 0, else l / r."""
     output_counts, (repetition, presence, frequency) = call["output_counts"], call.columns(*_PENALTIES)
-    seen, counts = logits.gather(ids), output_counts.gather(ids)
+    counts = output_counts.gather(ids)
     seen = where(seen < 0, seen * repetition, seen / repetition)
     return seen - (frequency * counts + presence * minimum(counts, 1.0))
 
@@ -116,13 +116,13 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
 
     def without_stops() -> Tensors:
         ids = seen()
-        return ids, _penalized(call, logits, ids)
+        return ids, _penalized(call, logits.gather(ids), ids)
 
     def with_stops() -> Tensors:
         ids = seen()
         stops = where(too_short.unsqueeze(), call["stop_ids"], -1).to(INT64)
         ids = concat(ids, where(stops >= 0, stops, ids.last()))
-        return ids, _blocked(_penalized(call, logits, ids), ids, stops)
+        return ids, _penalized(call, _blocked(logits.gather(ids), ids, stops), ids)
 
     def nothing() -> Tensors:
         return call["input_ids"].columns(0, 0), logits.columns(0, 0)

@@ -52,11 +52,11 @@ def split(logits: Tensor, vocab: int, block: int) -> Blocks:
 
 
 def is_valid(blocks: Blocks, largest: Tensor) -> Tensor:
-    """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool. A sum is NaN if any term is; ONNX
+    """Whether a row holds neither NaN nor +inf, and a logit above `FLOOR`: [B] bool. A sum is NaN if any term is; ONNX
     Runtime's ReduceMax drops NaN. If the largest is infinite, so is the sum, with the same sign, and their difference
     is NaN. A sum that overflows is infinite and not NaN, unless logits beyond 2**110 of either sign are in the row."""
     difference = block_sums(blocks.values).sum(keep=False) - largest
-    return difference.equals(difference)
+    return difference.equals(difference) & (largest > FLOOR)
 
 
 def argmax(blocks: Blocks, *, replayed: bool) -> Tensor:

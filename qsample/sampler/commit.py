@@ -38,7 +38,7 @@ def next_mu(call: Call, draw: Draw) -> Tensor:
     """[B] float32: the state `mirostat_mu`."""
     assert draw.surprise is not None
     row = Columns(call.inputs)
-    mu = filters.largest_surprise(row) - row["mirostat_eta"] * (draw.surprise - row["mirostat_tau"])
+    mu = filters.next_largest_surprise(row, draw.surprise)
     changes = draw.random & (call["mirostat_tau"] > 0)
     return where(changes, mu.squeeze(), call["mirostat_mu"])
 

@@ -31,7 +31,10 @@ from qsample.sampler.call import Call, Columns
 from qsample.sampler.philox import uniforms
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
 from qsample.sampler.search import Search
-from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, log, maximum, op, where
+from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, log, maximum, minimum, op, where
+
+_LARGEST_RATIO = 2.0**127
+_LEAST_REACH = 2.0**-126
 
 
 class Draw(NamedTuple):
@@ -91,7 +94,7 @@ class _RandomRows:
         narrowed = self._narrowed if self._extra is None else self._narrowed & ~self._extra
         tried = self._random & (small | narrowed)
         needs_total = tried & ~small & (call["top_p"] < 1)
-        # In the other rows, filters that are off read it: in random ones, a number above 0.
+        # In the other rows, filters that are off read it.
         (total,) = call.branch(needs_total, self._total, self._any_number)
         if call.captured:
             *results, unsettled = self._from_candidates(tried, total)
@@ -121,7 +124,9 @@ class _RandomRows:
         row = Columns(self._numbers)
         values, ids = blocks.top_candidates(self._split, self._num_candidates, replayed=self._call.captured)
         small = self._small.unsqueeze()
-        pool = Candidates(maximum(values - row["maximum"], FLOOR), ids, small, total)
+        # A masked token's value, too, may be close to a low maximum.
+        x = where(values > FLOOR, maximum(values - row["maximum"], FLOOR), FLOOR)
+        pool = Candidates(x, ids, small, total)
         self._filtered(pool, self._filters)
         # After a larger top-k, the total of top-p is not known.
         beyond = (pool.weights.last() > 0) | ((row["top_p"] < 1) & (row["top_k"] > 0))
@@ -157,8 +162,8 @@ class _RandomRows:
         return (self._before(filters.top_k).total(),)
 
     def _any_number(self) -> Tensors:
-        """A number that no row needs; above 0 in random ones."""
-        return (self._call["temperature"].unsqueeze(),)
+        """A number that no row needs; from 1 on, so that filters that are off are finite."""
+        return (maximum(self._call["temperature"].unsqueeze(), 1.0),)
 
     def _before(self, last: filters.Filter) -> Pool:
         """The vocabulary after the filters that precede `last`."""
@@ -185,7 +190,9 @@ class _RandomRows:
             else:
                 results.append(probs.reshape(0, -1).columns(0, self._call.vocab))
         if self._call.uses("mirostat"):
-            results.append(log(pool.total() / pool.weight_of(token)) * (1 / math.log(2)))
+            # The weight of a token that u = 0 draws has perhaps no finite reciprocal.
+            ratio = minimum(pool.total() / pool.weight_of(token), _LARGEST_RATIO)
+            results.append(log(ratio) * (1 / math.log(2)))
         return tuple(results)
 
     def _no_probs(self) -> Tensor:
@@ -231,11 +238,15 @@ class _RandomRows:
     def _deviation(self) -> Tensors:
         """The standard deviation of each row's unmasked logits, [B, 1]."""
         pool = self._before(self._filters[0])
-        there = (pool.x > FLOOR / 2).to(FLOAT)
+        there = (pool.x > FLOOR).to(FLOAT)
+        x = maximum(pool.x, FLOOR) * there
+        # As shares of the lowest: sums of large logits and their squares are not finite.
+        lowest = minimum(pool.least(x), -_LEAST_REACH)
+        share = op("Div", x, lowest)
         count = maximum(pool.sum(there), 1.0)
-        mean = pool.sum(maximum(pool.x, FLOOR / 2) * there) / count
-        distance = (maximum(pool.x, FLOOR / 2) - pool.row(mean)) * there
-        return (op("Sqrt", pool.sum(distance * distance) / count),)
+        distance = (share - pool.row(pool.sum(share) / count)) * there
+        deviation = op("Sqrt", pool.sum(distance * distance) / count)
+        return (deviation * -lowest.squeeze(),)
 
     def _extra_filters(self) -> Tensor | None:
         """Whether a row has a filter that is more than a threshold on the logits: [B] bool; None: no row can."""

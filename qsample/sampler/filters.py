@@ -19,8 +19,9 @@ from qsample.sampler.pools import Pool
 from qsample.sampler.tensor import FLOAT, Tensor, absolute, exp, log, maximum, minimum, op, where
 
 _LEAST_TEMPERATURE = 2.0**-126  # the smallest whose reciprocal is finite
-_LEAST_WEIGHT = 2.0**-126
+_LEAST_WEIGHT = 2.0**-100  # so that sums of the weights below it are not rounded away
 _LARGEST_TEMPERATURE = 1e36  # a masked token has weight 0 below it
+_LARGEST_SURPRISE = 1e30
 
 Parameters = Mapping[str, Tensor]  # each [B, 1]
 Filter = Callable[[Pool, Parameters], None]
@@ -34,8 +35,9 @@ def temperature(pool: Pool, row: Parameters) -> None:
 
 def dynamic_temperature(pool: Pool, row: Parameters) -> Tensor:
     """A temperature that follows the entropy of the tokens that are left, [B, 1]: llama.cpp's `temp_ext`."""
-    t, spread, count = row["temperature"], row["dynatemp_range"], pool.count()
-    entropy = maximum(pool.entropy(), 0.0) / log(maximum(count, 2.0))
+    t, spread = (minimum(row[name], _LARGEST_TEMPERATURE) for name in ("temperature", "dynatemp_range"))
+    count = pool.count()
+    entropy = op("Clip", pool.entropy() / log(maximum(count, 2.0)), 0.0, 1.0)
     low, high = maximum(t - spread, 0.0), t + spread
     dynamic = low + (high - low) * op("Pow", entropy, row["dynatemp_exponent"])
     return where((spread > 0) & (count > 1), dynamic, t)
@@ -118,6 +120,12 @@ def largest_surprise(row: Parameters) -> Tensor:
     """Mirostat's mu in bits, [B, 1] float32; a row that begins has twice tau."""
     mu = row["mirostat_mu"]
     return where(mu.equals(0.0), row["mirostat_tau"] * 2.0, mu)
+
+
+def next_largest_surprise(row: Parameters, surprise: Tensor) -> Tensor:
+    """The next mu, [B, 1] float32, after a token of this surprise: in bits, finite."""
+    mu = largest_surprise(row) - row["mirostat_eta"] * (surprise - row["mirostat_tau"])
+    return op("Clip", mu, -_LARGEST_SURPRISE, _LARGEST_SURPRISE)
 
 
 def _keep_from(pool: Pool, least: Tensor) -> None:

@@ -93,7 +93,7 @@ class Pool(ABC):
     def count(self) -> Tensor:
         """How many tokens are left, [B, 1] float32; to be asked before `heat`."""
         self.weights  # noqa: B018 (applies the latest filters)
-        unmasked = (self.x > FLOOR / 2).to(FLOAT)
+        unmasked = (self.x > FLOOR).to(FLOAT)
         return self.sum(unmasked if self._kept is None else unmasked * self._kept)
 
     def entropy(self) -> Tensor:
@@ -247,13 +247,15 @@ class Vocabulary(Pool):
         target_low = (u - u_high) * total_high + u * low.sum()
         beyond = (u_high * total_high - high.cumsum(exclusive=True)) + (target_low - low.cumsum(exclusive=True))
 
-        # The last block that begins at or before the target: a block of weight 0 begins together with the next.
-        block = maximum((beyond >= 0).to(FLOAT).sum() - 1.0, 0.0).to(INT64)
+        # The last block that begins at or before the target: a block of weight 0 begins together with the next. In rows
+        # without weight, which draw nothing, the padding of the sums does so as well.
+        last = float(axis_size(self.x, 1) - 1)
+        block = op("Clip", (beyond >= 0).to(FLOAT).sum() - 1.0, 0.0, last).to(INT64)
         inside = blocks.take_block(self.weights, block, replayed=self._replayed).cumsum()
         # Rounding may leave the remainder just outside the block; its last token of positive weight is meant then.
         remainder = minimum(beyond.gather(block), inside.last() * _LARGEST_UNIFORM)
         place = minimum((inside <= remainder).to(FLOAT).sum(), axis_size(self.x, 2) - 1.0).to(INT64)
-        return block * axis_size(self.x, 2) + place  # an index, also in rows without weight; they draw nothing
+        return block * axis_size(self.x, 2) + place
 
     def weight_of(self, token: Tensor) -> Tensor:
         return self.weights.reshape(0, -1).gather(token)

@@ -123,7 +123,7 @@ class _Bracket:
 
     @staticmethod
     def of_counts(keys: Tensor, count: Tensor) -> _Bracket:
-        there = (keys > FLOOR / 2).to(FLOAT)
+        there = (keys > FLOOR).to(FLOAT)
         smallest = (maximum(keys, FLOOR) * there).min(-2, -1, keep=False).unsqueeze()
         number = there.sum(-2, -1, keep=False).unsqueeze()
         below_all = smallest * 1.001 - 2.0**-126
@@ -223,7 +223,7 @@ def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
     first = op("Slice", bracket.keys, [0], [1], [3]).reshape(0, -1)
     keys, order = top(first, axis_size(first, 1))
     if bracket.weights is None:
-        weights = (keys > FLOOR / 2).to(FLOAT)
+        weights = (keys > FLOOR).to(FLOAT)
     else:
         weights = op("Slice", bracket.weights, [0], [1], [3]).reshape(0, -1).gather(order)
     sums = weights.cumsum()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tests.helpers.reference_adjust import adjust
-from tests.helpers.reference_filters import CANDIDATES, Row, distribution, mirostat_limit, survivors
+from tests.helpers.reference_filters import CANDIDATES, LOWEST, Row, distribution, mirostat_limit, survivors
 
 __all__ = ["adjust", "distribution", "philox4x32", "philox_uniform", "philox_uniforms", "reference_step"]
 Array = np.ndarray
@@ -115,7 +115,7 @@ def _step_row(
         out["adjusted_logits"][b] = adjusted
         # A forbidden token's invalid logit still makes the row invalid.
         both = np.stack([logits, adjusted])
-        invalid = np.isnan(both).any() or (both == np.inf).any() or not np.isfinite(adjusted).any()
+        invalid = np.isnan(both).any() or (both == np.inf).any() or not (adjusted > LOWEST).any()
         if invalid or (needs_search(row, num_candidates) and not searched):
             state["status"][b] = 3
             return
@@ -128,7 +128,7 @@ def _step_row(
         if row["temperature"] > 0 and row.get("mirostat_tau", 0) > 0:
             surprise = -np.log2(probs[token])
             change = float(row["mirostat_eta"]) * (surprise - float(row["mirostat_tau"]))
-            state["mirostat_mu"][b] = mirostat_limit(row) - change
+            state["mirostat_mu"][b] = np.clip(mirostat_limit(row) - change, -1e30, 1e30)
         if total < capacity:
             tokens[total] = token
         state["output_counts"][b, token] += 1

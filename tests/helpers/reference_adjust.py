@@ -12,7 +12,7 @@ _LONGEST_MATCH = 64  # tokens of DRY's longest match
 
 
 def adjust(logits: Array, row: Row, history: Array, total: int) -> Array:
-    """Step 2, in float32 because ties are judged on the float32 logits.
+    """Step 2, in float32, an operation at a time: ties are judged on the float32 logits.
 
     Args:
         logits: [V] float32.
@@ -20,35 +20,31 @@ def adjust(logits: Array, row: Row, history: Array, total: int) -> Array:
         history: [total] the row's tokens so far, those of this call included.
         total: how many they are.
     """
-    l = np.array(logits, np.float64)
+    l = np.array(logits, np.float32)
     if "allowed_tokens" in row:
         words = np.ascontiguousarray(row["allowed_tokens"]).astype("<i4")
-        l[np.unpackbits(words.view(np.uint8), bitorder="little")[: len(l)] == 0] = -np.inf
-    if "logit_bias_ids" in row:
-        bias = np.zeros(len(l))
-        real = row["logit_bias_ids"] >= 0
-        np.add.at(bias, row["logit_bias_ids"][real], row["logit_bias"][real])
-        l = _float32(l + bias)
-    if total < row["min_length"]:
-        l[[i for i in row["stop_ids"] if i >= 0]] = -np.inf
-    if "bad_words_ids" in row:
-        l[bad_words(row, history)] = -np.inf
-    if "no_repeat_ngram_size" in row:
-        l[repeated_ngrams(int(row["no_repeat_ngram_size"]), history)] = -np.inf
-    ids = np.unique(history)
-    r = float(row["repetition_penalty"])
-    l[ids] = _float32(np.where(l[ids] < 0, l[ids] * r, l[ids] / r))
-    counts = np.asarray(row["output_counts"], np.float64)
-    l = _float32(l - (float(row["frequency_penalty"]) * counts + float(row["presence_penalty"]) * (counts > 0)))
-    if "dry_multiplier" in row:
-        for token, penalty in dry_penalties(row, history).items():
-            l[token] -= penalty
-    return _float32(l).astype(np.float32)
-
-
-def _float32(l: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return l.astype(np.float32).astype(np.float64)
+        l[np.unpackbits(words.view(np.uint8), bitorder="little")[: len(l)] == 0] += -np.inf
+    with np.errstate(over="ignore", invalid="ignore"):
+        if "logit_bias_ids" in row:
+            real = row["logit_bias_ids"] >= 0
+            np.add.at(l, row["logit_bias_ids"][real], np.float32(row["logit_bias"][real]))
+        if total < row["min_length"]:
+            l[[i for i in row["stop_ids"] if i >= 0]] += -np.inf
+        if "bad_words_ids" in row:
+            l[bad_words(row, history)] += -np.inf
+        if "no_repeat_ngram_size" in row:
+            l[repeated_ngrams(int(row["no_repeat_ngram_size"]), history)] += -np.inf
+        ids = np.unique(history)
+        r, frequency, presence = (
+            np.float32(row[f"{name}_penalty"]) for name in ("repetition", "frequency", "presence")
+        )
+        l[ids] = np.where(l[ids] < 0, l[ids] * r, l[ids] / r)
+        counts = np.asarray(row["output_counts"], np.float32)
+        l = l - (frequency * counts + presence * np.float32(counts > 0))
+        if "dry_multiplier" in row:
+            for token, penalty in dry_penalties(row, history).items():
+                l[token] -= np.float32(penalty)
+    return l
 
 
 def bad_words(row: Row, history: Array) -> list[int]:
@@ -89,4 +85,5 @@ def dry_penalties(row: Row, history: Array) -> dict[int, float]:
         if match >= allowed and past[i + 1] not in breakers:  # llama.cpp never penalizes a breaker itself
             longest[past[i + 1]] = max(match, longest.get(past[i + 1], 0))
     with np.errstate(over="ignore"):
-        return {token: multiplier * float(np.power(base, match - allowed)) for token, match in longest.items()}
+        growth = {token: float(np.float32(np.power(base, match - allowed))) for token, match in longest.items()}
+    return {token: min(multiplier * power, 1e30) for token, power in growth.items()}

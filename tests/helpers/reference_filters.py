@@ -10,7 +10,8 @@ import numpy as np
 Array = np.ndarray
 Row = Mapping[str, Array]
 CANDIDATES = 64  # the contract's number
-_FLOOR = np.float32(-3e38)  # a logit this far below the largest is masked
+_LEAST_WEIGHT = 2.0**-100  # relative to the largest; a smaller one reaches no xtc_threshold
+LOWEST = np.float32(-3e38)  # a logit as low, or as far below the largest, is masked
 
 
 @dataclass
@@ -18,12 +19,14 @@ class Survivors:
     """The tokens that the filters have left so far.
 
     x: [V] float64, the float32 differences of each logit and the largest; equal ones are ties. left: [V] bool.
+    logits: [V] float32.
     num_candidates: a top_k up to this keeps at most this many tokens. temperature: 1 until the step that sets it. edge:
     the relative distance of the closest call so far.
     """
 
     x: Array
     left: Array
+    logits: Array
     num_candidates: int = CANDIDATES
     temperature: float = 1.0
     edge: float = np.inf
@@ -58,7 +61,7 @@ class Survivors:
     def keep_from(self, threshold: float) -> None:
         """Keep tokens of this probability or more, and the likeliest."""
         p, likeliest = self.probs(), self.likeliest
-        self.close_calls(p[self.left & ~likeliest], threshold)
+        self.close_calls(p[self.left & ~likeliest], min(threshold, float(p.max())))
         self.keep((p >= threshold) | likeliest)
 
 
@@ -72,15 +75,16 @@ def top_n_sigma(s: Survivors, row: Row) -> None:
 
 def temperature(s: Survivors, row: Row) -> None:
     """Set the temperature: the row's, or with dynatemp one that follows the entropy of the tokens that are left."""
-    t = float(row["temperature"])
-    count = int(s.left.sum())
-    if (r := float(row.get("dynatemp_range", 0))) > 0 and count > 1:
+    t, count = min(float(row["temperature"]), 1e36), int(s.left.sum())
+    if (r := min(float(row.get("dynatemp_range", 0)), 1e36)) > 0 and count > 1:
         lowest, highest = max(0.0, t - r), t + r
-        share = s.entropy() / np.log(count)
-        if share * np.log(count) < 0.02:  # float32 has it to about 1e-7, whatever its size
-            s.edge = 0.0
+        share = min(1.0, s.entropy() / np.log(count))
+        shares = np.minimum(share * np.array([1, 1 - 1e-6, 1 + 1e-6]), 1)
         with np.errstate(divide="ignore", over="ignore"):
-            t = lowest + (highest - lowest) * float(np.power(share, float(row["dynatemp_exponent"])))
+            t, *near = lowest + (highest - lowest) * np.power(shares, float(row["dynatemp_exponent"]))
+        # Float32 has the entropy to about 1e-7, whatever its size.
+        if share * np.log(count) < 0.02 or np.ptp(near) > 1e-4 * t:
+            s.edge = 0.0
     s.temperature = float(np.clip(t, 2.0**-126, 1e36))
 
 
@@ -93,6 +97,7 @@ def top_k(s: Survivors, row: Row) -> None:
     keep = s.left & (s.x >= smallest)
     if k <= s.num_candidates < keep.sum():
         ties = np.flatnonzero(keep & (s.x == smallest))
+        ties = ties[np.argsort(-s.logits[ties], kind="stable")]
         keep[ties[s.num_candidates - keep.sum() :]] = False
     s.keep(keep)
 
@@ -156,8 +161,10 @@ def xtc(s: Survivors, row: Row) -> None:
     threshold = float(row["xtc_threshold"])
     if row["xtc_uniform"] < row["xtc_probability"] and threshold <= 0.5:
         p = s.probs()
+        weights = np.exp(s.x / s.temperature)
         s.close_calls(p[s.left], threshold)
-        reach = s.left & (p >= threshold)
+        s.close_calls(weights[s.left], _LEAST_WEIGHT)
+        reach = s.left & (p >= threshold) & (weights >= _LEAST_WEIGHT)
         if reach.sum() >= 2:
             s.keep(~reach | (s.x == s.x[reach].min()))
 
@@ -212,7 +219,7 @@ def survivors(
     """
     with np.errstate(over="ignore"):
         x = np.asarray(adjusted, np.float32) - np.max(adjusted).astype(np.float32)
-    left = Survivors(x.astype(np.float64), x >= _FLOOR, num_candidates)
+    left = Survivors(x.astype(np.float64), (x > LOWEST) & (adjusted > LOWEST), adjusted, num_candidates)
     if row["temperature"] == 0:
         left.keep(np.arange(len(x)) == np.argmax(adjusted))
         return left

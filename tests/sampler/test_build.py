@@ -249,11 +249,9 @@ def test_never_an_impossible_token(
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "noise": u, "xtc_noise": u}
     result = sampler(face, num_candidates=num_candidates)(row, make_inputs(face, **given, **extra))
     token, status = result["next_ids"][0, 0], result["status_RetainedState"][0]
-    valid = not (np.isnan(row).any() or (row == np.inf).any()) and np.isfinite(row).any()
+    valid = not (np.isnan(row).any() or (row == np.inf).any()) and (row > np.float32(-3e38)).any()
     if not valid:
         assert status == INVALID_LOGITS
-    elif row.max() < -1e38:  # as low as a mask
-        assert 0 <= token < 40
     elif status == INVALID_LOGITS:  # allowed for a sum that overflows next to an infinite or so large a logit
         assert row.max() > 2.0**110
     else:
