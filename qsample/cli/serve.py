@@ -62,6 +62,8 @@ def serve(
     ] = None,
     host: Host = "127.0.0.1",
     port: Port = DEFAULT_PORT,
+    ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="PEM file of the key, for https.")] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="PEM file of its certificate.")] = None,
     ctx_len: CtxLen = None,
     chat_template: Template = None,
     lora: Lora = None,
@@ -71,7 +73,11 @@ def serve(
     threads: Threads = None,
     batch_invariant: BatchInvariant = True,
 ) -> None:
-    """Serve packages with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models."""
+    """Serve packages with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models.
+
+    Also Anthropic's /v1/messages, vLLM's /tokenize, /detokenize, /metrics, /health, /ping and /version, a page to try
+    the models at /, and all endpoints with their fields at /docs.
+    """
     from qsample.serve.run import run
 
     if log_level not in _LOG_LEVELS:
@@ -110,7 +116,7 @@ def serve(
         names = ", ".join([*settings.models, *settings.loras])
         typer.echo(f"Serving {names} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
 
-    run(settings, host, port, ready=ready, log_level=log_level)
+    run(settings, host, port, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile, ready=ready, log_level=log_level)
 
 
 def web(

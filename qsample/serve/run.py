@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, Final
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from qsample.errors import QsampleError
+from qsample.errors import QsampleError, shown
 from qsample.serve.app import ACCESS_LOG, make_app
 from qsample.serve.models import ServedModels
 from qsample.serve.settings import DEFAULT_PORT, ServeSettings
@@ -44,6 +45,8 @@ def run(
     host: str = "127.0.0.1",
     port: int = DEFAULT_PORT,
     *,
+    ssl_keyfile: str | None = None,
+    ssl_certfile: str | None = None,
     ready: Callable[[str], object] = lambda url: None,
     **options: Any,
 ) -> None:
@@ -51,11 +54,14 @@ def run(
 
     Args:
         host, port: the address to listen on; port 0 takes a free port.
+        ssl_keyfile, ssl_certfile: PEM files of a key without a password and its certificate, for https. The second may
+            hold both.
         ready: called with the address as soon as the server answers there.
         options: of `uvicorn.Config`, such as log_level.
 
-    Raises QsampleError if the address cannot be used, or if a model cannot be loaded.
+    Raises QsampleError if the address or the certificate cannot be used, or if a model cannot be loaded.
     """
+    _check_certificate(ssl_keyfile, ssl_certfile)
     with _listen(host, port) as listening:  # first: loading may take long
         models = ServedModels(settings)
         app = make_app(settings, models)
@@ -68,12 +74,14 @@ def run(
             access_log=False,  # `Exchanges` writes it
             timeout_graceful_shutdown=math.ceil(settings.drain_timeout) + _LAST_WORDS,
             server_header=False,
+            ssl_keyfile=ssl_keyfile,
+            ssl_certfile=ssl_certfile,
             **options,
         )
         logging.getLogger(ACCESS_LOG).setLevel(logging.getLogger("uvicorn.error").level)
         _raise_open_files()
         port = listening.getsockname()[1]
-        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        ready(f"http{'' if ssl_certfile is None else 's'}://{f'[{host}]' if ':' in host else host}:{port}")
         _Server(config, models, settings.drain_timeout).run(sockets=[listening])
 
 
@@ -187,6 +195,20 @@ def _raise_open_files() -> None:
     most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MOST_CONNECTIONS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
+    if keyfile is None and certfile is None:
+        return
+    reason = "there is no certificate"
+    if certfile is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
+            return
+        except OSError as error:  # ssl's, too
+            reason = str(error)
+    given = f"ssl_certfile {shown(certfile)}, ssl_keyfile {shown(keyfile)}"
+    raise QsampleError(f"cannot serve https with {given} ({reason}); give PEM files of a certificate and its plain key")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import httpx
 
 _START: Final = "from qsample.cli import main; main()"
-_READY: Final = re.compile(r"Serving .* on (http://\S+)")
+_READY: Final = re.compile(r"Serving .* on (https?://\S+)")
 _PATIENCE: Final = 120  # seconds; a busy machine takes long to import and load
 
 TOOL_TEMPLATE: Final = (
@@ -31,7 +32,8 @@ class ServerProcess:
     """A server on a free port of this machine, once it answers; `client` asks it, and waits as long as a busy machine
     takes."""
 
-    def __init__(self, *arguments: str | Path) -> None:
+    def __init__(self, *arguments: str | Path, trust: Path | None = None) -> None:
+        """trust: a certificate for https; None = those of the system."""
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START, "serve", *map(str, arguments), "--port", "0"],
             stderr=subprocess.PIPE,
@@ -49,7 +51,8 @@ class ServerProcess:
         # The address is known before the first answer.
         # A connection for each request: the server closes idle ones at any moment.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self.client = httpx.Client(base_url=self.url, timeout=_PATIENCE, limits=limits)
+        trusted: Any = True if trust is None else ssl.create_default_context(cafile=trust)
+        self.client = httpx.Client(base_url=self.url, timeout=_PATIENCE, limits=limits, verify=trusted)
         assert self.client.get("/health").status_code == 200
 
     def _read(self) -> None:

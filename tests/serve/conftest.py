@@ -57,9 +57,9 @@ def served_model(served_package: Path) -> CausalLM:
 def start_server(served_package: Path, chat_template: Path) -> Callable[..., ServerProcess]:
     """(options) → a server of its own; use it as a context."""
 
-    def start(*options: str) -> ServerProcess:
+    def start(*options: str, **more: Any) -> ServerProcess:
         fixed = ("--served-model-name", "tiny", "--chat-template", chat_template, "--threads", "1")
-        return ServerProcess(served_package, *fixed, *options)
+        return ServerProcess(served_package, *fixed, *options, **more)
 
     return start
 

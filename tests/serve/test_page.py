@@ -160,6 +160,26 @@ def test_a_conversation(open_page: Callable[..., Any], server: ServerProcess, se
     sync_api.expect(page.locator("article:visible")).to_have_count(1)
 
 
+def test_a_model_keeps_its_name_after_an_error(
+    open_page: Callable[..., Any], served_package: Path, chat_template: Path
+) -> None:
+    options = ("--served-model-name", "first", "--model", f"second={served_package}", "--chat-template", chat_template)
+    with ServerProcess(served_package, *options, "--api-key", "secret", "--threads", "1") as server:
+        page = open_page(server.url)
+        sync_api.expect(page.locator("#note.error")).to_contain_text("send an API key of this server")
+        sync_api.expect(page.locator("#model")).to_be_hidden()  # there is no name yet
+        page.check("#as-chat")
+        fill(page, prompt="Hear", max_tokens=4, key="secret")
+        page.press("#key", "Enter")  # the names come with it
+        names = page.locator("article[aria-busy=false] h2")
+        sync_api.expect(names).to_have_text(["You", "first"], timeout=60_000)
+        page.select_option("#model", "second")
+        expect_error(page, "send an API key of this server", prompt="Hear", key="wrong")
+        generate(page, prompt="Hear", key="secret")
+        sync_api.expect(page.locator("#model")).to_have_value("second")
+        sync_api.expect(names).to_have_text(["You", "first", "You", "second"])
+
+
 def test_a_model_without_a_chat_template_and_a_key(open_page: Callable[..., Any], served_package: Path) -> None:
     options = ("--served-model-name", "<i>plain</i>", "--api-key", "secret", "--threads", "1")
     with ServerProcess(served_package, *options) as server:

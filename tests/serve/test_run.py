@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +30,30 @@ def test_a_taken_port_and_an_unknown_host_are_named() -> None:
             run(ServeSettings(models={"tiny": "nowhere"}), port=port)
     with pytest.raises(QsampleError, match=r"cannot listen on no\.such\.host\.invalid, port 8000 \((?!Unknown error)"):
         run(ServeSettings(models={"tiny": "nowhere"}), "no.such.host.invalid")
+
+
+@pytest.mark.ci
+def test_https(start_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    make = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-days", "1", *subject]
+    subprocess.run([*make, "-nodes", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with start_server("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), trust=certificate) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        assert len(server.client.post(COMPLETIONS, json=LONG | {"max_tokens": 3}).json()["choices"]) == 1
+    for keyfile, certfile, reason in (
+        (key, None, "no certificate"), (certificate, certificate, "NO_START_LINE|no start line|PEM"),
+        (key, tmp_path / "none", "No such file"),
+    ):  # fmt: skip
+        with pytest.raises(QsampleError, match=rf"cannot serve https with .*({reason}).*; give PEM files"):
+            run(
+                ServeSettings(models={"tiny": "nowhere"}),
+                ssl_keyfile=str(keyfile),
+                ssl_certfile=None if certfile is None else str(certfile),
+            )
 
 
 def test_a_wrong_setting_is_wrong_usage() -> None:
