@@ -194,6 +194,24 @@ class Answers:
             request.cancel()
 
 
+class NamedEvents(Answers):
+    """An answer of a single choice that makes the whole document, and events with their types as names."""
+
+    def _document(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return self._choices[0].whole(outputs[0])
+
+    def _event(self, event: Event | None, usage: dict[str, Any] | None = None) -> bytes:
+        if event is None:
+            return b""  # the last event has the usage
+        return f"event: {event['type']}\ndata: ".encode() + json_bytes(event) + b"\n\n"
+
+    def _failed(self, error: ApiError) -> bytes:
+        return b"".join(map(self._event, self._choices[0].failed(error)))
+
+    def _last(self) -> bytes:
+        return b""  # the event before says that it is the last
+
+
 async def _merged(requests: Sequence[Request]) -> AsyncIterator[tuple[int, Delta | None]]:
     """The requests' deltas as they come, with the request's index; None at the end of each. Raises the exception of the
     first request that fails."""

@@ -23,6 +23,7 @@ from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
 from qsample.serve.choices import ChatChoice, CompletionChoice
 from qsample.serve.http import (
+    MESSAGES_PATH,
     ApiError,
     ApiKeys,
     BodyLimit,
@@ -32,6 +33,7 @@ from qsample.serve.http import (
     add_error_handlers,
     json_response,
 )
+from qsample.serve.messages import CountTokensRequest, MessageAnswers, MessagesRequest
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel, ServedModels
 from qsample.serve.requests import CompletionRequest, GenerationRequest, LoadLoraRequest, UnloadLoraRequest
@@ -110,6 +112,8 @@ class _Server:
         if (folder := _docs_folder()) is not None:
             app.mount("/docs", StaticFiles(directory=folder / "static"))
         app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/ping", self.health, methods=["GET", "POST"], include_in_schema=False)  # Amazon SageMaker's
+        app.add_api_route("/version", self.version, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         app.add_api_route("/v1/models", self.list_models, methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self.show_model, methods=["GET"])
@@ -118,6 +122,8 @@ class _Server:
         app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/responses", self.respond, methods=["POST"])
+        app.add_api_route(MESSAGES_PATH, self.answer_messages, methods=["POST"])
+        app.add_api_route(f"{MESSAGES_PATH}/count_tokens", self.count_tokens, methods=["POST"])
         for path in _ABSENT.split():
             app.add_api_route(f"/v1/{path}", self.absent, methods=["GET", "POST", "DELETE"], include_in_schema=False)
         app.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
@@ -147,6 +153,10 @@ class _Server:
         ended = self.ended()
         body = {"status": "error", "ended": ended} if ended else {"status": "ok"}
         return json_response(body, 503 if ended else 200)
+
+    async def version(self) -> Response:
+        """The version of qsample."""
+        return json_response({"version": qsample.__version__})
 
     def ended(self) -> list[str]:
         """The names of the models whose engines take no more requests."""
@@ -195,8 +205,19 @@ class _Server:
         """Answer a conversation, in items. Nothing is stored."""
         return await self._converse(body.chat, body)
 
-    async def _converse(self, body: ChatCompletionRequest, items: ResponsesRequest | None = None) -> Response:
-        """Answer a conversation; with `items`, the same as a request for items, in items."""
+    async def answer_messages(self, body: MessagesRequest) -> Response:
+        """Answer a conversation, in blocks of content. Nothing is stored."""
+        return await self._converse(body.chat, body)
+
+    async def count_tokens(self, body: CountTokensRequest) -> Response:
+        """The number of tokens of a conversation, tools included."""
+        model, chat = self._served().find(body.model), body.chat
+        return json_response({"input_tokens": len(await self._encode_chat(model, chat, chat.offers_tools))})
+
+    async def _converse(
+        self, body: ChatCompletionRequest, given: ResponsesRequest | MessagesRequest | None = None
+    ) -> Response:
+        """Answer a conversation; with `given`, the same in the words of another API, in these words."""
         model = self._served().find(body.model)
         make_guide, params = model.guides(body.form), model.sampling_params(body)
         model.check_count(body.requests)
@@ -205,8 +226,11 @@ class _Server:
         expected = None
         if body.prediction is not None and model.interface.features.num_speculative_tokens:
             expected = (await self._encode(model, [body.prediction.text], False))[0][: model.max_model_len]
-        if items is not None:
-            answers: Answers = ResponseAnswers(model, items, self._metrics, params, prompt)
+        answers: Answers
+        if isinstance(given, ResponsesRequest):
+            answers = ResponseAnswers(model, given, self._metrics, params, prompt)
+        elif given is not None:
+            answers = MessageAnswers(model, given, self._metrics, prompt)
         else:
             choices = [ChatChoice(index, model, body, prompt) for index in range(body.choices)]
             answers = Answers(model, body, self._metrics, choices)
@@ -241,7 +265,7 @@ class _Server:
         raise ApiError(
             404,
             f"{request.url.path:.80} is not done here: this server writes text and stores nothing; there are "
-            "/v1/completions, /v1/chat/completions and /v1/responses",
+            "/v1/completions, /v1/chat/completions, /v1/responses and /v1/messages",
             code="unsupported_endpoint",
         )
 

@@ -13,6 +13,7 @@ from qsample.contract.arrays import Array
 from qsample.contract.tensors import LOGPROBS, TOP_LOGPROB_OUTPUTS
 from qsample.runtime import Delta, RequestOutput
 from qsample.serve.chats import ChatCompletionRequest
+from qsample.serve.http import ApiError
 from qsample.serve.models import ServedModel, TokenTexts
 from qsample.serve.parsers import DemandedCalls, ToolCalls, ToolReader, joined_calls
 from qsample.serve.requests import CompletionRequest, GenerationRequest
@@ -91,6 +92,10 @@ class Choice(ABC):
     def whole(self, output: RequestOutput) -> Event:
         """The whole answer."""
         return reduce(added, [*self.start(), self._content(output), *self.end(output)])
+
+    def failed(self, error: ApiError) -> list[Event]:
+        """The events of an error."""
+        return [error.body()]
 
     def outer(self) -> Event:
         """Fields next to the choices, of the whole answer or of the first event."""

@@ -42,6 +42,8 @@ _TYPES: Final = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+MESSAGES_PATH: Final = "/v1/messages"
+_ANTHROPICS: Final = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 # Arguments of the Python API → fields of requests with another name.
 _FIELDS: Final = {
     "adapter": "model",
@@ -49,7 +51,9 @@ _FIELDS: Final = {
     "max_new_tokens": "max_tokens",
     "stop_strings": "stop",
 }
-_WITHOUT_A_KEY: Final = ("/", "/health", "/metrics", "/docs", "/openapi.json", "/redoc", "/favicon.ico")
+_WITHOUT_A_KEY: Final = frozenset(
+    ("/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json", "/redoc", "/favicon.ico")
+)
 _UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}  # parts of pydantic's paths
 _LOG: Final = logging.getLogger("uvicorn.error")  # the server's
 _RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again after some tokens
@@ -98,13 +102,22 @@ class ApiError(QsampleError):
 
         self.kind = _TYPES.get(status, "server_error")
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error in OpenAI's form, or in Anthropic's for a path of its API."""
+        if path.startswith(MESSAGES_PATH):
+            kind = _ANTHROPICS.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; `Exchanges` counts the error by its code, or its type."""
         scope[_REASON] = self.code or self.kind
-        await json_response(self.body(), self.status, self.headers)(scope, receive, send)
+        await json_response(self.body(_path_of(scope)), self.status, self.headers)(scope, receive, send)
+
+
+def _path_of(scope: Scope) -> str:
+    """The path of a request behind the server's prefix."""
+    return str(scope.get("path", "")).removeprefix(scope.get("root_path", "")) or "/"
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -282,8 +295,8 @@ def _no_constant(name: str) -> None:
 
 
 class ApiKeys:
-    """Demands a valid key, `Authorization: Bearer KEY`, except for the page, its description, /health and /metrics:
-    they reveal nothing of the prompts."""
+    """Demands a valid key, `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`, except for
+    the page, its description, /health, /ping, /version and /metrics: they reveal nothing of the prompts."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
@@ -291,14 +304,16 @@ class ApiKeys:
         self._keys = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", "")) or "/"
+        path = _path_of(scope)
         free = path in _WITHOUT_A_KEY or path.startswith("/docs/")
         if scope["type"] == "http" and not free and scope["method"] != "OPTIONS":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            kind, _, key = given.partition(b" ")
+            headers = dict(scope["headers"])
+            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+            if kind.lower() != b"bearer":
+                key = headers.get(b"x-api-key", b"")
             hashed = hashlib.sha256(key.strip()).digest()
             # Every key is compared, so that the time does not reveal a key that was nearly right.
-            if kind.lower() != b"bearer" or sum(hmac.compare_digest(hashed, known) for known in self._keys) == 0:
+            if sum(hmac.compare_digest(hashed, known) for known in self._keys) == 0:
                 text = "send an API key of this server, Authorization: Bearer KEY"
                 error = ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
                 await error(scope, receive, send)
@@ -344,7 +359,7 @@ class Exchanges:
                 await as_api_error(error)(scope, receive, noted)
             raise
         finally:
-            path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+            path = _path_of(scope)
             self._count(path if path in self._paths else "other", status, scope.get(_REASON, ""))
             if self._log is not None and self._log.isEnabledFor(logging.INFO):
                 client = _shown(":".join(map(str, scope.get("client") or ("-",))))

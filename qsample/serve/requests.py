@@ -122,6 +122,21 @@ RESPONSES: Final[Refusals] = {
     "logprobs": Refusal('give include: ["message.output_text.logprobs"]', (False,)),
     **refusals("prompt_logprobs return_token_ids", "/v1/chat/completions takes it", False),
 }
+MESSAGES: Final[Refusals] = {
+    **_BOTH,
+    **refusals("container mcp_servers", "this server runs no tools itself; leave it out", []),
+    "context_management": Refusal(_CUT, ({}, {"edits": []})),
+    **refusals("diagnostics inference_geo user_profile_id workspace_id", _LEAVE_OUT),
+    "speed": Refusal(_LEAVE_OUT, ("standard",)),
+    **refusals("n best_of", "send a request for each answer", 1),
+    "stop": Refusal("give stop_sequences", ([],)),
+    "response_format": Refusal("give output_config.format", ({"type": "text"},)),
+    **refusals("logprobs prompt_logprobs return_token_ids", "/v1/chat/completions takes it", False),
+}
+MESSAGE_TOOL: Final[Refusals] = {
+    "allowed_callers": Refusal("the model alone calls tools; leave it out", (["direct"],)),
+    "defer_loading": Refusal("the model sees all tools; leave it out", (False,)),
+}
 STRUCTURED_OUTPUTS: Final[Refusals] = {
     # llguidance has no fallback, and blanks are always as json.dumps writes them.
     **refusals("disable_fallback disable_any_whitespace", _LEAVE_OUT, True, False),
@@ -263,7 +278,7 @@ class GenerationRequest(FilterFields):
     prompt_cache_key: StrictStr | None = None
     prompt_cache_retention: StrictStr | None = None
 
-    @field_validator("stop")
+    @field_validator("stop", "stop_sequences", check_fields=False)
     @classmethod
     def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
         strings = [stop] if isinstance(stop, str) else stop or []

@@ -21,10 +21,10 @@ from pydantic import (
 
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Delta, RequestOutput
-from qsample.serve.answers import Answers
+from qsample.serve.answers import NamedEvents
 from qsample.serve.chats import ChatCompletionRequest, Function, NamedFunction, NamedTool, Tool
 from qsample.serve.choices import ChatChoice, Event
-from qsample.serve.http import ApiError, json_bytes
+from qsample.serve.http import ApiError
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel
 from qsample.serve.parsers import ToolCalls
@@ -298,7 +298,6 @@ class ResponseChoice(ChatChoice):
         return response
 
     def failed(self, error: ApiError) -> list[Event]:
-        """The events of an error."""
         failure = {"code": "server_error", "message": str(error)}
         told = {"code": error.code, "message": str(error), "param": error.param}
         return [{"type": "error", **told}, self._whole_event("failed", status="failed", error=failure)]
@@ -396,7 +395,7 @@ class ResponseChoice(ChatChoice):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
 
-class ResponseAnswers(Answers):
+class ResponseAnswers(NamedEvents):
     """The answer to a request of `/v1/responses`."""
 
     def __init__(
@@ -416,25 +415,13 @@ class ResponseAnswers(Answers):
             "usage": None,
             **body.described(params),
         }
-        self._choice = ResponseChoice(model, body, prompt, response)
-        super().__init__(model, body.chat, metrics, [self._choice])
+        super().__init__(model, body.chat, metrics, [ResponseChoice(model, body, prompt, response)])
         self._sequence = 0
 
-    def _document(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return self._choice.whole(outputs[0])
-
     def _event(self, event: Event | None, usage: dict[str, Any] | None = None) -> bytes:
-        if event is None:
-            return b""  # the last event has the usage
-        numbered = {**event, "sequence_number": self._sequence}
+        numbered = None if event is None else {**event, "sequence_number": self._sequence}
         self._sequence += 1
-        return f"event: {event['type']}\ndata: ".encode() + json_bytes(numbered) + b"\n\n"
-
-    def _failed(self, error: ApiError) -> bytes:
-        return b"".join(map(self._event, self._choice.failed(error)))
-
-    def _last(self) -> bytes:
-        return b""  # the event before says that it is the last
+        return super()._event(numbered)
 
 
 _CALL: Final = "function_call"

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
+import qsample
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.serve.http import JsonRoute, add_error_handlers, json_bytes
 from tests.helpers.requests import wait_until
@@ -98,6 +99,12 @@ def test_bodies_of_a_million_errors_hold_up_nobody(server: ServerProcess) -> Non
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         taken.append(time.monotonic() - began)
     assert max(taken) < 5 * taken[0], "a fifth of a second each on a quiet machine, next to one for the good ids"
+
+
+def test_probes(server: ServerProcess) -> None:
+    assert server.client.get("/version").json() == {"version": qsample.__version__}
+    for answer in (server.client.get("/ping"), server.client.post("/ping")):
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
 def test_heads_and_ids(server: ServerProcess) -> None:
