@@ -155,8 +155,8 @@ def _of_blocks(role: str, blocks: list[dict[str, Any]], place: int) -> list[dict
                 calls.append({"id": call, "type": "function", "function": {"name": name, "arguments": given}})
             case {"type": "thinking", "thinking": thought}:
                 thoughts += thought
-    message = {"role": role, "content": "\n".join(texts) if texts or not calls else None}
-    more = {"tool_calls": calls, "reasoning_content": thoughts}
+    message: dict[str, Any] = {"role": role, "content": "\n".join(texts) if texts or not calls else None}
+    more: dict[str, Any] = {"tool_calls": calls, "reasoning_content": thoughts}
     message |= {name: value for name, value in more.items() if value}
     return results if results and not texts else [*results, message]
 
@@ -231,7 +231,7 @@ class MessageChoice(ChatChoice):
     def __init__(self, model: ServedModel, body: MessagesRequest, prompt: Sequence[int]) -> None:
         super().__init__(0, model, body.chat, prompt)
         self._limit = body.max_tokens
-        self._message = {
+        self._message: Event = {
             "id": f"msg_{body.request_id or uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",

@@ -184,7 +184,10 @@ def scope_of(path: str = "/v1/models", method: str = "GET", kind: str = "http", 
         (scope_of(), 401),
         (scope_of(method="OPTIONS"), 200),
         (scope_of(kind="lifespan"), 200),
-        *((scope_of(path), 200) for path in ("/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json")),
+        *(
+            (scope_of(path), 200)
+            for path in ("/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json")
+        ),
         *((scope_of(path), 200) for path in ("/redoc", "/favicon.ico")),
         (scope_of("/docs/x"), 200),
         (scope_of("/docsx"), 401),
