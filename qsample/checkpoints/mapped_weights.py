@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qsample.disk.untrusted import problem_of_name, read_json
+from qsample.disk.tensor_file import read_header
+from qsample.disk.untrusted import open_plain, problem_of_name, read_json
 from qsample.errors import QsampleError
 from qsample.transforms.deferred import SMALLEST, defer
 
@@ -25,7 +25,6 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 _FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _NO_THREADS: Final = "HF_DEACTIVATE_ASYNC_LOAD"
-_LENGTH_BYTES: Final = 8  # in front of a file's header
 _LARGEST_HEADER: Final = 100 << 20  # safetensors' limit
 
 
@@ -62,11 +61,9 @@ def weight_files(folder: Path) -> list[Path]:
 def places(file: Path) -> dict[str, Place]:
     """The place of each tensor of a safetensors file (https://huggingface.co/docs/safetensors)."""
     real = file.resolve()  # ONNX Runtime opens no links, and the hub's cache consists of links
-    with real.open("rb") as opened:
-        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-        header: dict[str, Any] = json.loads(opened.read(min(length, _LARGEST_HEADER)))
+    with open_plain(real) as opened:
+        header, start = read_header(opened, _LARGEST_HEADER)
     header.pop("__metadata__", None)
-    start = _LENGTH_BYTES + length
     spans = {name: entry["data_offsets"] for name, entry in header.items()}
     return {name: Place(real, start + begin, end - begin) for name, (begin, end) in spans.items()}
 

@@ -29,6 +29,7 @@ from qsample.cli.common import (
 )
 from qsample.cli.terminal import counted, note, progress
 from qsample.disk.replace import file_aside
+from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import QsampleError
 from qsample.progress import Stage
 from qsample.request.sampling_params import SAMPLING_FIELDS, SamplingParams
@@ -241,7 +242,7 @@ class Conversation:
 
         value: Any = text
         with suppress(ValueError):
-            value = json.loads(text)
+            value = parse_json(text)
         if name in ("stop_strings", "adapter") and not isinstance(value, str | list | None):
             value = text  # a number that stands in the text
         changed = {key: kept for key, kept in {**self.options, name: value}.items() if kept is not None}
@@ -424,12 +425,12 @@ class Screen:
         from qsample.text.chat import check_messages
 
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = read_json(path)
             messages: Any = document.get("messages") if isinstance(document, dict) else document
             check_messages(messages)
         except OSError as error:
             raise TurnError(f"cannot read {path}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise TurnError(f"{path} does not hold a conversation: {error}") from None
         self._talk.start_with(messages)
         self._file = path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import os
 import warnings
@@ -18,6 +17,7 @@ import typer
 from qsample.cli.terminal import format_size, note, progress
 from qsample.contract.interface import DEFAULT_LORA_RANK, Features
 from qsample.contract.tensors import EXTRA_PARAMETERS
+from qsample.disk.untrusted import parse_json
 from qsample.errors import unknown
 from qsample.progress import Stage
 from qsample.request.sampling_params import FILTER_FIELDS, OFF, SamplingParams
@@ -214,7 +214,7 @@ def chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments: Any = {}
     if (text := given["chat_template_kwargs"]) is not None:
         try:
-            arguments = json.loads(text)
+            arguments = parse_json(text)
         except ValueError as error:
             raise typer.BadParameter(f"--chat-template-kwargs is not valid JSON ({error}): {text:.60}") from None
         if not isinstance(arguments, dict):

@@ -28,6 +28,7 @@ from qsample.cli.spellings import name_here
 from qsample.cli.terminal import AlreadyPrintedError, counted, finite, note, progress
 from qsample.disk.locks import lock
 from qsample.disk.replace import file_aside
+from qsample.disk.untrusted import parse_json
 from qsample.errors import QsampleError, shown
 from qsample.progress import Stage
 from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
@@ -117,8 +118,8 @@ def with_fingerprints(rows: list[Row], settings: Any) -> list[Row]:
 def _parse(line: str) -> dict[str, Any]:
     """The object of a line. Raises ValueError for anything else."""
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"the line is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError('the line is not a JSON object; give {"prompt": "..."} or {"messages": [...]}')
@@ -401,8 +402,8 @@ def results_file(path: Path, rows: list[Row], *, retry_errors: bool = False) -> 
 def _has_error(line: bytes) -> bool | None:
     """Whether a line is the record of a row with an error; None if it is not a whole record."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line.decode("utf-8"), infinities=True)
+    except ValueError:
         return None
     return "error" in record if isinstance(record, dict) and "fingerprint" in record else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +25,7 @@ from qsample.cli.common import (
     read_template,
     with_flags,
 )
+from qsample.disk.untrusted import parse_json
 from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
 KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
@@ -148,8 +148,8 @@ def web(
 def _parsed(config: str | None) -> Any:
     """The JSON of --speculative-config. Raises ValueError."""
     try:
-        return None if config is None else json.loads(config)
-    except (ValueError, RecursionError) as error:
+        return None if config is None else parse_json(config)
+    except ValueError as error:
         raise ValueError(f"speculative_config is not valid JSON ({error}): {config:.60}") from None
 
 

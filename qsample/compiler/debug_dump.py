@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
+from qsample.disk.untrusted import read_json
 from qsample.errors import CompileError
 from qsample.graph.edit import all_initializers
 
@@ -54,7 +55,7 @@ class DebugDump:
 
 def read_counts(folder: str | Path) -> list[dict[str, Any]]:
     """The phases of a dump in order, each with `phase`, `file`, `nodes` and `operators`: operator → count."""
-    phases: list[dict[str, Any]] = json.loads((Path(folder) / _COUNTS).read_text(encoding="utf-8"))["phases"]
+    phases: list[dict[str, Any]] = read_json(Path(folder) / _COUNTS)["phases"]
     return phases
 
 

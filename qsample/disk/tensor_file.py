@@ -1,9 +1,10 @@
-"""Tensors in a safetensors file (https://huggingface.co/docs/safetensors), without the library: written, and read as
-arrays over the file's mapped memory."""
+"""Tensors in a safetensors file (https://huggingface.co/docs/safetensors), without the library: written, and read into
+memory: a mapped file that another program cuts off would end the process."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
+from qsample.checks import is_integer
 from qsample.contract.arrays import DTYPES, Array
+from qsample.disk.untrusted import open_plain, parse_json
 
 _NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
 _LENGTH_BYTES: Final = 8  # of the header's length; it comes first
@@ -19,29 +22,74 @@ _LARGEST_HEADER: Final = 1 << 24
 _ALIGNMENT: Final = 8
 
 
-def map_tensors(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
-    """The metadata and the tensors of a file, in the order of its bytes; bfloat16 as uint16 of its bits. Raises OSError
-    if it cannot be read; ValueError, KeyError, TypeError or AttributeError if it is damaged, or has other dtypes than
-    `_NAMES` and float64."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if length > _LARGEST_HEADER:
-            raise ValueError("its header is too long")
-        header: dict[str, Any] = json.loads(file.read(length))
-        start, size = _LENGTH_BYTES + length, os.fstat(file.fileno()).st_size
-        data = np.memmap(file, np.uint8, "r")
-    metadata = header.pop("__metadata__", {})
-    numpy = {name: DTYPES[dtype].numpy for dtype, name in _NAMES.items()} | {"F64": "float64"}
-    tensors, expected = {}, 0
-    for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        begin, end = entry["data_offsets"]
-        if begin != expected or end < begin or start + end > size:
+def read_header(file: BinaryIO, largest: int = _LARGEST_HEADER) -> tuple[dict[str, Any], int]:
+    """The header of a file, an object, and the place of the first number. Raises ValueError for a header that is
+    damaged, nested deeply or longer than `largest` bytes."""
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if length > largest:
+        raise ValueError("its header is too long")
+    header = parse_json(file.read(length).decode("utf-8"))
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise ValueError("its header is not an object of objects")
+    return header, _LENGTH_BYTES + length
+
+
+class TensorFile:
+    """A file, opened to be read; use it as a context.
+
+    metadata: of the header. tensors: dtype (NumPy's name; bfloat16 is uint16 of its bits) and shape by name, in the
+    order of their bytes.
+    """
+
+    def __init__(self, path: Path, largest: int | None = None) -> None:
+        """Read the header. largest: bytes of the file. Raises OSError if it cannot be read; ValueError if it is
+        damaged, too large or no plain file, or has other dtypes than `_NAMES` and float64."""
+        self._file = open_plain(path)
+        try:
+            self._read_header(largest)
+        except BaseException as error:
+            self._file.close()
+            if isinstance(error, KeyError | TypeError | OverflowError):
+                raise ValueError(f"its header is damaged: {error!r:.100}") from error
+            raise
+
+    def _read_header(self, largest: int | None) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        if largest is not None and size > largest:
+            raise ValueError(f"it has {size} bytes, and may have {largest}")
+        header, start = read_header(self._file)
+        self.metadata: dict[str, Any] = header.pop("__metadata__", {})
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._places: dict[str, int] = {}
+        numpy = {name: DTYPES[dtype].numpy for dtype, name in _NAMES.items()} | {"F64": "float64"}
+        expected = start
+        for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            begin, end = entry["data_offsets"]
+            if entry["dtype"] not in numpy:
+                raise ValueError(f"{name:.100} is {entry['dtype']!r:.20}; it may be {', '.join(numpy)}")
+            dtype, shape = numpy[entry["dtype"]], tuple(entry["shape"])
+            if not all(is_integer(number, 0) for number in (begin, end, *shape)):
+                raise ValueError(f"its header is damaged: {name:.100} has sizes that are none")
+            if start + begin != expected or end - begin != math.prod(shape) * np.dtype(dtype).itemsize:
+                raise ValueError(f"its header is damaged: {name:.100} is not where it should be")
+            self.tensors[name], self._places[name], expected = (dtype, shape), expected, start + end
+        if size != expected:
+            raise ValueError("it is cut off" if size < expected else "it is too long")
+
+    def read(self, name: str) -> Array:
+        """A tensor, in memory of its own. Raises OSError; ValueError if the file was cut off meanwhile."""
+        dtype, shape = self.tensors[name]
+        self._file.seek(self._places[name])
+        array = np.fromfile(self._file, dtype, math.prod(shape))
+        if len(array) < math.prod(shape):
             raise ValueError("it is cut off")
-        expected = end
-        tensors[name] = data[start + begin : start + end].view(numpy[entry["dtype"]]).reshape(entry["shape"])
-    if start + expected != size:
-        raise ValueError("it is too long")
-    return metadata, tensors
+        return array.reshape(shape)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
 
 
 def write_tensors(file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Array]) -> None:

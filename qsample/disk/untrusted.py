@@ -11,10 +11,11 @@ import json
 import mmap
 import os
 import re
+import stat
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from qsample.disk.protobuf import fields
 
@@ -82,12 +83,15 @@ def leads_out(path: Path, folders: Iterable[Path]) -> bool:
 
 LARGEST_FILE: Final = 1 << 26  # bytes; a tokenizer's configuration with 100,000 added tokens has a quarter of that
 _DEEPEST_JSON: Final = 64
+_MOST_JSON: Final = 1 << 20  # arrays and objects; reading more takes seconds, in which no other thread runs
 
 
 def parse_json(text: str, *, infinities: bool = False) -> Any:
     """The value of a JSON document. infinities: take `Infinity` and `-Infinity`, as some configurations have them.
     Raises ValueError, in one line, for bad syntax, a key that comes twice, NaN, other infinities, a number that no
-    float holds, and arrays and objects more than 64 deep."""
+    float holds, and arrays and objects more than 64 deep or more than 2^20 in number."""
+    if text.count("[") + text.count("{") > _MOST_JSON:  # some of them in texts, perhaps
+        raise ValueError(f"it has more than {_MOST_JSON} arrays and objects")
     constant = _infinity if infinities else _no_constant
     try:
         value = json.loads(
@@ -107,13 +111,22 @@ def read_json(path: Path, largest: int = LARGEST_FILE, *, infinities: bool = Fal
 def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
     """The text of a UTF-8 file. Raises OSError if it cannot be read, ValueError if it is not a plain file, larger than
     `largest` bytes, or not UTF-8."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise ValueError("it is not a plain file")
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
         raise ValueError(f"it is larger than {largest >> 20} MiB")
     return content.decode("utf-8")
+
+
+def open_plain(path: str | Path) -> BinaryIO:
+    """A plain file, opened to be read; nobody waits for a pipe or a device. Raises OSError if it cannot be opened,
+    ValueError if it is not a plain file."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a plain file")
+    return os.fdopen(descriptor, "rb")
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,26 +7,29 @@ https://huggingface.co/docs/peft/package_reference/lora
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
 from qsample.checks import is_integer, is_number
 from qsample.contract.arrays import Array
-from qsample.disk.tensor_file import map_tensors
+from qsample.disk.tensor_file import TensorFile
+from qsample.disk.untrusted import read_json
 from qsample.errors import QsampleError, UnsupportedModelError, shown
+
+T = TypeVar("T")
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 _PART: Final = re.compile(
-    r"base_model\.model\.(?P<path>.+)\.(lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
+    r"base_model\.model\.(?P<path>.{1,200})\.(lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
 )
 ADVICE: Final = "merge it with the tool that trained it, and export the merged checkpoint"
 _READ: Final = (
@@ -47,6 +50,16 @@ _WITHOUT_EFFECT: Final = (
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
     *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
 )
+_LARGEST_CONFIG: Final = 1 << 22  # bytes
+_LONGEST_PATH: Final = 200  # characters of the path of a module, and of a pattern
+# Patterns are regular expressions of strangers, and Python's `re` may take for ever, holding Python's lock. So they
+# have characters, classes and repetitions of either, and groups of these that are not repeated.
+_ATOM: Final = r"(?:\\[dw]|\\[^\w\s]|\[\^?[\w.-]+\]|[\w.-])"
+_PIECE: Final = rf"{_ATOM}(?:[*+]\??|\?)?"
+_PATTERN: Final = re.compile(rf"\^?(?:{_PIECE}|\((?:\?:)?(?:{_PIECE}|\|)*\)\??|\|)*\$?")
+_MOST_WAYS: Final = 1 << 12  # to match a pattern: of choices, and 2^5 of each * and +
+_MOST_WAYS_OF_ALL: Final = 1 << 14
+_SECONDS: Final = 10.0  # to match all of them
 # Initialisations that leave the model's own weights alone. The rest move a part of the weight into A and B,
 # so a file of trained A and B means nothing without that weight.
 _INITIALISATIONS: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -54,35 +67,35 @@ _INITIALISATIONS: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """rank, alpha: of a layer that no pattern names. ranks, alphas: pattern → value; the first that matches counts.
-    rank_stabilised: whether a change is scaled by the root of the rank."""
+    """rank, alpha: of a layer that no pattern names. ranks, alphas: pairs of a pattern and a value; the first pattern
+    that matches counts. rank_stabilised: whether a change is scaled by the root of the rank."""
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: Sequence[tuple[re.Pattern[str], int]]
+    alphas: Sequence[tuple[re.Pattern[str], float]]
     rank_stabilised: bool
 
     @property
     def largest_rank(self) -> int:
         """Of all layers."""
-        return max([self.rank, *self.ranks.values()])
+        return max([self.rank, *(rank for _, rank in self.ranks)])
 
     def rank_of(self, path: str) -> int:
         """The rank in the module at `path`."""
-        return self.ranks.get(_first_match(self.ranks, path), self.rank)
+        return _first_match(self.ranks, path, self.rank)
 
     def scale_of(self, path: str) -> float:
         """The factor of the product of B and A in the module at `path`."""
-        alpha, rank = self.alphas.get(_first_match(self.alphas, path), self.alpha), self.rank_of(path)
+        alpha, rank = _first_match(self.alphas, path, self.alpha), self.rank_of(path)
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
 def read_config(path: Path) -> LoraConfig:
     """The configuration at `path`. Raises QsampleError if it is damaged, UnsupportedModelError if not plain LoRA."""
     try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        options = read_json(path, _LARGEST_CONFIG, infinities=True)
+    except ValueError as error:
         raise QsampleError(f"{path} is not valid JSON ({error}); download the adapter again") from error
     if not isinstance(options, dict):
         raise QsampleError(
@@ -92,8 +105,11 @@ def read_config(path: Path) -> LoraConfig:
     return LoraConfig(
         _rank(options.get("r", 8), "r", path),
         _alpha(options.get("lora_alpha", 8), "lora_alpha", path),
-        {name: _rank(value, f"rank_pattern[{name!r}]", path) for name, value in _patterns(options, "rank", path)},
-        {name: _alpha(value, f"alpha_pattern[{name!r}]", path) for name, value in _patterns(options, "alpha", path)},
+        [(key, _rank(value, f"rank_pattern[{name!r}]", path)) for name, key, value in _patterns(options, "rank", path)],
+        [
+            (key, _alpha(value, f"alpha_pattern[{name!r}]", path))
+            for name, key, value in _patterns(options, "alpha", path)
+        ],
         _flag(options, "use_rslora", path),
     )
 
@@ -110,14 +126,16 @@ class Change(NamedTuple):
     scale: float
 
 
-def read_changes(config_path: Path, weights_path: Path) -> list[Change]:
-    """The changes that an adapter makes, in order of their paths. Raises QsampleError for files that cannot be read,
-    and for matrices without a partner, of another rank than the configuration's, or with numbers that are not finite;
-    UnsupportedModelError for more than plain LoRA."""
+def read_changes(config_path: Path, weights_path: Path, largest: int | None = None) -> list[Change]:
+    """The changes that an adapter makes, in order of their paths. largest: bytes of its weights. Raises QsampleError
+    for files that cannot be read, for matrices without a partner, of another rank than the configuration's, or with
+    numbers that are not finite, and for patterns that take long to match; UnsupportedModelError for more than plain
+    LoRA."""
     config = read_config(config_path)
     try:
-        _, tensors = map_tensors(weights_path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with TensorFile(weights_path, largest) as file:
+            tensors = {name: file.read(name) for name in file.tensors}
+    except (OSError, ValueError, MemoryError) as error:
         raise QsampleError(f"{weights_path} cannot be read ({error!s:.200}); download the adapter again") from error
     parts: dict[str, dict[str, Array]] = {}
     for name, tensor in sorted(tensors.items()):
@@ -133,7 +151,10 @@ def read_changes(config_path: Path, weights_path: Path) -> list[Change]:
                 f"{weights_path}: {name:.200} is {dtype} {list(tensor.shape)}; it must be a matrix of finite floats"
             )
     changes = []
+    began = time.monotonic()
     for path, found in sorted(parts.items()):
+        if time.monotonic() - began > _SECONDS:
+            raise QsampleError(f"{config_path}: its patterns take more than {_SECONDS:.0f} s to match; give fewer")
         a, b, rank = found.get("A"), found.get("B"), config.rank_of(path)
         if (a is None) != (b is None):
             raise QsampleError(f"{weights_path} holds matrix {'A' if b is None else 'B'} of {path} without its partner")
@@ -162,9 +183,9 @@ def _is_finite(matrix: Array) -> bool:
     return matrix.dtype.kind == "f" and bool(np.isfinite(matrix).all())
 
 
-def _first_match(patterns: Mapping[str, Any], path: str) -> str:
-    """The first of `patterns` that a path ends with, at a dot; `path` itself if none matches, as in peft."""
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), path)
+def _first_match(patterns: Sequence[tuple[re.Pattern[str], T]], path: str, other: T) -> T:
+    """The value of the first of `patterns` that matches, as in peft; `other` if none does."""
+    return next((value for pattern, value in patterns if pattern.match(path)), other)
 
 
 def _check_plain(options: Mapping[str, Any], path: Path) -> None:
@@ -182,19 +203,36 @@ def _check_plain(options: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[str, Any]]:
+def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[str, re.Pattern[str], Any]]:
+    """The patterns of ranks or alphas, each compiled: it matches the path of a module that it ends with, at a dot."""
     name = f"{kind}_pattern"
     patterns = options.get(name) or {}
     if not isinstance(patterns, dict):
         raise QsampleError(f"{path}: {name} is {shown(patterns, 60)}; it must be an object, from patterns to numbers")
-    for pattern in patterns:
+    left, compiled = _MOST_WAYS_OF_ALL, []
+    for pattern, value in patterns.items():
         try:
-            re.compile(rf"(.*\.)?({pattern})$")
-        except (re.error, RecursionError, OverflowError) as error:
+            ways = _ways(pattern)
+            if ways > min(_MOST_WAYS, left):
+                raise ValueError("it is not simple" if math.isinf(ways) else "there are too many ways to match it")
+            left -= int(ways)
+            compiled.append((pattern, re.compile(rf"(.*\.)?({pattern})$"), value))
+        except (ValueError, re.error) as error:
             raise QsampleError(
-                f"{path}: {name} holds {pattern!r}, which is not a regular expression: {error}"
+                f"{path}: {name} holds {pattern!r:.80}, which is not a regular expression that is taken ({error}); "
+                r"give fewer, of names, dots, \d, [...], two of * and + at most, and groups (a|b) that are not repeated"
             ) from error
-    return list(patterns.items())
+    return compiled
+
+
+def _ways(pattern: str) -> float:
+    """At most that many ways to match a pattern are tried at each place of a path; infinite for patterns that are not
+    simple."""
+    if len(pattern) > _LONGEST_PATH or not _PATTERN.fullmatch(pattern):
+        return math.inf
+    bare = re.sub(_ATOM, "a", pattern.replace("(?:", "("))
+    choices = math.prod(part.count("|") + 1 for part in re.split(r"[()]", bare))
+    return choices * 2 ** (bare.count("?") + 5 * bare.count("*") + 5 * bare.count("+"))
 
 
 def _rank(value: Any, name: str, path: Path) -> int:

@@ -25,6 +25,7 @@ from typing import Any, Final
 from qsample.disk.locks import alone, is_at, lock
 from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import full_disk_named, trim
+from qsample.disk.untrusted import read_json, read_text
 from qsample.errors import PackageError, QsampleError
 from qsample.package.manifest import MANIFEST_NAME, Manifest
 from qsample.package.package import Package, read_package, sha256_of
@@ -121,7 +122,7 @@ def open_cached(
             with full_disk_named(folder), ScratchFolder(folder) as scratch:
                 made = scratch.new / path.name  # compile would keep a refused package next to another place
                 make(made)
-                seal = {"manifest": sha256_of(made / MANIFEST_NAME), "files": _states(made)}
+                seal = {"entry": path.name, "manifest": sha256_of(made / MANIFEST_NAME), "files": _states(made)}
                 (made / _SEAL).write_text(json.dumps(seal))
                 made.rename(path)
             found = _use(path)
@@ -136,7 +137,7 @@ def entries() -> list[Entry]:
     found = []
     for path in _entry_folders(cache_folder()):
         try:
-            manifest = Manifest.from_json((path / MANIFEST_NAME).read_text("utf-8"))
+            manifest = Manifest.from_json(read_text(path / MANIFEST_NAME))
             with FileIO(path / MANIFEST_NAME, "r") as file:
                 in_use = lock(file.fileno()) is False
             found.append(Entry(path, manifest, path.stat().st_mtime, in_use))
@@ -184,9 +185,11 @@ def _runtime() -> str:
 
 
 def _use(path: Path) -> tuple[Package, FileIO] | None:
-    """The verified package at `path` with its lock; None if it is missing or damaged."""
+    """The verified package at `path` with its lock; None if it is missing, damaged or a stranger's."""
     manifest = path / MANIFEST_NAME
     try:
+        if not _is_trusted(path):
+            return None
         file = FileIO(manifest, "r")
     except OSError:
         return None
@@ -194,7 +197,9 @@ def _use(path: Path) -> tuple[Package, FileIO] | None:
         sleep(0.05)  # another process looks at it, or removes it
     try:
         if free is not False and is_at(manifest, file):
-            seal = json.loads((path / _SEAL).read_text())
+            seal = read_json(path / _SEAL)
+            if seal["entry"] != path.name:
+                raise PackageError(f"{path} was another entry")
             # Hashing takes seconds; files are hashed again only if they were written to.
             untouched = seal["files"] == _states(path)
             if not untouched and seal["manifest"] != sha256_of(manifest):
@@ -207,6 +212,14 @@ def _use(path: Path) -> tuple[Package, FileIO] | None:
         pass
     file.close()
     return None
+
+
+def _is_trusted(path: Path) -> bool:
+    """Whether an entry has plain files and folders only, each of this user, of the owner of the whole cache, or of
+    root: if others can write to the cache, they may make entries, too."""
+    trusted = {path.parent.stat().st_uid, os.getuid() if hasattr(os, "getuid") else 0, 0}
+    states = [one.lstat() for one in (path, *path.rglob("*"))]
+    return all((stat.S_ISREG(one.st_mode) or stat.S_ISDIR(one.st_mode)) and one.st_uid in trusted for one in states)
 
 
 def _states(folder: Path) -> list[list[Any]]:

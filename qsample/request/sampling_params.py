@@ -6,7 +6,6 @@ Names and meanings are Hugging Face's. The effect of each value on the logits is
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 from qsample.checks import check_fields, checked, integer, is_integer, is_number, number, plain, refuse
 from qsample.contract.tensors import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
+from qsample.disk.untrusted import read_json
 from qsample.errors import ArgumentError, shown, unknown
 from qsample.request.refusals import UNSUPPORTED, without_refused
 
@@ -332,8 +332,8 @@ def settings_of(config: Any) -> dict[str, Any]:
         path = Path(config)
         file = path / GENERATION_CONFIG_FILE if path.is_dir() else path
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            config = read_json(file, infinities=True)
+        except (OSError, ValueError) as error:
             raise ValueError(f"generation_config is {str(path)!r}, and {file} cannot be read: {error}") from error
         if not isinstance(config, dict):
             raise ValueError(f"generation_config is {str(path)!r}, and {file} is not a JSON object")

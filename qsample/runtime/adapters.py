@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.interface import AdapterTarget, Interface, kind_of
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 from qsample.huggingface.lora import ADVICE, CONFIG, WEIGHTS, Change, floats, read_changes
+
+_ROOM: Final = 1 << 26  # bytes of a file for its header, and for what this package refuses by name
+_TOO_WIDE: Final = 8  # times the largest rank: such an adapter is refused by its rank, a larger one by its size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +67,9 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
                 f"no LoRA adapter in {folder}: it has no {file}; give a folder that has {CONFIG} and {WEIGHTS}"
             )
     targets = {target.path: target for target in interface.adapters}
+    numbers = interface.features.max_lora_rank * sum(one.in_features + one.out_features for one in interface.adapters)
     matrices = {}
-    for change in read_changes(folder / CONFIG, folder / WEIGHTS):
+    for change in read_changes(folder / CONFIG, folder / WEIGHTS, _ROOM + _TOO_WIDE * 4 * numbers):
         target = targets.get(change.path)
         if target is None or change.base is not None:
             raise UnsupportedModelError(

@@ -29,8 +29,10 @@ from qsample.serve.http import (
     BodyLimit,
     EventStream,
     Exchanges,
+    Hosts,
     JsonRoute,
     add_error_handlers,
+    json_bytes,
     json_response,
 )
 from qsample.serve.messages import CountTokensRequest, MessageAnswers, MessagesRequest
@@ -50,6 +52,8 @@ _ABSENT: Final = (
 )
 _PAGE: Final = Path(__file__).parent / "page.html"
 _LONG_TEXTS: Final = 2  # that are encoded at once
+_PREDICTED: Final = 32  # characters that a token of a prediction may have; the rest of the text is left out
+_WRITTEN: Final = 2**16  # items of a list that become JSON at once: Python's lock is held meanwhile
 _DOCS_PACKAGE: Final = "fastapi_offline"  # it brings the files of Swagger UI; FastAPI loads them from the internet
 
 
@@ -76,6 +80,8 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.allowed_hosts and "*" not in settings.allowed_hosts:
+        app.add_middleware(Hosts, allowed=settings.allowed_hosts)
     app.add_middleware(
         Exchanges,
         paths=frozenset(route.path for route in app.routes if isinstance(route, Route)),
@@ -225,7 +231,8 @@ class _Server:
         model.check_room(prompt)
         expected = None
         if body.prediction is not None and model.interface.features.num_speculative_tokens:
-            expected = (await self._encode(model, [body.prediction.text], False))[0][: model.max_model_len]
+            text = body.prediction.text[: _PREDICTED * model.max_model_len]
+            expected = (await self._encode(model, [text], False))[0][: model.max_model_len]
         answers: Answers
         if isinstance(given, ResponsesRequest):
             answers = ResponseAnswers(model, given, self._metrics, params, prompt)
@@ -278,10 +285,18 @@ class _Server:
             (ids,) = await self._encode(model, [body.prompt], body.add_special_tokens)
         else:
             ids = await self._encode_chat(model, body, True)
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
-        if body.return_token_strs:
-            answer["token_strs"] = [model.token_texts.of(token)[0] for token in ids]
-        return json_response(answer)
+
+        def answer() -> Response:
+            lists: dict[str, list[Any]] = {"tokens": ids}
+            if body.return_token_strs:
+                lists["token_strs"] = [model.token_texts.of(token)[0] for token in ids]
+            parts = [json_bytes({"count": len(ids), "max_model_len": model.max_model_len})[:-1]]
+            for name, items in lists.items():
+                pieces = (json_bytes(items[start : start + _WRITTEN])[1:-1] for start in range(0, len(ids), _WRITTEN))
+                parts.append(b',"%b":[%b]' % (name.encode(), b",".join(pieces)))
+            return Response(b"".join([*parts, b"}"]), media_type="application/json")
+
+        return await asyncio.to_thread(answer) if len(ids) > LONG_TEXT else answer()
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qsample.errors import ArgumentError, QsampleError
 from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
+from qsample.serve.hosts import is_allowed
 
 T = TypeVar("T")
 
@@ -319,6 +320,21 @@ class ApiKeys:
                 await error(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class Hosts:
+    """Refuses requests to names that the server does not have; see `hosts`."""
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self._app, self._allowed = app, allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if is_allowed(host, self._allowed):
+            await self._app(scope, receive, send)
+            return
+        text = f"this server is not called {host!r:.100}; call it localhost, or start it with --allowed-host NAME"
+        await ApiError(403, text, code="host_not_allowed")(scope, receive, send)
 
 
 class Exchanges:

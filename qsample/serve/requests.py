@@ -39,7 +39,7 @@ MOST_BIASES: Final = 1024
 MOST_STOP_STRINGS: Final = 64
 MOST_STOP_CHARACTERS: Final = 2048  # of all of them
 MOST_PROMPTS: Final = 2**16  # of a request; few servers take that number at once
-MOST_NAME: Final = 256  # characters of an adapter's name; it is a label of a metric
+MOST_NAME: Final = 256  # characters of an adapter's name, a label of a metric, and of an id, which each event has
 MOST_PATH: Final = 4096
 MOST_FIELDS: Final = 256  # of an object; pydantic notes an error for each that is not known
 # Fields that have the same name in `SamplingParams`.
@@ -267,7 +267,7 @@ class GenerationRequest(FilterFields):
     return_token_ids: StrictBool = False
     prompt_logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
     priority: StrictInt = 0
-    request_id: StrictStr | None = None
+    request_id: StrictStr | None = Field(None, max_length=MOST_NAME)
     best_of: StrictInt | None = None
 
     user: StrictStr | None = None

@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, Final
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from qsample.errors import QsampleError, shown
 from qsample.serve.app import ACCESS_LOG, make_app
+from qsample.serve.hosts import is_loopback
 from qsample.serve.models import ServedModels
 from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
@@ -63,6 +65,8 @@ def run(
     """
     _check_certificate(ssl_keyfile, ssl_certfile)
     with _listen(host, port) as listening:  # first: loading may take long
+        if not settings.allowed_hosts and is_loopback(host):
+            settings = replace(settings, allowed_hosts=("localhost",))
         models = ServedModels(settings)
         app = make_app(settings, models)
         refused = partial(app.state.server.count_exchange, "other")

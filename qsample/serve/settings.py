@@ -48,7 +48,7 @@ def _guesses(name: str, config: Any) -> Any:
         raise ValueError(f"{name} has {', '.join(sorted(map(repr, others)))}; give {accepted}")
     for key in names:
         if (key == names[0] or key in config) and not is_integer(config.get(key), 1, MOST_SPECULATIVE_TOKENS):
-            raise ValueError(f"{name} has {key} {shown(config.get(key))}; give 1 to {MOST_SPECULATIVE_TOKENS}")
+            raise ValueError(f'{name} has "{key}": {shown(config.get(key))}; give 1 to {MOST_SPECULATIVE_TOKENS}')
     return config
 
 
@@ -91,6 +91,11 @@ class ServeSettings:
         flag="--cors-origin",
         help="Accept browser pages of this origin, * for all; may be repeated.",
     )
+    allowed_hosts: tuple[str, ...] = checked(
+        (), _texts, repeated=str, flag="--allowed-host", metavar="NAME",
+        help="Clients may call the server by this name, * for any; may be repeated. (default: any; localhost and "
+        "addresses if it listens for this machine alone)",
+    )  # fmt: skip
     trust_request_chat_template: bool = flag(False, help="Clients may send chat templates, which are programs.")
     generation_config: Literal["openai", "auto"] = choice(
         "openai",

@@ -14,10 +14,12 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any, BinaryIO, Final
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
+from qsample.disk.untrusted import leads_out, open_plain
 from qsample.errors import QsampleError
 from qsample.package.package import MANIFEST_NAME, Package
+from qsample.serve.hosts import is_allowed, is_loopback
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "assets" / "web"
 BUILD: Final = "npm --prefix examples/web ci && npm --prefix examples/web run build"
@@ -46,7 +48,6 @@ _HEADERS: Final = {
     "Cache-Control": "no-cache",  # a browser asks with the ETag, and gets 304
 }
 _RANGE: Final = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
-_LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _PIECE: Final = 1 << 20  # bytes of a file in memory
 
 
@@ -59,12 +60,13 @@ class WebServer(ThreadingTCPServer):  # an HTTPServer may take seconds to look u
     def __init__(self, package: Package, host: str = "127.0.0.1", port: int = 8080, page: Path = PAGE) -> None:
         check_built(page)
         check_package(package)
-        self.files = {f"/{path.relative_to(page).as_posix()}": path for path in page.rglob("*") if path.is_file()}
-        self.files["/"] = self.files["/index.html"]
-        for name in (MANIFEST_NAME, *package.manifest.files):
-            self.files[PACKAGE_PATH + name] = package.path / name
+        pages = {f"/{path.relative_to(page).as_posix()}": path for path in page.rglob("*") if path.is_file()}
+        names = (MANIFEST_NAME, *package.manifest.files)
+        # By the path of an address: a file, and the folder that it may not lead out of, if it becomes a link.
+        self.files = {path: (page, file) for path, file in (pages | {"/": pages["/index.html"]}).items()}
+        self.files |= {PACKAGE_PATH + name: (package.path, package.path / name) for name in names}
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.names = _LOCAL if host in _LOCAL else None
+        self.is_local = is_loopback(host)
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -108,14 +110,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60  # seconds without a byte, then a connection is closed
 
     def do_GET(self) -> None:
-        # A page of another site, whose name was made to lead here (DNS rebinding), asks with that name.
-        host = _split(f"//{self.headers.get('Host', '')}").hostname
-        if self.server.names is not None and host not in self.server.names:
-            return self.send_error(403, explain=f"this server answers to {', '.join(sorted(self.server.names))} only")
-        file = self.server.files.get(unquote(_split(self.path).path))
+        if self.server.is_local and not is_allowed(self.headers.get("Host", "")):
+            return self.send_error(403, explain="this server answers to localhost and to addresses only")
+        root, file = self.server.files.get(unquote(_path(self.path)), (None, None))
         try:
-            opened = None if file is None else file.open("rb")
-        except OSError:  # removed since the server started
+            opened = None if root is None or file is None or leads_out(file, [root]) else open_plain(file)
+        except (OSError, ValueError):  # removed since the server started, or a pipe
             opened = None
         if file is None or opened is None:
             return self.send_error(404)
@@ -160,9 +160,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: the page says what it loads."""
 
 
-def _split(address: str) -> SplitResult:
-    """The parts of an address; empty parts if it is none, such as http://[."""
+def _path(address: str) -> str:
+    """The path of an address; "" if it is none, such as http://[."""
     try:
-        return urlsplit(address)
+        return urlsplit(address).path
     except ValueError:
-        return SplitResult("", "", "", "", "")
+        return ""

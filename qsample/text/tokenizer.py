@@ -17,7 +17,7 @@ from qsample.text.chat import ChatOptions, ChatTemplates
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 # Characters, or tokens, that take long. Python's lock is held for a single text and not for a batch; a batch makes
-# the library print a warning in forks.
+# the library print a warning in forks. The fast kind computes no offsets: a third of the time, less memory.
 LONG_TEXT: Final = 20_000
 _COMPOSED: Final = 4  # characters that composing may make a single one of
 _KEEPING: Final = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
@@ -62,7 +62,7 @@ class Tokenizer:
         check_text("a text", text)
         try:
             if len(text) > LONG_TEXT:
-                ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+                ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             else:
                 ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except BaseException as error:

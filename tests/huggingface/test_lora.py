@@ -28,7 +28,7 @@ A, B = (f"base_model.model.{LAYER}.lora_{part}.weight" for part in "AB")
         ({A: torch.ones(64, dtype=torch.bfloat16)}, r"lora_A\.weight is bfloat16 \[64\]"),
         ({A: torch.ones(4, 64, 1, 1)}, r"is float32 \[4, 64, 1, 1\]"),
         ({B: torch.ones(96, 4, dtype=torch.int8)}, r"is int8 \[96, 4\]"),
-        ({B: torch.ones(96, 4, dtype=torch.uint8)}, r"cannot be read \('U8'\)"),
+        ({B: torch.ones(96, 4, dtype=torch.uint8)}, r"cannot be read \(\S+lora_B\.weight is 'U8'; it may be F32"),
         *(
             ({B: torch.full((96, 4), torch.nan, dtype=dtype)}, "finite floats")
             for dtype in (torch.float, torch.bfloat16)
@@ -186,9 +186,7 @@ def test_initialisations_that_leave_the_model_alone(init: Any, tmp_path: Path) -
         ({"r": "8"}, "r is '8'"),
         ({"r": None}, "r is None"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'; it must be a number"),
-        ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
-        ({"lora_alpha": 10**400}, "lora_alpha is 10+.*; it must be a number"),
         ({"lora_alpha": [1]}, r"lora_alpha is \[1\]"),
         ({"use_rslora": "false"}, "use_rslora is 'false'; it must be true or false"),
         ({"rank_pattern": {"q_proj": 2.5}}, r"rank_pattern\['q_proj'\] is 2.5"),
@@ -197,6 +195,22 @@ def test_initialisations_that_leave_the_model_alone(init: Any, tmp_path: Path) -
         ({"alpha_pattern": {"q_proj": None}}, r"alpha_pattern\['q_proj'\] is None"),
         ({"alpha_pattern": {"q_(proj": 2}}, r"alpha_pattern holds 'q_\(proj', which is not a regular expression"),
         ({"rank_pattern": {"*": 2}}, r"rank_pattern holds '\*', which is not a regular expression"),
+        ({"rank_pattern": {"[z-a]": 2}}, r"rank_pattern holds .* taken \(bad character range"),
+        # Each of these may take for ever: in Python's `re`, the first took 20 s for 26 characters.
+        *(
+            ({"rank_pattern": {pattern: 2}}, r"rank_pattern holds .* \(it is not simple\); give fewer, of names")
+            for pattern in ("([a-z_.0-9]+)+X", "(a*)*", "(a|a)+X", "(?:a+){9}", r"(a)\1", "(?=a)", "((a|a))", "a" * 201)
+        ),
+        *(
+            ({"rank_pattern": patterns}, r"rank_pattern holds .* \(there are too many ways to match it\)")
+            for patterns in (
+                {".*.*.*X": 2},
+                {"a?" * 13 + "X": 2},
+                {"(a|a)" * 13 + "X": 2},
+                {f"{n}.*.*": 2 for n in range(17)},
+                {f"x{n}": 4 for n in range(200_000)},
+            )
+        ),
     ],
 )
 def test_values_that_are_none(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -211,6 +225,9 @@ def test_values_that_are_none(options: dict[str, Any], message: str, tmp_path: P
         (b"{'r': 8}", "is not valid JSON"),
         (b"\xff\xfe", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
+        (b'{"lora_alpha": NaN}', "is not valid JSON .NaN is not JSON"),
+        (b'{"lora_alpha": 1' + b"0" * 400 + b"}", "is not valid JSON .10+.* is too large for a number"),
+        (b'{"r": "' + b"x" * (4 << 20) + b'"}', "is not valid JSON .it is larger than 4 MiB"),
         (b"[1, 2]", r"holds \[1, 2\], and must hold an object"),
         (b"null", "holds None, and must hold an object"),
     ],

@@ -191,7 +191,7 @@ def raw(server: ServerProcess, pieces: Sequence[bytes], pause: float = 0.0, clos
 
 
 def request(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     size = b"Content-Length: %d\r\n" % (len(body) if length is None else length)
     return head + size + b"".join(header + b"\r\n" for header in headers) + b"\r\n" + body
 
@@ -204,12 +204,12 @@ GOOD = b'{"prompt": "x", "max_tokens": 1}'
     [
         ([b"\x00" * 1000], b"400"),
         ([b"GET /health HTTP/9.9\r\n\r\n"], b"400"),
-        ([b"GET " + b"/" * 60_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"], b"404"),
-        ([b"GET /%00%1b[31m%0a HTTP/1.1\r\nHost: x\r\n\r\n"], b"404"),
-        ([b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: a\x1b[31mb\r\n\r\n"], b"400"),
+        ([b"GET " + b"/" * 60_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"], b"404"),
+        ([b"GET /%00%1b[31m%0a HTTP/1.1\r\nHost: localhost\r\n\r\n"], b"404"),
+        ([b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: a\x1b[31mb\r\n\r\n"], b"400"),
         ([b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 200_000], b"431"),
         ([b"GET /health HTTP/1.1\r\na: " + b"b" * 100_000_000], b"431"),
-        ([b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 20_000], b"429"),
+        ([b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20_000], b"429"),
         ([request(GOOD)], b"200"),
         ([request(GOOD, length=3)], b"400"),
         ([request(GOOD, length=5 * 2**20)], b"413"),

@@ -43,13 +43,13 @@ GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 
         ({"speculative_config": {"method": "eagle"}}, "tokens are guessed by prompt lookup"),
         (
             {"speculative_config": {"method": "ngram"}},
-            "speculative_config has num_speculative_tokens None; give 1 to 64",
+            'speculative_config has "num_speculative_tokens": None; give 1 to 64',
         ),
         (
             {"speculative_config": GUESSES | {"num_speculative_tokens": 65}},
-            "has num_speculative_tokens 65; give 1 to 64",
+            'has "num_speculative_tokens": 65; give 1 to 64',
         ),
-        ({"speculative_config": GUESSES | {"prompt_lookup_max": 0}}, "has prompt_lookup_max 0; give 1 to 64"),
+        ({"speculative_config": GUESSES | {"prompt_lookup_max": 0}}, 'has "prompt_lookup_max": 0; give 1 to 64'),
         ({"speculative_config": GUESSES | {"model": "x"}}, "speculative_config has 'model'; give"),
     ],
 )

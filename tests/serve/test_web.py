@@ -60,7 +60,9 @@ def test_files_have_their_types_and_the_headers_of_threads(server: WebServer) ->
         response, body = ask(server, path)
         assert (response.status, response.headers["Content-Type"]) == (200, kind), path
         assert (
-            len(body) == int(response.headers["Content-Length"]) == server.files[path.partition("?")[0]].stat().st_size
+            len(body)
+            == int(response.headers["Content-Length"])
+            == server.files[path.partition("?")[0]][1].stat().st_size
         )
         assert response.headers["Cross-Origin-Opener-Policy"] == "same-origin"
         assert response.headers["Cross-Origin-Embedder-Policy"] == "require-corp"

@@ -5,7 +5,7 @@ The file has a tensor for each cache state of `Interface.cache_states`, without 
 from the first. Its metadata name the package, the kernels, the sizes of the pieces in which the tokens were read, and
 the adapter, if there was one: only if these are the same, a prefix gives the tokens that reading the prompt gives.
 
-The format is https://huggingface.co/docs/safetensors; a file is mapped, and copied straight into a slot.
+The format is https://huggingface.co/docs/safetensors; a file is read into memory and verified there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +27,7 @@ from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, CAPACITY
 from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import check_free, full_disk_named
-from qsample.disk.tensor_file import map_tensors, memory_of, write_tensors
+from qsample.disk.tensor_file import TensorFile, memory_of, write_tensors
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
 from qsample.package.package import Package
@@ -35,6 +35,7 @@ from qsample.runtime.decode.prefixes import Pieces
 
 TOKENS: Final = "tokens"
 _FORMAT: Final = "qsample.prefix.1"
+_MOST_TOKENS: Final = 1 << 24
 _SHA256: Final = "sha256"
 _ADAPTER: Final = "adapter"
 # Metadata key → its meaning in an error message.
@@ -64,10 +65,10 @@ def signature_of(package: Package, sessions: Sessions) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixFile:
-    """An open prefix file.
+    """A prefix file, in memory: whatever becomes of the file, the numbers stay.
 
     tokens: [end] int64, all tokens from the first. start: the first token whose keys and values the file has; 0 if it
-    is whole. states: by name, of the file's memory: keys and values [H, end - start, D], recurrent states after `end`
+    is whole. states: by name: keys and values [H, end - start, D], recurrent states after `end`
     tokens. sha256: of the numbers, as the header says. adapter: the sha256 of their adapter; "" for none.
     """
 
@@ -79,21 +80,34 @@ class PrefixFile:
     adapter: str = ""
 
     @classmethod
-    def open(cls, path: Path, signature: Mapping[str, str], interface: Interface) -> PrefixFile:
-        """Map a file and check its header, for the package with this signature and interface; its numbers are not read.
-        Raises PackageError if the file is missing, damaged, or of another package."""
+    def open(
+        cls, path: Path, signature: Mapping[str, str], interface: Interface, *, with_states: bool = True
+    ) -> PrefixFile:
+        """Read a file for the package with this signature and interface, and verify it; without its states, only the
+        header is looked at. Raises PackageError if the file is missing, damaged, or of another package."""
         try:
-            metadata, tensors = map_tensors(path)
-            tokens, start = tensors.pop(TOKENS), int(metadata["start"])
-            sha256, adapter = metadata[_SHA256], metadata.get(_ADAPTER, "")
-            if metadata["format"] != _FORMAT:
-                raise ValueError(f"its format is {metadata['format']!r:.40}")
-            if tokens.ndim != 1 or tokens.dtype != np.int64 or not 0 <= start < len(tokens):
-                raise ValueError("its tokens are not numbers from its start on")
-        except OSError as error:
-            raise PackageError(f"cannot read the prefix {path}: {error.strerror or error}") from error
+            with TensorFile(path) as file:
+                found = cls._of(path, file, signature, interface)
+                if not with_states:
+                    return found
+                states = {name: file.read(name) for name in file.tensors if name != TOKENS}
+        except (OSError, MemoryError) as error:
+            raise PackageError(f"cannot read the prefix {path}: {getattr(error, 'strerror', '') or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PackageError(f"{path} is damaged, or not a prefix ({error!s:.200}); {_AGAIN}") from error
+        if _sha256([found.tokens, *states.values()]) != found.sha256:
+            raise PackageError(f"{path} is damaged: its sha256 is not that of its header; {_AGAIN}")
+        return replace(found, states=states)
+
+    @classmethod
+    def _of(cls, path: Path, file: TensorFile, signature: Mapping[str, str], interface: Interface) -> PrefixFile:
+        """A file without its states."""
+        metadata, (dtype, shape) = file.metadata, file.tensors[TOKENS]
+        start, sha256, adapter = int(metadata["start"]), str(metadata[_SHA256]), str(metadata.get(_ADAPTER, ""))
+        if metadata["format"] != _FORMAT:
+            raise ValueError(f"its format is {metadata['format']!r:.40}")
+        if len(shape) != 1 or dtype != "int64" or not 0 <= start < shape[0] <= _MOST_TOKENS:
+            raise ValueError("its tokens are not numbers from its start on")
         for name, what in _SIGNATURE.items():
             if metadata.get(name) != signature[name]:
                 raise PackageError(
@@ -101,18 +115,12 @@ class PrefixFile:
                     f"it may give other tokens; {_AGAIN}"
                 )
         expected = {
-            spec.name: (*spec.shape({CAPACITY: len(tokens) - start, BATCH: 1}), DTYPES[spec.dtype].numpy)
+            spec.name: (DTYPES[spec.dtype].numpy, tuple(spec.shape({CAPACITY: shape[0] - start, BATCH: 1}))[1:])
             for spec in interface.cache_states
         }
-        found = {name: (1, *array.shape, array.dtype.name) for name, array in tensors.items()}
-        if found != expected:
+        if {name: entry for name, entry in file.tensors.items() if name != TOKENS} != expected:
             raise PackageError(f"{path} is damaged: its tensors are not the states of this package; {_AGAIN}")
-        return cls(path, tokens, start, tensors, sha256, adapter)
-
-    def verify(self) -> None:
-        """Raise PackageError if the numbers have changed since they were written."""
-        if _sha256([self.tokens, *self.states.values()]) != self.sha256:
-            raise PackageError(f"{self.path} is damaged: its sha256 is not that of its header; {_AGAIN}")
+        return cls(path, file.read(TOKENS), start, {}, sha256, adapter)
 
 
 def write_prefix(

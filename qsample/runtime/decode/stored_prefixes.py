@@ -19,11 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
-
-import numpy as np
 
 from qsample.checks import check_count
 from qsample.contract.arrays import Array
@@ -73,7 +70,6 @@ class StoredPrefixes:
         self._given: list[PrefixFile] = []
         for path in files:
             file = PrefixFile.open(Path(path), self._signature, self._interface)
-            file.verify()
             if file.start:
                 raise PackageError(f"{path} is a part of a conversation; give a file that `qsample prefix` wrote")
             self._given.append(file)
@@ -105,7 +101,8 @@ class StoredPrefixes:
                 states = at.states
                 if not states:
                     file = PrefixFile.open(at.path, self._signature, self._interface)
-                    file.verify()
+                    if (file.sha256, file.start, file.adapter) != (at.sha256, at.start, at.adapter):
+                        raise PackageError(f"{at.path} was replaced")
                     paths.append(at.path)
                     states = file.states
                 parts.append(Part(at.start, stop, states))
@@ -175,13 +172,12 @@ class StoredPrefixes:
     def _opened(self, path: Path) -> PrefixFile | None:
         """A file that is new in the folder; None if it is not usable, and deleted, or is gone."""
         try:
-            file = PrefixFile.open(path, self._signature, self._interface)
+            return PrefixFile.open(path, self._signature, self._interface, with_states=False)
         except PackageError as error:
             if path.exists():
                 _log.warning("a kept prefix is not used: %s", error)
                 _delete(path)
             return None
-        return replace(file, tokens=np.array(file.tokens), states={})  # which lets the system close it
 
     def _before(self, held: PrefixFile) -> PrefixFile | None:
         """A file with the states before the states of `held`."""
