@@ -101,8 +101,8 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
     """Check that `name` is a folder (of a model: with a config.json), or a hub id whose repository has `file`.
 
     The hub is asked once, and not again if it cannot be reached; its other answers are left to transformers. Without
-    `hub`, a name that may be a hub id is accepted. Raises QsampleError if the name is neither, or if a file of the
-    folder, other than weights, is a link that leads out.
+    `hub`, a name that may be a hub id is accepted. Raises QsampleError if the name is neither, if something in the
+    folder is neither a file nor a folder, or if a file, other than weights, is a link that leads out.
     """
     path = Path(name)
     if os.path.isdir(path):
@@ -111,6 +111,9 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
                 raise UnsupportedModelError(f"{name} {_GGUF}")
             raise QsampleError(f"{name} has neither a {file} (a checkpoint) nor a qsample.json (a package)")
         entries = sorted([*path.iterdir(), *path.glob("*/*.jinja")])
+        for entry in entries:
+            if entry.exists() and not (entry.is_file() or entry.is_dir()):
+                raise QsampleError(f"{entry} is a pipe, a device or a socket, and would be waited for; remove it")
         check_links((entry for entry in entries if entry.suffix not in _WEIGHTS), [path])
         return
     if os.path.exists(path):

@@ -58,7 +58,7 @@ _ATOM: Final = r"(?:\\[dw]|\\[^\w\s]|\[\^?[\w.-]+\]|[\w.-])"
 _PIECE: Final = rf"{_ATOM}(?:[*+]\??|\?)?"
 _PATTERN: Final = re.compile(rf"\^?(?:{_PIECE}|\((?:\?:)?(?:{_PIECE}|\|)*\)\??|\|)*\$?")
 _MOST_WAYS: Final = 1 << 12  # to match a pattern: of choices, and 2^5 of each * and +
-_MOST_WAYS_OF_ALL: Final = 1 << 14
+_MOST_WAYS_OF_ALL: Final = 1 << 13
 _SECONDS: Final = 10.0  # to match all of them
 # Initialisations that leave the model's own weights alone. The rest move a part of the weight into A and B,
 # so a file of trained A and B means nothing without that weight.
@@ -209,13 +209,13 @@ def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[s
     patterns = options.get(name) or {}
     if not isinstance(patterns, dict):
         raise QsampleError(f"{path}: {name} is {shown(patterns, 60)}; it must be an object, from patterns to numbers")
-    left, compiled = _MOST_WAYS_OF_ALL, []
+    left, compiled = _MOST_WAYS_OF_ALL - len(patterns), []  # each has one at least
     for pattern, value in patterns.items():
         try:
             ways = _ways(pattern)
-            if ways > min(_MOST_WAYS, left):
+            if ways > _MOST_WAYS or ways - 1 > left:
                 raise ValueError("it is not simple" if math.isinf(ways) else "there are too many ways to match it")
-            left -= int(ways)
+            left -= int(ways) - 1
             compiled.append((pattern, re.compile(rf"(.*\.)?({pattern})$"), value))
         except (ValueError, re.error) as error:
             raise QsampleError(
@@ -232,7 +232,7 @@ def _ways(pattern: str) -> float:
         return math.inf
     bare = re.sub(_ATOM, "a", pattern.replace("(?:", "("))
     choices = math.prod(part.count("|") + 1 for part in re.split(r"[()]", bare))
-    return choices * 2 ** (bare.count("?") + 5 * bare.count("*") + 5 * bare.count("+"))
+    return float(choices) * 2.0 ** (bare.count("?") + 5 * bare.count("*") + 5 * bare.count("+"))
 
 
 def _rank(value: Any, name: str, path: Path) -> int:

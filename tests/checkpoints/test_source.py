@@ -246,6 +246,16 @@ def test_links_that_lead_out_of_a_checkpoint(name: str, tmp_path: Path) -> None:
         check_exists(str(folder))
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes in folders")
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "model.safetensors"])
+def test_pipes_in_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Libraries that read the folder would wait for a writer, for ever."""
+    (tmp_path / "config.json").touch()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(QsampleError, match=rf"{name} is a pipe, a device or a socket"):
+        check_exists(str(tmp_path))
+
+
 def test_links_that_stay(tmp_path: Path) -> None:
     """Inside of the folder, to files of the hub's cache, and weights on another disk."""
     blobs = tmp_path / "hub" / "models--me--model" / "blobs"

@@ -9,7 +9,9 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -18,6 +20,8 @@ import httpx
 
 _START: Final = "from qsample.cli import main; main()"
 _READY: Final = re.compile(r"Serving .* on (https?://\S+)")
+MOST_SECONDS: Final = 1.0  # of /health, if each process has a core; otherwise longer in proportion
+MOST_MEMORY: Final = 1536  # MiB
 _PATIENCE: Final = 120  # seconds; a busy machine takes long to import and load
 
 TOOL_TEMPLATE: Final = (
@@ -95,3 +99,49 @@ def post_all(url: str, bodies: Sequence[object]) -> list[httpx.Response]:
 
     with ThreadPoolExecutor(len(bodies)) as pool, httpx.Client(timeout=_PATIENCE) as client:
         return list(pool.map(lambda body: client.post(url, json=body), bodies))
+
+
+class Health:
+    """Asks for /health all the time; the longest answer in seconds, and the server's largest memory in MiB."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.longest, self.memory, self.failures = 0.0, 0, 0
+        self._server, self._going = server, True
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        with httpx.Client(timeout=120) as client:
+            going = True
+            while going:  # once more after the end
+                going = self._going
+                began = time.monotonic()
+                try:
+                    self.failures += client.get(self._server.url + "/health").status_code != 200
+                except httpx.HTTPError:
+                    self.failures += 1
+                self.longest = max(self.longest, time.monotonic() - began)
+                with open(f"/proc/{self._server.process.pid}/status", encoding="ascii") as status:
+                    found = re.search(r"VmRSS:\s+(\d+)", status.read())
+                self.memory = max(self.memory, int(found[1]) // 1024 if found else 0)
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        self._going = False
+        self._thread.join()
+
+
+@contextmanager
+def watched(server: ServerProcess) -> Iterator[None]:
+    """What happens within leaves the server alive, quick and small."""
+    health = Health(server)
+    try:
+        yield
+    finally:
+        health.stop()
+    most = MOST_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    print(f"/health {health.longest:.2f} s of {most:.2f}, {health.memory} MiB")
+    assert server.process.poll() is None
+    assert health.failures == 0
+    assert health.longest < most
+    assert health.memory < MOST_MEMORY

@@ -157,6 +157,48 @@ def test_a_damaged_entry_is_made_again(folder: Path, source: Path) -> None:
     assert names(folder) == [path.name]
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root alone may give files away")
+@pytest.mark.parametrize("name", ["", "decoder.onnx", cache._SEAL])
+def test_a_strangers_entry_is_not_taken(name: str, folder: Path, source: Path) -> None:
+    """In a folder to which others write, too, a seal proves nothing."""
+    path, _ = opened(source)
+    os.chown(path / name, 54321, -1)
+    assert opened(source) == (path, True)
+    assert (path / name).stat().st_uid == os.geteuid()
+    os.chown(path / name, 54321, -1)
+    os.chown(folder, 54321, -1)
+    assert opened(source) == (path, False), "the owner of the whole cache"
+
+
+def test_an_entry_under_the_name_of_another_is_not_taken(folder: Path, source: Path) -> None:
+    path, other = opened(source)[0], opened(source, "another")[0]
+    shutil.rmtree(other)
+    path.rename(other)
+    assert opened(source, "another") == (other, True)
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes in folders")
+@pytest.mark.parametrize("damage", ["nested", "pipe", "link"])
+@pytest.mark.parametrize("name", ["qsample.json", cache._SEAL])
+def test_hostile_files_of_an_entry(damage: str, name: str, folder: Path, source: Path) -> None:
+    """They are another process's problem: a pipe must not hold this one up, nor nested JSON end it."""
+    path, _ = opened(source)
+    whole = (path / name).read_bytes()
+    (path / name).unlink()
+    if damage == "nested":
+        (path / name).write_text('{"manifest":' + "[" * 100_000)
+    elif damage == "pipe":
+        os.mkfifo(path / name)
+    else:
+        (folder / "elsewhere").write_bytes(whole)
+        (path / name).symlink_to(folder / "elsewhere")
+    with process(source) as running:
+        assert "locked" in until(running, "locked")
+        running.kill()
+    assert opened(source) == (path, True)
+
+
 def test_only_files_that_were_touched_are_hashed_again(
     folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

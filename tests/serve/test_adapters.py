@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.serve.http import ApiError
 from tests.helpers.adapters import random_adapter
-from tests.helpers.servers import ServerProcess
+from tests.helpers.servers import ServerProcess, watched
 
 pytestmark = pytest.mark.ci
 PROMPT = "And the LORD spake unto Moses"
@@ -228,6 +228,44 @@ def test_what_cannot_be_loaded_changes_nothing(
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["param"] == param
     assert [entry["id"] for entry in app.get("/v1/models").json()["data"]] == ["tiny"]
+
+
+PATTERN = {"rank_pattern": {"([a-z_.0-9]+)+X": 4}}
+MANY = {"rank_pattern": {f"x{number}": 4 for number in range(200_000)}}
+NESTED = b'{"__metadata__":' + b"[" * 100_000
+SPARSE = json.dumps({"a": {"dtype": "F32", "shape": [1 << 50], "data_offsets": [0, 1 << 52]}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "size", "words"),
+    [
+        (PATTERN, b"", 0, "it is not simple"),  # it kept Python's lock, and with it the whole server, for ever
+        (MANY, b"", 0, "too many ways"),
+        ({"auto_mapping": "x" * 200_000_000}, b"", 0, "larger than 4 MiB"),
+        ({}, NESTED, 0, "nested more than 64 deep"),
+        ({}, SPARSE, 1 << 40, "and may have"),
+        ({}, b"{" * (1 << 24), 0, "arrays and objects"),
+    ],
+    ids=["pattern", "patterns", "large", "nested", "sparse", "braces"],
+)
+def test_hostile_adapters_hold_nobody_up(
+    server: ServerProcess, folder: Path, config: dict[str, Any], weights: bytes, size: int, words: str
+) -> None:
+    hostile = folder / "hostile"
+    shutil.rmtree(hostile, ignore_errors=True)
+    shutil.copytree(folder / "judges", hostile)
+    settings = json.loads((hostile / "adapter_config.json").read_text())
+    (hostile / "adapter_config.json").write_text(json.dumps(settings | config))
+    if weights:
+        file = hostile / "adapter_model.safetensors"
+        file.write_bytes(len(weights).to_bytes(8, "little") + weights)
+        if size:
+            os.truncate(file, size)
+    with watched(server):
+        refused = post(server, "load", lora_name="hostile", lora_path="hostile")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path"), refused.text
+    assert words in refused.json()["error"]["message"]
+    shutil.rmtree(hostile)
 
 
 def test_no_more_adapters_than_the_server_takes(app: TestClient) -> None:

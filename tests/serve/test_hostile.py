@@ -3,74 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.helpers.servers import ServerProcess
+from tests.helpers.servers import ServerProcess, watched
 from tests.serve.test_grammar import SLOW, chained
 
 pytestmark = pytest.mark.slow
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MOST_SECONDS = 1.0  # of /health, if each process has a core; otherwise longer in proportion
-MOST_MEMORY = 1536  # MiB
-
-
-class Health:
-    """Asks for /health all the time; the longest answer in seconds, and the server's largest memory in MiB."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self.longest, self.memory, self.failures = 0.0, 0, 0
-        self._server, self._going = server, True
-        self._thread = threading.Thread(target=self._ask)
-        self._thread.start()
-
-    def _ask(self) -> None:
-        with httpx.Client(timeout=120) as client:
-            going = True
-            while going:  # once more after the end
-                going = self._going
-                began = time.monotonic()
-                try:
-                    self.failures += client.get(self._server.url + "/health").status_code != 200
-                except httpx.HTTPError:
-                    self.failures += 1
-                self.longest = max(self.longest, time.monotonic() - began)
-                with open(f"/proc/{self._server.process.pid}/status", encoding="ascii") as status:
-                    found = re.search(r"VmRSS:\s+(\d+)", status.read())
-                self.memory = max(self.memory, int(found[1]) // 1024 if found else 0)
-                time.sleep(0.02)
-
-    def stop(self) -> None:
-        self._going = False
-        self._thread.join()
-
-
-@contextmanager
-def watched(server: ServerProcess) -> Iterator[None]:
-    """What happens within leaves the server alive, quick and small."""
-    health = Health(server)
-    try:
-        yield
-    finally:
-        health.stop()
-    most = MOST_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    print(f"/health {health.longest:.2f} s of {most:.2f}, {health.memory} MiB")
-    assert server.process.poll() is None
-    assert health.failures == 0
-    assert health.longest < most
-    assert health.memory < MOST_MEMORY
 
 
 def post(server: ServerProcess, path: str, body: Any, timeout: float = 120) -> httpx.Response:

@@ -67,7 +67,7 @@ def test_large_bodies_hold_up_nobody(server: ServerProcess) -> None:
     asking = threading.Thread(target=ask)
     asking.start()
     began = time.monotonic()
-    text = "and the LORD said unto him, " * 20_000
+    text = "and the LORD said unto him, " * 60_000
     encoded = server.client.post("/tokenize", json={"prompt": text})
     whole = time.monotonic() - began
     going = False
@@ -77,6 +77,26 @@ def test_large_bodies_hold_up_nobody(server: ServerProcess) -> None:
     assert longest < whole / 2  # it is as long as the whole where the lock is held
     many = server.client.post(COMPLETIONS, json={"prompt": [5] * 1_000_000})
     assert many.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_token_list_in_pieces(server: ServerProcess, served_model: CausalLM) -> None:
+    """A long list is written by a thread, piece by piece; the body is that of a short list."""
+    assert served_model.tokenizer is not None
+    text = "and the LORD said unto him, " * 10_000
+    body = server.client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert body["tokens"] == served_model.tokenizer.encode(text)
+    assert len(body["tokens"]) > 2**16
+    assert "".join(body["token_strs"]) == "<s>" + text
+    assert [*body] == ["count", "max_model_len", "tokens", "token_strs"]
+
+
+def test_an_id_that_each_event_has_is_short(server: ServerProcess) -> None:
+    longest = {"prompt": "x", "max_tokens": 2, "request_id": "r" * 256}
+    assert server.client.post(COMPLETIONS, json=longest).json()["id"] == "cmpl-" + "r" * 256
+    for path, field in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
+        answer = server.client.post(path, json={**field, "request_id": "r" * 257})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+        assert len(answer.content) < 500
 
 
 def test_bodies_of_a_million_errors_hold_up_nobody(server: ServerProcess) -> None:

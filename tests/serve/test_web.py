@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import threading
 from collections.abc import Iterator
 from http.client import HTTPResponse
@@ -114,6 +115,28 @@ def test_no_other_file_is_sent(server: WebServer) -> None:
     assert ask(server, "HTTP://[")[0].status == 404
     for host in ("localhost:1", "127.0.0.1", "[::1]:80"):
         assert ask(server, "/", Host=host)[0].status == 200
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes in folders")
+def test_files_that_become_links_or_pipes_are_not_sent(page: Path, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")
+    (tmp_path / "outside").write_text("outside")
+    with WebServer(package, port=0, page=page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        paths = {"/package/qsample.json": package.path / "qsample.json", "/assets/page.mjs": page / "assets/page.mjs"}
+        for path, file in paths.items():
+            file.rename(file.with_name("moved"))
+            file.symlink_to(tmp_path / "outside")
+            assert ask(server, path)[0].status == 404
+            file.unlink()
+            os.mkfifo(file)
+            assert ask(server, path)[0].status == 404
+            file.unlink()
+            file.symlink_to("moved")
+            assert ask(server, path)[0].status == 200, "it stays in the folder"
+            file.unlink()
+            file.with_name("moved").rename(file)
+        server.shutdown()
 
 
 def test_what_cannot_be_served(page: Path, server: WebServer, tmp_path: Path) -> None:

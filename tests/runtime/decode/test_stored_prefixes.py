@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -92,6 +93,46 @@ def test_prompts_continue_from_a_file(model: CausalLM, tmp_path: Path) -> None:
         assert ask(engine, model, [*rules[:40], *prompt(3, 5)]) == (0 if model.interface.recurrent else 32)
         (tmp_path / "rules").unlink()
         assert ask(engine, model, [*rules[:48], *prompt(9, 5)]) == 48, "it is open"
+
+
+def test_a_file_of_the_caller_may_be_written_to_and_cut_off(llama: CausalLM, tmp_path: Path) -> None:
+    """Its numbers are in memory: a map of it would show every change, and end the process where it is cut off."""
+    rules, file = prompt(1, 53), tmp_path / "rules"
+    assert llama.save_prefix(rules, file) == 48
+    with Engine(llama, slots=1, prefixes=[file]) as engine:
+        for seed, size in enumerate((file.stat().st_size, 4096)):
+            ask(engine, llama, prompt(20 + seed, 60))  # whose slot forgets the rules
+            file.write_bytes(b"\xff" * size)
+            assert ask(engine, llama, [*rules[:48], *prompt(30 + seed, 5)]) == 48
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes in folders")
+@pytest.mark.parametrize("damage", ["nested", "pipe", "swapped", "sparse"])
+def test_hostile_files_of_the_folder(llama: CausalLM, tmp_path: Path, damage: str) -> None:
+    """They are deleted, and nothing comes of them: no wait, no end of the engine, no other prefix's numbers."""
+    turns, other = prompt(17, 60), prompt(18, 60)
+    for one in (turns, other):
+        with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
+            ask(engine, llama, one)
+    old, new = files(tmp_path)
+    with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
+        assert ask(engine, llama, turns) == 48, "it knows both"
+        if damage == "swapped":
+            shutil.copy(old, new)
+            assert ask(engine, llama, other) == 0
+        else:
+            hostile = old.with_name(old.name[:17] + "0" * 32 + ".safetensors")
+            if damage == "pipe":
+                os.mkfifo(hostile)
+            elif damage == "nested":
+                header = b'{"__metadata__":' + b"[" * 100_000
+                hostile.write_bytes(len(header).to_bytes(8, "little") + header)
+            else:
+                header = json.dumps({"tokens": {"dtype": "I64", "shape": [1 << 50], "data_offsets": [0, 1 << 53]}})
+                hostile.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+                os.truncate(hostile, 1 << 40)
+            assert ask(engine, llama, other) == 48
+            assert not hostile.exists()
 
 
 def test_a_conversation_goes_on_after_a_restart(model: CausalLM, tmp_path: Path) -> None:
