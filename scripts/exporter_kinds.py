@@ -1,9 +1,11 @@
-"""Bakes a small model of each kind in each form that other exporters write, and rewrites the table of docs/bake.md.
+r"""Bakes a small model of each kind in each form that other exporters write, and rewrites the table of docs/bake.md.
 
     pip install mobius-onnx==0.1.0                       # each exporter in an environment of its own
     pip install onnxruntime-genai==0.18.* onnx onnx_ir torch transformers
     pip install optimum-onnx==0.1.0 'transformers<4.58' onnx onnxruntime torch
-    python scripts/exporter_kinds.py --mobius PYTHON --genai PYTHON --optimum PYTHON [--keep FOLDER] [KIND ...]
+    pip install 'transformers==5.23.*' torch onnx onnxscript
+    python scripts/exporter_kinds.py --mobius PYTHON --genai PYTHON --optimum PYTHON --transformers PYTHON \
+        [--keep FOLDER] [KIND ...]
 
 PYTHON is that of the exporter's environment. A baked file must generate transformers' greedy tokens in a ragged
 batch, and its logits are compared with transformers' (`reference`). Cells of exporters and kinds that are not given
@@ -34,7 +36,8 @@ MOBIUS = "mobius build --config {checkpoint} {out} --dtype f32"
 GENAI = "onnxruntime_genai.models.builder -i {checkpoint} -o {out} -c {out}/cache"
 OPTIMUM = "optimum.exporters.onnx -m {checkpoint} --task text-generation-with-past {out}"
 PACKAGES = {"mobius": "mobius-onnx", "genai": "onnxruntime-genai", "optimum": "optimum-onnx"}
-# name of a row → exporter, its module and arguments
+PACKAGES["transformers"] = "transformers"
+# name of a row → exporter, its module and arguments; transformers': its provider
 FORMS = {
     "mobius": ("mobius", MOBIUS),
     "mobius `--ep cpu`": ("mobius", f"{MOBIUS} --ep cpu"),
@@ -45,7 +48,11 @@ FORMS = {
     "onnxruntime-genai `-p fp16 -e dml`": ("genai", f"{GENAI} -p fp16 -e dml"),
     "onnxruntime-genai `-p fp32 -e webgpu`": ("genai", f"{GENAI} -p fp32 -e webgpu"),
     "optimum-onnx": ("optimum", OPTIMUM),
+    'transformers `ort_fusions="cpu"`': ("transformers", "cpu"),
+    'transformers `ort_fusions="cuda"`': ("transformers", "cuda"),
+    'transformers `ort_fusions="webgpu"`': ("transformers", "webgpu"),
 }
+EXPORT = f"import runpy, sys; runpy.run_path({FIXTURES['__file__']!r})['export_with_transformers'](*sys.argv[1:])"
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID = {
@@ -92,18 +99,22 @@ def cell(form: str, python: str, folder: Path) -> str:
     out = folder / re.sub(r"\W+", "_", form).strip("_")
     log = out.with_suffix(".log")
     if not log.exists():
+        exporter, given = FORMS[form]
         # The arguments are split before the paths come in, which may have blanks.
-        arguments = [part.format(checkpoint=checkpoint, out=out) for part in FORMS[form][1].split()]
-        built = subprocess.run([python, "-m", *arguments], capture_output=True, text=True)
+        arguments = ["-m", *(part.format(checkpoint=checkpoint, out=out) for part in given.split())]
+        if exporter == "transformers":
+            arguments = ["-c", EXPORT, str(checkpoint), str(out), given]
+        built = subprocess.run([python, *arguments], capture_output=True, text=True)
         log.write_text(built.stdout + built.stderr)
-    if not (out / "model.onnx").exists():
+    file = next((out / name for name in ("model.onnx", "decode.onnx") if (out / name).exists()), None)
+    if file is None:
         print(f"{form}, {folder.name}: {log.read_text().strip().splitlines()[-1]}", file=sys.stderr)
         return "not built"
     wanted = json.loads((folder / "tokens.json").read_text())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            package = qsample.bake(out / "model.onnx", tokenizer=None, reference=str(checkpoint))
+            package = qsample.bake(file, tokenizer=None, reference=str(checkpoint))
     except QsampleError as error:
         print(f"{form}, {folder.name}: {error}", file=sys.stderr)
         return "not the model" if "differ from the checkpoint" in str(error) else "rejected"

@@ -12,12 +12,14 @@ Each part needs different tools, so it runs in its own environment:
     pip install mobius-onnx==0.1.0 torch transformers
     python scripts/foreign_fixtures.py mobius
 
+    pip install 'transformers==5.23.*' torch onnx onnxscript
+    python scripts/foreign_fixtures.py transformers
+
     pip install onnxruntime onnx onnx_ir     # after the other parts: it converts their files
     python scripts/foreign_fixtures.py layouts
 
-The models are random, with two layers and 128 tokens. `tokens.json` has the greedy tokens of
-onnxruntime-genai itself in a genai folder, and those of transformers in a mobius folder. Names after the part select
-single files.
+The models are random, with two layers and 128 tokens. `tokens.json` has the greedy tokens of onnxruntime-genai itself in
+a genai folder, and those of transformers in folders of mobius and transformers. Names after the part select single files.
 """
 
 from __future__ import annotations
@@ -98,6 +100,14 @@ MOBIUS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "mobius_static_qwen3": ("qwen3", ["--static-cache", "--max-seq-len", "48"], {}),
     "mobius_gpt_oss": ("gpt_oss", ["--ep", "onnx-standard"], GPT_OSS),
     "mobius_qwen3_next": ("qwen3_next", [], QWEN3_NEXT),
+}
+# name → model type, the provider of the fusions (None: without), changes of the configuration
+TRANSFORMERS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "transformers_llama": ("llama", None, {}),
+    "transformers_cpu_gemma3": ("gemma3_text", "cpu", GEMMA3),
+    "transformers_cpu_gpt_oss": ("gpt_oss", "cpu", GPT_OSS),
+    "transformers_cuda_qwen3": ("qwen3", "cuda", {}),
+    "transformers_webgpu_phi3": ("phi3", "webgpu", {"sliding_window": None}),
 }
 
 
@@ -208,6 +218,33 @@ def make_mobius(name: str, folder: Path) -> None:
         command = [sys.executable, "-m", "mobius", "build", "--config", str(source), str(folder), "--dtype", "f32"]
         subprocess.run([*command, *options], check=True, capture_output=True)
         (folder / "tokens.json").write_text(json.dumps(_transformers_tokens(source)))
+
+
+def make_transformers(name: str, folder: Path) -> None:
+    """Write a folder with transformers' exporter, and the greedy tokens of transformers for the same weights."""
+    model_type, provider, changes = TRANSFORMERS[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        source = checkpoint(Path(scratch), model_type, changes, steps=16)
+        export_with_transformers(str(source), str(folder), provider)
+        (folder / "tokens.json").write_text(json.dumps(_transformers_tokens(source)))
+
+
+def export_with_transformers(source: str, folder: str, provider: str | None) -> None:
+    """Export `source` for a provider, in float16 for CUDA, or without fusions. Then the batch has no padding, too, and
+    the exporter writes no input for a mask. A graph for the first call, which takes no cache, becomes an empty file."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+    dtype = torch.float16 if provider == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    mask = [[1, 1, 1, 1, 1], [int(provider is None)] * 2 + [1, 1, 1]]
+    inputs = {"input_ids": torch.tensor([[1, 17, 40, 23, 9], [1, 1, 88, 5, 7]]), "attention_mask": torch.tensor(mask)}
+    config = OnnxConfig(dynamic=True, ort_fusions=provider)
+    exported = OnnxExporter().export_for_generation(model, inputs, config, multi_token_decode=True)
+    exported.save_pretrained(folder)
+    Path(folder, "prefill.onnx").write_bytes(b"")
+    Path(folder, "prefill.onnx.data").unlink(missing_ok=True)
 
 
 def _transformers_tokens(source: Path) -> dict[str, Any]:
@@ -325,6 +362,7 @@ PARTS: dict[str, tuple[Callable[[str, Path], None], list[str]]] = {
     "genai": (make_genai, list(GENAI)),
     "optimum": (make_optimum, list(OPTIMUM)),
     "mobius": (make_mobius, list(MOBIUS)),
+    "transformers": (make_transformers, list(TRANSFORMERS)),
     "layouts": (make_layouts, list(LAYOUTS)),
 }
 

@@ -37,7 +37,11 @@ PLAIN = (
     *("optimum_gpt2", "optimum_gemma2", "optimum_gemma2_eager", "optimum_gemma3", "optimum_phi3"),
     *(f"community_concat/onnx/{name}.onnx" for name in LAYOUTS),
 )
-# Of which tokens.json has the tokens of transformers.
+TRANSFORMERS = (
+    *("transformers_llama", "transformers_cpu_gemma3", "transformers_cpu_gpt_oss", "transformers_cuda_qwen3"),
+    "transformers_webgpu_phi3",
+)
+# Of both, tokens.json has the tokens of transformers.
 MOBIUS = ("mobius_cpu_llama", "mobius_gemma3", "mobius_static_qwen3", "mobius_gpt_oss", "mobius_qwen3_next")
 
 

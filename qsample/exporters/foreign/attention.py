@@ -15,7 +15,17 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract.arrays import Array
-from qsample.exporters.foreign.conventions import REFUSED_SLOTS, ForeignGraph, Layer, is_onnx_attention, refusal
+from qsample.exporters.foreign.conventions import (
+    MASK,
+    POSITIONS,
+    REFUSED_SLOTS,
+    SCORES_BIAS,
+    ForeignGraph,
+    Layer,
+    is_onnx_attention,
+    is_plain_attention,
+    refusal,
+)
 from qsample.exporters.foreign.original import Original, probes
 from qsample.exporters.foreign.rows import PREFIX, Nodes, Rows
 from qsample.graph.edit import constant, initializer, producer
@@ -131,6 +141,74 @@ def _repeats_the_mask(bias: Array, past: int, window: int) -> bool:
     seen = _causal((past, tokens), size, window if window > 0 else size)
     outside = bias[..., ~seen]
     return bool((bias[..., seen] == 0).all() and ((outside == 0) | (outside < _HIDDEN_SCORE)).all())
+
+
+def unfuse_attentions(foreign: ForeignGraph) -> None:
+    """Write each MultiHeadAttention over a cache that grows by Concat as two products and a Softmax, in place."""
+    nodes, dtype = Nodes(foreign.graph), foreign.dtype
+    found = [node for node in foreign.graph if is_plain_attention(node)]
+    for node in found:
+        query, keys, values = node.inputs[:3]
+        heads, size = node.attributes.get_int("num_heads", 0), foreign.layers[0].head_dim
+        split = nodes.integers(0, 0, heads, size)
+        by_head = [
+            nodes("Transpose", [nodes("Reshape", [value, split], dtype)], dtype, perm=perm)
+            for value, perm in ((query, [0, 2, 1, 3]), (keys, [0, 2, 3, 1]), (values, [0, 2, 1, 3]))
+            if value is not None
+        ]
+        scale = node.attributes.get_float("scale", 0.0) or size**-0.5
+        number = initializer(foreign.graph, f"{PREFIX}scale_{scale}", np.array(scale, dtype.numpy()))
+        scores = nodes("Mul", [nodes("MatMul", by_head[:2], dtype), number], dtype)
+        bias = get_input(node, SCORES_BIAS)
+        if bias is not None:
+            scores = nodes("Add", [scores, bias], dtype)
+        weights = nodes("Softmax", [scores], dtype, axis=-1)
+        output = nodes("MatMul", [weights, by_head[2]], dtype)
+        node.outputs[0].replace_all_uses_with(nodes.merged_heads(output, dtype, heads, size))
+        foreign.graph.remove(node, safe=True)
+    if found:
+        foreign.graph.sort()
+
+
+def drop_unseen_rows(foreign: ForeignGraph, longest: int) -> None:
+    """Take away, in place, what replaces the output of a query that sees no key by zeros: transformers' exporter puts
+    it behind each attention. Every query of a package sees itself. A condition counts if it follows from the mask and
+    from sizes alone, and is false throughout the calls of `probes`."""
+    found = [node for node in foreign.graph if node.op_type == "Where" and _is_zero(node.inputs[1])]
+    found = [node for node in found if _follows_from_sizes(node.inputs[0])]
+    if not found:
+        return
+    original = Original(foreign, {value for node in found if (value := node.inputs[0]) is not None})
+    generator = np.random.default_rng(0)
+    runs = [original.run([1] * tokens, original.filled(past, generator), past) for past, tokens in probes(longest)]
+    for node in found:
+        condition, kept = node.inputs[0], node.inputs[2]
+        assert condition is not None
+        assert kept is not None
+        if not any(run[str(condition.name)].any() for run in runs):
+            node.outputs[0].replace_all_uses_with(kept, replace_graph_outputs=True)
+            foreign.graph.remove(node, safe=True)
+
+
+def _is_zero(value: ir.Value | None) -> bool:
+    number = None if value is None else constant(value)
+    return number is not None and not number.any()
+
+
+def _follows_from_sizes(value: ir.Value | None) -> bool:
+    """Whether `value` is computed from the mask and from shapes alone, not from the contents of ids or caches."""
+    waiting, seen = [value], set[ir.Value]()
+    while waiting:
+        current = waiting.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        if current.is_graph_input() and current.name not in (MASK, POSITIONS):
+            return False
+        node = producer(current)
+        if node is not None and node.op_type not in ("Shape", "Size"):
+            waiting += node.inputs
+    return True
 
 
 def use_rows(foreign: ForeignGraph, rows: Rows) -> None:

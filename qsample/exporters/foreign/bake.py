@@ -183,6 +183,8 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
         windows = attention.windows(foreign)
         rotates = attention.rotates(foreign)
     else:
+        attention.unfuse_attentions(foreign)
+        attention.drop_unseen_rows(foreign, longest)
         matches = [attention.match(foreign, layer) for layer in foreign.layers]
         rules = attention.measure(foreign, matches, longest)
         windows = [rule.window or -1 for rule in rules]
@@ -216,7 +218,7 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
     interface = interface_of(foreign, features)
     model = use_contract_names(foreign, logits, rows, interface)
     if not is_grouped or foreign.recurrences:
-        record_shapes(model, foreign.path.parent, limit)
+        record_shapes(model, foreign.path.parent, limit, vocab_size=foreign.vocab_size)
     return Baked(model, interface, expected, limit)
 
 

@@ -33,6 +33,8 @@ PAST_OF_ATTENTION: Final = (4, 5)  # inputs of ONNX's Attention; its outputs 1 a
 # Operators that keep a state: its name in the contract, and the index of the input.
 STATES: Final = {"CausalConvWithState": "conv_state", "LinearAttention": "recurrent_state"}
 STATE: Final = 3
+MULTI_HEAD: Final = "MultiHeadAttention"
+SCORES_BIAS: Final = 5  # its input that is added to the scores
 FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 REFUSED_INPUTS: Final = {
     r"use_cache_branch": "it is a merged decoder, two graphs under one If; take decoder_with_past_model.onnx, or a "
@@ -62,7 +64,7 @@ REFUSED_OPERATORS: Final = {
     "Loop": _PER_TOKEN,
     "Scan": _PER_TOKEN,
 } | dict.fromkeys(
-    ("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", "SparseAttention", "DecoderAttention", "Attention"),
+    (MULTI_HEAD, "DecoderMaskedMultiHeadAttention", "SparseAttention", "DecoderAttention", "Attention"),
     "it attends through {}; only GroupQueryAttention, ONNX's own Attention and plain operators (MatMul, Softmax, "
     "MatMul) can be baked",
 )
@@ -81,6 +83,18 @@ def refusal(path: Path, why: str) -> UnsupportedModelError:
 def is_onnx_attention(node: ir.Node) -> bool:
     """Whether `node` is ONNX's Attention, not ONNX Runtime's operator of that name."""
     return node.op_type == "Attention" and not node.domain
+
+
+def is_plain_attention(node: ir.Node) -> bool:
+    """Whether `node` is a MultiHeadAttention that only computes Softmax(scale query keys + bias) values, of three
+    separate tensors, with no cache: transformers' exporter lets the cache grow in front of it."""
+    given = [index for index, value in enumerate(node.inputs) if value is not None]
+    return (
+        node.op_type == MULTI_HEAD
+        and given in ([0, 1, 2], [0, 1, 2, SCORES_BIAS])
+        and len(node.outputs) == 1
+        and not node.attributes.get_int("unidirectional", 0)
+    )
 
 
 def layer_number(value: ir.Value, index: int) -> int:

@@ -86,6 +86,7 @@ def _describe(path: Path, name: str | None) -> Description:
         if foreign.layers[0].attention is not None:
             attention.check_attentions(foreign)
         else:
+            attention.unfuse_attentions(foreign)
             for layer in foreign.layers:
                 attention.match(foreign, layer)
     except QsampleError as error:

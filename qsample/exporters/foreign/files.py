@@ -25,6 +25,9 @@ from qsample.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from qsample.text.tokenizer import TOKENIZER_FILE
 
 GENAI_CONFIG: Final = "genai_config.json"
+# transformers' exporter writes both, and next to the decoder a graph for the first call, which takes no cache.
+EXPORT_RECORD: Final = "export.json"
+DECODE: Final = "decode.onnx"
 ONNX_FOLDER: Final = "onnx"  # of transformers.js
 _SUFFIX: Final = ".onnx"
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
@@ -148,6 +151,8 @@ def _choose(given: str, names: Sequence[str], file: str | None, genai_file: Call
         return str(named)
     if not decoders:
         raise QsampleError(f"{given} has no {_SUFFIX} file, in it or in {ONNX_FOLDER}/")
+    if EXPORT_RECORD in names and DECODE in decoders:
+        return DECODE
     if len(decoders) > 1:
         raise QsampleError(f"{given} has several decoders; say which with file (--file): {_listed(decoders)}")
     return decoders[0]

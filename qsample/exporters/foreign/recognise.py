@@ -36,6 +36,7 @@ from qsample.exporters.foreign.conventions import (
     Layer,
     Recurrence,
     is_onnx_attention,
+    is_plain_attention,
     layer_number,
     refusal,
 )
@@ -49,6 +50,7 @@ _OPERATORS: Final = (
     *("CausalConvWithState", "LinearAttention"),
     *("SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "MatMulNBits"),
 )
+_UNITS: Final = ("rows", "tokens")  # of the axes of input_ids
 _MOST_NODES: Final = 50_000  # a graph of 100 layers has half of that
 
 
@@ -70,7 +72,15 @@ def load(path: Path) -> ir.Model:
         _inline(path, model)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common_passes.RemoveUnusedNodesPass()(model)
+    _read_sizes(model.graph)
     return model
+
+
+def _read_sizes(graph: ir.Graph) -> None:
+    """Make sizes of axes numbers, in place: torch's exporter writes some as names ("2")."""
+    for value in (*graph.inputs, *graph.outputs, *(output for node in graph for output in node.outputs)):
+        if value.shape is not None and any(str(dim).isdecimal() for dim in value.shape):
+            value.shape = ir.Shape([int(str(dim)) if str(dim).isdecimal() else dim for dim in value.shape])
 
 
 @contextmanager
@@ -125,6 +135,7 @@ def recognise(
         raise refusal(
             path, f"it has no output {LOGITS}, only {', '.join(list(named)[:3])}; take the decoder with its head"
         )
+    copied = _drop_copied(graph)
     caches = [value for value in graph.inputs if value.name not in CALLS]
     if not caches:
         raise refusal(
@@ -149,7 +160,7 @@ def recognise(
     if not caches:
         raise refusal(path, "none of its layers attends; export the checkpoint with `qsample export`")
     attentions = gqa.attentions(graph)
-    changed = _narrow_caches(graph, caches)
+    changed = _narrow_caches(graph, caches) or copied
     if attentions:
         layers = _operator_layers(path, graph, attentions, head_dim)
     else:
@@ -168,6 +179,23 @@ def recognise(
     assert dtype is not None
     ordered = tuple(sorted(layers, key=lambda layer: layer.number))
     return ForeignGraph(path, model, ordered, named[LOGITS], size, dtype, changed, recurrences)
+
+
+def _drop_copied(graph: ir.Graph) -> bool:
+    """Take away scalar inputs that are only copied to outputs, in place: transformers' exporter hands the size of a
+    window through. Returns whether there were any."""
+    copies = [
+        (value, node)
+        for value in graph.inputs
+        if value.shape is not None and not len(value.shape)
+        for node in [use[0] for use in value.uses()]
+        if len(value.uses()) == 1 and node.op_type == "Identity" and node.outputs[0].is_graph_output()
+    ]
+    for value, node in copies:
+        graph.outputs.remove(node.outputs[0])
+        graph.remove(node, safe=True)
+        graph.inputs.remove(value)
+    return bool(copies)
 
 
 def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:
@@ -208,10 +236,20 @@ def _check_inputs(path: Path, model: ir.Model) -> None:
                 raise refusal(path, why)
     if IDS not in names:
         raise refusal(path, f"it has no input {IDS}, only {', '.join(names[:3])}")
+    shape = next(value.shape for value in model.graph.inputs if value.name == IDS)
+    fixed = [unit for dim, unit in zip(shape or (), _UNITS, strict=False) if isinstance(dim, int)]
+    if fixed:
+        raise refusal(
+            path,
+            f"its number of {' and '.join(fixed)} is fixed; export it for any number of both (transformers: "
+            "OnnxConfig(dynamic=True) and export_for_generation(..., multi_token_decode=True))",
+        )
 
 
 def _check_operators(path: Path, model: ir.Model) -> None:
-    counts = Counter(node.op_type for node in model.graph.all_nodes() if not is_onnx_attention(node))
+    counts = Counter(
+        node.op_type for node in model.graph.all_nodes() if not is_onnx_attention(node) and not is_plain_attention(node)
+    )
     for operator, why in REFUSED_OPERATORS.items():
         if operator in counts:
             raise refusal(path, why.format(operator) + (_other_files(path) if why is DYNAMIC else ""))

@@ -37,12 +37,16 @@ _AXES: Final = {"batch_size": "B", "sequence_length": "S"}
 _OURS: Final = ("B", "S", "T")
 # No two axes have the same sizes in all of them; several rows with several tokens are a first prefill.
 _SIZES: Final = ((2, 3, 37), (3, 5, 41), (1, 1, 7), (1, 4, 300))
+# Further sizes for graphs that count tokens by their contents, as some mixtures count those of each expert: few counts
+# are equal in all of the runs.
+_MANY: Final = (1, 100, 301)
 _MOST_NUMBERS: Final = 16  # of a constant that comes from shapes
 _AXES_INPUT: Final = 18  # the opset from which reductions take their axes as an input, and Split says how many parts
 _REDUCTIONS: Final = (
     *("ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"),
     "ReduceSumSquare",
 )
+_COUNTS: Final = ("Range", "NonZero", "Compress", "Unique")  # sizes of their outputs can follow from contents
 _ROTARY: Final = ("interleaved", "num_heads", "rotary_embedding_dim")
 _COS, _SIN, _POSITIONS = 1, 2, 3  # inputs of ONNX's RotaryEmbedding
 
@@ -118,12 +122,19 @@ def _rename_axes(graph: ir.Graph) -> None:
                 value.shape = ir.Shape([dim if isinstance(dim, int) or dim in _OURS else None for dim in dims])
 
 
-def record_shapes(model: ir.Model, folder: Path, limit: int | None = None) -> int:
+def record_shapes(model: ir.Model, folder: Path, limit: int | None = None, *, vocab_size: int = 1) -> int:
     """Give every value of the main graph of `model`, an `Interface.model`, its shape and dtype, in place; return how
-    many became constants. folder: of its external data. limit: the positions that it knows; None for any number."""
-    sizes = [(rows, tokens, min(capacity, limit or capacity)) for rows, tokens, capacity in _SIZES]
-    runs = [_run(model, folder, dict(zip((BATCH, SEQUENCE, CAPACITY), each, strict=True))) for each in sizes]
+    many became constants. folder: of its external data. limit: the positions that it knows; None for any number.
+    vocab_size: of the ids that are tried."""
     from_shapes = _from_shapes(model.graph)
+    counts = any(node.op_type in _COUNTS and not from_shapes.issuperset(node.outputs) for node in model.graph)
+    sizes = [
+        (rows, min(tokens, limit or tokens), min(capacity, limit or capacity))
+        for rows, tokens, capacity in (*_SIZES, *([_MANY] if counts else []))
+    ]
+    runs = [
+        _run(model, folder, dict(zip((BATCH, SEQUENCE, CAPACITY), each, strict=True)), vocab_size) for each in sizes
+    ]
     constants = 0
     for node in model.graph:
         for value in node.outputs:
@@ -152,10 +163,12 @@ class _Found(NamedTuple):
     numbers: Array | None
 
 
-def _run(model: ir.Model, folder: Path, axes: Mapping[str, int]) -> dict[str, _Found]:
-    """The values of the main graph by name, with tokens 0 in empty caches; not values that constants alone make."""
+def _run(model: ir.Model, folder: Path, axes: Mapping[str, int], vocab_size: int) -> dict[str, _Found]:
+    """The values of the main graph by name, with random tokens (seeded) in empty caches; not values that constants
+    alone make."""
     graph = model.graph
     feeds = {str(value.name): zeros(value, axes) for value in graph.inputs}
+    feeds[IDS] = np.random.default_rng(0).integers(0, vocab_size, feeds[IDS].shape)
     feeds[INPUT_LENGTHS.name] += axes[SEQUENCE]
     options = session_options({FOLDER_OF_WEIGHTS: str(folder), **NO_PREPACKING})
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -205,7 +218,8 @@ def _shape(found: Sequence[_Found], sizes: Sequence[tuple[int, int, int]]) -> ir
         return None
     named = dict(zip(zip(*sizes, strict=True), (BATCH, SEQUENCE, CAPACITY), strict=True))
     dims = list(zip(*(each.shape for each in found), strict=True))
-    return ir.Shape([each[0] if len(set(each)) == 1 else named.get(each) for each in dims])
+    # A size of 0 is a count of the tokens that happen to be of a kind.
+    return ir.Shape([each[0] if len(set(each)) == 1 and each[0] else named.get(each) for each in dims])
 
 
 def _fix_target(graph: ir.Graph, node: ir.Node, runs: Sequence[Mapping[str, _Found]]) -> None:

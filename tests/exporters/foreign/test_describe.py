@@ -11,7 +11,7 @@ import pytest
 from qsample.cli import run
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.describe import describe
-from tests.helpers.foreign import GROUPED, MOBIUS, PLAIN
+from tests.helpers.foreign import GROUPED, MOBIUS, PLAIN, TRANSFORMERS
 
 Decoder = Callable[[str], tuple[Path, str | None]]
 
@@ -37,7 +37,7 @@ def test_what_a_file_is(kind: str, layers: str, operators: str, decoder: Decoder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*GROUPED, *PLAIN, *MOBIUS])
+@pytest.mark.parametrize("kind", [*GROUPED, *PLAIN, *MOBIUS, *TRANSFORMERS])
 def test_what_is_baked_is_not_refused(kind: str, decoder: Decoder) -> None:
     folder, file = decoder(kind)
     assert [each.refusal for each in describe(folder / file if file else folder)] == [None]

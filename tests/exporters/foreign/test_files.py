@@ -53,6 +53,13 @@ def test_a_genai_config_names_it(decoder: Decoder, tmp_path: Path) -> None:
         locate(folder)
 
 
+def test_the_decoder_of_transformers_exporter(decoder: Decoder) -> None:
+    """Beside it is a graph for the first call, without a cache."""
+    folder, _ = decoder("transformers_webgpu_phi3")
+    assert {"prefill.onnx", "export.json"} <= {path.name for path in folder.iterdir()}
+    assert locate(folder).file.name == "decode.onnx"
+
+
 def test_data_that_is_missing_or_lies_elsewhere(decoder: Decoder, tmp_path: Path) -> None:
     folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "copy", lambda model: None)
     (folder / "model.onnx.data").rename(folder / "elsewhere")

@@ -13,6 +13,7 @@ from tests.helpers.foreign import (
     GROUPED,
     MOBIUS,
     PLAIN,
+    TRANSFORMERS,
     gate,
     greedy_of_file,
     greedy_of_graph,
@@ -27,9 +28,11 @@ PROMPTS = [[1, 17, 40, 23, 9], [1, 88], [1, 30, 31, 32, 33, 34, 35, 36, 37, 38, 
 TOKENS = 12
 # One of each way of keeping a cache and of choosing the last token; the others are slow together.
 QUICK = {"genai_cpu_int4_pruned", "genai_webgpu_int4", "optimum_gemma3", "mobius_static_qwen3", "mobius_qwen3_next"}
+QUICK |= {"transformers_cpu_gpt_oss", "transformers_webgpu_phi3"}
+HALF = "transformers_cuda_qwen3"  # float16: transformers' tokens in float32 are others
 KINDS = [
     pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow, id=kind.replace("/onnx/", "/"))
-    for kind in (*GROUPED, *PLAIN)
+    for kind in (*GROUPED, *PLAIN, HALF)
 ]
 
 
@@ -76,7 +79,12 @@ def test_the_tokens_are_those_of_onnxruntime_genai(kind: str, decoder: Decoder, 
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow, id=kind) for kind in MOBIUS]
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow, id=kind)
+        for kind in (*MOBIUS, *TRANSFORMERS)
+        if kind != HALF
+    ],
 )
 def test_the_tokens_are_those_of_transformers(kind: str, decoder: Decoder, tmp_path: Path) -> None:
     folder, _ = decoder(kind)

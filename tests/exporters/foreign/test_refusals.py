@@ -58,6 +58,10 @@ def with_opset(number: int) -> Edit:
     return edit
 
 
+def with_one_token(model: ir.Model) -> None:
+    model.graph.inputs[0].shape = ir.Shape(["batch_size", 1])
+
+
 def not_causal(model: ir.Model) -> None:
     for node in model.graph:
         if node.op_type == "GroupQueryAttention":
@@ -111,6 +115,7 @@ def mask_used_elsewhere(model: ir.Model) -> None:
         (renamed("logits", "scores"), "no output logits, only scores"),
         (with_opset(13), "opset is 13.*14 to 24"),
         (with_opset(25), "opset is 25"),
+        (with_one_token, r"number of tokens is fixed.*multi_token_decode=True"),
         (not_causal, "not causal"),
         (heads_as_text, "not as its operators are defined .*num_heads"),
         (one_shared_cache, "shares its cache"),
