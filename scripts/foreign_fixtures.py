@@ -18,8 +18,9 @@ Each part needs different tools, so it runs in its own environment:
     pip install onnxruntime onnx onnx_ir     # after the other parts: it converts their files
     python scripts/foreign_fixtures.py layouts
 
-The models are random, with two layers and 128 tokens. `tokens.json` has the greedy tokens of onnxruntime-genai itself in
-a genai folder, and those of transformers in folders of mobius and transformers. Names after the part select single files.
+The models are random, with two layers and 128 tokens. `tokens.json` has the greedy tokens of onnxruntime-genai
+itself in a genai folder, and those of transformers in folders of mobius and transformers. Names after the part select
+single files.
 """
 
 from __future__ import annotations
