@@ -32,7 +32,7 @@ from qsample.disk.replace import file_aside
 from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import QsampleError
 from qsample.progress import Stage
-from qsample.request.sampling_params import SAMPLING_FIELDS, SamplingParams
+from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams
 
 if TYPE_CHECKING:
     from qsample.runtime import CausalLM, Engine, RequestOutput
@@ -47,7 +47,7 @@ _HELP: Final = '''\
 /system TEXT      set the system prompt; without TEXT show it, with - drop it
 /set NAME VALUE   change a parameter, such as /set temperature 0.7; without NAME show them
 /reset            forget the conversation, not the system prompt
-/retry            answer the last message again
+/retry            answer the last message again, with the next seed if one is set
 /save FILE        write the conversation as JSON, {"messages": [...]}
 /load FILE        continue a saved conversation
 /stats            tokens and speed so far
@@ -124,7 +124,8 @@ class TurnError(Exception):
 class Conversation:
     """Messages, and an engine that answers them. `options`, `template`: of `Engine.add_request`. `system`: the system
     prompt; `turns`: the other messages; `forgotten`: the oldest turns that no longer fit into the context, and that the
-    model does not see. `answers`, `tokens`, `seconds`: of all answers. `context`: tokens after the last answer."""
+    model does not see. `retries`: of the last question; the seed counts up with them. `answers`, `tokens`, `seconds`:
+    of all answers. `context`: tokens after the last answer."""
 
     model: CausalLM
     engine: Engine
@@ -133,6 +134,7 @@ class Conversation:
     system: str | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
     forgotten: int = 0
+    retries: int = 0
     answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -158,6 +160,8 @@ class Conversation:
         """Answer the user's text, or without it the last question again, in pieces to `show`. KeyboardInterrupt ends
         the answer, and its text is kept. Raises TurnError."""
         before = self.turns, self.forgotten
+        answered = bool(self.turns) and self.turns[-1]["role"] == "assistant"
+        self.retries = self.retries + 1 if text is None and answered else 0
         if text is not None:
             self.turns = [*self.turns, {"role": "user", "content": text}]
         else:
@@ -178,6 +182,8 @@ class Conversation:
         options = dict(self.options)
         if not any(name in options or own.get(name) is not None for name in limits):
             options["max_length"] = self.engine.capacity
+        if options.get("seed") is not None:  # the same seed would give the same answer again
+            options["seed"] = (options["seed"] + self.retries) % SEEDS
         self._forget(options.get("max_new_tokens"))
         try:
             request = self.engine.add_request(self.seen, **options, **self.template)
@@ -390,8 +396,10 @@ class Screen:
                 note(f"system prompt: {talk.system or 'none'}")
             case "set":
                 name, _, value = text.partition(" ")
-                if name:
+                if value.strip():
                     talk.set_parameter(name.replace("-", "_"), value.strip())
+                elif name:
+                    raise TurnError(f"/set {name} has no value; give one, or null for the model's own")
                 given = ", ".join(f"{name} {value}" for name, value in talk.options.items())
                 note(f"{given or 'nothing is set'}; the rest is the model's own")
             case "stats":

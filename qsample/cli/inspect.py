@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -45,7 +46,7 @@ def inspect(
         Path,
         typer.Argument(
             metavar="PACKAGE",
-            help="Folder of a package; or decoder files of another exporter: an .onnx file, a folder.",
+            help="Folder of a package or a bundle; or decoder files of another exporter: an .onnx file, a folder.",
         ),
     ],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with its sha256.")] = True,
@@ -53,11 +54,16 @@ def inspect(
 ) -> None:
     """Show a package: its graphs' inputs, states and outputs, its source, and the devices of its operators.
 
-    Of decoder files of another exporter, it shows what they are and whether `qsample bake` takes them.
+    Of a bundle, it shows the packages; of decoder files of another exporter, what they are and whether `qsample bake`
+    takes them.
     """
     from qsample.models.auto_model import is_decoder
+    from qsample.ort.model_package import variants_in
 
-    if not is_package(str(package)) and is_decoder(package):
+    if variants := variants_in(package):
+        _show_bundle(package, {name: read_package(path, verify=verify) for name, path in variants.items()}, as_json)
+        return
+    if not is_package(package) and is_decoder(package):
         _show_decoders(package, as_json)
         return
     opened = read_package(package, verify=verify)
@@ -65,6 +71,20 @@ def inspect(
         typer.echo(json.dumps(describe(opened), indent=2))
     else:
         show(opened)
+
+
+def _show_bundle(path: Path, variants: Mapping[str, Package], as_json: bool) -> None:
+    if as_json:
+        described = {name: describe(package) for name, package in variants.items()}
+        typer.echo(json.dumps({"path": str(path.resolve()), "variants": described}, indent=2))
+        return
+    shown = table(f"{escape(str(path))}, a bundle", "variant", "package", "model", "size")
+    for name, package in variants.items():
+        size = format_size(sum(entry.bytes for entry in package.manifest.files.values()))
+        place = package.path.relative_to(path.resolve()).as_posix()
+        shown.add_row(name, escape(place), escape(package.manifest.source.model_id), size)
+    console(width_of_a_file=_WIDTH_OF_A_FILE).print(shown)
+    note(f"`qsample inspect {path}/NAME` shows a package; commands load the variant of this machine, or of --provider")
 
 
 def _show_decoders(path: Path, as_json: bool) -> None:
@@ -344,11 +364,18 @@ def clear_entries(
     model: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="As `list` names them. (default: all)")
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove all without a question.")] = False,
 ) -> None:
     """Remove models from the cache, except those that a process has open. Downloads and checkpoints stay."""
-    from qsample.models.cache import clear, entries, remove
+    from qsample.models.cache import cache_folder, clear, entries, remove
 
     if not model:
+        if not yes and (found := entries()):
+            what = f"{counted(len(found), 'model')}, {format_size(sum(entry.bytes for entry in found))}"
+            if not sys.stdin.isatty():
+                raise typer.BadParameter(f"this removes {what}; give --yes, or name the models")
+            if not typer.confirm(f"Remove {what}, from {cache_folder()}?", err=True):
+                return
         removed, kept = clear()
     else:
         found = entries()

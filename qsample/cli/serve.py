@@ -25,6 +25,7 @@ from qsample.cli.common import (
     read_template,
     with_flags,
 )
+from qsample.cli.terminal import note
 from qsample.disk.untrusted import parse_json
 from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
@@ -123,7 +124,9 @@ def web(
     package: PackageOrModel = None,
     host: Host = "127.0.0.1",
     port: Port = 8080,
-    provider: Provider = None,
+    provider: Annotated[
+        str | None, typer.Option(metavar="web|webgpu", help="Compile for WebAssembly, or WebGPU, too. (default: web)")
+    ] = None,
     ctx_len: CtxLen = None,
     weights: Weights = None,
 ) -> None:
@@ -139,6 +142,9 @@ def web(
     if provider is None:  # of a bundle, the variant that runs everywhere
         provider = "webgpu" if package is not None and is_package(package_in(package, "webgpu")) else "web"
     opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, for_serving=True)
+    compilation = opened.package.manifest.compilation
+    if compilation is not None and compilation.provider != "webgpu":
+        note("browsers run this package with WebAssembly; --provider webgpu compiles a checkpoint for their GPU, too")
     with WebServer(opened.package, host, port) as server:
         typer.echo(f"Serving {opened.package.path} on {server.url} (ctrl-C ends it)", err=True)
         with suppress(KeyboardInterrupt):

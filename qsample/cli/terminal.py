@@ -36,6 +36,8 @@ _EXTRAS: Final = {
 }
 _UNKNOWN: Final = re.compile(r"No such (command|option:?) '?(?P<word>-*\w[\w-]*)'?")
 _ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*m")
+# An argument of Python's, perhaps with a value or a list, in front of the option of that name.
+_BOTH: Final = re.compile(r"""\w+(?:=(?:\[(?P<items>[^\]]*)\]|(?P<value>[\w.+-]+))?)? \((?P<option>--[a-z-]+)\)""")
 # The name of an argument, perhaps with a value; not a part of a path or a quotation.
 _ARGUMENT: Final = re.compile(
     r"""(?<![\w/.\\'"-])(?P<name>[a-z]\w*)"""
@@ -187,7 +189,12 @@ def name_options(text: str, options: Options, argument: str | None = None) -> st
             return off or f"no {option}"
         return option if value in (None, "True") else f"{option} {'none' if value == 'None' else value}"
 
-    return _ARGUMENT.sub(flag, text)
+    return _ARGUMENT.sub(flag, _BOTH.sub(_option_alone, text))
+
+
+def _option_alone(match: re.Match[str]) -> str:
+    items = re.findall(r"[\w.+-]+", match["items"] or match["value"] or "")
+    return " ".join(f"{match['option']} {item}" for item in items) or match["option"]
 
 
 def _message(error: Exception) -> str:

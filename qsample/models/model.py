@@ -30,11 +30,13 @@ from qsample.models.cache import Recipe, open_cached
 from qsample.package.package import Package, Unpublished, check_not_source, check_target, copy_package
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
 from qsample.request.qefficient import read_compile, read_generate
+from qsample.request.refusals import NO_ADAPTERS
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 
 if TYPE_CHECKING:
     from qsample.checkpoints.checkpoint import Checkpoint
     from qsample.runtime import CausalLM, GenerateOutput
+    from qsample.runtime.adapters import Adapter
 
 
 class Model(ModelMethods):
@@ -45,6 +47,10 @@ class Model(ModelMethods):
     def __init__(self, provider: str | None) -> None:
         self._provider = provider
         self._generation_config: GenerationConfig | None = None
+
+    @abstractmethod
+    def __repr__(self) -> str:
+        """The model in a line."""
 
     @property
     @abstractmethod
@@ -83,6 +89,21 @@ class Model(ModelMethods):
         """Generate text or tokens; see `runtime.CausalLM.generate`. QEfficient's arguments are known, too."""
         inputs, params, options = read_generate(inputs, params, options, self.features)
         return self.runtime.generate(inputs, params, **options)
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that `load_adapter` loaded, by name."""
+        return self.runtime.adapters
+
+    def load_adapter(self, adapter_name: str, path: str | Path, *, hotswap: bool = False) -> Adapter:
+        """Load a LoRA adapter into a model with max_loras; see `runtime.CausalLM.load_adapter`."""
+        if not self.features.max_loras:  # before an export
+            raise ValueError(NO_ADAPTERS)
+        return self.runtime.load_adapter(adapter_name, path, hotswap=hotswap)
+
+    def unload_adapter(self, adapter_name: str) -> None:
+        """Forget a LoRA adapter; see `runtime.CausalLM.unload_adapter`."""
+        self.runtime.unload_adapter(adapter_name)
 
     @young_collections()
     def compile(
@@ -170,6 +191,9 @@ class PackagedModel(Model):
         self._holding = holding
         self._runtime: CausalLM | None = None
 
+    def __repr__(self) -> str:
+        return f"PackagedModel({self.package.summary})"
+
     @property
     def config(self) -> ModelConfig:
         """The model's config.json."""
@@ -227,6 +251,10 @@ class SourceModel(Model):
         super().__init__(provider)
         self.source = source
         self.features = features
+
+    def __repr__(self) -> str:
+        kind = "decoder file" if isinstance(self.source, DecoderSource) else "checkpoint"
+        return f"SourceModel({self.source.model_id}, {kind} to export or compile)"
 
     @property
     def config(self) -> Any:

@@ -80,6 +80,11 @@ def is_bundle(path: str | Path) -> bool:
     return bool(_variants(Path(path)))
 
 
+def variants_in(path: str | Path) -> dict[str, Path]:
+    """The folder of each variant of a bundle, by name; {} if `path` is no bundle."""
+    return {name: Path(path) / place for name, place in _variants(Path(path)).items()}
+
+
 def package_in(path: str | Path, provider: str | Sequence[str] | None = None) -> str | Path:
     """The folder of the package to load: a bundle's variant, or `path` itself if it is no bundle. A short name as
     `provider` chooses its variant, or else the portable one, as a list of ONNX Runtime's names does. By default, the

@@ -65,6 +65,16 @@ class Package:
     manifest: Manifest
     identity: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """The package in a line."""
+        manifest, compilation = self.manifest, self.manifest.compilation
+        device = f" for {compilation.provider}, {compilation.ctx_len} tokens" if compilation else ""
+        return f"{self.path}, {manifest.kind} package of {manifest.source.model_id}{device}, {manifest.interface.dtype}"
+
     @property
     def interface(self) -> Interface:
         return self.manifest.interface
@@ -104,7 +114,7 @@ class Package:
             raise PackageError(f"{self.path} was replaced while it was in use; open it again")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Unpublished(Package):
     """A package in a scratch folder, for further work: its graphs may refer to files elsewhere, `sources`."""
 

@@ -271,7 +271,14 @@ SAMPLING_PARAMS: Final[Mapping[str, Refusal]] = {
 }
 
 
-_ADAPTERS: Final = "adapters are merged before the export: open the checkpoint with from_pretrained(..., adapter=)"
+NO_ADAPTERS: Final = (
+    "the model takes no LoRA adapters; export it with max_loras (--max-loras), the most adapters that a batch may use, "
+    "or merge the adapter at export"
+)
+_ADAPTERS: Final = (
+    "generate(..., adapter=name) chooses an adapter of load_adapter(name, path), and from_pretrained(..., adapter=) "
+    "merges one"
+)
 _LAYERS: Final = (
     "it is an ONNX graph, without layers of torch. Train or change the checkpoint in transformers and export it again; "
     "from_pretrained(..., adapter=) merges a LoRA adapter into a checkpoint"
@@ -280,7 +287,7 @@ _LAYERS: Final = (
 
 # Attributes of transformers' models.
 ABSENT: Final[Mapping[str, Refusal]] = {
-    **refusals("load_adapter add_adapter set_adapter enable_adapters disable_adapters delete_adapter", _ADAPTERS),
+    **refusals("add_adapter set_adapter enable_adapters disable_adapters delete_adapter", _ADAPTERS),
     **refusals("active_adapters get_adapter_state_dict merge_and_unload", _ADAPTERS),
     **refusals("parameters", f"it has model.device and model.dtype; {_LAYERS}"),
     **refusals("named_parameters buffers named_buffers state_dict load_state_dict", _LAYERS),

@@ -16,6 +16,7 @@ from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.interface import AdapterTarget, Interface, kind_of
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 from qsample.huggingface.lora import ADVICE, CONFIG, WEIGHTS, Change, floats, read_changes
+from qsample.request.refusals import NO_ADAPTERS
 
 _ROOM: Final = 1 << 26  # bytes of a file for its header, and for what this package refuses by name
 _TOO_WIDE: Final = 8  # times the largest rank: such an adapter is refused by its rank, a larger one by its size
@@ -54,10 +55,7 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
     if not isinstance(name, str) or not name:
         raise ValueError(f"the adapter's name is {shown(name)}; give a text that is not empty")
     if not interface.adapters:
-        raise ValueError(
-            "this package takes no LoRA adapters; export the model again with max_loras, the most adapters that a "
-            "batch may use (--max-loras), or merge the adapter at export"
-        )
+        raise ValueError(NO_ADAPTERS)
     if not isinstance(path, str | PathLike):
         raise ValueError(f"the path of adapter {shown(name)} is {shown(path)}; give the path of its folder")
     folder = Path(path)

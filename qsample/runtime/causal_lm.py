@@ -121,6 +121,9 @@ class CausalLM(ModelMethods):
         self._loaded_with = loaded_with
         self._advice = faster_way(package)  # for the first call
 
+    def __repr__(self) -> str:
+        return f"CausalLM({self.package.summary}, on {self.device})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self._loaded_with is None:
             raise TypeError("this model was not opened by qsample.runtime.load, so no path says how to open it again")

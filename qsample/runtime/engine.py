@@ -138,6 +138,10 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)  # a thread must not be inside the graph when the interpreter goes
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._requests)} requests"
+        return f"Engine({self._model!r}, {self.slots} slots of {self.capacity} tokens, {state})"
+
     def __enter__(self) -> Engine:
         return self
 

@@ -240,7 +240,7 @@ def check_features(interface: Interface, params: SamplingParams) -> None:
         if name not in there:
             raise ArgumentError(
                 f"{field} is {shown(getattr(params, field))}, and the package was exported with "
-                f"{f'filters={[*there]}' if there else 'no filters'}; export the model again with "
+                f"{'the filters ' + ', '.join(there) if there else 'no filters'}; export the model again with "
                 f"filters={[*there, name]} (--filter), or give {field}={OFF[field]} to go without",
                 field,
             )

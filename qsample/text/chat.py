@@ -137,7 +137,7 @@ class ChatTemplates:
         if not self.templates:
             raise ValueError(
                 f"the package has no chat template (no {TEMPLATE_FILE}, and none in {TOKENIZER_CONFIG_FILE}); give "
-                "chat_template, give plain text, or export the model with a tokenizer that has a chat template"
+                "chat_template (--chat-template), give plain text, or export the model with a tokenizer that has one"
             )
         if tools and _WITH_TOOLS in self.templates:
             return self.templates[_WITH_TOOLS]

@@ -131,6 +131,7 @@ def test_commands(say: Any, package: Package, requests: list[Any], tmp_path: Pat
         "/system be kind",
         "hello",
         "/retry",
+        "/retry",
         f"/save {saved}",
         "/reset",
         "again",
@@ -150,20 +151,22 @@ def test_commands(say: Any, package: Package, requests: list[Any], tmp_path: Pat
     assert status == 0, err
     system = {"role": "system", "content": "be kind"}
     model = load(package.path)
-    first = answer(model, [system, user("hello")])
+    last = answer(model, [system, user("hello")], seed=5)
     again = answer(model, [system, user("again")])
+    assert [options["seed"] for _, options, _ in requests] == [3, 4, 5, 3, 8], "another answer to the same question"
     assert [messages for messages, _, _ in requests] == [
+        [system, user("hello")],
         [system, user("hello")],
         [system, user("hello")],
         [system, user("again")],
         [user("again"), assistant(again), user("once more")],
     ]
     assert (requests[-1][1]["top_k"], requests[-1][1]["seed"]) == (4, 8)
-    assert json.loads(saved.read_text()) == {"messages": [system, user("hello"), assistant(first)]}
+    assert json.loads(saved.read_text()) == {"messages": [system, user("hello"), assistant(last)]}
     assert [path.name for path in tmp_path.iterdir() if "talk" in path.name] == ["talk.json"]
     assert "system prompt: none" in err
     assert "max_new_tokens 9, top_k 4, seed 8; the rest is the model's own" in err
-    assert "4 answers, 36 tokens in " in err
+    assert "5 answers, 45 tokens in " in err
     assert "ctrl-C stops an answer" in err
 
 
@@ -183,6 +186,7 @@ def test_commands_that_fail_change_nothing(say: Any, requests: list[Any], tmp_pa
         "/set top_p 7": "top_p is 7",
         "/set warmth 7": "unknown sampling option 'warmth'",
         "/set top_p high": "top_p is 'high'; give a number",
+        "/set top_k": "/set top_k has no value; give one, or null for the model's own",
     }
     status, out, err = say("\n".join(wrong) + "\n/etc/hosts is a file\n")
     assert status == 1

@@ -28,6 +28,7 @@ def test_a_package_is_opened_with_the_features_that_it_has(tmp_path: Path) -> No
 def test_a_checkpoint_is_not_loaded_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     assert not is_package(str(tmp_path))
     assert isinstance(open_model(str(tmp_path)), SourceModel)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,19 @@ def test_inspect_names_a_damaged_file(run: Any, exported: Any, tmp_path: Path) -
     assert run("inspect", folder, "--no-verify")[0] == 0
 
 
+def test_a_bundle(run: Any, fake: Callable[..., Package], tmp_path: Path) -> None:
+    package = fake()
+    assert run("bundle", tmp_path / "both", package.path)[0] == 0
+    status, out, err = run("inspect", tmp_path / "both")
+    assert status == 0, err
+    assert re.search(r"portable +portable +fake +\d", out)
+    assert "inspect" in err
+    described = json.loads(run("inspect", tmp_path / "both", "--json")[1])
+    assert described["path"] == str(tmp_path / "both")
+    alone = json.loads(run("inspect", package.path, "--json")[1])
+    assert described["variants"]["portable"] | {"path": ""} == alone | {"path": ""}
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Callable[..., Package]) -> list[dict[str, Any]]:
     """The options of each package that was made, which is a fake package in place of a compiled one."""
@@ -77,6 +92,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Callable[..., Pa
     monkeypatch.setattr(SourceModel, "_make", make)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").touch()
     return calls
 
 
@@ -110,7 +126,7 @@ def test_a_package_for_serving_is_one_of_its_own(run: Any, made: list[Any], tmp_
     assert len(made) == 2
 
 
-def test_list_and_clear(run: Any, made: list[Any], tmp_path: Path) -> None:
+def test_list_and_clear(run: Any, made: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = run("cache", "list")
     assert empty[0] == 0
     assert empty[1].startswith("no model, 0 B of at most 50.0 GB, in ")
@@ -124,5 +140,14 @@ def test_list_and_clear(run: Any, made: list[Any], tmp_path: Path) -> None:
     status, _, told = run("cache", "clear", "elsewhere/model")
     assert (status, told.split(";")[0]) == (2, "qsample: elsewhere/model is not in the cache")
     assert run("cache", "clear", name)[2] == "2 removed\n"
+    run("pull", tmp_path / "model")
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    status, _, told = run("cache", "clear")
+    assert (status, told[:23]) == (2, "qsample: this removes 1")
+    assert "give --yes, or name the models" in told
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert "Remove 1 model, " in run("cache", "clear")[2]
+    assert len(json.loads(run("cache", "list", "--json")[1])["entries"]) == 1
+    assert run("cache", "clear", "--yes")[2] == "1 removed\n"
     assert run("cache", "clear")[2] == "0 removed\n"
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".locks"]

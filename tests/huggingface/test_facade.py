@@ -66,7 +66,7 @@ def test_a_call_says_what_to_do(sampler: bool, message: str) -> None:
 
 def test_parts_of_a_model_of_torch_are_absent_with_a_remedy() -> None:
     for name, remedy in {
-        "load_adapter": r"from_pretrained\(\.\.\., adapter=\)",
+        "set_adapter": r"generate\(\.\.\., adapter=name\).*from_pretrained\(\.\.\., adapter=\)",
         "named_modules": r"without layers of torch.*adapter=",
         "forward": "leave torch.compile out",
     }.items():

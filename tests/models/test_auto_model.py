@@ -16,6 +16,8 @@ from qsample import AutoModelForCausalLM, CompileOptions
 from qsample.contract.interface import Features
 from qsample.errors import CompileError, PackageError, QsampleError
 from qsample.models.model import PackagedModel, SourceModel
+from qsample.runtime import Engine, load
+from tests.helpers.adapters import random_adapter
 from tests.helpers.fake_package import fake_package
 from tests.helpers.tiny_models import save_checkpoint
 
@@ -292,3 +294,43 @@ def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: py
 def test_a_folder_has_no_revision(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), revision="v2")
     assert model._load(None, tmp_path)["revision"] is None
+
+
+@pytest.mark.ci
+def test_adapters_of_a_package(adapted: Callable[..., Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(adapted("llama", logprobs=True, max_loras=2, max_lora_rank=4))
+    assert isinstance(model, PackagedModel)
+    loaded = load(model.package.path)
+    folder = random_adapter(tmp_path / "a", loaded.interface, 1, rank=4)
+    for one in (model, loaded):
+        one.load_adapter("a", folder)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert [*model.adapters] == ["a"]
+    assert (
+        model.generate([[5, 6]], adapter="a", **options).token_ids
+        == loaded.generate([[5, 6]], adapter="a", **options).token_ids
+    )
+    model.unload_adapter("a")
+    assert not model.adapters
+
+
+def test_a_model_without_room_for_adapters_says_so_before_an_export(checkpoint: Callable[[str], Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    with pytest.raises(ValueError, match="takes no LoRA adapters; export it with max_loras"):
+        model.load_adapter("a", "folder")
+
+
+def test_models_show_themselves_in_a_line(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")
+    shown = f"{package.path}, portable package of fake, float32"
+    loaded = load(package.path)
+    assert repr(package) == f"Package({shown})"
+    assert repr(AutoModelForCausalLM.from_pretrained(package.path)) == f"PackagedModel({shown})"
+    assert repr(loaded) == f"CausalLM({shown}, on cpu)"
+    with Engine(loaded, slots=2) as engine:
+        assert repr(engine) == f"Engine(CausalLM({shown}, on cpu), 2 slots of {engine.capacity} tokens, 0 requests)"
+    assert repr(engine).endswith(", closed)")
+    folder = checkpoint("llama")
+    assert (
+        repr(AutoModelForCausalLM.from_pretrained(folder)) == f"SourceModel({folder}, checkpoint to export or compile)"
+    )

@@ -119,7 +119,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
             read_adapter("a", path, make_interface())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the adapter's name is ''; give a text"):
         read_adapter("", folder, make_interface())
-    with pytest.raises(ValueError, match="takes no LoRA adapters; export the model again with max_loras"):
+    with pytest.raises(ValueError, match="takes no LoRA adapters; export it with max_loras"):
         read_adapter("a", folder, make_interface(adapters=()))
 
 
