@@ -323,13 +323,14 @@ def load_given(opened: PackagedModel, given: Mapping[str, Any]) -> CausalLM:
     return model
 
 
-def open_given(model: str | None, given: Mapping[str, Any]) -> PackagedModel:
+def open_given(model: str | None, given: Mapping[str, Any], *, allowed_tokens: bool = False) -> PackagedModel:
     """`open_exported` with the options of a command line."""
     return open_exported(
         model,
         given["provider"],
         weights=given["weights"],
         ctx_len=given.get("ctx_len"),
+        allowed_tokens=allowed_tokens,
         loras=read_loras(given["lora"]),
     )
 
@@ -341,6 +342,7 @@ def open_exported(
     weights: str | None = None,
     ctx_len: int | None = None,
     for_serving: bool = False,
+    allowed_tokens: bool = False,
     loras: Mapping[str, str] | None = None,
     max_loras: int = 0,
 ) -> PackagedModel:
@@ -350,7 +352,7 @@ def open_exported(
     - `model`: the package, checkpoint folder, hub id or decoder file.
     - `provider`: by default the package's, otherwise the CPU.
     - `weights`, `ctx_len`: of the compiled package, as in `CompileOptions`; a package has a fixed one.
-    - `for_serving`: a compiled package gets all that a server's requests may ask for.
+    - `for_serving`: a compiled package gets all that a server's requests may ask for. `allowed_tokens`: it takes masks.
     - `loras`: adapters by name. A compiled package takes all of them, with their ranks, and at least `max_loras`.
     """
     from qsample.models.bundled import TINY_LM
@@ -384,6 +386,8 @@ def open_exported(
         assert isinstance(opened, SourceModel)
         if for_serving:
             opened.features = opened.features.for_serving()
+        if allowed_tokens:
+            opened.features = replace(opened.features, allowed_tokens=True)
         if most := max(max_loras, len(loras or {})):
             from qsample.huggingface.lora import CONFIG, read_config
 

@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -26,16 +26,20 @@ from qsample.cli.common import (
     load_given,
     open_given,
     read_loras,
+    read_text,
     sampling_options,
     with_flags,
 )
 from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
 from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
+from qsample.contract.tensors import RUNNING
 from qsample.errors import QsampleError
 from qsample.package.package import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from qsample.runtime import CausalLM, GenerateOutput
+    from qsample.contract.arrays import Array
+    from qsample.runtime import CausalLM, GenerateOutput, Step
+    from qsample.serve.grammar import Form
 
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -45,6 +49,7 @@ EXAMPLES: Final = (
     "qsample generate qwen3-cpu --prompt-file prompts.jsonl --output answers.jsonl\n\n"
     "echo 'In the beginning' | qsample generate --top-p 0.9"
 )
+_FORM: Final = "Form of the answers, for packages exported with --allowed-tokens or --for-serving"
 
 
 @with_flags({**CHAT_FLAGS, **LOAD_FLAGS, **SAMPLING_FLAGS})
@@ -78,6 +83,22 @@ def generate(
         int | None,
         typer.Option(min=1, help="Rows at once, for --prompt-file. (default: the number it was compiled for, else 8)"),
     ] = None,
+    num_return_sequences: Annotated[
+        int, typer.Option("--num-return-sequences", "-n", min=1, max=128, help="Answers to each --prompt.")
+    ] = 1,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON|FILE", help="Answers are JSON of this schema; {} is any JSON.", rich_help_panel=_FORM
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Answers match this expression.", rich_help_panel=_FORM)
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT|FILE", help="Answers follow this grammar, Lark's or GBNF.", rich_help_panel=_FORM),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     ctx_len: Annotated[
         int | None,
@@ -104,10 +125,13 @@ def generate(
     for name, value in (("--output", output), ("--slots", slots)):
         if value is not None and prompt_file is None:
             raise typer.BadParameter(f"{name} goes with --prompt-file")
+    if num_return_sequences > 1 and prompt_file is not None:
+        raise typer.BadParameter("--num-return-sequences goes with --prompt")
     if retry_errors and output is None:
         raise typer.BadParameter("--retry-errors goes with --output")
     if (chat_settings or system is not None) and not (chat or prompt_file):
         raise typer.BadParameter("--system, --chat-template, --chat-template-kwargs and --thinking go with --chat")
+    form = _form(json_schema, regex, grammar)
     rows = []
     if prompt_file is not None:  # before a checkpoint is exported
         rows = read_rows(prompt_file, options, chat_settings, as_chat=chat, system=system)
@@ -116,7 +140,12 @@ def generate(
         check_jinja()
     running = {"flush_every": flush_every, "double_buffering": double_buffering}
     prompts = prompt or ([] if prompt_file else [_read_stdin()])
-    opened = open_given(model, given)  # stays in the cache as long as this
+    opened = open_given(model, given, allowed_tokens=form is not None)  # stays in the cache as long as this
+    if form is not None and not opened.package.interface.features.allowed_tokens:
+        raise QsampleError(
+            "--json-schema, --regex and --grammar need a package that was exported with --allowed-tokens or "
+            "--for-serving, or a checkpoint; export the model again"
+        )
     if prompt_file is None:
         inputs: list[Any] = list(prompts)
         if chat:
@@ -128,6 +157,8 @@ def generate(
             inputs,
             chat=chat,
             as_json=as_json,
+            form=form,
+            count=num_return_sequences,
             **options,
             **chat_settings,
             **running,
@@ -138,6 +169,8 @@ def generate(
         "provider": given["provider"],
         "ctx_len": ctx_len,
     }
+    if form is not None:
+        settings["form"] = form
     if loras:
         settings["loras"] = {name: _hash_of(folder) for name, folder in loras.items()}
     generate_file(
@@ -146,8 +179,48 @@ def generate(
         output,
         slots=slots,
         retry_errors=retry_errors,
+        form=form,
         **running,
     )
+
+
+def _form(json_schema: str | None, regex: str | None, grammar: str | None) -> Form | None:
+    """The form that answers have to follow. Raises typer.BadParameter for several, and for an invalid one."""
+    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
+    named = {option: value for option, value in given.items() if value is not None}
+    if not named:
+        return None
+    if len(named) > 1:
+        raise typer.BadParameter(f"{' and '.join(named)} were given; give one of them")
+    from qsample.serve.grammar import Form, check_form
+    from qsample.serve.http import ApiError
+
+    ((option, value),) = named.items()
+    is_text = option == "--regex" or value.lstrip().startswith("{") or "start:" in value or "::=" in value
+    form = Form(option[2:].replace("-", "_"), value if is_text else read_text(Path(value), option))  # type: ignore[arg-type]
+    try:
+        check_form(form)
+    except ApiError as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
+    return form
+
+
+class _Guides:
+    """A guide for each row of a batch, as a single one."""
+
+    def __init__(self, model: CausalLM, form: Form, rows: int) -> None:
+        from qsample.serve.grammar import GrammarGuide, Grammars
+
+        compiled = Grammars(model).compiled(form)
+        self._guides = [GrammarGuide(compiled) for _ in range(rows)]
+
+    def __call__(self, step: Step | None, mask: Array) -> None:
+        for row, guide in enumerate(self._guides):
+            one = slice(row, row + 1)
+            if step is None:
+                guide(None, mask[one])
+            elif step.status[row] == RUNNING:
+                guide(replace(step, tokens=step.tokens[one], emitted=step.emitted[one]), mask[one])
 
 
 def _hash_of(adapter: str) -> str:
@@ -158,8 +231,17 @@ def _hash_of(adapter: str) -> str:
 
 
 def _generate_prompts(
-    model: CausalLM, prompts: list[str], inputs: list[Any], *, chat: bool, as_json: bool, **options: Any
+    model: CausalLM,
+    prompts: list[str],
+    inputs: list[Any],
+    *,
+    chat: bool,
+    as_json: bool,
+    form: Form | None,
+    count: int,
+    **options: Any,
 ) -> None:
+    """Generate `count` answers to each prompt, in a `form`, and print them."""
     from qsample.runtime import TextStreamer
 
     if model.tokenizer is None:
@@ -167,6 +249,11 @@ def _generate_prompts(
             'the package has no tokenizer, so it takes no text; give token ids, as "prompt" of a line in a '
             "--prompt-file, or export the model with a tokenizer"
         )
+    prompts = [prompt for prompt in prompts for _ in range(count)]
+    if count > 1:
+        options["num_return_sequences"] = count
+    if form is not None:
+        options["allowed_tokens"] = _Guides(model, form, len(prompts))
     stops = options.pop("stop_strings", None) or model.generation_config.stop_strings
     streamer = (
         None if as_json or len(prompts) > 1 else TextStreamer(model.tokenizer, skip_prompt=chat, stop_strings=stops)

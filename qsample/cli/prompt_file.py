@@ -35,6 +35,7 @@ from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingPara
 
 if TYPE_CHECKING:
     from qsample.runtime import CausalLM, RequestOutput
+    from qsample.serve.grammar import Form
 
 _JSON_LINES: Final = (".jsonl", ".ndjson", ".json")
 _WAITING: Final = 64  # prompts that are read ahead of the slots
@@ -193,12 +194,13 @@ def generate_file(
     slots: int | None,
     *,
     retry_errors: bool = False,
+    form: Form | None = None,
     **settings: Any,
 ) -> None:
     """Generate the rows, with their fingerprints, that `output` does not have yet; without that file, all on stdout.
-    `retry_errors`: do the rows again whose line in `output` has an error. `slots`, `settings`: of `Engine`. Raises
-    QsampleError if rows have an error."""
-    work = _Work(cache(load), len(rows), {"slots": slots, "max_waiting": _WAITING, **settings})
+    `retry_errors`: do the rows again whose line in `output` has an error. `form`: of all answers. `slots`, `settings`:
+    of `Engine`. Raises QsampleError if rows have an error."""
+    work = _Work(cache(load), len(rows), {"slots": slots, "max_waiting": _WAITING, **settings}, form)
     if output is None:
         work.do(rows, _print)
     else:
@@ -237,6 +239,7 @@ class _Work:
     load: Callable[[], CausalLM]
     total: int
     settings: Mapping[str, Any]
+    form: Form | None = None
     rows: int = 0
     tokens: int = 0
     errors: int = 0
@@ -255,9 +258,13 @@ class _Work:
                 with Engine(model, **self.settings) as engine:
                     self.capacity = engine.capacity
                     valid = [row for row in rows if row.error is None]
-                    outputs = engine.map(
-                        (row.inputs for row in valid), each=(row.options for row in valid), return_errors=True
-                    )
+                    each = (row.options for row in valid)
+                    if self.form is not None:
+                        from qsample.serve.grammar import GrammarGuide, Grammars
+
+                        compiled = Grammars(model).compiled(self.form)
+                        each = ({**row.options, "allowed_tokens": GrammarGuide(compiled)} for row in valid)
+                    outputs = engine.map((row.inputs for row in valid), each=each, return_errors=True)
                     for row in rows:
                         record = self._record(row, ValueError(row.error) if row.error is not None else next(outputs))
                         write(json.dumps(record, ensure_ascii=False) + "\n")

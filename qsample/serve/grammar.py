@@ -79,6 +79,16 @@ def grammar_of(form: Form) -> str:
     return _made(lambda: LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON))
 
 
+def check_form(form: Form) -> None:
+    """Raise ApiError for an invalid form, before a model is there."""
+    from llguidance import LLMatcher
+
+    grammar = grammar_of(form)
+    grammar = _from_gbnf(grammar.removeprefix(_GBNF)) if grammar.startswith(_GBNF) else grammar
+    if problem := LLMatcher.validate_grammar(grammar):
+        raise refused(problem)
+
+
 def _list_of_calls(functions: Mapping[str, Any], several: bool) -> str:
     """Lark's notation. Each schema is a separate document, so its references to its parts stay valid."""
     calls = []
@@ -262,6 +272,11 @@ class Grammars:
             self._waiting[grammar] -= 1
             self._waiting += Counter()  # without zeros
         return GrammarGuide(compiled)
+
+    def compiled(self, form: Form) -> Compiled:
+        """A form's grammar, compiled on this thread and without limits, for a user of this machine. Raises ApiError if
+        it is invalid."""
+        return compile_grammar(grammar_of(form), self._llguidance_tokenizer(), self._model.interface.vocab_size)
 
     def _compile(self, grammar: str) -> Compiled:
         trial = self._trials.get()

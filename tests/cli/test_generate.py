@@ -157,3 +157,45 @@ def test_generate_tells_once_of_compile_for_a_large_portable_package(
     monkeypatch.setattr("qsample.package.package._SLOW_FROM", 1000)
     status, _, err = run(*arguments)
     assert (status, err.count(f"`qsample compile {package} OUT --weights int4`")) == (0, 1)
+
+
+# Its tokens are bytes, so a random model follows an expression for long, or not at all.
+FORMED = ["--max-new-tokens", "24", "--seed", "5", "--temperature", "50", "--top-k", "0"]
+
+
+def test_answers_in_a_form(run: Any, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package", allowed_tokens=True, generation_config={}).path
+    prompts = ["-p", "One", "-p", "Two"]
+    status, out, err = run("generate", package, *prompts, "-n", "3", "--regex", "(ab|cd){2}e?", "--json", *FORMED)
+    assert status == 0, err
+    results = json.loads(out)["results"]
+    assert [row["prompt"] for row in results] == ["One"] * 3 + ["Two"] * 3
+    assert [row["seed"] for row in results] == [5, 6, 7, 8, 9, 10]
+    assert all(re.fullmatch("(ab|cd){2}e?", row["text"]) for row in results), (
+        "rows that end early, and rows that do not"
+    )
+    assert len({row["text"] for row in results}) > 1
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    for given in (json.dumps(schema), tmp_path / "schema.json"):
+        status, out, err = run("generate", package, "-p", "x", "--json-schema", given, *FORMED)
+        assert (status, type(json.loads(out.removeprefix("x"))["a"])) == (0, bool), err
+
+
+def test_rows_of_a_prompt_file_in_a_form(run: Any, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package", allowed_tokens=True, generation_config={}).path
+    (tmp_path / "prompts.txt").write_text("One\nTwo\nThree\n")
+    (tmp_path / "form.gbnf").write_text('root ::= ("ab" | "cd") "!"\n')
+    rows = ["--prompt-file", tmp_path / "prompts.txt", "--slots", "2", *FORMED]
+    output = tmp_path / "out.jsonl"
+    status, _, err = run("generate", package, *rows, "--grammar", tmp_path / "form.gbnf", "--output", output)
+    assert status == 0, err
+    assert {json.loads(line)["text"] for line in output.read_text().splitlines()} <= {"ab!", "cd!"}
+    status, _, err = run("generate", package, *rows, "--regex", "ab!|cd!", "--output", output)
+    assert status == 2, "the form belongs to the settings of the rows"
+    assert "comes from another prompt or other settings" in err

@@ -73,7 +73,7 @@ def test_each_door_reaches_the_graph(fake_model: Callable[..., CausalLM], monkey
 )
 def test_a_filter_that_the_package_lacks(field: str, name: str, fake_model: Callable[..., CausalLM]) -> None:
     message = (
-        rf"{field} is .*, and the package was exported with filters=\['dry'\]; export the model again with "
+        rf"{field} is .*, and the package was exported with the filters dry; export the model again with "
         rf"filters=\['dry', '{name}'\] \(--filter\), or give {field}=.* to go without"
     )
     with pytest.raises(ValueError, match=message):
