@@ -36,10 +36,9 @@ _EXTRAS: Final = {
 }
 _UNKNOWN: Final = re.compile(r"No such (command|option:?) '?(?P<word>-*\w[\w-]*)'?")
 _ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*m")
-# An argument of Python's, perhaps with a value or a list, in front of the option of that name.
-_BOTH: Final = re.compile(r"""\w+(?:=(?:\[(?P<items>[^\]]*)\]|(?P<value>[\w.+-]+))?)? \((?P<option>--[a-z-]+)\)""")
-# The name of an argument, perhaps with a value; not a part of a path or a quotation.
+# The name of an argument, perhaps with a value; not a part of a path or a quotation. Or one in front of its option.
 _ARGUMENT: Final = re.compile(
+    r"""(?P<python>\w+)(?P<given>=(?:\[[^\]]*\]|[\w.+-]+)?)? \((?P<option>--[a-z-]+)\)|"""
     r"""(?<![\w/.\\'"-])(?P<name>[a-z]\w*)"""
     r"""(?:=(?P<quote>['"]?)(?P<value>[\w.+-]+)(?P=quote)|(?P<equals>=)(?=[\s,;)]|$)|(?![\w/\\'"-]|\.\w))"""
 )
@@ -178,6 +177,11 @@ def name_options(text: str, options: Options, argument: str | None = None) -> st
     an argument if it is `argument`, in front of "is" or with a value."""
 
     def flag(match: re.Match[str]) -> str:
+        if option := match["option"]:
+            if match["given"] is None and match["python"] != option[2:].replace("-", "_"):
+                return match[0]
+            items = re.findall(r"[\w.+-]+", match["given"] or "")
+            return " ".join(f"{option} {item}" for item in items) or option
         name, value = match["name"], match["value"]
         if (name, value, "greedy" in options) == ("do_sample", "False", True):
             return "--greedy"
@@ -189,12 +193,7 @@ def name_options(text: str, options: Options, argument: str | None = None) -> st
             return off or f"no {option}"
         return option if value in (None, "True") else f"{option} {'none' if value == 'None' else value}"
 
-    return _ARGUMENT.sub(flag, _BOTH.sub(_option_alone, text))
-
-
-def _option_alone(match: re.Match[str]) -> str:
-    items = re.findall(r"[\w.+-]+", match["items"] or match["value"] or "")
-    return " ".join(f"{match['option']} {item}" for item in items) or match["option"]
+    return _ARGUMENT.sub(flag, text)
 
 
 def _message(error: Exception) -> str:

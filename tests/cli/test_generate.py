@@ -139,7 +139,7 @@ def test_filters_reach_the_graph(run: Any, tmp_path: Path, monkeypatch: pytest.M
         assert_read(row, read_by_the_graph())
     status, _, err = run("generate", fake_package(tmp_path / "bare").path, "-p", "In", "--typical-p=0.9")
     assert (status, "--typical-p is 0.9, and the package was exported with no filters" in err) == (1, True), err
-    assert "(--filter), or give --typical-p 1.0 to go without" in err
+    assert "export the model again with --filter typical_p, or give --typical-p 1.0 to go without" in err
 
 
 def test_generate_from_a_package_without_the_sampler(run: Any, exported: Any, llama_package: Path) -> None:

@@ -98,6 +98,7 @@ def test_what_a_model_masks_is_null_in_json(run: Any, tmp_path: Path) -> None:
         ("export", "logit_bias={5: 1} or give filters=['xtc']", "--logit-bias={5: 1} or give filters=['xtc']"),
         ("generate", "filters=['dry', 'xtc'] (--filter), or top_p=1.0", "--filter dry --filter xtc, or --top-p 1.0"),
         ("generate", "max_lora_rank=8 (--max-lora-rank), max_loras (--max-loras)", "--max-lora-rank 8, --max-loras"),
+        ("compile", "with the adapter merged (--adapter)", "with the adapter merged (--adapter)"),
         ("bake", "with file (--file): a, or tokenizer= (--tokenizer)", "with --file: a, or --tokenizer"),
         ("compile", "a quantization_method ('hqq')", "a --quantization-method ('hqq')"),
         ("compile", "/a/batch_size/b has 'batch_size'", "/a/batch_size/b has 'batch_size'"),
