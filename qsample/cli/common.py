@@ -20,7 +20,7 @@ from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.disk.untrusted import parse_json
 from qsample.errors import unknown
 from qsample.progress import Stage
-from qsample.request.sampling_params import FILTER_FIELDS, OFF, SamplingParams
+from qsample.request.sampling_params import FILTER_FIELDS, HELP, OFF, SamplingParams
 
 if TYPE_CHECKING:
     from qsample.models.model import PackagedModel, SourceModel
@@ -127,12 +127,8 @@ FEATURE_FLAGS: Final[Mapping[str, Flag]] = {
     ),
 }
 _PANEL: Final = "Sampling"
-_MEANINGS: Final = {spec.name: spec.meaning for specs in EXTRA_PARAMETERS.values() for spec in specs}
 _SAMPLING: Final = {
-    name: {
-        "help": f"{(meaning := _MEANINGS.get(name, ''))[:1].upper()}{meaning[1:]}.",
-        "panel": "More sampling, for packages exported with --filter",
-    }
+    name: {"help": HELP[name], "panel": "More sampling, for packages exported with --filter"}
     for name in FILTER_FIELDS
     if name != "bad_words_ids"
 }

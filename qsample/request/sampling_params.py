@@ -306,7 +306,13 @@ class SamplingParams:
 
 
 OFF: Final = {entry.name: entry.default for entry in fields(SamplingParams)}  # a field that is off has its default
-_INPUTS: Final = {spec.name for specs in EXTRA_PARAMETERS.values() for spec in specs}
+_INPUTS: Final = {spec.name: spec.meaning for specs in EXTRA_PARAMETERS.values() for spec in specs}
+# What each field does, for its doors: the flags of the command line, the description of the server's fields.
+HELP: Final[Mapping[str, str]] = {
+    entry.name: entry.metadata.get("help") or f"{_INPUTS[entry.name][:1].upper()}{_INPUTS[entry.name][1:]}."
+    for entry in fields(SamplingParams)
+    if "help" in entry.metadata or entry.name in _INPUTS
+}
 # The fields that need a package with filters.
 FILTER_FIELDS: Final = tuple(name for name in OFF if name in {*_INPUTS, *EXTRA_PARAMETERS, "bad_words"})
 # Field → the filter that it switches on: the filter of its name, or the filter that has it as its first input.

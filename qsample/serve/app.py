@@ -9,21 +9,25 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
+from fastapi import Path as PathField
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 import qsample
+from qsample.serve import documents
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
 from qsample.serve.choices import ChatChoice, CompletionChoice
 from qsample.serve.http import (
     MESSAGES_PATH,
+    WITHOUT_A_KEY,
     ApiError,
     ApiKeys,
     BodyLimit,
@@ -54,6 +58,8 @@ _PAGE: Final = Path(__file__).parent / "page.html"
 _LONG_TEXTS: Final = 2  # that are encoded at once
 _PREDICTED: Final = 32  # characters that a token of a prediction may have; the rest of the text is left out
 _WRITTEN: Final = 2**16  # items of a list that become JSON at once: Python's lock is held meanwhile
+# For the description alone: the middleware `ApiKeys` looks at keys.
+_KEY: Final = Depends(HTTPBearer(auto_error=False, description="An API key of this server."))
 _DOCS_PACKAGE: Final = "fastapi_offline"  # it brings the files of Swagger UI; FastAPI loads them from the internet
 
 
@@ -117,25 +123,38 @@ class _Server:
         app.add_api_route("/docs", self.docs, include_in_schema=False)
         if (folder := _docs_folder()) is not None:
             app.mount("/docs", StaticFiles(directory=folder / "static"))
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/ping", self.health, methods=["GET", "POST"], include_in_schema=False)  # Amazon SageMaker's
-        app.add_api_route("/version", self.version, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics, methods=["GET"])
-        app.add_api_route("/v1/models", self.list_models, methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self.show_model, methods=["GET"])
+        for method, path, endpoint, document in (
+            ("GET", "/health", self.health, documents.HEALTH),
+            ("GET", "/version", self.version, documents.VERSION),
+            ("GET", "/metrics", self.metrics, None),
+            ("GET", "/v1/models", self.list_models, documents.MODELS),
+            ("GET", "/v1/models/{name:path}", self.show_model, documents.MODEL),
+            ("POST", "/v1/completions", self.complete, documents.COMPLETION),
+            ("POST", "/v1/chat/completions", self.chat, documents.COMPLETION),
+            ("POST", "/v1/responses", self.respond, documents.RESPONSE),
+            ("POST", MESSAGES_PATH, self.answer_messages, documents.MESSAGE),
+            ("POST", f"{MESSAGES_PATH}/count_tokens", self.count_tokens, documents.TOKEN_COUNT),
+            ("POST", "/v1/load_lora_adapter", self.load_adapter, None),
+            ("POST", "/v1/unload_lora_adapter", self.unload_adapter, None),
+            ("POST", "/tokenize", self.tokenize, documents.TOKENS),
+            ("POST", "/detokenize", self.detokenize, documents.TEXT),
+        ):
+            error = documents.MESSAGE_ERROR if path.startswith(MESSAGES_PATH) else documents.ERROR
+            text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+            app.add_api_route(
+                path,
+                endpoint,
+                methods=[method],
+                response_model=document,
+                response_class=Response if document is None else JSONResponse,
+                responses={**(text if document is None else {}), "4XX": {"model": error}},
+                dependencies=[_KEY] if self._settings.api_keys and path not in WITHOUT_A_KEY else [],
+            )
         for path, endpoint in (("/", self.page), ("/health", self.health), ("/v1/models", self.list_models)):
             app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)  # load balancers ask so
-        app.add_api_route("/v1/completions", self.complete, methods=["POST"])
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
-        app.add_api_route("/v1/responses", self.respond, methods=["POST"])
-        app.add_api_route(MESSAGES_PATH, self.answer_messages, methods=["POST"])
-        app.add_api_route(f"{MESSAGES_PATH}/count_tokens", self.count_tokens, methods=["POST"])
+        app.add_api_route("/ping", self.health, methods=["GET", "POST"], include_in_schema=False)  # Amazon SageMaker's
         for path in _ABSENT.split():
             app.add_api_route(f"/v1/{path}", self.absent, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-        app.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
-        app.add_api_route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"])
-        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
-        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
 
     async def page(self) -> Response:
         """A page to try the model."""
@@ -176,7 +195,7 @@ class _Server:
         """The models and adapters by name."""
         return json_response({"object": "list", "data": [_described(model) for model in self._served().served]})
 
-    async def show_model(self, name: str) -> Response:
+    async def show_model(self, name: Annotated[str, PathField(description="A served name.")]) -> Response:
         """A model; all models if the path ends with a slash."""
         if not name:
             return await self.list_models()

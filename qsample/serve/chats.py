@@ -14,7 +14,8 @@ from qsample.text.chat import ChatOptions
 
 
 class Function(Body):
-    """A function that the model may call. `parameters`: a JSON schema. `strict`: followed if the call is demanded."""
+    """A function that the model may call. name: of letters, digits, dots, _ and -. description: what it does.
+    parameters: a JSON schema. strict: always so if the call is demanded."""
 
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: StrictStr | None = None
@@ -23,27 +24,34 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function, the only kind of tool that models here can call."""
+    """A function, the only kind of tool that models here can call. type: "function". function: its description."""
 
     type: Literal["function"] = "function"
     function: Function
 
 
 class NamedFunction(Body):
-    """A function by name."""
+    """A function by name. name: of the function."""
 
     name: StrictStr
 
 
 class NamedTool(Body):
-    """The tool that has to be called."""
+    """The tool that has to be called. type: "function". function: its name."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
 class ChatPrompt(Body):
-    """A conversation and its chat template's options; `chat_template` and the fields after it are vLLM's."""
+    """A conversation and its chat template's options; `chat_template` and the fields after it are vLLM's.
+
+    messages: each with role and content, and an assistant's with tool_calls. tools: functions that the model may call.
+    chat_template: a template of the package by name, or if the server allows it, a Jinja template.
+    chat_template_kwargs: further variables of the template. documents: to answer from, each with title and text.
+    add_generation_prompt: whether to end with the opening of an answer; by default if no message is continued.
+    continue_final_message: whether the answer continues the last message. reasoning_effort: for templates that know it.
+    """
 
     messages: Objects = Field(min_length=1)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
@@ -75,14 +83,14 @@ class ChatPrompt(Body):
 
 
 class TextPart(Body):
-    """A part of a predicted text."""
+    """A part of a predicted text. type: "text". text: of the part."""
 
     type: Literal["text"]
     text: StrictStr
 
 
 class Prediction(Body):
-    """The text that an answer is expected to have, in whole or in parts."""
+    """The text that an answer is expected to have. type: "content". content: the text, in whole or in parts."""
 
     type: Literal["content"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -93,9 +101,12 @@ class Prediction(Body):
 
 
 class ChatCompletionRequest(ChatPrompt, GenerationRequest):
-    """`/v1/chat/completions`. max_completion_tokens: the new name of max_tokens. tool_choice: "none", "auto" (if the
-    request has tools), "required", or the function to call. prediction: guesses of the answer's tokens, if the package
-    checks any. include_reasoning: return the model's thoughts, if the server splits them off the answer (vLLM)."""
+    """`/v1/chat/completions`. max_completion_tokens: the new name of max_tokens. logprobs: whether to return
+    log-probabilities. top_logprobs: number of the likeliest tokens in each place. tool_choice: "none", "auto" (if the
+    request has tools), "required", or the function to call. parallel_tool_calls: whether an answer may have several
+    calls. include_reasoning: whether to return the model's thoughts, if the server splits them off the answer (vLLM).
+    modalities: only ["text"]. verbosity, prompt_cache_options: ignored. prediction: guesses of the answer's tokens, if
+    the package checks any."""
 
     refusals = CHAT
     top_field = "top_logprobs"
@@ -171,7 +182,9 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
 
 class TokenizeRequest(ChatPrompt):
-    """`/tokenize`: either prompt, a text, or messages, as of a chat completion."""
+    """`/tokenize`. model: a served name; by default the first. prompt: a text. messages: in place of a prompt, a
+    conversation. add_special_tokens: whether the tokenizer adds its special tokens to the prompt. return_token_strs:
+    whether to return the tokens' texts."""
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
@@ -181,7 +194,7 @@ class TokenizeRequest(ChatPrompt):
 
 
 class DetokenizeRequest(Body):
-    """`/detokenize`: token ids."""
+    """`/detokenize`. model: a served name; by default the first. tokens: their ids."""
 
     model: StrictStr | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

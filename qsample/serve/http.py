@@ -52,7 +52,7 @@ _FIELDS: Final = {
     "max_new_tokens": "max_tokens",
     "stop_strings": "stop",
 }
-_WITHOUT_A_KEY: Final = frozenset(
+WITHOUT_A_KEY: Final = frozenset(
     ("/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json", "/redoc", "/favicon.ico")
 )
 _UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}  # parts of pydantic's paths
@@ -306,7 +306,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path_of(scope)
-        free = path in _WITHOUT_A_KEY or path.startswith("/docs/")
+        free = path in WITHOUT_A_KEY or path.startswith("/docs/")
         if scope["type"] == "http" and not free and scope["method"] != "OPTIONS":
             headers = dict(scope["headers"])
             kind, _, key = headers.get(b"authorization", b"").partition(b" ")

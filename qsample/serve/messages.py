@@ -56,7 +56,9 @@ def _only_client_tools(tool: Any) -> Any:
 
 
 class MessageTool(Body):
-    """A tool that the model may call."""
+    """A tool that the model may call. name: of letters, digits, dots, _ and -. description: what it does. input_schema:
+    a JSON schema. strict: always so if the call is demanded. type: only "custom". cache_control, eager_input_streaming,
+    input_examples: ignored."""
 
     refusals = MESSAGE_TOOL
 
@@ -71,7 +73,8 @@ class MessageTool(Body):
 
 
 class ToolChoice(Body):
-    """Whether the model has to call a tool."""
+    """Whether the model has to call a tool. type: "any" demands a call, "tool" that of a tool. name: of the tool.
+    disable_parallel_tool_use: whether an answer has one call at most."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: StrictStr | None = None
@@ -85,7 +88,8 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Thoughts before the answer."""
+    """Thoughts before the answer. type: "disabled" drops them, and sets enable_thinking of the template to false.
+    budget_tokens: ignored. display: "omitted" drops the thoughts."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
@@ -93,14 +97,14 @@ class Thinking(Body):
 
 
 class JsonFormat(Body):
-    """The form of an answer."""
+    """The form of an answer. type: "json_schema". schema: always followed."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """How the answer is written."""
+    """How the answer is written. effort: for chat templates that read a reasoning_effort. format: its form."""
 
     effort: StrictStr | None = None
     format: JsonFormat | None = None
@@ -162,7 +166,11 @@ def _of_blocks(role: str, blocks: list[dict[str, Any]], place: int) -> list[dict
 
 
 class CountTokensRequest(GenerationRequest):
-    """`/v1/messages/count_tokens`, with the fields of `/v1/messages`."""
+    """`/v1/messages/count_tokens`, with the fields of `/v1/messages`. messages: with texts, or blocks of type text,
+    tool_use, tool_result and thinking. system: a system prompt. tools: tools that the model may call. tool_choice:
+    whether the model has to call a tool. thinking: whether to return thoughts. output_config: the effort, and the form
+    of the answer. stop_sequences: texts that end the answer. cache_control: ignored. chat_template: a template of the
+    package by name. chat_template_kwargs: further variables of the template."""
 
     refusals = MESSAGES
 
@@ -217,7 +225,7 @@ class CountTokensRequest(GenerationRequest):
 
 
 class MessagesRequest(CountTokensRequest):
-    """`/v1/messages`. Fields of vLLM's and llama.cpp's requests are as in chats."""
+    """`/v1/messages`. Fields of vLLM's and llama.cpp's requests are as in chats. max_tokens: most tokens to write."""
 
     max_tokens: Count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
@@ -26,7 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
 from qsample.request.refusals import Refusal, refusals
-from qsample.request.sampling_params import DRAWN_SEEDS, FILTER_FIELDS, OFF, SEEDS, SMALLEST_TOP_P
+from qsample.request.sampling_params import DRAWN_SEEDS, FILTER_FIELDS, HELP, OFF, SEEDS, SMALLEST_TOP_P
 from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 
@@ -146,11 +147,24 @@ STRUCTURED_OUTPUTS: Final[Refusals] = {
 }
 
 
+def _describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
+    """Put texts about the fields into a JSON schema: of the docstrings, "name, name: text", or of `SamplingParams`."""
+    names = "|".join(sorted(schema.get("properties", ()), key=len, reverse=True))
+    pattern, texts = re.compile(rf"(?<![\w`.])((?:{names})(?:, (?:{names}))*): "), dict(HELP)
+    for base in reversed(kind.__mro__[: kind.__mro__.index(Body)]):
+        schema["description"], *parts = pattern.split(" ".join((base.__doc__ or "").split()))
+        for listed, text in zip(parts[::2], parts[1::2], strict=True):
+            texts |= dict.fromkeys(listed.split(", "), f"{text[0].upper()}{text[1:]}".strip())
+    for name, entry in schema.get("properties", {}).items():
+        if name in texts:
+            entry["description"] = texts[name]
+
+
 class Body(BaseModel):
     """A JSON object without unknown fields, NaN and infinities. A null field counts as left out, even an unknown field:
-    clients write out fields that they do not use."""
+    clients write out fields that they do not use. Docstrings describe the fields, as `name: text`."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, json_schema_extra=_describe)
     refusals: ClassVar[Refusals] = {}
 
     @model_validator(mode="before")
@@ -181,7 +195,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A JSON schema. It is always followed, even if `strict` is false; its name is not used."""
+    """A JSON schema. name, description: ignored. schema: followed, even if `strict` is false. strict: ignored."""
 
     name: StrictStr | None = None
     description: StrictStr | None = None
@@ -190,7 +204,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer: any text, a JSON object, or JSON that follows a schema."""
+    """The form of an answer. type: any text, a JSON object, or JSON that follows a schema. json_schema: the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -203,7 +217,9 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The form of an answer in vLLM's words, a single field. json: a schema, or its text. grammar: Lark's or GBNF."""
+    """The form of an answer in vLLM's words, a single field. json: a schema, or its text. regex: a regular expression
+    for the whole answer. choice: texts, of which the answer is one. grammar: Lark's or GBNF. json_object: any JSON
+    object."""
 
     refusals = STRUCTURED_OUTPUTS
 
@@ -228,10 +244,21 @@ else:
 
 
 class GenerationRequest(FilterFields):
-    """The fields of completions and chat completions; names, ranges and defaults are OpenAI's, from `top_k` on vLLM's.
-    model: a served name, by default the first. repeat_penalty: llama.cpp's name of repetition_penalty.
-    prompt_lookup_num_tokens: transformers'; 0 turns the server's guesses off. `user` and the fields after it are
-    ignored."""
+    """The fields of completions and chats. Names, ranges and defaults are OpenAI's, from `top_k` on vLLM's.
+
+    model: a served name; by default the first. n: number of answers to each prompt. seed: of the first answer; the same
+    seed gives the same tokens. stop: texts that end an answer. logit_bias: token id → a number from -100 to 100 that is
+    added to its logit. max_tokens: most tokens of an answer. stream: events as tokens come. stream_options: which token
+    counts they have. response_format: the form of the answer. min_tokens: no stop token before this many.
+    repetition_penalty: on prompt and sampled tokens; 1 is off. llama.cpp's repeat_penalty is the same.
+    prompt_lookup_num_tokens: most tokens to guess in a step; 0 turns the server's guesses off. stop_token_ids: token
+    ids that end an answer, in addition to the model's. ignore_eos: whether the model's own do not end it.
+    structured_outputs: the form of the answer, in vLLM's words. guided_json, guided_regex, guided_choice,
+    guided_grammar: the same, in vLLM's former words. return_token_ids: whether to return the ids of prompt and answer.
+    prompt_logprobs: return log-probabilities of the prompt, with this many of the likeliest tokens in each place.
+    priority: requests with the lowest get a slot first. request_id: a part of the answer's id. best_of: only as n.
+    user, store, metadata, service_tier, safety_identifier, prompt_cache_key, prompt_cache_retention: ignored.
+    """
 
     default_limit: ClassVar[int | None] = None  # tokens of an answer; None: all that fit into the context
     top_field: ClassVar[str]  # the field of `top`
@@ -425,8 +452,9 @@ Prompt = Annotated[
 
 
 class LoadLoraRequest(Body):
-    """`/v1/load_lora_adapter`, with vLLM's fields. lora_path: a folder below the server's `lora_dir`. load_inplace:
-    replace a loaded adapter of that name. base_model_name: the model that it changes, by default the first."""
+    """`/v1/load_lora_adapter`, with vLLM's fields. lora_name: for requests. lora_path: a folder below the server's
+    `lora_dir`. load_inplace: replace a loaded adapter of that name. base_model_name: the model that it changes, by
+    default the first."""
 
     lora_name: StrictStr = Field(min_length=1, max_length=MOST_NAME, pattern=r"^[^\x00-\x1f\x7f,]+$")
     lora_path: StrictStr = Field(min_length=1, max_length=MOST_PATH)
@@ -435,16 +463,17 @@ class LoadLoraRequest(Body):
 
 
 class UnloadLoraRequest(Body):
-    """`/v1/unload_lora_adapter`, with vLLM's fields; lora_int_id is ignored, as there."""
+    """`/v1/unload_lora_adapter`, with vLLM's fields. lora_name: of the adapter. lora_int_id: ignored, as there."""
 
     lora_name: StrictStr = Field(min_length=1)
     lora_int_id: StrictInt | None = None
 
 
 class CompletionRequest(GenerationRequest):
-    """`/v1/completions`. prompt: a text or token ids, or several of either; "" begins a text. logprobs:
-    log-probabilities, with that number of the likeliest tokens. echo: the prompt before its continuation, with its
-    log-probabilities if the request asks for `logprobs`. max_tokens: 0 writes nothing."""
+    """`/v1/completions`. prompt: a text or token ids, or several of either; "" begins a text. logprobs: return
+    log-probabilities, with this many of the likeliest tokens in each place. echo: the prompt before its continuation,
+    with its log-probabilities if the request asks for `logprobs`. max_tokens: most tokens of an answer, by default 16;
+    0 writes nothing. suffix: only "". add_special_tokens: whether the tokenizer adds its special tokens to a text."""
 
     refusals = COMPLETIONS
     default_limit = 16  # OpenAI's

@@ -45,19 +45,20 @@ def _only_functions(tool: Any) -> Any:
 
 
 class FunctionTool(Function):
-    """A function that the model may call, in one object."""
+    """A function that the model may call, in one object. type: "function"."""
 
     type: Literal["function"]
 
 
 class NamedFunctionTool(NamedFunction):
-    """The function that has to be called."""
+    """The function that has to be called. type: "function"."""
 
     type: Literal["function"]
 
 
 class TextFormat(Body):
-    """The form of an answer, in one object. It is always followed, even if `strict` is false."""
+    """The form of an answer, in one object. type: any text, a JSON object, or JSON that follows a schema. name,
+    description, strict: returned and not used. schema: always followed."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: StrictStr = "response"
@@ -67,14 +68,15 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """How the text is written; verbosity is ignored."""
+    """How the text is written. format: its form. verbosity: ignored."""
 
     format: TextFormat | None = None
     verbosity: StrictStr | None = None
 
 
 class Reasoning(Body):
-    """effort: for chat templates that read it. Thoughts come whole, if the server splits them off the answer."""
+    """Thoughts come whole, if the server splits them off the answer. effort: for chat templates that read it. summary,
+    generate_summary: only "auto"."""
 
     effort: StrictStr | None = None
     summary: Literal["auto"] | None = None
@@ -149,9 +151,13 @@ _Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content
 
 
 class ResponsesRequest(GenerationRequest):
-    """`/v1/responses`. input: a text, or messages, calls of functions and their results, in order; kept as the messages
-    of a chat. instructions: a system prompt in front of it. Fields of vLLM's and llama.cpp's requests are as in chats.
-    """
+    """`/v1/responses`. Fields of vLLM's and llama.cpp's requests are as in chats. input: a text, or messages, calls of
+    functions and their results, in order. instructions: a system prompt in front of it. max_output_tokens: most tokens
+    of the answer. text: how it is written. tools: functions that the model may call. tool_choice: "none", "auto",
+    "required", or the function to call. parallel_tool_calls: whether an answer may have several calls. include: what to
+    return besides. top_logprobs: number of the likeliest tokens in each place. reasoning: how to think. chat_template:
+    a template of the package by name, or if the server allows it, a Jinja template. chat_template_kwargs: further
+    variables of the template. metadata: returned. prompt_cache_options: ignored."""
 
     refusals = RESPONSES
 
