@@ -1,8 +1,8 @@
-"""The command line: `qsample export | compile | bake | generate | chat | serve | web | evaluate | bench | inspect |
-prefix | policy | bundle | pull | cache`.
+"""The command line: `qsample export | compile | bake | generate | chat | serve | web | evaluate | verify | bench |
+inspect | prefix | policy | bundle | pull | cache`.
 
-build.py has the commands that write packages, prefixes and components; measure.py bench and evaluate; serve.py web,
-too; inspect.py pull and cache, too; the rest have a module each. prompt_file.py has the prompt files of generate,
+build.py has the commands that write packages, prefixes and components; measure.py bench, evaluate and verify; serve.py
+web, too; inspect.py pull and cache, too; the rest have a module each. prompt_file.py has the prompt files of generate,
 common.py shared options, terminal.py what is printed, errors included. Heavy modules are imported inside the commands,
 so that `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an
 error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2
@@ -78,6 +78,7 @@ app.command(cls=Command, epilog=serve.SERVE_EXAMPLES)(serve.serve)
 app.command(cls=Command, epilog=serve.WEB_EXAMPLES)(serve.web)
 app.command(cls=Command, epilog=build.PREFIX_EXAMPLES)(build.prefix)
 app.command(cls=Command, epilog=measure.EVALUATE_EXAMPLES)(measure.evaluate)
+app.command(cls=Command, epilog=measure.VERIFY_EXAMPLES)(measure.verify)
 app.command(cls=Command, epilog=build.POLICY_EXAMPLES)(build.policy)
 app.command(cls=Command, epilog=measure.BENCH_EXAMPLES)(measure.bench)
 app.command(cls=Command, epilog=inspect.INSPECT_EXAMPLES)(inspect.inspect)

@@ -1,4 +1,4 @@
-"""`qsample bench` and `qsample evaluate`: the speed of packages, and their quality on the user's own text."""
+"""`qsample bench`, `evaluate` and `verify`: the speed of packages, their quality, their distance from a reference."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from qsample.cli.common import (
     load_given,
     open_exported,
     open_given,
+    open_model,
     read_text,
     with_flags,
 )
@@ -29,7 +30,7 @@ from qsample.cli.terminal import console, finite, format_size, note, progress, t
 from qsample.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from qsample.evaluation import Comparison, Estimate, Evaluation
+    from qsample.evaluation import Comparison, Estimate, Evaluation, Verification
     from qsample.models.model import PackagedModel
     from qsample.runtime import CausalLM
     from qsample.runtime.bench import Measurement
@@ -43,6 +44,11 @@ EVALUATE_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample evaluate qwen3-cpu --text book.txt\n\n"
     "qsample evaluate qwen3-int4 qwen3-int8 --text a.txt --text b.txt --against qwen3-cpu --plot quality.png"
+)
+VERIFY_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "qsample verify qwen3-cpu --against Qwen/Qwen3-0.6B\n\n"
+    "qsample verify qwen3-int4 --against qwen3-cpu --text book.txt --max-mean 0.2 --min-agreement 0.9 --json"
 )
 _WIDTH_OF_A_FILE: Final = 160
 _SAMPLING: Final = {  # with their defaults
@@ -203,6 +209,99 @@ def evaluate(
         typer.echo(json.dumps(finite(asdict(evaluation)), indent=2, ensure_ascii=False))
     else:
         _show_evaluation(evaluation)
+
+
+def verify(
+    package: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
+    against: Annotated[
+        str,
+        typer.Option(
+            metavar="CHECKPOINT_OR_PACKAGE",
+            help="Reference: a checkpoint or hub id, run by transformers, or a package.",
+            show_default=False,
+        ),
+    ],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Text in UTF-8; may be repeated. (default: random tokens, always the same)"),
+    ] = None,
+    positions: Annotated[int, typer.Option(min=1, help="Tokens to score.")] = 256,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a row; half are scored. (default: as many as fit, at most 64)")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8,
+    max_mean: Annotated[float | None, typer.Option(min=0, help="Fail above this mean difference, in nats.")] = None,
+    max_p99: Annotated[float | None, typer.Option(min=0, help="Fail above this 99th percentile, in nats.")] = None,
+    max_difference: Annotated[float | None, typer.Option(min=0, help="Fail above this difference, in nats.")] = None,
+    min_agreement: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Fail below this share of positions with equal argmax.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the differences: a .png or .svg file.")
+    ] = None,
+    weights: Weights = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a package's log-probabilities with a checkpoint's. Exit status 1 outside the limits that are given."""
+    from qsample.evaluation import verify as compare
+    from qsample.evaluation.plot import check_plot, draw_differences
+    from qsample.models.model import SourceModel
+
+    documents = [read_text(path, "--text") for path in text or ()] or None
+    if plot is not None:
+        check_plot(plot)
+    other = open_model(against)  # first: it fails fast
+    opened = open_exported(package, None, weights=weights)
+    reference: Any = other.eager_logits() if isinstance(other, SourceModel) else other
+    if reference is None:  # a decoder file
+        reference = open_exported(against, None)
+    with progress() as report:
+        verification = compare(
+            opened,
+            reference,
+            text=documents,
+            positions=positions,
+            max_length=max_length,
+            batch_size=batch_size,
+            name=against,
+            intra_op_num_threads=threads,
+            progress=report,
+        )
+    if plot is not None:
+        draw_differences(verification, plot)
+        note(f"plot written to {plot}")
+    limits = {"mean": max_mean, "p99": max_p99, "largest": max_difference, "agreement": min_agreement}
+    failures = [
+        f"{form}: {name} is {getattr(found, name):.3g}, and the limit is {limit:g}"
+        for form, found in verification.forms.items()
+        for name, limit in limits.items()
+        if found is not None and limit is not None
+        if (getattr(found, name) < limit if name == "agreement" else not getattr(found, name) <= limit)
+    ]
+    if as_json:
+        shown = {**asdict(verification), "limits": limits, "failures": failures}
+        typer.echo(json.dumps(finite(shown), indent=2, ensure_ascii=False))
+    else:
+        _show_verification(verification)
+    for failure in failures:
+        note(failure)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _show_verification(found: Verification) -> None:
+    """Print the verification on stdout, a row for each form."""
+    shown = table(None, "form", "mean, nats", "p99", "largest", "argmax equal, %")
+    for form, one in found.forms.items():
+        cells = [f"{value:.2e}" for value in (one.mean, one.p99, one.largest)] if one else ["none"]
+        shown.add_row(form, *cells, *([f"{100 * one.agreement:.4g}"] if one else []))
+    screen = console(width_of_a_file=_WIDTH_OF_A_FILE)
+    screen.print(shown)
+    screen.print(f"{found.positions} positions, the {found.head} likeliest tokens of {escape(found.reference)}")
+    screen.print(f"{found.tokens} generated tokens, sha256 {found.sha256}")
+    if found.alone_sha256 != found.sha256:
+        screen.print(f"the same rows, one by one: other tokens, sha256 {found.alone_sha256}")
 
 
 def _path(name: str, opened: Mapping[str, PackagedModel]) -> str:

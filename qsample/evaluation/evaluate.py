@@ -124,7 +124,7 @@ def evaluate(
     >>> evaluate("tiny-int4", Path("book.txt").read_text(), against="tiny-cpu").packages[0].comparisons[0].kl
     """
     report = progress or unreported
-    chosen, references = _opened(packages, "package"), _opened(against, "reference")
+    chosen, references = opened(packages, "package"), opened(against, "reference")
     if not chosen:
         raise ValueError("no package was given; give at least one")
     models = list((chosen | {path: one for path, one in references.items() if path not in chosen}).values())
@@ -137,19 +137,13 @@ def evaluate(
     check_count("batch_size", batch_size)
     if not is_number(confidence) or not 0 < confidence < 1:
         raise ValueError(f"confidence is {shown(confidence)}; give a number between 0 and 1, such as 0.95")
-    sizes = {one.interface.vocab_size: one for one in models}
-    if len(sizes) > 1:
-        (size, one), (other_size, other), *_ = sizes.items()
-        raise QsampleError(
-            f"{other.path} has a vocabulary of {other_size} tokens and {one.path} one of {size}; distributions over "
-            "different tokens cannot be compared"
-        )
+    check_vocabularies(models)
     documents = documents_of(text, models)
     max_length, stride = _window_size(models, max_length, stride)
     windows = cut_windows(documents, max_length, stride)
     if not windows:
         raise ValueError("text has no token to score: a document needs at least 2 tokens; give a longer text")
-    rows = min([batch_size, len(windows), *(most for one in models if (most := _compiled_for(one)[1]) is not None)])
+    rows = min([batch_size, len(windows), *(most for one in models if (most := compiled_for(one)[1]) is not None)])
     # Sessions that wait would take the processors from the session that runs.
     options = SessionOptions(intra_op_num_threads, config=NO_SPINNING)
     scores = _Scores(models, pairs, sum(window.scored for window in windows))
@@ -157,8 +151,9 @@ def evaluate(
     for index, one in enumerate(models):
         report(f"{Stage.LOADING} {one.path.name}", 0.05 * index / len(models))
         sessions = open_sessions(one, options=options, logits=True)
-        steppers.append(Stepper(sessions, rows, _compiled_for(one)[0] or max_length, logits=True))
-    for done in _run(steppers, windows, rows, scores):
+        steppers.append(Stepper(sessions, rows, compiled_for(one)[0] or max_length, logits=True))
+    for done, (place, token, logits) in enumerate(read_windows(steppers, windows, rows), 1):
+        scores.add(place, token, logits)
         report(Stage.READING_TEXT, 0.05 + (0.75 if step_time else 0.95) * done / scores.tokens)
     del steppers
     times = [_step_time(one, intra_op_num_threads, report) if step_time else None for one in models]
@@ -185,14 +180,8 @@ class _Scores:
 
     def add(self, place: int, token: int, logits: Sequence[Array]) -> None:
         """Keep the numbers of the scored token at `place`: `token` came after the `logits`, [V] of each model."""
-        log_p = [_log_softmax(row) for row in logits]
-        for index, row in enumerate(log_p):
-            if not np.isfinite(row.max()):
-                raise QsampleError(
-                    f"{self.models[index].path} gives logits that are not numbers, at scored token {place}; "
-                    "export or compile it again"
-                )
-            self.losses[index, place] = -row[token]
+        log_p = [log_probabilities(row, one.path, place) for row, one in zip(logits, self.models, strict=True)]
+        self.losses[:, place] = [-row[token] for row in log_p]
         for index, (model, reference) in enumerate(self.pairs):
             p = np.exp(log_p[reference])
             with np.errstate(invalid="ignore"):  # two masked tokens: -inf less -inf, times 0
@@ -227,7 +216,7 @@ class _Scores:
         )
 
 
-def _opened(given: Any, what: str) -> dict[Path, Package]:
+def opened(given: Any, what: str) -> dict[Path, Package]:
     """The packages that a caller named, by their folders without links."""
     entries = list(given) if isinstance(given, list | tuple) else [given]
     packages: dict[Path, Package] = {}
@@ -241,15 +230,32 @@ def _opened(given: Any, what: str) -> dict[Path, Package]:
     return packages
 
 
-def _window_size(models: Sequence[Package], max_length: int | None, stride: int | None) -> tuple[int, int]:
-    """The checked max_length and stride."""
+def check_vocabularies(models: Sequence[Package]) -> None:
+    """Raise QsampleError unless all vocabularies have the same size."""
+    sizes = {one.interface.vocab_size: one for one in models}
+    if len(sizes) > 1:
+        (size, one), (other_size, other), *_ = sizes.items()
+        raise QsampleError(
+            f"{other.path} has a vocabulary of {other_size} tokens and {one.path} one of {size}; distributions over "
+            "different tokens cannot be compared"
+        )
+
+
+def window_length(models: Sequence[Package], max_length: int | None, default: int) -> int:
+    """The checked max_length; None is `default`, or the most that all packages hold if that is less."""
     limits = [(limit, one.path) for one in models if (limit := _longest_context(one)) is not None]
     most, tightest = min(limits, default=(None, None))
     check_count("max_length", max_length, least=2)
     if max_length is None:
-        max_length = DEFAULT_MAX_LENGTH if most is None else min(DEFAULT_MAX_LENGTH, most)
+        return default if most is None else min(default, most)
     if most is not None and max_length > most:
         raise ValueError(f"max_length is {max_length} and {tightest} holds {most} tokens; give at most that")
+    return max_length
+
+
+def _window_size(models: Sequence[Package], max_length: int | None, stride: int | None) -> tuple[int, int]:
+    """The checked max_length and stride."""
+    max_length = window_length(models, max_length, DEFAULT_MAX_LENGTH)
     if stride is None:
         stride = max_length // 2
     check_count("stride", stride)
@@ -260,7 +266,7 @@ def _window_size(models: Sequence[Package], max_length: int | None, stride: int 
     return max_length, stride
 
 
-def _compiled_for(package: Package) -> tuple[int | None, int | None]:
+def compiled_for(package: Package) -> tuple[int | None, int | None]:
     """T, and the most rows; None for any number, as in a portable package."""
     compilation = package.manifest.compilation
     return (None, None) if compilation is None else (compilation.ctx_len, compilation.batch_size)
@@ -268,7 +274,7 @@ def _compiled_for(package: Package) -> tuple[int | None, int | None]:
 
 def _longest_context(package: Package) -> int | None:
     """The most tokens of a row; None for any number."""
-    return _compiled_for(package)[0] or package.manifest.max_position_embeddings
+    return compiled_for(package)[0] or package.manifest.max_position_embeddings
 
 
 def _label(package: Package) -> str:
@@ -296,26 +302,32 @@ def _step_time(package: Package, threads: int | None, report: Progress) -> float
     return measure(model, prompt_tokens=tokens, new_tokens=tokens).decode_ms
 
 
-def _run(steppers: Sequence[Stepper], windows: Sequence[Window], rows: int, scores: _Scores) -> Iterator[int]:
-    """Score every window, `rows` at a time; yields the number of tokens that are done."""
-    done = 0
+def read_windows(
+    steppers: Sequence[Stepper], windows: Sequence[Window], rows: int, *, prefill: bool = True
+) -> Iterator[tuple[int, int, list[Array]]]:
+    """Read windows, `rows` at a time. Yields, for each scored token, its place, the token, and the logits, [V] of each
+    stepper, that it came after. prefill: read the tokens before the scored ones in pieces, not one by one."""
     for start in range(0, len(windows), rows):
         batch = windows[start : start + rows]
+        begin = [window.first - 1 if prefill else 0 for window in batch]
         for row, window in enumerate(batch):
             for stepper in steppers:
-                stepper.fill(row, window.ids[: window.first - 1])
-        for step in range(max(window.scored for window in batch)):
-            running = [row for row, window in enumerate(batch) if step < window.scored]
+                stepper.fill(row, window.ids[: begin[row]])
+        for step in range(max(len(window.ids) - 1 - first for window, first in zip(batch, begin, strict=True))):
+            running = [row for row, window in enumerate(batch) if begin[row] + step + 1 < len(window.ids)]
             ids, lengths = np.zeros(rows, np.int64), np.zeros(rows, np.int32)  # the rest begin again, and again
             for row in running:
-                lengths[row] = batch[row].first - 1 + step
+                lengths[row] = begin[row] + step
                 ids[row] = batch[row].ids[lengths[row]]
             logits = [_logits(stepper, ids, lengths) for stepper in steppers]
+            if not prefill:
+                for stepper in steppers:  # a captured graph's recurrent states are not updated in place
+                    stepper.advance()
             for row in running:
-                following = int(batch[row].ids[lengths[row] + 1])
-                scores.add(batch[row].offset + step, following, [one[row] for one in logits])
-            done += len(running)
-            yield done
+                following = int(lengths[row]) + 1
+                if following >= batch[row].first:
+                    place = batch[row].offset + following - batch[row].first
+                    yield place, int(batch[row].ids[following]), [one[row] for one in logits]
 
 
 def _logits(stepper: Stepper, ids: Array, lengths: Array) -> Array:
@@ -327,15 +339,19 @@ def _logits(stepper: Stepper, ids: Array, lengths: Array) -> Array:
     return stepper.read(LOGITS.name)
 
 
-def _exp(value: float) -> float:
-    with np.errstate(over="ignore"):  # infinity
-        return float(np.exp(value))
-
-
-def _log_softmax(logits: Array) -> Array:
-    """[V] float64."""
-    with np.errstate(invalid="ignore"):  # the caller looks for invalid numbers
+def log_probabilities(logits: Array, origin: Any, place: int) -> Array:
+    """[V] float64, of logits [V]. Raises QsampleError, with the scored token's `place`, if `origin` gave no numbers."""
+    with np.errstate(invalid="ignore"):
         shifted: Array = logits.astype(np.float64)
         shifted -= shifted.max()
         shifted -= np.log(np.exp(shifted).sum())
+    if not np.isfinite(shifted.max()):
+        raise QsampleError(
+            f"{origin} gives logits that are not numbers, at scored token {place}; export or compile it again"
+        )
     return shifted
+
+
+def _exp(value: float) -> float:
+    with np.errstate(over="ignore"):  # infinity
+        return float(np.exp(value))

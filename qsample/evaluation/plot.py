@@ -1,4 +1,4 @@
-"""An evaluation as a picture: the size, the speed and the quality of each package. Needs matplotlib."""
+"""An evaluation as a picture: the size, the speed and the quality of packages; and a verification. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final
 from qsample.errors import QsampleError
 from qsample.evaluation.evaluate import Evaluation, PackageQuality
 from qsample.evaluation.statistics import Estimate
+from qsample.evaluation.verify import Verification
 
 FORMATS: Final = (".png", ".svg")
 
@@ -46,6 +47,29 @@ def draw(evaluation: Evaluation, path: str | Path) -> None:
     figure.suptitle(
         f"{evaluation.tokens} tokens; {100 * evaluation.confidence:g} % intervals by block bootstrap", fontsize="medium"
     )
+    _save(figure, path)
+
+
+def draw_differences(verification: Verification, path: str | Path) -> None:
+    """Draw the quantiles of the differences of each form. Raises the errors of `check_plot`."""
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for form, found in verification.forms.items():
+        if found is not None:
+            axes.plot(range(101), found.quantiles, label=f"{form}: mean {found.mean:.2g}, p99 {found.p99:.2g}")
+    axes.set_yscale("symlog", linthresh=1e-7)
+    axes.set_xlabel(f"of {verification.positions} x {verification.head} log-probabilities, percent")
+    axes.set_ylabel(f"difference from {Path(verification.reference).name} up to, nats")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", frameon=False)
+    figure.suptitle(Path(verification.package).name, fontsize="medium")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: str | Path) -> None:
     temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
         figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)

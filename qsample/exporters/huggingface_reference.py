@@ -47,7 +47,7 @@ def reference(model: PreTrainedModel) -> Reference:
     batches = _batches(rows)
     logits = [
         of_row[n - 1 :]
-        for of_row, n in zip((row for batch in batches for row in _logits(model, batch)), lengths, strict=True)
+        for of_row, n in zip((row for batch in batches for row in eager_logits(model, batch)), lengths, strict=True)
     ]
     prompts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
     expected = Reference(prompts, [row[n:] for row, n in zip(rows, lengths, strict=True)], logits)
@@ -73,7 +73,7 @@ def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
     return batches
 
 
-def _logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
+def eager_logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
     """[n, V] float32 for each row of n tokens. Shorter rows are filled up at the end; no earlier token sees that."""
     longest = max(map(len, rows))
     ids = torch.tensor([(row * longest)[:longest] for row in rows])
@@ -95,7 +95,7 @@ def _narrowed(
     fails, or computes the same: no layer has a window, or layers took theirs when they were made."""
     try:
         with _with_windows(model, windows):
-            logits = _logits(model, batch)[-1][len(expected.prompts[-1]) - 1 :]
+            logits = eager_logits(model, batch)[-1][len(expected.prompts[-1]) - 1 :]
     except (RuntimeError, ValueError, IndexError):  # weights whose shape is the window's
         return None
     return None if np.array_equal(logits, expected.logits[-1]) else Narrowed(windows, logits)

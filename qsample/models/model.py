@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.compiler.options import CompileOptions
+from qsample.contract.arrays import Array
 from qsample.contract.interface import Features, Interface
 from qsample.disk.scratch import Destination, ScratchFolder, scratch_near
 from qsample.errors import QsampleError
@@ -318,6 +319,15 @@ class SourceModel(Model):
             make = partial(self._make, provider=provider, options=options, progress=report)
             package, holding = open_cached(recipe, make, report)
         return PackagedModel(package, self._provider, holding)
+
+    def eager_logits(self) -> Callable[[list[list[int]]], list[Array]] | None:
+        """A function from rows of token ids to their logits, [n, V] float32 each, in transformers; None for a decoder
+        file."""
+        if self._checkpoint is None:
+            return None
+        from qsample.exporters.huggingface_reference import eager_logits
+
+        return partial(eager_logits, self._checkpoint.load())
 
     def _make(self, path: Path, *, provider: Any, options: CompileOptions, progress: Progress | None) -> None:
         """Write the package of `cached` to `path`: compiled, or as exported for a provider that is no target."""

@@ -1,4 +1,4 @@
-"""`qsample bench` and `qsample evaluate`: as tables, as JSON, with a plot."""
+"""`qsample bench`, `evaluate` and `verify`: as tables, as JSON, with a plot."""
 
 from __future__ import annotations
 
@@ -85,3 +85,41 @@ def test_several_references_have_a_row_each(run: Any, text: Path, tmp_path: Path
     assert status == 0
     rows = [line.split() for line in out.splitlines() if "0 (0 to 0)" in line]
     assert ["two" in rows[0], "three" in rows[1]] == [True, True]
+
+
+def test_verify_two_packages(run: Any, text: Path, tmp_path: Path) -> None:
+    first, second = fake_package(tmp_path / "first").path, fake_package(tmp_path / "second", logprobs=True).path
+    arguments = ("verify", first, "--against", second, "--text", text, "--positions", 20, "--max-length", 20)
+    status, out, err = run(*arguments, "--max-difference", 0, "--min-agreement", 1)
+    assert (status, err) == (0, "")
+    assert out.count("0.00e+00     0.00e+00   0.00e+00   100") == 2
+    assert "captured     none" in out
+    assert f"20 positions, the 20 likeliest tokens of {second}" in " ".join(out.split())
+
+    plot = tmp_path / "plot.svg"
+    status, out, err = run(*arguments, "--plot", plot, "--json")
+    assert (status, err) == (0, f"plot written to {plot}\n")
+    assert "difference from second up to, nats" in plot.read_text("utf-8")
+    shown = json.loads(out)
+    assert (shown["package"], shown["reference"]) == (str(first), str(second))
+    assert shown["forms"]["captured"] is None
+    assert len(shown["forms"]["batched"]["quantiles"]) == 101
+    assert shown["sha256"] == shown["alone_sha256"]
+    assert (shown["limits"]["p99"], shown["failures"]) == (None, [])
+
+
+@pytest.mark.ci
+def test_verify_against_a_checkpoint(run: Any, llama_package: Path, checkpoint: Any) -> None:
+    """The checkpoint is run by transformers; of another model, it is outside of every limit."""
+    own, other = checkpoint("llama"), checkpoint("qwen3")
+    status, out, _ = run("verify", llama_package, "--against", own, "--max-difference", "1e-4", "--positions", 40)
+    assert status == 0
+    assert f"tokens of {own}" in " ".join(out.split())
+    limits = ("--max-mean", "0.01", "--max-p99", "0.01", "--max-difference", "0.01", "--min-agreement", "0.99")
+    status, out, err = run("verify", llama_package, "--against", other, "--positions", 40, *limits, "--json")
+    assert status == 1
+    failures = json.loads(out)["failures"]
+    assert err.splitlines()[-8:] == failures  # after the progress bar of transformers
+    assert [failure.split(" is ")[0] for failure in failures] == [
+        f"{form}: {name}" for form in ("sequential", "batched") for name in ("mean", "p99", "largest", "agreement")
+    ]
