@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -56,7 +58,7 @@ def extreme_logits(rng: np.random.Generator, vocab: int) -> Array:
     size = 10.0 ** rng.choice([-45, -38, -20, -3, 0, 0, 1, 4, 20, 31, 38])
     normal = rng.normal(size=vocab)
     sizes = rng.choice([-1, 1], vocab) * 10.0 ** rng.uniform(-45, 38.4, vocab)
-    kinds = [
+    kinds: list[Array] = [
         normal * size,
         np.round(normal * 2) * size,
         np.full(vocab, rng.choice(ENDS)),
@@ -71,7 +73,7 @@ def extreme_logits(rng: np.random.Generator, vocab: int) -> Array:
     logits = kinds[rng.integers(len(kinds))]
     logits = np.where(np.isinf(logits), logits, np.clip(logits, -LARGEST, LARGEST))
     masked = rng.random(vocab) < rng.choice([0, 0, 0, 0.1, 0.9])
-    return np.where(masked, rng.choice([-np.inf, -LARGEST]), logits).astype(np.float32)
+    return np.asarray(np.where(masked, rng.choice([-np.inf, -LARGEST]), logits), np.float32)
 
 
 def extreme_step(rng: np.random.Generator, face: Interface) -> tuple[Array, dict[str, Array]]:
@@ -94,7 +96,7 @@ def extreme_step(rng: np.random.Generator, face: Interface) -> tuple[Array, dict
 
     # Many at once leave a single token: in most rows, most are off.
     share = rng.choice([0.1, 0.3, 1], batch)
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for spec in (*face.sampler.inputs, *face.sampler.states):
         if spec.name in VALUES:
             values[spec.name] = np.where(rng.random(batch) < share, rng.choice(VALUES[spec.name], batch), spec.off or 0)
@@ -204,7 +206,12 @@ def test_a_standard_deviation_beyond_sums_of_float32(captured: bool) -> None:
     face = face_of(97, FILTER_ORDERS[0], captured)
     logits = np.zeros((3, 97), np.float32)
     logits[1:, :40] = -6e37 * np.linspace(1, 2, 40)
-    values = {"temperature": [0.001, 0.001, 1e36], "top_p": [0.9, 1, 1], "top_n_sigma": [0, 1, 2.5], "top_k": [0, 2, 0]}
+    values: dict[str, Any] = {
+        "temperature": [0.001, 0.001, 1e36],
+        "top_p": [0.9, 1, 1],
+        "top_n_sigma": [0, 1, 2.5],
+        "top_k": [0, 2, 0],
+    }
     assert check_rows(face, logits, make_inputs(face, 3, **values)) == 0
 
 
@@ -224,7 +231,11 @@ def test_the_surprise_of_mirostat_stays_finite(captured: bool) -> None:
     logits = np.full((4, 97), -90, np.float32)
     logits[:, 96] = 0
     logits[3, :90] = -103  # u = 0 draws a token of a weight without a finite reciprocal
-    values = {"mirostat_tau": [1, 5, LARGEST, 300], "mirostat_eta": [LARGEST, LARGEST, LARGEST, 0], "noise": 0}
+    values: dict[str, Any] = {
+        "mirostat_tau": [1, 5, LARGEST, 300],
+        "mirostat_eta": [LARGEST, LARGEST, LARGEST, 0],
+        "noise": 0,
+    }
     inputs = make_inputs(face, 4, **values)
     for _ in range(4):
         got = step(logits, inputs)
