@@ -49,6 +49,11 @@ from qsample.text.tokenizer import LONG_TEXT
 
 ACCESS_LOG: Final = "qsample.access"  # the logger of a line for each request
 # OpenAI's endpoints for other models and for stored objects.
+_SUMMARIES: Final = {  # the others are called like their methods
+    "/v1/completions": "Continue prompts",
+    "/v1/chat/completions": "Answer a chat",
+    "/v1/responses": "Create a response",
+}
 _ABSENT: Final = (
     "embeddings moderations images/{rest:path} audio/{rest:path} videos{rest:path} realtime{rest:path} "
     "responses/{rest:path} conversations{rest:path} files{rest:path} batches{rest:path} assistants{rest:path} "
@@ -145,6 +150,7 @@ class _Server:
                 path,
                 endpoint,
                 methods=[method],
+                summary=_SUMMARIES.get(path),
                 response_model=document,
                 response_class=Response if document is None else JSONResponse,
                 responses={**(text if document is None else {}), "4XX": {"model": error}},

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from qsample.cli.serve import _named
+from qsample.package.package import Package
 from qsample.serve.settings import ServeSettings
-from tests.helpers.fake_package import fake_package
+from tests.helpers.fake_package import compilation, fake_package
 
 
 @pytest.mark.parametrize("named", [".", "../tiny", "../tiny/", "sub/.."])
@@ -19,6 +20,31 @@ def test_a_package_is_called_like_its_folder(named: str, tmp_path: Path, monkeyp
     (package.path / "sub").mkdir()
     monkeypatch.chdir(package.path)
     assert list(_named(named, [], None)) == ["tiny"]
+
+
+def test_web_names_the_provider_that_has_a_gpu(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = list[Package]()
+
+    class Server:
+        url = "http://localhost"
+
+        def __init__(self, package: Package, host: str, port: int) -> None:
+            served.append(package)
+
+        def __enter__(self) -> Server:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def serve_forever(self) -> None: ...
+
+    monkeypatch.setattr("qsample.serve.web.check_built", lambda: None)
+    monkeypatch.setattr("qsample.serve.web.WebServer", Server)
+    for provider, told in ((None, False), ("cpu", True), ("webgpu", False)):
+        package = fake_package(tmp_path / str(provider), compilation=provider and compilation(provider=provider))
+        status, _, err = run("web", package.path)
+        assert (status, served.pop().path) == (0, package.path), err
+        assert ("--provider webgpu" in err) == told
 
 
 def test_options_become_settings(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
