@@ -127,6 +127,8 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
     if name.startswith((".", "~")) or not _HUB_ID.fullmatch(name) or len(name) > _LONGEST_ID:
         example = ", such as Qwen/Qwen3-0.6B: names of ollama are unknown" if _OLLAMA_TAG.fullmatch(name) else ""
         raise QsampleError(f"{missing}; give {accepted}{example}")
+    if name.lower().endswith("gguf"):  # so are such repositories called
+        raise UnsupportedModelError(f"{name} {_GGUF}")
     if hub is not None:
         _ask_hub(name, missing, accepted, hub, file)
 

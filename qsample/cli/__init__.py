@@ -3,10 +3,11 @@ inspect | prefix | policy | bundle | pull | cache`.
 
 build.py has the commands that write packages, prefixes and components; measure.py bench, evaluate and verify; serve.py
 web, too; inspect.py pull and cache, too; the rest have a module each. prompt_file.py has the prompt files of generate,
-common.py shared options, terminal.py what is printed, errors included. Heavy modules are imported inside the commands,
-so that `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an
-error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2
-wrong usage, 130 interrupted, 143 terminated.
+common.py shared options, help.py the help of a command, spellings.py the names that other programs have for commands
+and options, terminal.py what is printed, errors included. Heavy modules are imported inside the commands, so that
+`qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error
+also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong
+usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations

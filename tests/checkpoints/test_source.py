@@ -175,6 +175,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
         ("hf.co/Qwen/Qwen3-0.6B", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
         ("hf://Qwen/Qwen3-0.6B", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
         ("qwen3:0.6b", "does not exist; .* hub id, such as Qwen/Qwen3-0.6B: names of ollama are unknown"),
+        ("unsloth/Qwen3-0.6B-GGUF", r"GGUF holds GGUF, .* config\.json and \.safetensors files"),
         ("one/model.gguf", r"model\.gguf holds GGUF, .* config\.json and \.safetensors files"),
         ("ggufs", r"ggufs holds GGUF, .* config\.json and \.safetensors files"),
     ],
