@@ -109,6 +109,7 @@ def _build(
             provider_options={**target.provider_options, **build.provider_options},
             quantization=_figures(plan, quantization_report(build.model)),
             least_onnxruntime=STEPS_ONNXRUNTIME if plan.options.num_speculative_tokens else None,
+            parts=tuple(build.parts),
         )
         return compilation, build.weights_sha256
 

@@ -50,6 +50,7 @@ class CompileOptions:
             faster steps over long contexts, slower long prompts. The package's dtype leaves it as exported.
         num_speculative_tokens: needs provider="cpu" and kv_cache_dtype="int8". Each request says whether its rows
             guess.
+        num_devices: for cpu and cuda; at most the model's layers. See docs/devices.md.
         max_divergence: see `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a
             token is on average e times less likely.
         debug_dump: without large weights; see `compiler.debug_dump`.
@@ -111,6 +112,14 @@ class CompileOptions:
         MOST_SPECULATIVE_TOKENS,
         f"the most tokens that a step may guess for a row, 1 to {MOST_SPECULATIVE_TOKENS}, or 0 for none",
         help="Guesses that a step may check, for requests that ask for it: 7, with --kv-cache-dtype int8.",
+    )
+    num_devices: int = integer(
+        1,
+        1,
+        INT32_MAX,
+        "the number of devices that share the model's layers, at least 1",
+        help="Cut the graph between layers, for N GPUs or NUMA nodes.",
+        metavar="N",
     )
     max_divergence: float = number(
         1.0,

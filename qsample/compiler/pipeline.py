@@ -32,6 +32,7 @@ from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.join import split_at_logits
 from qsample.graph.save import save_graph
 from qsample.graph.weights import load_graph, widen_weights
+from qsample.package.manifest import GraphPart
 from qsample.progress import Progress, Stage, Stages
 
 DECODER: Final = "decoder.onnx"
@@ -73,6 +74,7 @@ class Build:
         placement: where the nodes run, once the last phase has found out.
         weights_sha256: of the file of the decode graph's weights, once it is written and if there is one.
         provider_options: in addition to the target's, if they depend on the graph.
+        parts: of the written graph, one for each device; none for one device.
     """
 
     plan: CompilePlan
@@ -87,6 +89,7 @@ class Build:
     placement: Placement | None = None
     weights_sha256: str | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
+    parts: list[GraphPart] = field(default_factory=list)
 
     @property
     def decoder(self) -> Path:

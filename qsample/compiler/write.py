@@ -18,6 +18,7 @@ import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 from qsample.compiler.passes.capture import host_nodes
+from qsample.compiler.passes.parts import cut_at_layers
 from qsample.compiler.pipeline import DECODER, WEIGHTS, Build, Phase, Placement, save, step
 from qsample.contract.tensors import CAPACITY, LOGITS
 from qsample.errors import CompileError, QsampleError
@@ -27,6 +28,7 @@ from qsample.graph.join import append_sampler
 from qsample.graph.save import Place, WeightFile, save_graph
 from qsample.ort.options import NO_PREPACKING, session_options
 from qsample.ort.providers import compile_context, open_session
+from qsample.package.manifest import GraphPart
 from qsample.sampler import build_sampler
 
 CONTEXT: Final = "EPContext"
@@ -132,6 +134,17 @@ def cut_weights(build: Build, most: int = LARGEST_PART) -> None:
         )
     build.weights_sha256 = None  # of a file that is no more
     ir.save(build.model, build.decoder)
+
+
+def cut_for_devices(build: Build) -> None:
+    """Write a graph for each device next to the written decode graph, whose weights they share; nothing for one."""
+    count = build.plan.options.num_devices
+    if count == 1:
+        return
+    for number, part in enumerate(cut_at_layers(ir.load(build.decoder), build.plan.interface, count), start=1):
+        file = f"decoder-{number}-of-{count}.onnx"
+        ir.save(part.model, build.folder / file)
+        build.parts.append(GraphPart(file, (part.layers.start, part.layers.stop), part.nbytes))
 
 
 def ahead_of_time_phases(providers: Sequence[str], provider_options: Mapping[str, str]) -> list[Phase]:

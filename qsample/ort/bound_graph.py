@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -104,9 +105,10 @@ class DeviceThread:
     has ended, although threads that the interpreter waits for may still need it. This thread ends with its owner, or
     with the interpreter; never in the middle of a run."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, processors: Collection[int] | None = None) -> None:
+        """processors: that it runs on, and the threads that it starts; by default as the calling thread."""
         self._tasks: _Tasks = SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._tasks, processors), name=name, daemon=True)
         self._open = True
         self._end = weakref.finalize(self, _end, self._tasks, self._thread)
         self._thread.start()  # last: ctrl-C may end the wait for it
@@ -126,7 +128,9 @@ class DeviceThread:
         self._end.detach()  # not if ctrl-C ended the wait: the interpreter waits then
 
 
-def _work(tasks: _Tasks) -> None:
+def _work(tasks: _Tasks, processors: Collection[int] | None) -> None:
+    if processors is not None:
+        os.sched_setaffinity(0, processors)  # of this thread
     while (task := tasks.get()) is not None:
         future, run = task
         try:
@@ -144,11 +148,11 @@ def _end(tasks: _Tasks, thread: threading.Thread) -> None:
 
 class Replays:
     """The thread and the numbers of all captured runs of a session. ONNX Runtime keeps a captured graph for its thread
-    under a number, as long as the session lives. So all runs are on `thread`, and a number is used once: a replay reads
-    and writes the memory that it was captured over."""
+    under a number, as long as the session lives. So all runs are on `thread`, or, if that is None, on the one thread
+    that calls them; and a number is used once: a replay reads and writes the memory that it was captured over."""
 
-    def __init__(self) -> None:
-        self.thread = DeviceThread("qsample-replay")
+    def __init__(self, *, threaded: bool = True) -> None:
+        self.thread = DeviceThread("qsample-replay") if threaded else None
         self._numbers = count(1)
 
     def number(self) -> int:

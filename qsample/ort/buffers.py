@@ -28,7 +28,7 @@ class Buffer:
     """Memory of a tensor, or of some rows of it, that graphs are bound to by its address. This class is a device's
     memory: small graphs copy rows there. `HostBuffer` is NumPy's, `Handle` has no address. An array of bfloat16,
     missing in NumPy, has uint16 of the same bits. `owner` keeps the memory alive; `dtype` is the contract's name;
-    `address` is the first number's, in bytes; `device` is "cpu", "cuda" or "webgpu"."""
+    `address` is the first number's, in bytes; `device` is "cpu", "cuda" (a further GPU: "cuda:1") or "webgpu"."""
 
     owner: ort.OrtValue
     dtype: str
@@ -47,7 +47,7 @@ class Buffer:
             return HostBuffer(owner, spec.dtype, shape, owner.data_ptr(), device, zeros)
         if device in WITHOUT_ADDRESSES:
             return Buffer.of(zeros, device)
-        owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype.onnx, device)
+        owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype.onnx, *_kind_and_number(device))
         owner.update_inplace(zeros)
         return Buffer(owner, spec.dtype, shape, owner.data_ptr(), device)
 
@@ -55,7 +55,7 @@ class Buffer:
     def of(array: Array, device: str) -> Buffer:
         """A copy of `array` on `device`."""
         values = np.array(array, order="C")
-        owner, dtype = ort.OrtValue.ortvalue_from_numpy(values, device), values.dtype.name
+        owner, dtype = ort.OrtValue.ortvalue_from_numpy(values, *_kind_and_number(device)), values.dtype.name
         if device == "cpu":  # `owner` is over the array's memory
             return HostBuffer(owner, dtype, values.shape, owner.data_ptr(), device, values)
         if device in WITHOUT_ADDRESSES:
@@ -142,10 +142,12 @@ class Buffer:
         raise NotImplementedError(self.device)
 
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
-        binding.bind_input(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
+        place = _kind_and_number(self.device)
+        binding.bind_input(name, *place, DTYPES[self.dtype].onnx, self.shape, self.address)
 
     def bind_output(self, binding: ort.IOBinding, name: str) -> None:
-        binding.bind_output(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
+        place = _kind_and_number(self.device)
+        binding.bind_output(name, *place, DTYPES[self.dtype].onnx, self.shape, self.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,18 +353,29 @@ class SavedRows:
             states[name].copy_row(place, row, of=saved)
 
 
+def _kind_and_number(device: str) -> tuple[str, int]:
+    """ONNX Runtime's names of a device: "cuda:1" is ("cuda", 1)."""
+    kind, _, number = device.partition(":")
+    return kind, int(number or 0)
+
+
 def copy_on_device(source: Buffer, target: Buffer) -> None:
-    """Copy memory to memory of its dtype and shape, not through the host: a graph of an Identity does it."""
-    assert (source.dtype, source.shape, source.device) == (target.dtype, target.shape, target.device)
+    """Copy memory to memory of its dtype and shape, maybe of another device of the kind, not through the host: a graph
+    of an Identity does it."""
+    assert (source.dtype, source.shape) == (target.dtype, target.shape)
     if source.device in WITHOUT_ADDRESSES:
         ort.copy_tensors([source.owner], [target.owner])
     else:
-        run_on_device(small_graphs.identity(DTYPES[source.dtype].onnx), {"x": source}, {"y": target})
+        _run_small(small_graphs.identity(DTYPES[source.dtype].onnx), source.device, {"x": source}, {"y": target})
 
 
 def run_on_device(graph: bytes, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]) -> None:
     """Run a small graph over buffers of a single device, to its end."""
     (device,) = {buffer.device for buffer in (*inputs.values(), *outputs.values())}
+    _run_small(graph, device, inputs, outputs)
+
+
+def _run_small(graph: bytes, device: str, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]) -> None:
     session = _session(graph, device)
     binding = session.io_binding()
     for name, buffer in inputs.items():
@@ -384,7 +397,9 @@ def _session(graph: bytes, device: str) -> ort.InferenceSession:
     if device in WITHOUT_ADDRESSES:
         add_plugin(options, _PROVIDERS[device], {"enableInt64": "1"})
         return ort.InferenceSession(graph, options)
-    return ort.InferenceSession(graph, options, providers=[_PROVIDERS[device]])
+    kind, number = _kind_and_number(device)
+    chosen = [{"device_id": str(number)}] if number else None
+    return ort.InferenceSession(graph, options, providers=[_PROVIDERS[kind]], provider_options=chosen)
 
 
 def _value_at(buffer: Buffer) -> ort.OrtValue:

@@ -22,6 +22,7 @@ NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0"}
 
 _VARIABLE: Final = "ORT_INTRA_OP_NUM_THREADS"  # of ONNX Runtime; 0: as if it was not set
 _CPUS: Final = Path("/sys/devices/system/cpu")
+_NODES: Final = Path("/sys/devices/system/node")
 _DEVICES: Final = Path("/sys/devices")
 _OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -86,6 +87,31 @@ def chosen_threads(asked: int | None) -> int | None:
         return asked
     usable = min(_cores(_affinity()), *_quotas(), _machine())
     return usable if usable < _machine() else None
+
+
+def threads_of_parts(count: int) -> list[tuple[list[int] | None, int | None]]:
+    """For each of `count` parts of a decoder, its processors and the threads of its session: those of a NUMA node if
+    there are as many nodes, otherwise any processors (None) and a share of the cores. Numbers of threads are equal, so
+    that all parts round alike; None if ORT_INTRA_OP_NUM_THREADS says it."""
+    if _from_environment() is not None:
+        return [(None, None)] * count
+    nodes = _nodes() if hasattr(os, "sched_setaffinity") else []
+    if len(nodes) < count:
+        return [(None, max((chosen_threads(None) or _machine()) // count, 1))] * count
+    groups = [nodes[part * len(nodes) // count : (part + 1) * len(nodes) // count] for part in range(count)]
+    processors = [[number for node in group for number in node] for group in groups]
+    fewest = min(map(_cores, processors))
+    return [(own, fewest) for own in processors]
+
+
+def _nodes() -> list[list[int]]:
+    """The processors of each NUMA node that this process may run on."""
+    usable, nodes = set(_affinity() or ()), list[list[int]]()
+    for path in sorted(_NODES.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
+        with suppress(OSError, ValueError):
+            ends = [list(map(int, part.split("-"))) for part in path.read_text().strip().split(",") if part]
+            nodes.append([number for one in ends for number in range(one[0], one[-1] + 1) if number in usable])
+    return [node for node in nodes if node]
 
 
 def most_shares(asked: int | None) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +16,13 @@ import onnxruntime as ort
 
 from qsample.contract.arrays import DTYPES
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, TensorSpec
+from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, SEQUENCE, TensorSpec
 from qsample.errors import PackageError, QsampleError, shown
-from qsample.ort.bound_graph import Replays
+from qsample.ort.bound_graph import BoundGraph, DeviceThread, Replays
 from qsample.ort.buffers import WITHOUT_ADDRESSES
 from qsample.ort.linux_memory import in_huge_pages, release_pages
-from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options
+from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options, threads_of_parts
+from qsample.ort.parts import BoundParts, Part, Pipeline, hidden_states
 from qsample.ort.providers import (
     CPU,
     check_available,
@@ -35,6 +36,7 @@ from qsample.ort.rounding import ANY_ROWS, Rounding, RowCounts, measured
 from qsample.ort.small_graphs import one_more_output
 from qsample.package.package import Package
 
+DECODER: Final = "decoder.onnx"
 _CAPTURE: Final = "enable_cuda_graph"
 # On two cores, int4 weights: 1,024 tokens take as long in pieces of 64 as in larger pieces, and 10 % longer in 32.
 _PIECE_SIZE: Final = 64
@@ -49,9 +51,11 @@ class Sessions:
     """The loaded graphs of a package.
 
     Attributes:
+        decoder: its first part, if it has parts.
         sampler: samples on the host; None if the decoder does.
-        device: of the decoder's buffers, "cpu", "cuda" or "webgpu".
+        device: of the decoder's buffers, "cpu", "cuda" or "webgpu"; of the last part's, such as "cuda:1".
         replays: None if the decoder's runs are not captured and replayed.
+        parts: of the decoder, each on its device; none if it is whole.
         tokens_per_call: S, if the decoder has it fixed.
         joins_prompts: a run can read the first tokens of several rows.
         ragged: a run takes any number of each row's tokens behind earlier ones, with the last bits of the row alone.
@@ -71,6 +75,7 @@ class Sessions:
     sampler: ort.InferenceSession | None
     device: str
     replays: Replays | None = None
+    parts: tuple[Part, ...] = ()
     tokens_per_call: int | None = None
     joins_prompts: bool = False
     ragged: bool = False
@@ -89,6 +94,18 @@ class Sessions:
         """The device of what the host writes and graphs only read: the host if the memory has no addresses, and then
         each run copies it."""
         return "cpu" if self.device in WITHOUT_ADDRESSES else self.device
+
+    def device_of(self, tensor: TensorSpec) -> str:
+        """The device of a state of the cache, or of another tensor."""
+        cached = (part.device for part in self.parts if tensor.name in part.spec.input_names)
+        return next(cached, self.device) if tensor in self.interface.cache_states else self.device
+
+    def binder(self, spec: GraphSpec) -> Callable[..., BoundGraph | BoundParts]:
+        """Binds the decoder, of `spec`, to buffers by name, for one user of it at a time: `BoundGraph`'s arguments."""
+        if self.parts:
+            return Pipeline(self.parts).bind
+        decoder, device, replays = self.decoder, self.device, self.replays
+        return lambda buffers, *, captured=True: BoundGraph(decoder, spec, buffers, device, replays, captured=captured)
 
 
 def open_sessions(
@@ -119,6 +136,10 @@ def open_sessions(
     compilation = package.manifest.compilation
     if compilation is not None and compilation.least_onnxruntime is not None:
         check_version(compilation.least_onnxruntime)
+    files = [part.file for part in compilation.parts] if compilation is not None else []
+    threads = threads_of_parts(len(files)) if files and device == "cpu" else [(None, None)] * len(files)
+    if files and options.intra_op_num_threads is None:
+        options = replace(options, intra_op_num_threads=threads[0][1])
     interface = package.interface
     sizes = dict(interface.sizes)
     if compilation is not None:
@@ -127,7 +148,7 @@ def open_sessions(
             sizes[BATCH] = 1
 
     def load(name: str, used: Sequence[str], used_options: SessionOptions) -> ort.InferenceSession:
-        is_decoder, spec = name == "decoder.onnx", interface.graphs[name]
+        is_decoder, spec = name == DECODER, interface.graphs[name]
         wanted = with_logits(spec) if logits and is_decoder else spec
         session = _load(package, name, used, used_options, logits=wanted != spec, multiple=multiple)
         # The batch and the capacity of the other graphs are free even if the decoder's are fixed.
@@ -139,7 +160,7 @@ def open_sessions(
     on_plain_cpu = providers[0] == CPU and _compiled_for(package) in (None, CPU)
     rounding = Rounding()
     if on_plain_cpu and options.batch_invariant:
-        path = package.path / "decoder.onnx"
+        path = package.path / DECODER
         rounding = measured(path, options.intra_op_num_threads, options.config)
     alike = rounding.products.any and rounding.experts.any
     multiple = _scalar(1 if alike else 2)
@@ -147,23 +168,35 @@ def open_sessions(
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
     # The weights of sessions on other devices are not in this process's memory for long.
     with in_huge_pages() if device == "cpu" else nullcontext():
-        decoder = load("decoder.onnx", providers, options)
+        if files:
+            parts = _open_parts(package, files, providers, options, threads, multiple, logits=logits)
+            decoder, device = parts[0].session, parts[-1].device
+            wanted = with_logits(interface.decoder) if logits else interface.decoder
+            check_interface(_Joined(parts), wanted, sizes, "the decoder in parts")
+        else:
+            parts, decoder = (), load(DECODER, providers, options)
     release_pages(package.path / "decoder.onnx.data")
     length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
     fixed = length if isinstance(length, int) else None
-    padded = ROW_MULTIPLE.name in [value.name for value in decoder.get_overridable_initializers()]
+    decoders = [part.session for part in parts] or [decoder]
+    padded = any(
+        value.name == ROW_MULTIPLE.name for one in decoders for value in one.get_overridable_initializers()
+    )
     guesses = interface.features.num_speculative_tokens > 0
     # The graph itself pads the rows of packages with guesses, and of experts.
     products = ANY_ROWS if guesses and padded else rounding.products
     _warn_of_broken_promises(package, rounding, guesses=guesses, padded=padded)
     rows = ANY_ROWS if sizes.get(BATCH) == 1 else products
     heads = RowCounts(_rows_of_heads(package, options)) if options.batch_invariant else ANY_ROWS
+    captured = not parts and _is_captured(package, options, providers)
+    replays = parts[-1].replays if parts else Replays() if captured else None
     return Sessions(
         interface,
         decoder=decoder,
         sampler=None if interface.features.sampler else load("sampler.onnx", [CPU], on_host),
         device=device,
-        replays=Replays() if _options_of(package, "decoder.onnx", options, providers).get(_CAPTURE) == "1" else None,
+        replays=replays,
+        parts=parts,
         tokens_per_call=fixed,
         piece_size=fixed or (_PIECE_SIZE if device == "cpu" else _PIECE_SIZE_ON_GPU),
         late_piece_size=_LATE_PIECE_SIZE if fixed is None and device == "cpu" else None,
@@ -221,16 +254,65 @@ def _compiled_for(package: Package) -> str | None:
     return compilation.execution_providers[0] if compilation else None
 
 
+def _is_captured(package: Package, options: SessionOptions, providers: Sequence[str]) -> bool:
+    return _options_of(package, DECODER, options, providers).get(_CAPTURE) == "1"
+
+
+def _open_parts(
+    package: Package,
+    files: Sequence[str],
+    providers: Sequence[str],
+    options: SessionOptions,
+    threads: Sequence[tuple[Collection[int] | None, int | None]],
+    multiple: ort.OrtValue,
+    *,
+    logits: bool,
+) -> tuple[Part, ...]:
+    """The parts of the decoder, each opened by the thread that runs it: on a GPU each, or on its processors."""
+    device, captured, parts = device_of(providers), _is_captured(package, options, providers), list[Part]()
+    for number, (file, (processors, _)) in enumerate(zip(files, threads, strict=True)):
+        place = f"{device}:{number}" if number and device != "cpu" else device
+        more = {"device_id": str(number)} if number and device != "cpu" else {}
+        own = replace(options, provider_options={**options.provider_options, **more})
+        thread = DeviceThread(f"qsample-part-{number + 1}", processors)
+        last = logits and number == len(files) - 1
+        opened = partial(_load, package, file, providers, own, logits=last, multiple=multiple)
+        parts.append(Part.of(thread.submit(opened).result(), place, thread, captured=captured))
+    for name in hidden_states(parts):
+        for spec in (spec for part in parts for spec in part.spec.outputs if spec.name == name):
+            if spec.dtype not in DTYPES or not all(isinstance(axis, int) or axis in (BATCH, SEQUENCE) for axis in spec.axes):
+                raise PackageError(f"{name} goes from a part to another with the shape {spec.axes}; compile it again")
+    return tuple(parts)
+
+
+class _Joined:
+    """The inputs and outputs of all parts, without the hidden states between them."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        hidden = hidden_states(parts)
+        inputs = {value.name: value for part in parts for value in part.session.get_inputs()}
+        self._inputs = [value for name, value in inputs.items() if name not in hidden]
+        outputs = [value for part in parts for value in part.session.get_outputs()]
+        self._outputs = [value for value in outputs if value.name not in hidden]
+
+    def get_inputs(self) -> list[Any]:
+        return self._inputs
+
+    def get_outputs(self) -> list[Any]:
+        return self._outputs
+
+
 def _options_of(package: Package, name: str, options: SessionOptions, providers: Sequence[str]) -> dict[str, str]:
     """The options of the first provider for the graph `name`. Those of the manifest are for the first that it names."""
     compilation = package.manifest.compilation
     compiled: Mapping[str, str] = {}
-    if compilation and name == "decoder.onnx" and tuple(providers[:1]) == compilation.execution_providers[:1]:
+    decodes = name == DECODER or (compilation is not None and name in [part.file for part in compilation.parts])
+    if compilation and decodes and tuple(providers[:1]) == compilation.execution_providers[:1]:
         compiled = compilation.provider_options
     chosen = {**compiled, **options.provider_options}
     # Other graphs are not captured: they have control flow, run once, or read memory of the host, and a replay would
     # not read it again.
-    if name != "decoder.onnx" or not package.interface.captured:
+    if not decodes or not package.interface.captured:
         chosen.pop(_CAPTURE, None)
     return chosen
 
@@ -297,7 +379,7 @@ def _made_by_newer(package: Package) -> str:
     return f"; it was compiled with onnxruntime {made} and this is {here}: install {made} or newer, or compile it here"
 
 
-def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
+def check_interface(session: Any, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
     """Raise PackageError unless the names, dtypes and shapes of the session's tensors equal `spec`."""
     for side, values, wanted in (
         ("input", session.get_inputs(), (*spec.inputs, *spec.states)),

@@ -22,6 +22,7 @@ from qsample.contract.tensors import (
 )
 from qsample.ort.bound_graph import BoundGraph
 from qsample.ort.buffers import Buffer, copy_on_device
+from qsample.ort.parts import BoundParts
 from qsample.ort.session import Sessions, with_logits
 
 
@@ -37,7 +38,7 @@ class Stepper:
         the package is made for that. A capture runs the graph several times over the same inputs, so a cache that may
         not be written twice is not updated in place. `logits`: `sessions` were opened with them among the outputs."""
         interface, self._sessions = sessions.interface, sessions
-        self._graph_spec = spec = with_logits(interface.decoder) if logits else interface.decoder
+        spec = with_logits(interface.decoder) if logits else interface.decoder
         self._sizes = {**interface.sizes, BATCH: rows, SEQUENCE: 1, CAPACITY: capacity, SEARCHED: rows}
         self._sizes |= dict.fromkeys(ROW_AXES, 1)
         self.specs = tuple(one for one in (*spec.inputs, *spec.states) if one not in interface.cache_states)
@@ -51,12 +52,11 @@ class Stepper:
                 self._buffers[name] = self._buffers[state.name] if in_place else self._allocate(state)
                 self._apart += [] if in_place else [state.name]
         self.reset()
-        self._step = BoundGraph(
-            sessions.decoder, spec, self._buffers, sessions.device, sessions.replays, captured=captured
-        )
+        self._bind = sessions.binder(spec)
+        self._step = self._bind(self._buffers, captured=captured)
         piece = {**self._sizes, BATCH: 1, SEQUENCE: min(sessions.piece_size, capacity)}
         self._piece = Buffer.allocate(INPUT_IDS, piece, sessions.input_device)
-        self._readers: dict[int, BoundGraph] = {}  # by row
+        self._readers: dict[int, BoundGraph | BoundParts] = {}  # by row
 
     def reset(self) -> None:
         """Begin again: parameters off, the rest zeros; the cache need not be cleared."""
@@ -96,19 +96,18 @@ class Stepper:
 
     def _reader(self, row: int, tokens: int) -> BoundGraph:
         """The graph over a single row that reads the first `tokens` tokens of the piece."""
-        device, ids = self._sessions.device, self._piece.reshaped(1, tokens)
+        ids = self._piece.reshaped(1, tokens)
         length = Buffer.of(np.array([tokens], np.int32), ids.device)
         if row not in self._readers:
             buffers = {name: buffer.rows(row) for name, buffer in self._buffers.items()}
             # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.
             searched = Buffer.of(np.zeros(1, np.int64), ids.device)
             buffers |= {INPUT_IDS.name: ids, INPUT_LENGTHS.name: length, SEARCHED_ROWS.name: searched}
-            decoder, replays = self._sessions.decoder, self._sessions.replays
-            self._readers[row] = BoundGraph(decoder, self._graph_spec, buffers, device, replays, captured=False)
+            self._readers[row] = self._bind(buffers, captured=False)
         graph = self._readers[row]
         graph.bind_input(INPUT_IDS.name, ids)
         graph.bind_input(INPUT_LENGTHS.name, length)
         return graph
 
     def _allocate(self, spec: TensorSpec) -> Buffer:
-        return Buffer.allocate(spec, self._sizes, self._sessions.device)
+        return Buffer.allocate(spec, self._sizes, self._sessions.device_of(spec))

@@ -53,6 +53,16 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphPart:
+    """A part of the decode graph, for a device. layers: the first, and the one after its last. weight_bytes: of all its
+    weights, which lie in the files of the whole graph's."""
+
+    file: str
+    layers: tuple[int, ...]
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Compilation:
     """The device and the limits of a device package.
 
@@ -67,6 +77,7 @@ class Compilation:
         quantization: of weights and cache, if any, with the bytes of the weights before and after, the number of
             matrices that came quantized, and the measured divergence.
         least_onnxruntime: the oldest version of ONNX Runtime that runs it; by default as docs/contract.md says.
+        parts: of the decode graph in order, each for a device; none if it is for one device.
     """
 
     provider: str
@@ -78,6 +89,7 @@ class Compilation:
     provider_options: Mapping[str, str] = field(default_factory=dict)
     quantization: Mapping[str, Any] | None = None
     least_onnxruntime: str | None = None
+    parts: tuple[GraphPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +140,8 @@ class Manifest:
             del features["num_speculative_tokens"]
         if compilation is not None and compilation["least_onnxruntime"] is None:
             del compilation["least_onnxruntime"]
+        if compilation is not None and not compilation["parts"]:
+            del compilation["parts"]
         if not interface["adapters"]:
             del interface["adapters"], features["max_loras"], features["max_lora_rank"]
         return json.dumps(_without_infinities(data), indent=2, sort_keys=True, allow_nan=False) + "\n"

@@ -376,7 +376,7 @@ class CausalLM(ModelMethods):
         advance = stages.begin(Stage.READING_PROMPT)
         for piece in pieces.cut(0, count):
             advance(piece.start / count)
-            slots.prefill(0, tokens[piece.start : piece.stop], emit=False)
+            slots.prefill(0, tokens[piece.start : piece.stop], emit=False, wait=piece.stop == count)
         signature = signature_of(self.package, self.sessions)
         sha256 = "" if own is None else own.sha256
         write_prefix(path, signature, tokens[:count], slots.unload(0, 0, count), adapter=sha256)

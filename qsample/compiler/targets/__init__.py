@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from qsample.compiler.passes.parts import layers_of
 from qsample.compiler.pipeline import Phase
 from qsample.compiler.plan import CompilePlan
 from qsample.contract.interface import Interface
@@ -37,6 +38,7 @@ class Target(ABC):
         calibrates: whether the graph can be run on the CPU before it is quantized, to fit weights to a text.
         adapts: whether the phases keep the inputs of LoRA adapters.
         speculates: whether a step may check guessed tokens (`num_speculative_tokens`).
+        cuts: whether the graph can be cut for several devices (`num_devices`).
         self_contained: whether the compiled graph runs on the CPU without the options of a session. The self-test then
             drives it with its weights mapped, as they may be larger than the memory, and with padded prompts.
     """
@@ -51,6 +53,7 @@ class Target(ABC):
     calibrates = False
     adapts = False
     speculates = False
+    cuts = False
     self_contained = False
 
     def check(self, plan: CompilePlan) -> None:  # noqa: B027  # a target may take everything
@@ -91,6 +94,8 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
             f"num_speculative_tokens is {options.num_speculative_tokens}, and steps of graphs for {target.name} are of "
             "one token; leave it out, or compile for cpu"
         )
+    if options.num_devices > 1:
+        _check_devices(target, plan)
     if source.interface.adapters and not target.adapts:
         raise CompileError(
             f"{source.path} takes LoRA adapters (max_loras={source.interface.features.max_loras}), and the target "
@@ -113,6 +118,20 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
         )
     target.check(plan)
     target.check_installed()
+
+
+def _check_devices(target: Target, plan: CompilePlan) -> None:
+    """Raise CompileError if the graph cannot be cut for as many devices as the options say."""
+    given, layers = f"num_devices is {plan.options.num_devices}", len(layers_of(plan.source.interface))
+    if not target.cuts:
+        raise CompileError(f"{given}, and graphs for {target.name} are for one device; compile for cpu or cuda")
+    if plan.options.num_devices > layers:
+        raise CompileError(f"{given}, and the model has {layers} layers with states; give at most that")
+    if plan.options.num_speculative_tokens:
+        raise CompileError(
+            f"{given} and num_speculative_tokens {plan.options.num_speculative_tokens}: between the layers of such a "
+            "graph lie as many tokens as were guessed, which no host knows; leave out either"
+        )
 
 
 def target_names() -> list[str]:

@@ -28,7 +28,7 @@ from qsample.compiler.plan import CompilePlan
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.weights import keep_activations, round_activations
 from qsample.compiler.targets import Target
-from qsample.compiler.write import join_sampler, optimize_offline, place_optimized
+from qsample.compiler.write import cut_for_devices, join_sampler, optimize_offline, place_optimized
 from qsample.contract.tensors import STEPS_ONNXRUNTIME
 from qsample.errors import CompileError, QsampleError
 from qsample.graph.adapters import branch_where_adapters_are
@@ -49,6 +49,7 @@ class CpuTarget(Target):
     calibrates = True
     adapts = True
     speculates = True
+    cuts = True
     self_contained = True
     rounds_activations = True  # to 8 bits, in products with quantized weights
 
@@ -77,6 +78,7 @@ class CpuTarget(Target):
             graph_pass(branch_where_rows_begin),
             step(optimize_offline, providers=self.execution_providers, level=_LEVEL, final=not halved),
             *halved,
+            step(cut_for_devices),
             step(place_optimized, default=self.execution_providers[0]),
         ]
 

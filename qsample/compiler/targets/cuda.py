@@ -34,7 +34,7 @@ from qsample.compiler.pipeline import (
 )
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets import Target
-from qsample.compiler.write import join_flat_sampler, load_written, misplaced_nodes, placement_of
+from qsample.compiler.write import cut_for_devices, join_flat_sampler, load_written, misplaced_nodes, placement_of
 from qsample.contract.interface import Interface
 from qsample.errors import CompileError
 from qsample.ort.providers import CPU, CUDA
@@ -60,6 +60,7 @@ class CudaTarget(Target):
     default_options: Mapping[str, Any] = {"dtype": "bfloat16"}
     dtypes: tuple[str, ...] = HALF_DTYPES
     converts = True
+    cuts = True
 
     def interface(self, plan: CompilePlan) -> Interface:
         """In half precision, and captured if it has the sampler."""
@@ -86,6 +87,7 @@ class CudaTarget(Target):
             graph_pass(lower_opset, opset=_OPSET),
             step(check_capture),
             step(save),
+            step(cut_for_devices),
             step(place, providers=self.execution_providers, provider_options=self.provider_options),
         ]
 

@@ -182,21 +182,29 @@ class SearchedRows:
 class PromptInputs:
     """Memory for the ids and lengths of a call over some rows; each call writes it anew."""
 
-    def __init__(self, rows: int, capacity: int, tokens: RowCounts, device: str) -> None:
-        """rows: most of a call. tokens: the numbers that a row can have in a call, padding included."""
-        self._tokens = tokens
+    def __init__(
+        self, rows: int, capacity: int, tokens: RowCounts, device: str, *, renewed: bool = False
+    ) -> None:
+        """rows: most of a call. tokens: the numbers that a row can have in a call, padding included. renewed: each call
+        gets other memory, because the call before it may still read."""
+        self._tokens, self._device, self._renewed = tokens, device, renewed
         self._ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: rows * capacity}, device)
         self._lengths = Buffer.of(np.ones(rows, dtype=np.int32), device)
 
-    def write(self, ids: Sequence[Array]) -> Buffer:
-        """Write the tokens of each row, [n] int64. Returns them with their padding, [rows, most tokens of a row]."""
+    def write(self, ids: Sequence[Array]) -> dict[str, Buffer]:
+        """Write the tokens of each row, [n] int64. Returns the inputs by name: the tokens with their padding, [rows,
+        most tokens of a row], and their numbers."""
         lengths = [len(row) for row in ids]
         width = self._tokens.cover(max(lengths))
         # Nothing reads the padding. It repeats a token of the row, so that it brings in no new NaN.
         padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
+        if self._renewed:
+            arrays = {INPUT_IDS.name: np.stack(padded), INPUT_LENGTHS.name: np.array(lengths, np.int32)}
+            return {name: Buffer.of(array, self._device) for name, array in arrays.items()}
         self._ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))
         self._lengths.write_at(slice(len(ids)), lengths)
-        return self._ids.reshaped(len(ids), width)
+        written = self.of_rows(len(ids))
+        return written | {INPUT_IDS.name: self._ids.reshaped(len(ids), width)}
 
     def of_rows(self, rows: int) -> dict[str, Buffer]:
         """The inputs of this number of rows by name; the result of `write` replaces the ids."""

@@ -228,8 +228,9 @@ class DecodeLoop:
             return [*calls, partial(prefill, *ids, emit=True), *map(self._save, job.saves)]
         for piece in job.pieces:
             emit = piece.stop == len(first.prompt)
-            calls.append(partial(prefill, first.prompt[piece.start : piece.stop], emit=emit))
-            calls += [self._save(save) for save in job.saves if save.tokens == piece.stop]
+            saves = [self._save(save) for save in job.saves if save.tokens == piece.stop]
+            wait = bool(saves) or piece is job.pieces[-1]
+            calls += [partial(prefill, first.prompt[piece.start : piece.stop], emit=emit, wait=wait), *saves]
         return calls
 
     def _copy(self, copy: Copy) -> Callable[[], None]:

@@ -42,6 +42,7 @@ from qsample.contract.tensors import (
 )
 from qsample.ort.bound_graph import BoundGraph
 from qsample.ort.buffers import WITHOUT_ADDRESSES, Buffer, RetainedState, SavedRows, rows_of, run_on_device
+from qsample.ort.parts import BoundParts
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
 from qsample.runtime.decode.adapter_use import AdapterRows
@@ -52,6 +53,7 @@ _IDLE: Final = STOPPED  # any status that is not running keeps a row from advanc
 _GUESSES: Final = [spec.name for spec in SPECULATION_INPUTS]
 _READ_EVERY_STEP: Final = (LENGTHS.name, STATUS.name)
 _MOST_BOUND: Final = 512  # graphs, each over other rows: some 100 kB
+_Graphs = list[BoundGraph | BoundParts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +150,10 @@ class Slots:
         self._sizes = {**interface.sizes, BATCH: rows, CAPACITY: capacity, **dict.fromkeys(ROW_AXES, 1)}
 
         specs: dict[TensorSpec, str] = dict.fromkeys(interface.sampler_states, device)
-        specs |= dict.fromkeys(interface.cache_states, sessions.device)
+        specs |= {spec: sessions.device_of(spec) for spec in interface.cache_states}
         self._state = RetainedState(specs, self._sizes, turns=_READ_EVERY_STEP)
         self._state[STATUS.name].write_at(slice(None), _IDLE)
-        recurrent = {spec: sessions.device for spec in interface.cache_states if CAPACITY not in spec.axes}
+        recurrent = {spec: sessions.device_of(spec) for spec in interface.cache_states if CAPACITY not in spec.axes}
         self.saved = SavedRows(self._state, recurrent, self._sizes, saved_states)
 
         self._outputs = [
@@ -174,12 +176,13 @@ class Slots:
         most_rows = count if sessions.joins_prompts else 1
         # A token of padding has room, because a prompt is shorter than the capacity. No fixed width: the last piece
         # could pass the capacity.
-        self._chunk = PromptInputs(most_rows, capacity, sessions.piece_tokens, given)
+        self._chunk = PromptInputs(most_rows, capacity, sessions.piece_tokens, given, renewed=bool(sessions.parts))
         # A prompt's chunks run with a separate status, so that the batch sees an idle row between them.
         self._chunk_status = Buffer.of(np.full(most_rows, RUNNING, dtype=np.int32), device)
         self._newest = NewestTokens(rows, device)
         self._drafts = Drafts(rows) if interface.features.num_speculative_tokens else None
-        self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}  # the least recently used first
+        self._bind_decoder = sessions.binder(interface.decoder)
+        self._bound: dict[tuple[object, ...], _Graphs] = {}  # the least recently used first
         # With the sampler on the host: the logits of some slots, [n, V], to sample from in place of the model's.
         self.process_logits: Callable[[range, Array], Array] | None = None
 
@@ -306,21 +309,23 @@ class Slots:
         if self._parameters.set(slot, parameters):
             self._bound.clear()
 
-    def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
+    def prefill(self, slot: int, *ids: Array, emit: bool, wait: bool = True) -> None:
         """Feed a slot the next piece of its prompt, [n] int64; with `emit`, the last, sampling the first new token.
         Several arrays, if `Sessions.joins_prompts`, are for `slot` and the slots after it, in a single run: the first
         tokens of each, because attention takes several rows of several tokens only at their beginning; any tokens if
-        `Sessions.ragged`."""
+        `Sessions.ragged`. wait: False if nothing but the next piece of the same prompt follows: then a decoder in
+        parts reads both at a time."""
         rows = range(slot, slot + len(ids))
-        tokens = self._chunk.write(ids)
+        chunk = self._chunk.write(ids)
         key = rows, emit, self.side, self.adapters.key(rows)
         graphs = self._graphs(key, partial(self._bind_rows, rows, emit))
         for graph in graphs:
-            graph.bind_input(INPUT_IDS.name, tokens)
+            for name, buffer in chunk.items():
+                graph.bind_input(name, buffer)
             if emit:
                 graph.bind_input(SEARCHED_ROWS.name, self._parameters.searched.of_rows(rows))
-        # To its end: the next chunk is written to the same memory.
-        self._run(graphs, rows if emit else None)
+        # To its end, unless there are parts: the next chunk is written to the same memory.
+        self._run(graphs, rows if emit else None, wait=wait or not self._sessions.parts)
 
     def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
         """Feed rows their newest token; running rows sample the next. Prepares the slots unless `prepared`.
@@ -331,6 +336,7 @@ class Slots:
         if key not in self._bound and self._sessions.replays is not None:
             self.prepare()
         self._parameters.searched.of_batch()  # writes it if it changed; nothing else runs then
+        wait = wait or bool(self._sessions.parts)  # another device reads what the last one wrote
         self._run(self._graphs(key, partial(self._bind_batch, rows)), rows, wait=wait)
         if self._drafts is not None:
             self._drafts.count(self.side, self._outputs[1 - self.side], rows)
@@ -372,7 +378,7 @@ class Slots:
         self._parameters.clear(slot)
         self.adapters.begin(slot, 0)
 
-    def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:
+    def _run(self, graphs: _Graphs, sampled: range | None, *, wait: bool = True) -> None:
         """sampled: the slots that get a token; their logits may be processed before a sampler on the host."""
         for index, graph in enumerate(graphs):
             if index and sampled is not None and self.process_logits is not None:
@@ -380,14 +386,14 @@ class Slots:
                 logits.write_at(slots, self.process_logits(sampled, logits.read()[slots]))
             graph.run(wait=wait)
 
-    def _graphs(self, key: tuple[object, ...], bind: Callable[[], list[BoundGraph]]) -> list[BoundGraph]:
+    def _graphs(self, key: tuple[object, ...], bind: Callable[[], _Graphs]) -> _Graphs:
         """The graphs of a key, bound now unless they are. The least recently used make room."""
         self._bound[key] = graphs = self._bound.pop(key, None) or bind()
         if len(self._bound) > _MOST_BOUND and self._sessions.replays is None:
             del self._bound[next(iter(self._bound))]
         return graphs
 
-    def _bind_batch(self, rows: range) -> list[BoundGraph]:
+    def _bind_batch(self, rows: range) -> _Graphs:
         now, then = self._outputs[self.side], self._outputs[1 - self.side]
         call = {INPUT_IDS.name: now[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
         states = self._state.inputs() | self._state.outputs()
@@ -395,7 +401,7 @@ class Slots:
         buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_batch()
         return self._bind(buffers | self.adapters.inputs(rows), captured=True)
 
-    def _bind_rows(self, rows: range, emit: bool) -> list[BoundGraph]:
+    def _bind_rows(self, rows: range, emit: bool) -> _Graphs:
         """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
         buffers = rows_of(self._parameters.buffers | self._logits | self._outputs[self.side], rows)
         buffers |= self._state.inputs(rows) | self._state.outputs(rows)
@@ -409,11 +415,9 @@ class Slots:
             buffers[retained_name(STATUS.name)] = status
         return self._bind(buffers | self.adapters.inputs(rows), captured=False)
 
-    def _bind(self, buffers: Mapping[str, Buffer], *, captured: bool) -> list[BoundGraph]:
+    def _bind(self, buffers: Mapping[str, Buffer], *, captured: bool) -> _Graphs:
         """The package's graphs in running order."""
-        interface, sessions = self._interface, self._sessions
-        bound = partial(BoundGraph, sessions.decoder, interface.decoder, buffers, sessions.device, sessions.replays)
-        graphs = [bound(captured=captured)]
-        if sessions.sampler is not None:
-            graphs.append(BoundGraph(sessions.sampler, interface.sampler, buffers, "cpu"))
+        graphs: _Graphs = [self._bind_decoder(buffers, captured=captured)]
+        if self._sessions.sampler is not None:
+            graphs.append(BoundGraph(self._sessions.sampler, self._interface.sampler, buffers, "cpu"))
         return graphs

@@ -1,0 +1,208 @@
+"""A decode graph enters; its parts for several devices leave, cut at borders between layers.
+
+A part has whole layers with their states, and reads inputs of the graph under their names. A few tensors, the hidden
+states, go from a part to a later one. Numbers that follow from the inputs alone, such as positions, are computed again
+in each part that reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import onnx_ir as ir
+
+from qsample.contract.interface import Interface
+from qsample.contract.tensors import BATCH, INPUT_IDS, SEQUENCE, retained_name
+from qsample.errors import CompileError
+from qsample.graph.edit import all_initializers, reads
+
+_RECOMPUTED: Final = 1 << 26  # bytes of a constant, at most, for a value that is computed again
+_Weights = dict[ir.Value, int]
+
+
+class Part(NamedTuple):
+    """layers: their numbers. nbytes: of its weights; a weight that two parts read counts in both."""
+
+    model: ir.Model
+    layers: range
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Border:
+    """A place between two nodes of the order. layer: the number of the first layer behind it. cost: bytes of the
+    values that cross it, for a token."""
+
+    position: int
+    layer: int
+    crossing: tuple[ir.Value, ...] = ()
+    cost: float = math.inf
+
+
+def layers_of(interface: Interface) -> list[int]:
+    """The number of each layer that has states."""
+    return sorted({*interface.cache_layers, *(state.layer for state in interface.recurrent)})
+
+
+def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Part]:
+    """Cut `model`, a decode graph, into `count` parts in order, with at most as many bytes of weights in the largest as
+    in that of any other cut. `model` is changed: its parts take its place. Raises CompileError if it cannot be cut."""
+    graph = model.graph
+    layer_of = _layers_of_states(interface)
+    _read_batch_from_ids(graph, layer_of)
+    levels, fresh = _levels(graph, layer_of)
+    order = sorted((node for node in graph if node not in fresh), key=levels.__getitem__)
+    start, end = _Border(0, -1), _Border(len(order), max(layer_of.values()) + 1)
+    borders = [start, *_borders(graph, order, levels, fresh, layer_of), end]
+    weights = [_weights_of(order[one.position : two.position]) for one, two in zip(borders, borders[1:], strict=False)]
+    if len(weights) < count:
+        raise CompileError(
+            f"num_devices is {count}, and the graph can be cut into {len(weights)} parts, between layers that share no "
+            f"state; give at most {len(weights)}"
+        )
+    chosen = [borders[index] for index in _balanced(weights, count)]
+    position = {node: index for index, node in enumerate(order)}
+    later = [border.position for border in chosen[1:-1]]
+    outputs: list[list[ir.Value]] = [[] for _ in range(count)]
+    for value in graph.outputs:  # what follows from the inputs alone is the last part's
+        place = position.get(value.producer(), len(order))  # type: ignore[arg-type]
+        outputs[sum(place >= border for border in later)].append(value)
+    parts = []
+    for number, (one, two) in enumerate(zip(chosen, chosen[1:], strict=False)):
+        received = [value for value in one.crossing if _is_read(value, order[one.position :])]
+        given = [value for value in two.crossing if value not in received]
+        # A value that crosses several borders goes from its part to each reader.
+        wanted = [value for value in received if _is_read(value, order[one.position : two.position])]
+        part = _extracted(model, wanted, [*outputs[number], *given])
+        nbytes = sum(map(_nbytes, all_initializers(part.graph)))
+        parts.append(Part(part, range(max(one.layer, 0), two.layer), nbytes))
+    return parts
+
+
+def _layers_of_states(interface: Interface) -> dict[str, int]:
+    """Name of an input → the number of its layer."""
+    states = dict(zip(interface.cache_layers, interface.key_values, strict=True))
+    found = {f"past_key_values.{layer}.{kind}": layer for layer in states for kind in ("key", "value")}
+    return found | {state.name: state.layer for state in interface.recurrent}
+
+
+def _read_batch_from_ids(graph: ir.Graph, layer_of: Mapping[str, int]) -> None:
+    """Take the number of rows from the ids, in place of some layer's state that another part may lack."""
+    ids = next(value for value in graph.inputs if value.name == INPUT_IDS.name)
+    for node in graph:
+        attributes = node.attributes
+        first = attributes.get_int("start", 0) == 0 and attributes.get_int("end", 0) == 1
+        if node.op_type == "Shape" and first and node.inputs[0] is not None and node.inputs[0].name in layer_of:
+            node.replace_input_with(0, ids)
+
+
+def _levels(graph: ir.Graph, layer_of: Mapping[str, int]) -> tuple[dict[ir.Node, int], set[ir.Node]]:
+    """The last layer whose states each node depends on, -1 for none; and the nodes to be computed again where they are
+    read: they depend on inputs and small constants alone."""
+    levels, fresh = dict[ir.Node, int](), set[ir.Node]()
+    for node in graph:
+        read = reads(node)
+        before = {levels[source] for value in read if (source := value.producer()) in levels}
+        levels[node] = max({-1, *before, *(layer_of.get(str(value.name), -1) for value in read)})
+        small = all(_nbytes(value) <= _RECOMPUTED for value in read)
+        if levels[node] < 0 and small and all(_is_fresh(value, levels, fresh) for value in read):
+            fresh.add(node)
+    return levels, fresh
+
+
+def _is_fresh(value: ir.Value, levels: Mapping[ir.Node, int], fresh: set[ir.Node]) -> bool:
+    source = value.producer()
+    return source not in levels or source in fresh
+
+
+def _borders(
+    graph: ir.Graph,
+    order: Sequence[ir.Node],
+    levels: Mapping[ir.Node, int],
+    fresh: set[ir.Node],
+    layer_of: Mapping[str, int],
+) -> Iterator[_Border]:
+    """The place with the least crossing bytes between each pair of layers, if any."""
+    last, begun = dict[ir.Value, int](), list[list[ir.Value]]()
+    for position, node in enumerate(order):
+        begun.append([])
+        for value in reads(node):
+            if value.producer() in levels and value.producer() not in fresh:
+                last[value] = position
+            elif value.name in layer_of and value.is_graph_input():
+                if value not in last:
+                    begun[position].append(value)
+                last[value] = position
+        begun[position] += [value for value in node.outputs if value.uses()]
+    retained = {retained_name(name) for name in layer_of}
+    numbers = sorted({level for level in levels.values() if level >= 0})
+    best: dict[int, _Border] = {}
+    crossing: list[ir.Value] = []
+    reading = dict[int, int]()  # layer → its last node that reads its states
+    for value, position in last.items():
+        if value.name in layer_of:
+            reading[layer_of[value.name]] = max(position, reading.get(layer_of[value.name], -1))
+    for position in range(1, len(order)):
+        crossing = [value for value in [*crossing, *begun[position - 1]] if last.get(value, -1) >= position]
+        level = levels[order[position - 1]]
+        if level < 0 or level == numbers[-1] or position <= reading.get(level, -1):
+            continue
+        cost = sum(math.inf if value.name in retained else _cost(value, layer_of) for value in crossing)
+        if cost < math.inf and cost <= best.get(level, _Border(0, 0)).cost:  # the last of equals: whole layers
+            best[level] = _Border(position, level + 1, tuple(crossing), cost)
+    yield from (best[level] for level in numbers if level in best)
+
+
+def _cost(value: ir.Value, layer_of: Mapping[str, int]) -> float:
+    """The bytes of a value for a token; infinity for a state, and for sizes that a host cannot know."""
+    if value.name in layer_of or value.shape is None or value.dtype is None:
+        return math.inf
+    names = [dim.value for dim in value.shape if isinstance(dim, ir.SymbolicDim)]
+    if any(name not in (BATCH, SEQUENCE) for name in names):
+        return math.inf
+    return float(math.prod(dim for dim in value.shape if isinstance(dim, int)) * value.dtype.itemsize)
+
+
+def _nbytes(value: ir.Value) -> int:
+    return value.const_value.nbytes if value.is_initializer() and value.const_value is not None else 0
+
+
+def _weights_of(nodes: Sequence[ir.Node]) -> _Weights:
+    return {value: _nbytes(value) for node in nodes for value in reads(node) if _nbytes(value)}
+
+
+def _is_read(value: ir.Value, nodes: Sequence[ir.Node]) -> bool:
+    return any(value in reads(node) for node in nodes)
+
+
+def _balanced(weights: Sequence[_Weights], count: int) -> list[int]:
+    """The ends of `count` adjacent groups of `weights`, 0 included, of which the largest is as small as it can be."""
+    ends = range(len(weights) + 1)
+    size = {}
+    for start in ends:
+        together: _Weights = {}
+        for end in range(start + 1, len(weights) + 1):
+            together |= weights[end - 1]
+            size[start, end] = sum(together.values())
+    # best[end]: the largest group, and all ends, of the groups up to `end`
+    best = {end: (size[0, end], [0, end]) for end in ends if end}
+    for groups in range(2, count + 1):
+        best = {
+            end: min(
+                (max(best[start][0], size[start, end]), [*best[start][1], end]) for start in range(groups - 1, end)
+            )
+            for end in range(groups, len(weights) + 1)
+        }
+    return best[len(weights)][1]
+
+
+def _extracted(model: ir.Model, received: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
+    graph = ir.convenience.extract(model.graph, [*model.graph.inputs, *received], outputs)
+    read = {value for node in graph for value in reads(node)}
+    graph.inputs[:] = [value for value in graph.inputs if value in read]
+    part = ir.Model(graph, ir_version=model.ir_version, producer_name=model.producer_name)
+    part.opset_imports.update(model.opset_imports)
+    return part
