@@ -21,6 +21,7 @@ from qsample.cli.help import Command
 from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
+from qsample.package.manifest import GraphPart
 from qsample.package.package import Package, read_package
 
 if TYPE_CHECKING:
@@ -205,11 +206,17 @@ def _facts(package: Package) -> dict[str, str]:
         rows = compilation.batch_size or "any number of"
         facts["compiled for"] = f"{compilation.provider} ({', '.join(compilation.execution_providers)})"
         facts["rows, context"] = f"{rows} rows, {compilation.ctx_len} tokens"
+        facts["devices"] = "; ".join(_part(number, part) for number, part in enumerate(compilation.parts))
         facts["self-test"] = figures_in_words(compilation.self_test)
         if quantization := compilation.quantization:
             facts["quantized"] = _or_raw(quantization_in_words, quantization)
             facts["divergence"] = _or_raw(figures_in_words, quantization.get("divergence"))
     return {**facts, "rows here": _rounding(package)}
+
+
+def _part(number: int, part: GraphPart) -> str:
+    first, end = (*part.layers, 0, 0)[:2]
+    return f"{number}: layers {first} to {end - 1}, {format_size(part.weight_bytes)} of weights"
 
 
 def _rounding(package: Package) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -53,15 +53,21 @@ def measure_divergence(
     progress: Callable[[float], None] | None = None,
     *,
     rows: int | None = None,
+    runner: Callable[[int], Any] | None = None,
 ) -> Divergence:
     """Compare the logits of two folders' `decoder.onnx` and `initial_state.onnx`, equal but for the quantization.
     capacity: tokens of state a row, at least 2. providers: for the quantized graph. progress: called with the fraction
-    done, in [0, 1]. rows: of a call, 1, 2, 4 or 8, if the quantized graph has it fixed."""
+    done, in [0, 1]. rows: of a call, 1, 2, 4 or 8, if the quantized graph has it fixed. runner: runs
+    the quantized graph over a number of rows, in place of a `GraphRunner`."""
     rng = np.random.default_rng(0)
     rows, calls = rows or ROWS, min(STEPS, capacity - 1)
     prompts = [rng.integers(0, interface.vocab_size, (rows, 1)) for _ in range(ROWS // rows)]
     # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
-    writer = GraphRunner(logits_of(quantized, interface), quantized, interface, capacity, providers)
+    writer = (
+        runner(rows)
+        if runner is not None
+        else GraphRunner(logits_of(quantized, interface), quantized, interface, capacity, providers)
+    )
     texts: list[list[Call]] = []
     for prompt in prompts:
         texts.append([])

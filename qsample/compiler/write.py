@@ -199,11 +199,13 @@ def place_compiled(build: Build, providers: Sequence[str], provider_options: Map
     build.placement = placement
 
 
-def load_written(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> ort.InferenceSession:
-    """The decode graph, loaded as it will be run; CompileError if ONNX Runtime cannot."""
+def load_written(
+    build: Build, providers: Sequence[str], provider_options: Mapping[str, str], file: str = DECODER
+) -> ort.InferenceSession:
+    """The decode graph or its part, loaded as it will be run; CompileError if ONNX Runtime cannot."""
     options = {**provider_options, **build.provider_options}
     try:
-        return open_session(build.decoder, session_options(RECORD), providers, options)
+        return open_session(build.folder / file, session_options(RECORD), providers, options)
     except QsampleError:
         raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
@@ -230,9 +232,9 @@ def assigned_nodes(session: ort.InferenceSession) -> list[tuple[str, Any]]:
     return [(part.ep_name, node) for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()]
 
 
-def placement_of(session: ort.InferenceSession) -> Placement:
-    """The placement of the nodes of `session`, opened with `RECORD`."""
-    return _count((provider, node.op_type) for provider, node in assigned_nodes(session))
+def placement_of(*sessions: ort.InferenceSession) -> Placement:
+    """The placement of the nodes of sessions that were opened with `RECORD`."""
+    return _count((provider, node.op_type) for session in sessions for provider, node in assigned_nodes(session))
 
 
 def placement_in_graph(model: ir.Model, provider_of: Mapping[str, str], default: str) -> Placement:

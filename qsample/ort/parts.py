@@ -114,10 +114,10 @@ class BoundParts:
         lengths = None if wait and not pipeline.running else pipeline.lengths(self._buffers)
         done: Future[None] | None = None
         for number, part in enumerate(parts):
-            given = inputs
+            own = inputs
             if lengths is not None and part is not parts[-1]:
-                given = inputs | {LENGTHS.name: Buffer.of(lengths, part.device)}
-            done = part.thread.submit(partial(lane.run, number, given, done))
+                own = inputs | {LENGTHS.name: Buffer.of(lengths, part.device)}
+            done = part.thread.submit(partial(lane.run, number, lane.on_device(number, own), done))
         assert done is not None
         pipeline.running.append(done)
         if wait:
@@ -144,32 +144,48 @@ class _Lane:
         sizes = dict(zip((BATCH, SEQUENCE), shape, strict=True))
         known = {name: buffer for name, buffer in buffers.items() if name not in pipeline.hidden}
         self._graphs: list[BoundGraph] = []
-        self._copies: list[dict[str, tuple[Buffer, Buffer]]] = []  # of each part: name → from where to where
-        for part in pipeline.parts:
-            memory, copies = dict(known), {}
+        # Of each part: the inputs that lie elsewhere, and copies of them; its hidden states, and copies elsewhere.
+        self._copied: list[dict[str, tuple[Buffer, Buffer]]] = []
+        self._sent: list[list[tuple[Buffer, Buffer]]] = [[] for _ in pipeline.parts]
+        maker = dict[str, int]()
+        for number, part in enumerate(pipeline.parts):
+            memory, copied = dict(known), {}
             for name in part.spec.input_names:
-                if known[name].device not in (part.device, "cpu"):
-                    spec = TensorSpec(name, known[name].dtype, known[name].shape, "")
+                source = known[name]
+                if source.device not in (part.device, "cpu"):
+                    spec = TensorSpec(name, source.dtype, source.shape, "")
                     memory[name] = Buffer.allocate(spec, {}, part.device)
-                    copies[name] = known[name], memory[name]
+                    if name in maker:
+                        self._sent[maker[name]].append((source, memory[name]))
+                    else:
+                        copied[name] = source, memory[name]
             for spec in part.spec.outputs:
                 if spec.name in pipeline.hidden:
+                    maker[spec.name] = number
                     memory[spec.name] = known[spec.name] = Buffer.allocate(spec, sizes, part.device)
-            self._copies.append(copies)
+            self._copied.append(copied)
             self._graphs.append(
                 BoundGraph(part.session, part.spec, memory, part.device, part.replays, captured=captured)
             )
 
-    def run(self, number: int, inputs: Mapping[str, Buffer], before: Future[None] | None) -> None:
-        """Run a part when the part before it has run. inputs: those that may be in other memory than in the last run."""
-        if before is not None:
-            before.result()
-        graph, given = self._graphs[number], dict(inputs)
-        for name, (source, target) in self._copies[number].items():
+    def on_device(self, number: int, inputs: Mapping[str, Buffer]) -> dict[str, Buffer]:
+        """`inputs` for a part, those on another device copied, as its other inputs there are."""
+        given = dict(inputs)
+        for name, (source, target) in self._copied[number].items():
             buffer = inputs.get(name, source)
             if buffer.device != target.device:
                 copy_on_device(buffer, target)
                 given[name] = target
-        for name, buffer in given.items():
-            graph.bind_input(name, buffer)
-        graph.run()
+        return given
+
+    def run(self, number: int, inputs: Mapping[str, Buffer], before: Future[None] | None) -> None:
+        """Run a part when the part before it has run. inputs: those that may be in other memory than in the last run.
+        In the part's thread, nothing may run on another device: a session that is captured does not choose its own
+        before each run."""
+        if before is not None:
+            before.result()
+        for name, buffer in inputs.items():
+            self._graphs[number].bind_input(name, buffer)
+        self._graphs[number].run()
+        for source, target in self._sent[number]:
+            copy_on_device(source, target)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +17,7 @@ import onnxruntime as ort
 
 from qsample.contract.arrays import DTYPES
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, SEQUENCE, TensorSpec
+from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, SEQUENCE, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError, shown
 from qsample.ort.bound_graph import BoundGraph, DeviceThread, Replays
 from qsample.ort.buffers import WITHOUT_ADDRESSES
@@ -96,9 +97,9 @@ class Sessions:
         return "cpu" if self.device in WITHOUT_ADDRESSES else self.device
 
     def device_of(self, tensor: TensorSpec) -> str:
-        """The device of a state of the cache, or of another tensor."""
-        cached = (part.device for part in self.parts if tensor.name in part.spec.input_names)
-        return next(cached, self.device) if tensor in self.interface.cache_states else self.device
+        """The device of an input or a state: a state is where a part computes its next value."""
+        name = retained_name(tensor.name)
+        return next((part.device for part in self.parts if name in part.spec.output_names), self.device)
 
     def binder(self, spec: GraphSpec) -> Callable[..., BoundGraph | BoundParts]:
         """Binds the decoder, of `spec`, to buffers by name, for one user of it at a time: `BoundGraph`'s arguments."""
@@ -172,16 +173,14 @@ def open_sessions(
             parts = _open_parts(package, files, providers, options, threads, multiple, logits=logits)
             decoder, device = parts[0].session, parts[-1].device
             wanted = with_logits(interface.decoder) if logits else interface.decoder
-            check_interface(_Joined(parts), wanted, sizes, "the decoder in parts")
+            check_interface(_joined(parts), wanted, sizes, "the decoder in parts")
         else:
             parts, decoder = (), load(DECODER, providers, options)
     release_pages(package.path / "decoder.onnx.data")
     length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
     fixed = length if isinstance(length, int) else None
     decoders = [part.session for part in parts] or [decoder]
-    padded = any(
-        value.name == ROW_MULTIPLE.name for one in decoders for value in one.get_overridable_initializers()
-    )
+    padded = any(value.name == ROW_MULTIPLE.name for one in decoders for value in one.get_overridable_initializers())
     guesses = interface.features.num_speculative_tokens > 0
     # The graph itself pads the rows of packages with guesses, and of experts.
     products = ANY_ROWS if guesses and padded else rounding.products
@@ -280,26 +279,20 @@ def _open_parts(
         parts.append(Part.of(thread.submit(opened).result(), place, thread, captured=captured))
     for name in hidden_states(parts):
         for spec in (spec for part in parts for spec in part.spec.outputs if spec.name == name):
-            if spec.dtype not in DTYPES or not all(isinstance(axis, int) or axis in (BATCH, SEQUENCE) for axis in spec.axes):
+            if spec.dtype not in DTYPES or not all(
+                isinstance(axis, int) or axis in (BATCH, SEQUENCE) for axis in spec.axes
+            ):
                 raise PackageError(f"{name} goes from a part to another with the shape {spec.axes}; compile it again")
     return tuple(parts)
 
 
-class _Joined:
-    """The inputs and outputs of all parts, without the hidden states between them."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        hidden = hidden_states(parts)
-        inputs = {value.name: value for part in parts for value in part.session.get_inputs()}
-        self._inputs = [value for name, value in inputs.items() if name not in hidden]
-        outputs = [value for part in parts for value in part.session.get_outputs()]
-        self._outputs = [value for value in outputs if value.name not in hidden]
-
-    def get_inputs(self) -> list[Any]:
-        return self._inputs
-
-    def get_outputs(self) -> list[Any]:
-        return self._outputs
+def _joined(parts: Sequence[Part]) -> Any:
+    """The inputs and outputs of all parts, without the hidden states between them, as a session has them."""
+    hidden, sessions = hidden_states(parts), [part.session for part in parts]
+    inputs = {value.name: value for session in sessions for value in session.get_inputs()}
+    outputs = [value for session in sessions for value in session.get_outputs() if value.name not in hidden]
+    kept = [value for name, value in inputs.items() if name not in hidden]
+    return SimpleNamespace(get_inputs=lambda: kept, get_outputs=lambda: outputs)
 
 
 def _options_of(package: Package, name: str, options: SessionOptions, providers: Sequence[str]) -> dict[str, str]:

@@ -94,7 +94,7 @@ class Stepper:
             self._piece.write(np.pad(piece, (0, size - len(piece)))[None])
             self._reader(row, len(piece)).run()
 
-    def _reader(self, row: int, tokens: int) -> BoundGraph:
+    def _reader(self, row: int, tokens: int) -> BoundGraph | BoundParts:
         """The graph over a single row that reads the first `tokens` tokens of the piece."""
         ids = self._piece.reshaped(1, tokens)
         length = Buffer.of(np.array([tokens], np.int32), ids.device)

@@ -174,7 +174,8 @@ class Manifest:
         manifest: Manifest = _decode(cls, data, "manifest")
         _check_names(manifest.files)
         _check_figures(manifest)
-        missing = [name for name in manifest.interface.graphs if name not in manifest.files]
+        parts = [part.file for part in manifest.compilation.parts] if manifest.compilation else []
+        missing = [name for name in (*manifest.interface.graphs, *parts) if name not in manifest.files]
         if missing:
             raise PackageError(f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again")
         return manifest

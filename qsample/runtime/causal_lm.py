@@ -141,7 +141,7 @@ class CausalLM(ModelMethods):
 
     @property
     def device(self) -> Device:
-        return Device(self.sessions.device)
+        return Device(self.sessions.device.partition(":")[0])
 
     @property
     def dtype(self) -> str:

@@ -35,6 +35,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> None:
     # The stubs open the file at the first call of any of them.
     os.environ[TRACE] = str(tmp_path_factory.mktemp("trace") / "calls")
     # The stub of cuDNN builds no graphs, which its attention would want.
+    os.environ["STUB_DEVICES"] = "2"
     os.environ["ORT_ENABLE_CUDNN_FLASH_ATTENTION"] = "0"
     puppet.install()
 

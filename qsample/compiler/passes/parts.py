@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -19,8 +20,7 @@ from qsample.contract.tensors import BATCH, INPUT_IDS, SEQUENCE, retained_name
 from qsample.errors import CompileError
 from qsample.graph.edit import all_initializers, reads
 
-_RECOMPUTED: Final = 1 << 26  # bytes of a constant, at most, for a value that is computed again
-_Weights = dict[ir.Value, int]
+_Weights = dict[ir.Value, int]  # bytes of each
 
 
 class Part(NamedTuple):
@@ -42,22 +42,22 @@ class _Border:
     cost: float = math.inf
 
 
-def layers_of(interface: Interface) -> list[int]:
-    """The number of each layer that has states."""
-    return sorted({*interface.cache_layers, *(state.layer for state in interface.recurrent)})
+def layers_of(interface: Interface) -> dict[str, int]:
+    """State of the cache → the number of its layer."""
+    return {state.name: int(state.name.split(".")[1]) for state in interface.cache_states}
 
 
 def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Part]:
     """Cut `model`, a decode graph, into `count` parts in order, with at most as many bytes of weights in the largest as
     in that of any other cut. `model` is changed: its parts take its place. Raises CompileError if it cannot be cut."""
     graph = model.graph
-    layer_of = _layers_of_states(interface)
+    layer_of = layers_of(interface)
     _read_batch_from_ids(graph, layer_of)
     levels, fresh = _levels(graph, layer_of)
     order = sorted((node for node in graph if node not in fresh), key=levels.__getitem__)
     start, end = _Border(0, -1), _Border(len(order), max(layer_of.values()) + 1)
     borders = [start, *_borders(graph, order, levels, fresh, layer_of), end]
-    weights = [_weights_of(order[one.position : two.position]) for one, two in zip(borders, borders[1:], strict=False)]
+    weights = [_weights_of(order[one.position : two.position], fresh) for one, two in pairwise(borders)]
     if len(weights) < count:
         raise CompileError(
             f"num_devices is {count}, and the graph can be cut into {len(weights)} parts, between layers that share no "
@@ -71,7 +71,7 @@ def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Par
         place = position.get(value.producer(), len(order))  # type: ignore[arg-type]
         outputs[sum(place >= border for border in later)].append(value)
     parts = []
-    for number, (one, two) in enumerate(zip(chosen, chosen[1:], strict=False)):
+    for number, (one, two) in enumerate(pairwise(chosen)):
         received = [value for value in one.crossing if _is_read(value, order[one.position :])]
         given = [value for value in two.crossing if value not in received]
         # A value that crosses several borders goes from its part to each reader.
@@ -80,13 +80,6 @@ def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Par
         nbytes = sum(map(_nbytes, all_initializers(part.graph)))
         parts.append(Part(part, range(max(one.layer, 0), two.layer), nbytes))
     return parts
-
-
-def _layers_of_states(interface: Interface) -> dict[str, int]:
-    """Name of an input → the number of its layer."""
-    states = dict(zip(interface.cache_layers, interface.key_values, strict=True))
-    found = {f"past_key_values.{layer}.{kind}": layer for layer in states for kind in ("key", "value")}
-    return found | {state.name: state.layer for state in interface.recurrent}
 
 
 def _read_batch_from_ids(graph: ir.Graph, layer_of: Mapping[str, int]) -> None:
@@ -101,21 +94,23 @@ def _read_batch_from_ids(graph: ir.Graph, layer_of: Mapping[str, int]) -> None:
 
 def _levels(graph: ir.Graph, layer_of: Mapping[str, int]) -> tuple[dict[ir.Node, int], set[ir.Node]]:
     """The last layer whose states each node depends on, -1 for none; and the nodes to be computed again where they are
-    read: they depend on inputs and small constants alone."""
-    levels, fresh = dict[ir.Node, int](), set[ir.Node]()
+    read: on constants alone, such as casts of weights, or on inputs and constants of one axis."""
+    levels, fresh, constant = dict[ir.Node, int](), set[ir.Node](), set[ir.Node]()
     for node in graph:
         read = reads(node)
         before = {levels[source] for value in read if (source := value.producer()) in levels}
         levels[node] = max({-1, *before, *(layer_of.get(str(value.name), -1) for value in read)})
-        small = all(_nbytes(value) <= _RECOMPUTED for value in read)
-        if levels[node] < 0 and small and all(_is_fresh(value, levels, fresh) for value in read):
+        fixed = [value for value in read if value.is_initializer() or value.producer() in constant]
+        if len(fixed) == len(read):
+            constant.add(node)
+        others = [source for value in read if value not in fixed and (source := value.producer()) in levels]
+        if node in constant or (levels[node] < 0 and not any(map(_is_matrix, fixed)) and fresh.issuperset(others)):
             fresh.add(node)
     return levels, fresh
 
 
-def _is_fresh(value: ir.Value, levels: Mapping[ir.Node, int], fresh: set[ir.Node]) -> bool:
-    source = value.producer()
-    return source not in levels or source in fresh
+def _is_matrix(value: ir.Value) -> bool:
+    return value.shape is None or sum(dim != 1 for dim in value.shape) > 1
 
 
 def _borders(
@@ -167,11 +162,23 @@ def _cost(value: ir.Value, layer_of: Mapping[str, int]) -> float:
 
 
 def _nbytes(value: ir.Value) -> int:
-    return value.const_value.nbytes if value.is_initializer() and value.const_value is not None else 0
+    return 0 if value.const_value is None else value.const_value.nbytes
 
 
-def _weights_of(nodes: Sequence[ir.Node]) -> _Weights:
-    return {value: _nbytes(value) for node in nodes for value in reads(node) if _nbytes(value)}
+def _weights_of(nodes: Sequence[ir.Node], fresh: set[ir.Node]) -> _Weights:
+    """The constants that nodes read, also through nodes that are computed again."""
+    found, waiting, seen = _Weights(), list(nodes), set[ir.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for value in reads(node):
+            if value.is_initializer():
+                found[value] = _nbytes(value)
+            elif (source := value.producer()) in fresh:
+                waiting.append(source)  # type: ignore[arg-type]
+    return found
 
 
 def _is_read(value: ir.Value, nodes: Sequence[ir.Node]) -> bool:

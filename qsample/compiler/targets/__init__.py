@@ -122,7 +122,7 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
 
 def _check_devices(target: Target, plan: CompilePlan) -> None:
     """Raise CompileError if the graph cannot be cut for as many devices as the options say."""
-    given, layers = f"num_devices is {plan.options.num_devices}", len(layers_of(plan.source.interface))
+    given, layers = f"num_devices is {plan.options.num_devices}", len({*layers_of(plan.source.interface).values()})
     if not target.cuts:
         raise CompileError(f"{given}, and graphs for {target.name} are for one device; compile for cpu or cuda")
     if plan.options.num_devices > layers:

@@ -21,6 +21,7 @@ from qsample.compiler.passes.capture import (
 )
 from qsample.compiler.passes.half_precision import HALF_DTYPES
 from qsample.compiler.pipeline import (
+    DECODER,
     Build,
     Phase,
     fixed_sizes,
@@ -34,7 +35,13 @@ from qsample.compiler.pipeline import (
 )
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets import Target
-from qsample.compiler.write import cut_for_devices, join_flat_sampler, load_written, misplaced_nodes, placement_of
+from qsample.compiler.write import (
+    cut_for_devices,
+    join_flat_sampler,
+    load_written,
+    misplaced_nodes,
+    placement_of,
+)
 from qsample.contract.interface import Interface
 from qsample.errors import CompileError
 from qsample.ort.providers import CPU, CUDA
@@ -101,13 +108,15 @@ def check_capture(build: Build) -> None:
 
 def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
     """Find out where the nodes run; CompileError if the graph does not load, or a node computes outside the device."""
-    session, device = load_written(build, providers, provider_options), providers[0]
-    if misplaced := misplaced_nodes(build, session, device):
+    device, files = providers[0], [part.file for part in build.parts] or [DECODER]
+    own = [provider_options, *({**provider_options, "device_id": str(number)} for number in range(1, len(files)))]
+    sessions = [load_written(build, providers, *pair) for pair in zip(own, files, strict=True)]
+    if misplaced := [name for session in sessions for name in misplaced_nodes(build, session, device)]:
         raise CompileError(
             f"{len(misplaced)} nodes do not run on {device}: {', '.join(misplaced[:5])}"
             + (" …" if len(misplaced) > 5 else "")
         )
-    build.placement = placement_of(session)
+    build.placement = placement_of(*sessions)
 
 
 def capture_problems(model: ir.Model) -> list[str]:

@@ -182,9 +182,7 @@ class SearchedRows:
 class PromptInputs:
     """Memory for the ids and lengths of a call over some rows; each call writes it anew."""
 
-    def __init__(
-        self, rows: int, capacity: int, tokens: RowCounts, device: str, *, renewed: bool = False
-    ) -> None:
+    def __init__(self, rows: int, capacity: int, tokens: RowCounts, device: str, *, renewed: bool = False) -> None:
         """rows: most of a call. tokens: the numbers that a row can have in a call, padding included. renewed: each call
         gets other memory, because the call before it may still read."""
         self._tokens, self._device, self._renewed = tokens, device, renewed

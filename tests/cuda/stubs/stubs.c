@@ -1,7 +1,8 @@
 /* CUDA libraries that allocate host memory, copy within it, and compute nothing. build.py adds, for every other
    symbol that ONNX Runtime's CUDA provider imports, a function that returns 0 (success).
 
-   STUB_SM=90            compute capability of the one device
+   STUB_SM=90            compute capability of the devices
+   STUB_DEVICES=1        how many there are
    STUB_TRACE=FILE       one line a call: kernels by name, copies, synchronisations, captures
    While a stream captures, what CUDA forbids then fails here too, with CUDA's error numbers. So does a process that was
    forked from one which had used the device. */
@@ -46,11 +47,24 @@ static int inherited(void) {
 }
 #define OWN(name) if (inherited()) return fail(name " in a forked process", cudaErrorInitializationError)
 
+/* devices: each thread has a current one, on which it allocates and launches */
+#define MOST_DEVICES 16
+static int devices(void) { const char *text = getenv("STUB_DEVICES"); return text ? atoi(text) : 1; }
+static __thread int current;
+
 /* memory */
 enum { PAGEABLE, PINNED, DEVICE };
-typedef struct Block { char *start; size_t size; int kind; struct Block *next; } Block;
+typedef struct Block { char *start; size_t size; int kind, device; struct Block *next; } Block;
 static Block *blocks; static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static size_t on_device;
+static size_t on_device[MOST_DEVICES];
+static int device_of(const void *address) {
+  int device = -1;
+  pthread_mutex_lock(&lock);
+  for (Block *b = blocks; b; b = b->next)
+    if (b->kind == DEVICE && (const char *)address >= b->start && (const char *)address < b->start + b->size) { device = b->device; break; }
+  pthread_mutex_unlock(&lock);
+  return device;
+}
 static int kind_of(const void *address) {
   int kind = PAGEABLE;
   pthread_mutex_lock(&lock);
@@ -65,7 +79,7 @@ static void *take(size_t size, int kind) {
   memset(start, 0, size ? size : 1);
   Block *b = malloc(sizeof *b);
   pthread_mutex_lock(&lock);
-  *b = (Block){start, size ? size : 1, kind, blocks}; blocks = b; on_device += kind == DEVICE ? size : 0;
+  *b = (Block){start, size ? size : 1, kind, current, blocks}; blocks = b; on_device[current] += kind == DEVICE ? size : 0;
   pthread_mutex_unlock(&lock);
   return start;
 }
@@ -73,13 +87,13 @@ static void drop(void *start) {
   pthread_mutex_lock(&lock);
   for (Block **b = &blocks; *b; b = &(*b)->next)
     if ((*b)->start == start) {
-      Block *match = *b; *b = match->next; on_device -= match->kind == DEVICE ? match->size : 0; free(match); free(start); break;
+      Block *match = *b; *b = match->next; on_device[match->device] -= match->kind == DEVICE ? match->size : 0; free(match); free(start); break;
     }
   pthread_mutex_unlock(&lock);
 }
 
 /* streams and captures */
-struct Stream { int capturing, broken, mode; long thread; };
+struct Stream { int capturing, broken, mode, device; long thread; };
 static struct Stream *captures[64]; static int capture_count;
 static struct Stream *stream_of(cudaStream_t s) { return (uintptr_t)s > 2 ? (struct Stream *)s : NULL; }
 static int is_capturing(cudaStream_t s) { struct Stream *x = stream_of(s); return x && x->capturing; }
@@ -101,7 +115,7 @@ static void remember(void *to, const void *from, size_t n) {
   *c = (struct Copy){to, from, n, malloc(n ? n : 1), pending}; memcpy(c->held, from, n); pending = c;
 }
 
-OUT(cudaError_t) cudaStreamCreate(cudaStream_t *s) { OWN("cudaStreamCreate"); *s = (cudaStream_t)calloc(1, sizeof(struct Stream)); note("stream %p", (void *)*s); return 0; }
+OUT(cudaError_t) cudaStreamCreate(cudaStream_t *s) { OWN("cudaStreamCreate"); *s = (cudaStream_t)calloc(1, sizeof(struct Stream)); ((struct Stream *)*s)->device = current; note("stream %p on %d", (void *)*s, current); return 0; }
 OUT(cudaError_t) cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) { (void)flags; return cudaStreamCreate(s); }
 OUT(cudaError_t) cudaStreamDestroy(cudaStream_t s) { (void)s; return 0; }
 OUT(cudaError_t) cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { (void)f; note("wait-event %p %p", (void *)s, (void *)e); return 0; }
@@ -113,7 +127,7 @@ OUT(cudaError_t) cudaStreamSynchronize(cudaStream_t s) {
 OUT(cudaError_t) cudaDeviceSynchronize(void) { note("sync-device"); UNSAFE("cudaDeviceSynchronize"); return 0; }
 OUT(cudaError_t) cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) {
   struct Stream *x = stream_of(s);
-  note("BEGIN-CAPTURE %p mode %d", (void *)s, mode);
+  note("BEGIN-CAPTURE %p mode %d on %d", (void *)s, mode, current);
   if (!x) return fail("cudaStreamBeginCapture", cudaErrorStreamCaptureUnsupported);
   x->capturing = 1; x->broken = 0; x->mode = mode; x->thread = syscall(SYS_gettid); captures[capture_count++] = x;
   return 0;
@@ -134,7 +148,7 @@ OUT(cudaError_t) cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureSta
 }
 OUT(cudaError_t) cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f) { (void)f; note("graph-instantiate"); *e = (cudaGraphExec_t)g; return 0; }
 OUT(cudaError_t) cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
-  note("GRAPH-LAUNCH %p %p", (void *)e, (void *)s);
+  note("GRAPH-LAUNCH %p %p on %d", (void *)e, (void *)s, stream_of(s) ? stream_of(s)->device : current);
   for (struct Copy *c = ((struct Graph *)e)->copies; c; c = c->next) {
     if (memcmp(c->held, c->from, c->size)) note("STALE: a replay copies %zu bytes from %p that were others when it was captured", c->size, c->from);
     memmove(c->to, c->from, c->size);
@@ -154,19 +168,21 @@ OUT(cudaError_t) cudaHostAlloc(void **p, size_t n, unsigned f) { (void)f; note("
 OUT(cudaError_t) cudaFree(void *p) { note("free"); if (p) { UNSAFE("cudaFree"); } drop(p); return 0; }
 OUT(cudaError_t) cudaFreeAsync(void *p, cudaStream_t s) { (void)s; drop(p); return 0; }
 OUT(cudaError_t) cudaFreeHost(void *p) { UNSAFE("cudaFreeHost"); drop(p); return 0; }
-OUT(cudaError_t) cudaMemGetInfo(size_t *f, size_t *t) { *t = 141000000000ull; *f = *t - on_device; return 0; }
+OUT(cudaError_t) cudaMemGetInfo(size_t *f, size_t *t) { *t = 141000000000ull; *f = *t - on_device[current]; return 0; }
 OUT(cudaError_t) cudaMemPoolCreate(cudaMemPool_t *p, const struct cudaMemPoolProps *x) { (void)x; return make((void **)p); }
 OUT(cudaError_t) cudaMemPoolGetAttribute(cudaMemPool_t p, enum cudaMemPoolAttr a, void *v) { (void)p; (void)a; *(uint64_t *)v = 0; return 0; }
 OUT(cudaError_t) cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int kind = kind_of(p); memset(a, 0, sizeof *a);
   a->type = kind == DEVICE ? cudaMemoryTypeDevice : kind == PINNED ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
-  a->devicePointer = kind == PAGEABLE ? NULL : (void *)p; a->hostPointer = kind == DEVICE ? NULL : (void *)p; return 0;
+  a->devicePointer = kind == PAGEABLE ? NULL : (void *)p; a->hostPointer = kind == DEVICE ? NULL : (void *)p; a->device = kind == DEVICE ? device_of(p) : 0; return 0;
 }
 
 /* copies: done at once; in a capture they are done too, and named by the kinds of memory, because a replay reads anew */
 static const char *const KIND[] = {"pageable", "pinned", "device"};
 static void copied(const char *what, void *to, const void *from, size_t n, cudaStream_t s) {
-  note("%s %s->%s %zu%s", what, KIND[kind_of(from)], KIND[kind_of(to)], n, is_capturing(s) ? " CAPTURED" : "");
+  int one = device_of(from), other = device_of(to); char peers[40] = "";
+  if (one >= 0 && other >= 0 && one != other) snprintf(peers, sizeof peers, " from %d to %d", one, other);
+  note("%s %s->%s %zu%s%s", what, KIND[kind_of(from)], KIND[kind_of(to)], n, peers, is_capturing(s) ? " CAPTURED" : "");
 }
 OUT(cudaError_t) cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind k) {
   (void)k; copied("copy", to, from, n, NULL); UNSAFE("cudaMemcpy"); memmove(to, from, n); return 0;
@@ -187,9 +203,13 @@ OUT(cudaError_t) cudaMemset(void *p, int v, size_t n) { note("memset %zu", n); U
 OUT(cudaError_t) cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t s) { note("memset-async %zu%s", n, is_capturing(s) ? " CAPTURED" : ""); memset(p, v, n); return 0; }
 
 /* the device */
-OUT(cudaError_t) cudaGetDeviceCount(int *n) { OWN("cudaGetDeviceCount"); *n = 1; return 0; }
-OUT(cudaError_t) cudaGetDevice(int *n) { OWN("cudaGetDevice"); *n = 0; return 0; }
-OUT(cudaError_t) cudaSetDevice(int n) { OWN("cudaSetDevice"); return n == 0 ? 0 : fail("cudaSetDevice", cudaErrorInvalidDevice); }
+OUT(cudaError_t) cudaGetDeviceCount(int *n) { OWN("cudaGetDeviceCount"); *n = devices(); return 0; }
+OUT(cudaError_t) cudaGetDevice(int *n) { OWN("cudaGetDevice"); *n = current; return 0; }
+OUT(cudaError_t) cudaSetDevice(int n) {
+  OWN("cudaSetDevice");
+  if (n < 0 || n >= devices() || n >= MOST_DEVICES) return fail("cudaSetDevice", cudaErrorInvalidDevice);
+  current = n; return 0;
+}
 OUT(cudaError_t) cudaDriverGetVersion(int *v) { *v = 13000; return 0; }
 OUT(cudaError_t) cudaRuntimeGetVersion(int *v) { *v = 13000; return 0; }
 OUT(cudaError_t) cudaGetLastError(void) { cudaError_t was = last; last = 0; return was; }
@@ -254,12 +274,14 @@ OUT(void) __cudaRegisterFunction(void **h, const char *host, char *d, const char
 }
 /* A grid without blocks is an error in CUDA: kernels over empty tensors must not be launched. */
 static int is_empty(dim3 g) { return !g.x || !g.y || !g.z; }
+/* So is a kernel on a stream of another device than the thread's. */
+static int is_foreign(cudaStream_t s) { return stream_of(s) && stream_of(s)->device != current; }
 static void launched(const void *f, cudaStream_t s) { if (trace_file()) note("kernel %p%s %.1500s", (void *)s, is_capturing(s) ? " CAPTURED" : "", kernel_name(f)); }
 OUT(cudaError_t) __cudaGetKernel(cudaKernel_t *k, const void *f) { *k = (cudaKernel_t)f; return 0; }
-OUT(cudaError_t) __cudaLaunchKernel(cudaKernel_t k, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { if (is_empty(g)) return fail(kernel_name(k), cudaErrorInvalidConfiguration); (void)b; (void)a; (void)m; launched(k, s); return 0; }
-OUT(cudaError_t) cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { if (is_empty(g)) return fail(kernel_name(f), cudaErrorInvalidConfiguration); (void)b; (void)a; (void)m; launched(f, s); return 0; }
-OUT(cudaError_t) cudaLaunchCooperativeKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { if (is_empty(g)) return fail(kernel_name(f), cudaErrorInvalidConfiguration); (void)b; (void)a; (void)m; launched(f, s); return 0; }
-OUT(cudaError_t) cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) { if (is_empty(c->gridDim)) return fail(kernel_name(f), cudaErrorInvalidConfiguration); (void)a; launched(f, c->stream); return 0; }
+OUT(cudaError_t) __cudaLaunchKernel(cudaKernel_t k, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { if (is_empty(g)) return fail(kernel_name(k), cudaErrorInvalidConfiguration); if (is_foreign(s)) return fail(kernel_name(k), cudaErrorInvalidResourceHandle); (void)b; (void)a; (void)m; launched(k, s); return 0; }
+OUT(cudaError_t) cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { if (is_empty(g)) return fail(kernel_name(f), cudaErrorInvalidConfiguration); if (is_foreign(s)) return fail(kernel_name(f), cudaErrorInvalidResourceHandle); (void)b; (void)a; (void)m; launched(f, s); return 0; }
+OUT(cudaError_t) cudaLaunchCooperativeKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { if (is_empty(g)) return fail(kernel_name(f), cudaErrorInvalidConfiguration); if (is_foreign(s)) return fail(kernel_name(f), cudaErrorInvalidResourceHandle); (void)b; (void)a; (void)m; launched(f, s); return 0; }
+OUT(cudaError_t) cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) { if (is_empty(c->gridDim)) return fail(kernel_name(f), cudaErrorInvalidConfiguration); if (is_foreign(c->stream)) return fail(kernel_name(f), cudaErrorInvalidResourceHandle); (void)a; launched(f, c->stream); return 0; }
 static __thread struct { dim3 g, b; size_t m; void *s; } call;
 OUT(unsigned) __cudaPushCallConfiguration(dim3 g, dim3 b, size_t m, struct CUstream_st *s) { call.g = g; call.b = b; call.m = m; call.s = s; return 0; }
 OUT(cudaError_t) __cudaPopCallConfiguration(dim3 *g, dim3 *b, size_t *m, void *s) { *g = call.g; *b = call.b; *m = call.m; *(void **)s = call.s; return 0; }
