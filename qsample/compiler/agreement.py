@@ -11,7 +11,7 @@ other ways through the kernels, and whether they round alike depends on the proc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -68,10 +68,10 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     """Let the compiled graph choose tokens, greedily and sampled, and count how often the portable graph agrees. It
     runs in the sessions that `load` opens, captured and replayed as later (on a `self_contained` target: see `Target`).
     Raises CompileError if they agree too rarely, or if logits of float32 differ."""
-    batches = _batches(plan)
+    # A graph for a single row runs once with each row's parameters.
+    batches = [[0], [1]] if plan.batch_size == 1 else [list(range(min(plan.batch_size or _ROWS, _ROWS)))]
     device = _device(plan, published, target, len(batches[0]))
-    width = min(_PROMPT, plan.ctx_len - 1) if target.self_contained else 1
-    texts = [_written(device, plan, rows, width) for rows in batches]
+    texts = [_written(device, plan, rows) for rows in batches]
     replays = device.replays if isinstance(device, Published) else 0
     del device  # before the next graph opens its session
     model, sampler = split_at_logits(load_graph(plan.decoder), plan.source.interface)
@@ -93,39 +93,17 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
 
 
 def _device(plan: CompilePlan, published: Package, target: Target, rows: int) -> GraphRunner | Published:
-    if not target.self_contained:
-        return Published(published, rows)
+    in_parts = plan.options.num_devices > 1
+    if in_parts or not target.self_contained:
+        return Published(published, rows, logits=in_parts and target.self_contained)
     model = return_logits(load_graph(published.path / "decoder.onnx"))
     mapped = not (plan.weights or plan.packed_weights)
     return GraphRunner(model, published.path, plan.interface, plan.ctx_len, weights_mapped=mapped)
 
 
-def check_parts_change_nothing(plan: CompilePlan, published: Package) -> None:
-    """Let the graph's parts choose tokens, in the sessions that `load` opens. CompileError unless the whole graph, in
-    the sessions of a package without parts, chooses the same."""
-    compilation = published.manifest.compilation
-    assert compilation is not None
-    whole = replace(published, manifest=replace(published.manifest, compilation=replace(compilation, parts=())))
-    texts = []
-    for package in (whole, published):
-        tokens = []
-        for rows in _batches(plan):
-            tokens += [call.tokens for call in _written(Published(package, len(rows)), plan, rows, 1)]
-        texts.append(np.concatenate(tokens))
-    if not np.array_equal(*texts):
-        raise CompileError(
-            f"self-test failed: the parts for {plan.options.num_devices} devices chose the whole graph's token "
-            f"{int((texts[0] == texts[1]).sum())} times of {texts[0].size}"
-        )
-
-
-def _batches(plan: CompilePlan) -> list[list[int]]:
-    """The rows of each text. A graph for a single row runs once with each row's parameters."""
-    return [[0], [1]] if plan.batch_size == 1 else [list(range(min(plan.batch_size or _ROWS, _ROWS)))]
-
-
-def _written(device: GraphRunner | Published, plan: CompilePlan, rows: Sequence[int], width: int) -> Text:
-    """What the compiled graph writes after random prompts of up to `width` tokens, in the rows numbered `rows`."""
+def _written(device: GraphRunner | Published, plan: CompilePlan, rows: Sequence[int]) -> Text:
+    """What the compiled graph writes after random prompts, in the rows numbered `rows`."""
+    width = min(_PROMPT, plan.ctx_len - 1) if isinstance(device, GraphRunner) else 1
     ids = np.random.default_rng(0).integers(0, plan.source.interface.vocab_size, (_ROWS, width))[rows]
     lengths = np.array([width, 1, 1, width])[rows]
     calls = min(_CALLS if isinstance(device, GraphRunner) else _CALLS_OF_SESSIONS, plan.ctx_len - width)

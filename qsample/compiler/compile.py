@@ -16,12 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.compiler import pipeline
-from qsample.compiler.agreement import (
-    Published,
-    check_guesses_change_nothing,
-    check_parts_change_nothing,
-    run_self_test,
-)
+from qsample.compiler.agreement import Published, check_guesses_change_nothing, run_self_test
 from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.divergence import Divergence, measure_divergence
 from qsample.compiler.options import CompileOptions
@@ -69,9 +64,6 @@ def compile_package(
         compilation = replace(compilation, self_test=asdict(run_self_test(plan, unsealed, target)))
         if options.num_speculative_tokens:
             check_guesses_change_nothing(plan, unsealed)
-        in_parts = options.num_devices > 1 and not target.self_contained  # the whole may be too large for a device
-        if options.num_devices > 1 and target.self_contained:
-            check_parts_change_nothing(plan, unsealed)
         refused = None
         if plan.quantized:
             divergence = measure_divergence(
@@ -82,7 +74,7 @@ def compile_package(
                 target.execution_providers,
                 stages.begin(Stage.DIVERGENCE),
                 rows=target.fixed_axes(plan).get(BATCH),
-                runner=partial(Published, unsealed, logits=True) if in_parts else None,
+                runner=partial(Published, unsealed, logits=True) if options.num_devices > 1 else None,
             )
             figures = {"divergence": asdict(divergence), **(compilation.quantization or {})}
             compilation = replace(compilation, quantization=figures)

@@ -19,9 +19,11 @@ import onnxruntime as ort
 from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import BATCH, INPUT_IDS, INPUT_LENGTHS, LENGTHS, SEQUENCE, TensorSpec
+from qsample.errors import PackageError
 from qsample.ort.bound_graph import BoundGraph, DeviceThread, Replays
 from qsample.ort.buffers import Buffer, HostBuffer, copy_on_device
 
+_AXES: Final = (BATCH, SEQUENCE)
 _DTYPES: Final = {dtype.onnxruntime: name for name, dtype in DTYPES.items()}
 
 
@@ -50,9 +52,15 @@ def _spec_of(value: Any) -> TensorSpec:
 
 
 def hidden_states(parts: Sequence[Part]) -> set[str]:
-    """The names of the tensors between the parts."""
-    given = {name for part in parts for name in part.spec.output_names}
-    return {name for part in parts for name in part.spec.input_names if name in given}
+    """The names of the tensors between the parts. Raises PackageError if the sizes of any are unknown."""
+    given = {spec.name: spec for part in parts for spec in part.spec.outputs}
+    found = {name for part in parts for name in part.spec.input_names if name in given}
+    for spec in map(given.__getitem__, found):
+        if spec.dtype not in DTYPES or not all(isinstance(axis, int) or axis in _AXES for axis in spec.axes):
+            raise PackageError(
+                f"{spec.name:.80} of a part has dtype {spec.dtype} and shape {spec.axes}; compile the package again"
+            )
+    return found
 
 
 class Pipeline:

@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 from qsample.contract.arrays import DTYPES
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, SEQUENCE, TensorSpec, retained_name
+from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError, shown
 from qsample.ort.bound_graph import BoundGraph, DeviceThread, Replays
 from qsample.ort.buffers import WITHOUT_ADDRESSES
@@ -277,12 +277,6 @@ def _open_parts(
         last = logits and number == len(files) - 1
         opened = partial(_load, package, file, providers, own, logits=last, multiple=multiple)
         parts.append(Part.of(thread.submit(opened).result(), place, thread, captured=captured))
-    for name in hidden_states(parts):
-        for spec in (spec for part in parts for spec in part.spec.outputs if spec.name == name):
-            if spec.dtype not in DTYPES or not all(
-                isinstance(axis, int) or axis in (BATCH, SEQUENCE) for axis in spec.axes
-            ):
-                raise PackageError(f"{name} goes from a part to another with the shape {spec.axes}; compile it again")
     return tuple(parts)
 
 

@@ -52,6 +52,8 @@ def read_compile(given: Mapping[str, Any]) -> dict[str, Any]:
         rest["batch_size"] = rows
     if rest.get("num_speculative_tokens", 0) is None:
         del rest["num_speculative_tokens"]
+    if rest.get("num_devices") == 0:  # the length of an empty group of devices
+        del rest["num_devices"]
     return rest
 
 

@@ -175,7 +175,7 @@ BOOKKEEPING: Final = ("transformers_version", "_from_model_config", "_commit_has
 
 _WEIGHTS: Final = "weights stay mapped from their files, during the export and later; leave it out"
 _QUANTIZED: Final = 'quantize when you compile: model.compile(weights="int4") or "int8"'
-_ONE_DEVICE: Final = "a package runs on a single device; leave it out"
+_ONE_DEVICE: Final = "compile(num_devices=N) cuts a model between layers, for N devices; leave it out"
 _DOWNLOAD: Final = "download the repository first (huggingface_hub.snapshot_download) and give its folder"
 _TRANSFORMERS: Final = "qsample loads the model itself; give the folder or hub id of a checkpoint that has it already"
 
@@ -233,7 +233,6 @@ _ROW_LENGTH: Final = "attention reads the tokens that a row has, however long ct
 COMPILE: Final[Mapping[str, Refusal]] = {
     **refusals("mxfp6_matmul", 'ONNX Runtime has no MX formats; give weights="int8" or "int4"', False),
     **refusals("mxint8_kv_cache", 'ONNX Runtime has no MX formats; give kv_cache_dtype="int8"', False),
-    **refusals("num_devices", _ONE_DEVICE, 0, 1),
     **refusals(
         "num_cores aic_num_cores", "qsample.runtime.load(path, intra_op_num_threads=...) sets the CPU's threads"
     ),

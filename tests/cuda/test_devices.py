@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.runtime import load
@@ -14,19 +16,31 @@ from qsample.runtime.decode.slots import Slots
 from tests.cuda.test_capture import PARAMS, PROMPTS, check_tokens
 from tests.cuda.trace import Trace
 
-ROWS, CONTEXT = 4, 64
+ROWS, CONTEXT, GPUS = 4, 64, 2
 
 
-def test_two_gpus(portable: Callable[[str], Path], tmp_path: Path, trace: Trace) -> None:
-    source = AutoModelForCausalLM.from_pretrained(portable("llama"))
-    options = {"provider": "cuda", "dtype": "float16", "ctx_len": CONTEXT}
-    package = source.compile(tmp_path / "cuda", num_devices=2, **options).package
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        pytest.param("llama", {"weights": "int4", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param("olmo_hybrid", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_two_gpus(
+    portable: Callable[[str], Path], tmp_path: Path, trace: Trace, family: str, options: dict[str, Any]
+) -> None:
+    source = AutoModelForCausalLM.from_pretrained(portable(family))
+    fixed = {"provider": "cuda", "dtype": "float16", "ctx_len": CONTEXT, "max_divergence": 100}
+    package = source.compile(tmp_path / "cuda", num_devices=GPUS, **fixed, **options).package
     model = load(package.path)
     assert [part.device for part in model.sessions.parts] == ["cuda", "cuda:1"]
-    hidden = model.config["hidden_size"]
 
     trace.clear()
     slots = Slots(model.sessions, ROWS, CONTEXT)
+    caches = [model.sessions.device_of(spec) for spec in model.interface.cache_states]
+    assert caches == sorted(caches)
+    assert set(caches) == {"cuda", "cuda:1"}
     parameters = {
         spec.name: np.array(spec.off, spec.dtype) for spec in model.interface.parameters if len(spec.axes) == 1
     }
@@ -36,20 +50,31 @@ def test_two_gpus(portable: Callable[[str], Path], tmp_path: Path, trace: Trace)
         slots.prefill(row, np.arange(8, 11), emit=False, wait=False)
         slots.prefill(row, np.arange(11, 14), emit=True)
     slots.prepare()
-    assert trace.captures() == 4  # two devices, two sides of the buffers
-    assert [sum(f"on {device}" in call for call in trace.calls("BEGIN-CAPTURE")) for device in (0, 1)] == [2, 2]
+    assert trace.captures() == 2 * GPUS  # for each side of the buffers
+    begun = trace.calls("BEGIN-CAPTURE")
+    assert [sum(call.endswith(f"on {gpu}") for call in begun) for gpu in range(GPUS)] == [2] * GPUS
     assert not trace.captured_reads_of_the_host()
 
-    slots.decode()
+    for _ in range(2):
+        slots.decode()
     trace.clear()
     slots.decode()
-    travelling = [re.search(r"(\d+) from (\d) to (\d)", call) for call in trace.calls("device->device")]
-    copies = sorted((match[2], match[3], int(match[1])) for match in travelling if match)
-    print(copies, trace.bytes_from_host(), trace.bytes_to_host())
-    assert len(trace.calls("GRAPH-LAUNCH")) == 2
+    assert [call.rpartition(" ")[2] for call in trace.calls("GRAPH-LAUNCH")] == ["0", "1"]
+    assert trace.bytes_from_host() == trace.bytes_to_host() == 0
+    found = [re.search(r" (\d+) from (\d) to (\d)", call) for call in trace.calls("device->device")]
+    copies = [(match[2], match[3], int(match[1])) for match in found if match]
+    hidden = {spec.name for part in model.sessions.parts for spec in part.spec.outputs} - {
+        *model.interface.decoder.output_names
+    }
+    sizes = [ROWS * int(spec.axes[-1]) * 2 for spec in model.sessions.parts[0].spec.outputs if spec.name in hidden]
+    states = [4 * ROWS] * (2 if family == "olmo_hybrid" else 1)  # lengths, and whether a row runs
+    assert sorted(copies) == sorted(
+        [("0", "1", size) for size in sizes] + [("1", "0", size) for size in [*states, 8 * ROWS]]
+    )
+    if family == "llama":
+        assert sizes == [ROWS * model.config["hidden_size"] * 2] * 2
     assert not trace.problems()
 
     check_tokens(model, PROMPTS, PARAMS)
-    whole = source.compile(tmp_path / "whole", **options)
-    assert model.generate(PROMPTS, PARAMS).token_ids == load(whole.package.path).generate(PROMPTS, PARAMS).token_ids
-    assert hidden
+    whole = load(source.compile(tmp_path / "whole", **fixed, **options).package.path)
+    assert model.generate(PROMPTS, PARAMS).token_ids == whole.generate(PROMPTS, PARAMS).token_ids

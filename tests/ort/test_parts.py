@@ -109,8 +109,8 @@ def test_weights_of_each_part(package: Callable[[int], Path]) -> None:
     assert sum(size for _, size in loaded[0] & loaded[1]) < 10_000  # tables of positions
     sizes = [sum(size for _, size in one) for one in loaded]
     assert max(sizes) < 0.6 * sum(sizes)
-    data = package(2) / "decoder.onnx.data"
-    assert 0.9 * data.stat().st_size < sum(sizes) <= data.stat().st_size
+    data = (package(2) / "decoder.onnx.data").stat().st_size
+    assert 0.95 * data < sum(sizes) < 1.05 * data
 
 
 @pytest.mark.parametrize("chunk", [None, 16, 48])
@@ -179,8 +179,8 @@ def test_refusals(exported: Callable[..., Path], package: Callable[[int], Path],
         source.compile(tmp_path / "no", num_devices=2, provider="web")
     with pytest.raises(CompileError, match="as many tokens as were guessed"):
         source.compile(tmp_path / "no", num_devices=2, num_speculative_tokens=3, kv_cache_dtype="int8")
-    with pytest.raises(CompileError, match="num_devices is 0; give the number of devices"):
-        source.compile(tmp_path / "no", num_devices=0)
+    with pytest.raises(CompileError, match="num_devices is -1; give the number of devices"):
+        source.compile(tmp_path / "no", num_devices=-1)
     opened = load(package(2)).package
     assert opened.manifest.compilation is not None
     without_last = replace(opened.manifest.compilation, parts=opened.manifest.compilation.parts[:1])

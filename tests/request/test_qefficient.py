@@ -157,9 +157,13 @@ def test_every_argument_of_its_compile_is_known() -> None:
         *inspect.signature(CompileOptions).parameters,
     }
     read = read_compile(ITS_DEFAULTS)
-    assert read == {"ctx_len": 128, "batch_size": 1}
+    assert read == {"ctx_len": 128, "batch_size": 1, "num_devices": 1}
     CompileOptions().override(**read)
-    assert read_compile({"batch_size": 1, "full_batch_size": 16}) == {"batch_size": 16}
+    assert read_compile({"batch_size": 1, "full_batch_size": 16, "num_devices": 4}) == {
+        "batch_size": 16,
+        "num_devices": 4,
+    }
+    assert read_compile({"num_devices": 0}) == {}
     assert read_compile({"num_speculative_tokens": 3, "weights": "int4"}) == {
         "num_speculative_tokens": 3,
         "weights": "int4",

@@ -56,7 +56,7 @@ def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Par
     levels, fresh = _levels(graph, layer_of)
     order = sorted((node for node in graph if node not in fresh), key=levels.__getitem__)
     start, end = _Border(0, -1), _Border(len(order), max(layer_of.values()) + 1)
-    borders = [start, *_borders(graph, order, levels, fresh, layer_of), end]
+    borders = [start, *_borders(order, levels, layer_of), end]
     weights = [_weights_of(order[one.position : two.position], fresh) for one, two in pairwise(borders)]
     if len(weights) < count:
         raise CompileError(
@@ -113,52 +113,37 @@ def _is_matrix(value: ir.Value) -> bool:
     return value.shape is None or sum(dim != 1 for dim in value.shape) > 1
 
 
-def _borders(
-    graph: ir.Graph,
-    order: Sequence[ir.Node],
-    levels: Mapping[ir.Node, int],
-    fresh: set[ir.Node],
-    layer_of: Mapping[str, int],
-) -> Iterator[_Border]:
-    """The place with the least crossing bytes between each pair of layers, if any."""
-    last, begun = dict[ir.Value, int](), list[list[ir.Value]]()
+def _borders(order: Sequence[ir.Node], levels: Mapping[ir.Node, int], layer_of: Mapping[str, int]) -> Iterator[_Border]:
+    """The place with the least crossing bytes behind the states of each layer but the last, if any."""
+    place = {node: position for position, node in enumerate(order)}
+    begin, spans = dict[int, int](), dict[ir.Value, tuple[int, int]]()  # from where to where a value is needed
     for position, node in enumerate(order):
-        begun.append([])
+        begin.setdefault(levels[node], position)
         for value in reads(node):
-            if value.producer() in levels and value.producer() not in fresh:
-                last[value] = position
-            elif value.name in layer_of and value.is_graph_input():
-                if value not in last:
-                    begun[position].append(value)
-                last[value] = position
-        begun[position] += [value for value in node.outputs if value.uses()]
-    retained = {retained_name(name) for name in layer_of}
-    numbers = sorted({level for level in levels.values() if level >= 0})
+            if value.name in layer_of:
+                spans[value] = begin[layer_of[value.name]], position
+            elif (source := value.producer()) in place:
+                spans[value] = place[source], position  # type: ignore[index]
+    states = {*layer_of, *map(retained_name, layer_of)}
     best: dict[int, _Border] = {}
-    crossing: list[ir.Value] = []
-    reading = dict[int, int]()  # layer → its last node that reads its states
-    for value, position in last.items():
-        if value.name in layer_of:
-            reading[layer_of[value.name]] = max(position, reading.get(layer_of[value.name], -1))
     for position in range(1, len(order)):
-        crossing = [value for value in [*crossing, *begun[position - 1]] if last.get(value, -1) >= position]
         level = levels[order[position - 1]]
-        if level < 0 or level == numbers[-1] or position <= reading.get(level, -1):
-            continue
-        cost = sum(math.inf if value.name in retained else _cost(value, layer_of) for value in crossing)
-        if cost < math.inf and cost <= best.get(level, _Border(0, 0)).cost:  # the last of equals: whole layers
-            best[level] = _Border(position, level + 1, tuple(crossing), cost)
-    yield from (best[level] for level in numbers if level in best)
+        if 0 <= level < max(begin):
+            crossing = tuple(value for value, (first, last) in spans.items() if first < position <= last)
+            cost = sum(math.inf if value.name in states else _cost(value) for value in crossing)
+            if cost < math.inf and (level not in best or cost <= best[level].cost):  # the last of equals: whole layers
+                best[level] = _Border(position, level + 1, crossing, cost)
+    yield from (best[level] for level in sorted(best))
 
 
-def _cost(value: ir.Value, layer_of: Mapping[str, int]) -> float:
-    """The bytes of a value for a token; infinity for a state, and for sizes that a host cannot know."""
-    if value.name in layer_of or value.shape is None or value.dtype is None:
+def _cost(value: ir.Value) -> float:
+    """The bytes of a value for a token; infinity if a host cannot know its sizes."""
+    if value.shape is None or value.dtype is None:
         return math.inf
-    names = [dim.value for dim in value.shape if isinstance(dim, ir.SymbolicDim)]
-    if any(name not in (BATCH, SEQUENCE) for name in names):
+    sizes = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+    if any(size not in (BATCH, SEQUENCE) for size in sizes if not isinstance(size, int)):
         return math.inf
-    return float(math.prod(dim for dim in value.shape if isinstance(dim, int)) * value.dtype.itemsize)
+    return math.prod(size for size in sizes if isinstance(size, int)) * value.dtype.itemsize
 
 
 def _nbytes(value: ir.Value) -> int:

@@ -73,17 +73,21 @@ def test_the_list_follows_rows_that_move_and_end() -> None:
     assert listed(rows.searched, 3) == [2]
 
 
-def test_prompts_are_padded_with_a_token_of_their_own() -> None:
-    inputs = PromptInputs(3, 10, RowCounts(4, 2), "cpu")
+@pytest.mark.parametrize("renewed", [False, True])
+def test_prompts_are_padded_with_a_token_of_their_own(renewed: bool) -> None:
+    inputs = PromptInputs(3, 10, RowCounts(4, 2), "cpu", renewed=renewed)
+    calls = []
     for rows, expected in (
         ([[5, 6]], [[5, 6, 5, 5]]),
         ([[5, 6, 7, 8, 9], [4], [1, 2]], [[5, 6, 7, 8, 9, 5], [4] * 6, [1, 2, 1, 1, 1, 1]]),
     ):
-        ids = inputs.write([np.array(row) for row in rows])
+        written = inputs.write([np.array(row) for row in rows])
+        ids, lengths = written["input_ids"], written["input_lengths"]
         assert ids.shape == (len(rows), len(expected[0]))
         assert ids.read().ravel()[: np.size(expected)].tolist() == np.ravel(expected).tolist()
-        lengths = inputs.of_rows(len(rows))["input_lengths"]
         assert lengths.read()[: lengths.shape[0]].tolist() == [len(row) for row in rows]
+        calls.append(ids)
+    assert (calls[0].read().ravel()[:4].tolist() == [5, 6, 5, 5]) is renewed  # else the second call wrote there
     assert inputs.of_rows(2)["input_ids"].shape == (2, 1)
 
 
