@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import onnxruntime as ort
 import pytest
 
+from qsample.ort import small_graphs
 from qsample.ort.bound_graph import DeviceThread, _foreign_inputs
 from qsample.runtime import CausalLM
 
@@ -112,3 +115,19 @@ def test_it_ends_with_its_owner_and_keeps_nothing(only_new_garbage: None) -> Non
     gc.collect()
     running.join(60)
     assert not running.is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
+def test_a_thread_keeps_to_its_processors() -> None:
+    """And so do the threads that ONNX Runtime starts there."""
+    (processor, *_) = sorted(os.sched_getaffinity(0))
+    before = set(os.listdir("/proc/self/task"))
+    thread = DeviceThread("bound", [processor])
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 3
+    session = thread.submit(lambda: ort.InferenceSession(small_graphs.identity(1), options)).result()
+    started = set(os.listdir("/proc/self/task")) - before
+    assert len(started) == 3  # the thread, and two of the session
+    assert all(os.sched_getaffinity(int(task)) == {processor} for task in started)
+    del session
+    thread.shutdown()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qsample.ort import options
-from qsample.ort.options import SessionOptions, chosen_threads, most_shares, session_options
+from qsample.ort.options import SessionOptions, chosen_threads, most_shares, session_options, threads_of_parts
 
 
 def test_what_reaches_onnxruntime() -> None:
@@ -188,3 +188,33 @@ def test_threads_that_are_started(processor: str, asked: str, variable: str) -> 
     else:
         assert started == said
         assert started == int(asked or variable or 1)
+
+
+@pytest.mark.parametrize(
+    ("affinity", "parts", "expected"),
+    [
+        (None, 2, [([0, 1, 2, 6, 7, 8], 3), ([3, 4, 5, 9, 10, 11], 3)]),
+        ({0, 1, 2, 3, 6}, 2, [([0, 1, 2, 6], 1), ([3], 1)]),  # the fewest cores of any
+        (None, 3, [(None, 2)] * 3),  # fewer nodes than parts
+        ({3, 4, 5}, 2, [(None, 1)] * 2),
+        ({0}, 4, [(None, 1)] * 4),
+    ],
+)
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
+def test_processors_of_parts(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    affinity: set[int] | None,
+    parts: int,
+    expected: Any,
+) -> None:
+    """Six cores of two processors each, on two NUMA nodes."""
+    machine(siblings={number: f"{number % 6},{number % 6 + 6}" for number in range(12)}, affinity=affinity)
+    for node, text in {"node0": "0-2,6-8", "node1": "3-5,9-11", "node2": ""}.items():
+        (tmp_path / "nodes" / node).mkdir(parents=True)
+        (tmp_path / "nodes" / node / "cpulist").write_text(f"{text}\n")
+    monkeypatch.setattr(options, "_NODES", tmp_path / "nodes")
+    assert threads_of_parts(parts) == expected
+    monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "3")
+    assert threads_of_parts(parts) == [(None, None)] * parts

@@ -5,6 +5,7 @@ The oracle is the same package compiled for one device, and a host of a few line
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample import AutoModelForCausalLM, SamplingParams
+from qsample.cli.inspect import show
 from qsample.errors import CompileError, PackageError
 from qsample.ort import parts as parts_module
 from qsample.ort.bound_graph import BoundGraph
@@ -113,6 +115,11 @@ def test_weights_of_each_part(package: Callable[[int], Path]) -> None:
     assert 0.95 * data < sum(sizes) < 1.05 * data
 
 
+def test_inspect_shows_parts(package: Callable[[int], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    show(load(package(2)).package)
+    assert re.search(r"devices +0: layers 0 to 0, \d+\S* \w+ of weights; 1: layers 1 to 1, ", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("chunk", [None, 16, 48])
 def test_tokens_of_the_whole_graph(models: list[CausalLM], chunk: int | None) -> None:
     whole, parted = (
@@ -194,13 +201,15 @@ def test_refusals(exported: Callable[..., Path], package: Callable[[int], Path],
     [
         ("llama", {"weights": "int4", "kv_cache_dtype": "int8"}),
         ("llama", {"weights": "float16", "batch_size": 1}),
+        ("llama on the host", {}),
         ("mixtral", {"weights": "int4"}),
         ("lfm2", {}),
     ],
 )
 def test_other_graphs(exported: Callable[..., Path], tmp_path: Path, family: str, options: dict[str, Any]) -> None:
-    """Quantized weights and caches, mixtures, recurrent states."""
-    source = AutoModelForCausalLM.from_pretrained(exported(family))
+    """Quantized weights and caches, mixtures, recurrent states, a sampler on the host."""
+    host = {"include_sampler": False} if family.endswith("on the host") else {}
+    source = AutoModelForCausalLM.from_pretrained(exported(family.partition(" ")[0], **host))
     results = []
     for count in (1, 2):
         path = tmp_path / str(count)

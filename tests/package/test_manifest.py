@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from qsample.contract.interface import Features
+from qsample.package.manifest import GraphPart
 from qsample.package.package import MANIFEST_NAME, Compilation, Manifest, Package, PackageError, read_package
 from tests.helpers.small_packages import INTERFACE, manifest, write
 
@@ -37,6 +38,14 @@ def test_device_manifest_round_trip() -> None:
     data["files"] = {name: {"sha256": "00", "bytes": 5 << 30} for name in INTERFACE.graphs}
     data["compilation"]["verify"] = "full"  # of packages before gates had a single level
     assert replace(Manifest.from_json(json.dumps(data)), files={}) == made
+    assert "parts" not in data["compilation"], "older versions read packages without parts"
+    part = GraphPart("decoder-1-of-1.onnx", (0, 2), 5 << 30)
+    parted = replace(made, compilation=replace(compilation, parts=(part,)), files=made.files)
+    data["compilation"]["parts"] = json.loads(parted.to_json())["compilation"]["parts"]
+    with pytest.raises(PackageError, match=r"lists no decoder-1-of-1.onnx"):
+        Manifest.from_json(json.dumps(data))
+    data["files"][part.file] = {"sha256": "00", "bytes": 1}
+    assert replace(Manifest.from_json(json.dumps(data)), files={}) == parted
     data["compilation"]["execution_providers"] = []
     with pytest.raises(PackageError, match=r"execution_providers in qsample.json is empty; compile the package again"):
         Manifest.from_json(json.dumps(data))

@@ -72,11 +72,11 @@ def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Par
         outputs[sum(place >= border for border in later)].append(value)
     parts = []
     for number, (one, two) in enumerate(pairwise(chosen)):
-        received = [value for value in one.crossing if _is_read(value, order[one.position :])]
-        given = [value for value in two.crossing if value not in received]
+        own = {value for node in order[one.position : two.position] for value in reads(node)}
         # A value that crosses several borders goes from its part to each reader.
-        wanted = [value for value in received if _is_read(value, order[one.position : two.position])]
-        part = _extracted(model, wanted, [*outputs[number], *given])
+        received = [value for value in one.crossing if value in own]
+        given = [value for value in two.crossing if value not in one.crossing]
+        part = _extracted(model, received, [*outputs[number], *given])
         nbytes = sum(map(_nbytes, all_initializers(part.graph)))
         parts.append(Part(part, range(max(one.layer, 0), two.layer), nbytes))
     return parts
@@ -121,9 +121,9 @@ def _borders(order: Sequence[ir.Node], levels: Mapping[ir.Node, int], layer_of: 
         begin.setdefault(levels[node], position)
         for value in reads(node):
             if value.name in layer_of:
-                spans[value] = begin[layer_of[value.name]], position
+                spans[value] = begin.get(layer_of[str(value.name)], position), position
             elif (source := value.producer()) in place:
-                spans[value] = place[source], position  # type: ignore[index]
+                spans[value] = place[source], position
     states = {*layer_of, *map(retained_name, layer_of)}
     best: dict[int, _Border] = {}
     for position in range(1, len(order)):
@@ -162,12 +162,8 @@ def _weights_of(nodes: Sequence[ir.Node], fresh: set[ir.Node]) -> _Weights:
             if value.is_initializer():
                 found[value] = _nbytes(value)
             elif (source := value.producer()) in fresh:
-                waiting.append(source)  # type: ignore[arg-type]
+                waiting.append(source)
     return found
-
-
-def _is_read(value: ir.Value, nodes: Sequence[ir.Node]) -> bool:
-    return any(value in reads(node) for node in nodes)
 
 
 def _balanced(weights: Sequence[_Weights], count: int) -> list[int]:

@@ -324,8 +324,10 @@ class Slots:
                 graph.bind_input(name, buffer)
             if emit:
                 graph.bind_input(SEARCHED_ROWS.name, self._parameters.searched.of_rows(rows))
-        # To its end, unless there are parts: the next chunk is written to the same memory.
-        self._run(graphs, rows if emit else None, wait=wait or not self._sessions.parts)
+        # To its end without parts, as the next chunk is written to the same memory, and with a sampler on the host, which
+        # writes the lengths.
+        wait = wait or not self._sessions.parts or self._sessions.sampler is not None
+        self._run(graphs, rows if emit else None, wait=wait)
 
     def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
         """Feed rows their newest token; running rows sample the next. Prepares the slots unless `prepared`.
