@@ -113,8 +113,8 @@ def open_with(monkeypatch: pytest.MonkeyPatch, session: type[CapturingSession]) 
     """Have the self-test's decoder captured and replayed; the list gets its sessions."""
     opened: list[CapturingSession] = []
 
-    def capture(package: Package) -> Sessions:
-        sessions = open_sessions(package)
+    def capture(package: Package, **options: Any) -> Sessions:
+        sessions = open_sessions(package, **options)
         opened.append(session(sessions.decoder))
         decoder: Any = opened[-1]
         return replace(sessions, decoder=decoder, replays=Replays())

@@ -324,7 +324,7 @@ class Slots:
                 graph.bind_input(name, buffer)
             if emit:
                 graph.bind_input(SEARCHED_ROWS.name, self._parameters.searched.of_rows(rows))
-        # To its end without parts, as the next chunk is written to the same memory, and with a sampler on the host, which
+        # To its end without parts: the next chunk is written to the same memory. And with a sampler on the host, which
         # writes the lengths.
         wait = wait or not self._sessions.parts or self._sessions.sampler is not None
         self._run(graphs, rows if emit else None, wait=wait)
