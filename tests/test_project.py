@@ -132,7 +132,8 @@ def test_the_readme_has_two_commands_and_ci_runs_the_second() -> None:
 
 
 def test_the_readme_and_its_page_of_devices_name_options_that_exist() -> None:
-    source = "".join(path.read_text("utf-8") for path in (ROOT / "qsample" / "cli").rglob("*.py"))
+    files = [*(ROOT / "qsample" / "cli").rglob("*.py"), ROOT / "qsample" / "compiler" / "options.py"]
+    source = "".join(path.read_text("utf-8") for path in files)
     known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): \w+", source, re.MULTILINE)}
     known |= {option[2:] for option in re.findall(r"--[a-z-]+", source)}
     pages = README, (ROOT / "docs" / "devices.md").read_text("utf-8")
