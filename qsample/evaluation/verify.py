@@ -114,12 +114,13 @@ def verify(
     check_count("batch_size", batch_size)
     max_length = window_length(models, max_length, _MAX_LENGTH)
     windows = _windows(models, text, positions, max_length)
-    rows = min([batch_size, len(windows), *(most for one in models if (most := compiled_for(one)[1]) is not None)])
+    rows = min(batch_size, len(windows), compiled_for(models[0])[1] or batch_size)
 
     def read(package: Package, sessions: Sessions, form: str) -> Iterator[tuple[int, Array]]:
         """The place and the logits [V] of each scored token."""
-        capacity, count = compiled_for(package)[0] or max_length, 1 if form == SEQUENTIAL else rows
-        stepper = Stepper(sessions, count, capacity, captured=form == CAPTURED, logits=True)
+        capacity, most = compiled_for(package)
+        count = 1 if form == SEQUENTIAL else min(rows, most or rows)
+        stepper = Stepper(sessions, count, capacity or max_length, captured=form == CAPTURED, logits=True)
         for place, _, (logits,) in read_windows([stepper], windows, count, prefill=form == BATCHED):
             yield place, logits
 

@@ -24,7 +24,7 @@ from qsample.ort.session import open_sessions
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import load
 from tests.helpers.capturing import CapturingSession, compile_captured
-from tests.helpers.fake_package import fake_package
+from tests.helpers.fake_package import compilation, fake_package
 from tests.helpers.tiny_models import VOCAB_SIZE
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps under a tree until the morning comes. "
@@ -178,11 +178,15 @@ def scaled(model: onnx.ModelProto) -> None:
 
 
 def test_a_planted_deviation_shows(tmp_path: Path) -> None:
-    right, wrong = fake_package(tmp_path / "right"), fake_package(tmp_path / "wrong", edit=scaled)
+    right = fake_package(tmp_path / "right", compilation=compilation(batch_size=1))
+    wrong = fake_package(tmp_path / "wrong", edit=scaled)
     found = verify(wrong, right, text=TEXT * 3, positions=30, max_length=20)
+    assert [form for form, one in found.forms.items() if one] == ["sequential", "batched"]
     for one in filter(None, found.forms.values()):
         assert one.mean > 1e-3
         assert one.largest > one.p99 > one.mean
+    other_way = verify(right, wrong, text=TEXT * 3, positions=30, max_length=20)
+    assert [form for form, one in other_way.forms.items() if one] == ["sequential"]  # it is compiled for a single row
 
 
 @pytest.mark.parametrize(
