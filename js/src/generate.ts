@@ -6,7 +6,7 @@ import type { Manifest } from "./manifest.js";
 import { readableSeed } from "./options.js";
 import { type AllowedTokens, maskOf, parameterTensors, type Row } from "./parameters.js";
 import type { Runtime, Tensors } from "./runtime.js";
-import type { Memory, Run, States } from "./states.js";
+import type { Memory, Run, States, StepOutputs, Widths } from "./states.js";
 import { GeneratedText, type Tokenizer } from "./text.js";
 
 /** Why a row ended: a stop token or a stop string, its length, or logits without a finite value. */
@@ -57,9 +57,14 @@ export interface LoopOptions {
   /** The most tokens of a row's buffers. */
   capacity: number;
   allowedTokens?: AllowedTokens | AllowedTokensFn;
+  outputs?: readonly OutputName[];
   flushEvery?: number;
   signal?: AbortSignal;
 }
+
+/** The fields of a piece that a package may lack, and the graph's outputs that they come from. */
+export const OUTPUT_NAMES = { logprob: ["logprobs"], topLogprobs: ["top_logprob_ids", "top_logprobs"], probs: ["probs"] } as const;
+export type OutputName = keyof typeof OUTPUT_NAMES;
 
 /** Times in milliseconds. `steps`: runs of the graph after the prompts. `reads`: how often tokens came to the host. */
 export interface Timing {
@@ -86,6 +91,13 @@ interface Active {
   ended: boolean;
 }
 
+/** A piece that waits for its optional outputs: of a row of a step that was not read yet. */
+interface Late {
+  piece: Piece;
+  step: number;
+  place: number;
+}
+
 /** Yields the tokens of the rows as they are read. `timing` is filled in on the way. */
 export async function* generateRows(engine: Engine, rows: readonly Row[], options: LoopOptions, timing: Timing): AsyncGenerator<Piece, void, undefined> {
   const { manifest, runtime, tokenizer } = engine;
@@ -94,9 +106,11 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
   const active: Active[] = rows.map((row) => ({
     row, tokens: [], text: tokenizer && new GeneratedText(tokenizer, row.prompt, row.stop), ended: false,
   }));
-  const optional = ["logprobs", "top_logprobs", "probs"].some((name) => Boolean(manifest.interface.features[name as "probs"]));
   const guided = typeof options.allowedTokens === "function";
-  const window = guided || optional ? 1 : (options.flushEvery ?? (runtime.gpu ? FLUSH_EVERY : 1));
+  const flushEvery = options.flushEvery ?? (runtime.gpu ? FLUSH_EVERY : 1);
+  const window = guided ? 1 : flushEvery;
+  const widths = widthsOf(engine, options.outputs);
+  const late: Late[] = [];
   const parametersOf = (some: readonly Row[]): Tensors => parameterTensors(ort, manifest, some);
   const needed = Math.max(...rows.map(({ maxLength }) => maxLength));
   const longest = Math.max(...rows.map(({ prompt }) => prompt.length));
@@ -111,21 +125,24 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
     const allowed = guided ? await (allowedTokens as AllowedTokensFn)({ index: one.row.index, tokens: [...one.tokens] }) : (allowedTokens as AllowedTokens);
     one.row.values.allowed_tokens = maskOf(manifest, allowed);
   };
-  const call = async (states: States, inputs: Tensors): Promise<Tensors> => {
+  const call = async (states: States, inputs: Tensors, emitted = true): Promise<void> => {
     signal?.throwIfAborted();
     const given: Tensors = { ...inputs, ...states.feeds(), ...(inputs.input_ids ? { input_ids: inputs.input_ids } : {}) };
     const feeds = Object.fromEntries(engine.decoder.inputNames.map((name) => [name, given[name]]));
     const results = await engine.run(engine.decoder, feeds, states.fetches());
-    states.accept(results);
-    return results;
+    states.accept(results, emitted);
   };
   const callInputs = (count: number, emit: boolean): Tensors => ({
     input_lengths: new ort.Tensor("int32", new Int32Array(count).fill(1), [count]),
     emit: new ort.Tensor("bool", new Uint8Array(count).fill(Number(emit)), [count]),
   });
-  /** Take the tokens over that were read: of the rows that still run, in the rows of `states`. */
-  const take = async function* (states: States, some: readonly Active[], count: number, results: Tensors): AsyncGenerator<Piece> {
-    const { status, tokens } = await states.read(some.map(({ row, tokens }) => row.prompt.length + tokens.length), count);
+  /** Take the tokens over that were read: of the rows that still run, in the rows of `states`. A guided row needs each
+   * token at once, but the optional outputs wait for `most` steps, or for the end of a row. */
+  const take = async function* (states: States, some: readonly Active[], count: number, most: number): AsyncGenerator<Piece> {
+    const first = states.late - count;
+    const due = !guided || states.late >= most || !Object.keys(widths).length;
+    const before = some.filter(({ ended }) => ended).length;
+    const { status, tokens, outputs } = await states.read(some.map(({ row, tokens }) => row.prompt.length + tokens.length), count, due);
     timing.reads += 1;
     for (const [place, one] of some.entries()) {
       if (one.ended) continue;
@@ -138,18 +155,22 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
         one.ended = stopped || last;
         if (one.ended) text += one.text?.end() ?? "";
         const finishReason = stopped ? STATUS_NAMES[STOPPED] : last ? STATUS_NAMES[status[place]] : null;
-        yield { ...piece(one, token, text, finishReason), ...optionalOutputs(tokenizer, results, place) };
+        late.push({ piece: piece(one, token, text, finishReason), step: first + order, place });
         if (stopped) break;
       }
       if (!one.ended && status[place] !== RUNNING) {
         one.ended = true;
-        yield piece(one, null, one.text?.end() ?? "", STATUS_NAMES[status[place]]);
+        late.push({ piece: piece(one, null, one.text?.end() ?? "", STATUS_NAMES[status[place]]), step: -1, place });
       }
       if (one.ended && status[place] === RUNNING) states.stop(place);
       if (!one.ended && news.length !== count) {
         throw new QsampleError(`a row still runs with ${news.length} new tokens of ${count} steps; the graph does not follow the decode contract`);
       }
     }
+    const ended = some.filter(({ ended }) => ended).length > before;
+    if (!due && !ended) return;
+    const read = due ? outputs : (await states.read([], 0, true)).outputs;
+    for (const { piece, step, place } of late.splice(0)) yield { ...piece, ...optionalOutputs(tokenizer, widths, read[step], place) };
   };
 
   let states: States | undefined;
@@ -159,25 +180,24 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
     for (const one of active) {
       await mask(one);
       const { prompt, seed } = one.row;
-      const own = await engine.memory.start([seed], capacity);
+      const own = await engine.memory.start([seed], capacity, widths);
       alone.push(own);
       const parameters = parametersOf([one.row]);
-      let results: Tensors = {};
       for (let start = 0; start < prompt.length; ) {
         const end = Math.min(prompt.length, start + (start < LATE ? PIECE : LATE_PIECE));
         const ids = prompt.slice(start, end);
         // A single token would run kernels of its own, which round otherwise.
         const width = Math.max(ids.length, Math.min(2, capacity - start));
         const padded = BigInt64Array.from({ length: width }, (_, place) => BigInt(ids[Math.min(place, ids.length - 1)]));
-        results = await call(own, {
+        await call(own, {
           ...parameters,
           ...callInputs(1, end === prompt.length),
           input_ids: new ort.Tensor("int64", padded, [1, width]),
           input_lengths: new ort.Tensor("int32", Int32Array.of(ids.length), [1]),
-        });
+        }, end === prompt.length);
         start = end;
       }
-      yield* take(own, [one], 1, results);
+      yield* take(own, [one], 1, 1);
     }
     states = alone.length > 1 ? engine.memory.join(alone) : alone[0];
     alone.length = 0;
@@ -202,10 +222,9 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
       const left = Math.max(...running.map(({ row, tokens }) => row.maxLength - row.prompt.length - tokens.length));
       const room = capacity < whole ? capacity - 1 - most : Infinity;
       const steps = Math.max(1, Math.min(window, left, room));
-      let results: Tensors = {};
-      for (let step = 0; step < steps; step += 1) results = await call(states, { ...parameters, ...inputs });
+      for (let step = 0; step < steps; step += 1) await call(states, { ...parameters, ...inputs });
       timing.steps += steps;
-      yield* take(states, active, steps, results);
+      yield* take(states, active, steps, flushEvery);
       timing.decodeMs = performance.now() - decoding;
     }
   } finally {
@@ -218,14 +237,17 @@ function piece(one: Active, token: number | null, text: string, reason: string |
   return { index: one.row.index, token, text, finishReason: reason as FinishReason | null, seed: readableSeed(one.row.seed) };
 }
 
-/** The optional outputs of a row; such packages are read after every step. */
-function optionalOutputs(tokenizer: Tokenizer | null, results: Tensors, place: number): Partial<Piece> {
+/** The numbers a row of the optional outputs that are read: by default, all that the package returns. */
+function widthsOf({ decoder, manifest }: Engine, wanted: readonly OutputName[] = Object.keys(OUTPUT_NAMES) as OutputName[]): Widths {
+  const { features, vocab_size: vocabulary } = manifest.interface;
+  const names: string[] = wanted.flatMap((name) => OUTPUT_NAMES[name]).filter((name) => decoder.outputNames.includes(name));
+  return Object.fromEntries(names.map((name) => [name, name === "logprobs" ? 1 : name === "probs" ? vocabulary : features.top_logprobs]));
+}
+
+/** The optional outputs of a row in a step. */
+function optionalOutputs(tokenizer: Tokenizer | null, widths: Widths, outputs: StepOutputs | undefined, place: number): Partial<Piece> {
   const found: Partial<Piece> = {};
-  const of = (name: string): any => {
-    const tensor = results[name];
-    const width = tensor ? tensor.dims[1] : 0;
-    return (tensor?.data as Float32Array | undefined)?.slice(place * width, (place + 1) * width);
-  };
+  const of = (name: string): any => outputs?.[name]?.slice(place * widths[name], (place + 1) * widths[name]);
   const [logprob, ids, likeliest, probs] = ["logprobs", "top_logprob_ids", "top_logprobs", "probs"].map(of);
   if (logprob) found.logprob = logprob[0];
   if (ids) {
@@ -236,4 +258,3 @@ function optionalOutputs(tokenizer: Tokenizer | null, results: Tensors, place: n
   if (probs) found.probs = probs;
   return found;
 }
-

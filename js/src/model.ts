@@ -3,7 +3,7 @@ import type { InferenceSession } from "onnxruntime-web";
 import { type ChatOptions, CHAT_OPTIONS, ChatTemplates, isChat, type Message } from "./chat.js";
 import { ArgumentError, checkObject, checkSignal, DeviceError, PackageError, QsampleError, shown, translated } from "./errors.js";
 import { type FileOptions, hasFile, Meter, type PackageFiles, readJson } from "./files.js";
-import { type AllowedTokensFn, type Engine, type FinishReason, generateRows, type Piece, type Timing } from "./generate.js";
+import { type AllowedTokensFn, type Engine, type FinishReason, generateRows, OUTPUT_NAMES, type OutputName, type Piece, type Timing } from "./generate.js";
 import type { Manifest } from "./manifest.js";
 import { checkNames, type Params, readableSeed, resolve, type SamplingOptions, seedsOf, totalLength } from "./options.js";
 import { type AllowedTokens, makeRow, maskOf, type Row } from "./parameters.js";
@@ -20,7 +20,9 @@ export interface GenerateOptions extends SamplingOptions, ChatOptions {
   rows?: readonly SamplingOptions[];
   /** The tokens that may come: ids, a bitmask, or a function that returns these before each token. Needs the feature. */
   allowedTokens?: AllowedTokens | AllowedTokensFn;
-  /** Steps between two reads of the tokens: 1, on a GPU 4. It changes no token, only how many come at once. */
+  /** Which optional fields pieces have, for instance ["logprob"]; by default all that the package returns. */
+  outputs?: readonly OutputName[];
+  /** Steps between two reads of tokens and optional outputs: 1, on a GPU 4. It changes no token, only how many come at once. */
   flushEvery?: number;
   /** Ends the generation with the signal's reason. */
   signal?: AbortSignal;
@@ -62,7 +64,7 @@ export interface Model {
   dispose(): Promise<void>;
 }
 
-const CALL_OPTIONS = [...CHAT_OPTIONS, "rows", "allowedTokens", "flushEvery", "signal"];
+const CALL_OPTIONS = [...CHAT_OPTIONS, "rows", "allowedTokens", "outputs", "flushEvery", "signal"];
 const NEEDED = /^(decoder(-\d+)?\.onnx|initial_state\.onnx|tokenizer\.json|tokenizer_config\.json|config\.json|generation_config\.json|.*\.jinja)/;
 
 /** Open the graphs of a package. */
@@ -152,7 +154,10 @@ export class LocalModel implements Model {
   /** The rows of a call, checked. */
   private rows(given: Prompt | readonly Prompt[], options: GenerateOptions): Row[] {
     checkNames(options, CALL_OPTIONS);
-    const { flushEvery } = options;
+    const { flushEvery, outputs } = options;
+    if (outputs !== undefined && !(Array.isArray(outputs) && outputs.every((name) => Object.hasOwn(OUTPUT_NAMES, name)))) {
+      throw new ArgumentError(`outputs is ${shown(outputs)}; give a list of ${Object.keys(OUTPUT_NAMES).join(", ")}`, "outputs");
+    }
     if (flushEvery !== undefined && !(Number.isInteger(flushEvery) && flushEvery >= 1)) {
       throw new ArgumentError(`flushEvery is ${shown(flushEvery)}; give an integer >= 1`, "flushEvery");
     }
@@ -190,7 +195,7 @@ export class LocalModel implements Model {
   private async *pieces(prompts: Prompt | readonly Prompt[], options: GenerateOptions): AsyncGenerator<Piece, Output, undefined> {
     this.checkOpen();
     checkObject(options, "options");
-    const { allowedTokens, flushEvery, signal } = options;
+    const { allowedTokens, outputs, flushEvery, signal } = options;
     checkSignal(signal);
     signal?.throwIfAborted();
     const rows = this.rows(prompts, options);
@@ -198,7 +203,7 @@ export class LocalModel implements Model {
     const timing: Timing = { prefillMs: 0, decodeMs: 0, steps: 0, reads: 0 };
     const most = this.manifest.compilation?.batch_size ?? rows.length;
     for (let start = 0; start < rows.length; start += most) {
-      const group = generateRows(this.engine, rows.slice(start, start + most), { capacity: this.capacity, allowedTokens, flushEvery, signal }, timing);
+      const group = generateRows(this.engine, rows.slice(start, start + most), { capacity: this.capacity, allowedTokens, outputs, flushEvery, signal }, timing);
       for await (const piece of group) {
         collected.add(piece);
         yield piece;

@@ -1,14 +1,21 @@
 // The retained states of some rows: in the host's memory, or on the GPU, where they stay.
 import type { InferenceSession, Tensor } from "onnxruntime-web";
-import { STATES, STOPPED } from "./contract.js";
+import { OUTPUTS, STATES, STOPPED } from "./contract.js";
 import { OutOfMemoryError } from "./errors.js";
 import { seedTensor } from "./parameters.js";
 import type { Ort, Runtime, Tensors } from "./runtime.js";
+
+/** Numbers a row of each optional output that is read, by its name. */
+export type Widths = Readonly<Record<string, number>>;
+/** The values of these outputs of all rows, of a step. */
+export type StepOutputs = Record<string, Float32Array | Int32Array>;
 
 /** What is read after some steps. `tokens`: of each row, those from the position on that was asked for. */
 export interface Snapshot {
   status: Int32Array;
   tokens: number[][];
+  /** Of each step since they were read last; none unless asked for. */
+  outputs: StepOutputs[];
 }
 
 /** States of the same rows in every call. */
@@ -18,10 +25,12 @@ export interface States {
   feeds(): Tensors;
   /** Where each output goes; null: new memory. */
   fetches(): Record<string, Tensor | null>;
-  /** Take the outputs of a call over. */
-  accept(results: Tensors): void;
-  /** The new tokens of each row, from `positions` on, at most `count`. */
-  read(positions: readonly number[], count: number): Promise<Snapshot>;
+  /** Take the outputs of a call over. emitted: whether it sampled tokens; otherwise, it has no optional outputs. */
+  accept(results: Tensors, emitted: boolean): void;
+  /** Steps whose optional outputs were not read yet. */
+  readonly late: number;
+  /** The new tokens of each row, from `positions` on, at most `count`; and the optional outputs. */
+  read(positions: readonly number[], count: number, outputs: boolean): Promise<Snapshot>;
   /** Keep a row from advancing. */
   stop(row: number): void;
   /** Give every row more room. `history`: its tokens. */
@@ -31,7 +40,7 @@ export interface States {
 
 /** Makes the states of a package's rows. */
 export interface Memory {
-  start(seeds: readonly bigint[], capacity: number): Promise<States>;
+  start(seeds: readonly bigint[], capacity: number, widths: Widths): Promise<States>;
   /** Rows next to each other; frees the states of each. */
   join(rows: readonly States[]): States;
 }
@@ -42,6 +51,10 @@ export const retainedName = (state: string): string =>
   state.startsWith(PAST) ? `present.${state.slice(PAST.length)}` : `${state}_RetainedState`;
 const READ_ONLY = new Set(STATES.filter((spec) => spec.readOnly).map((spec) => spec.name));
 const NEXT = "next_ids";
+const OPTIONAL = new Map(OUTPUTS.filter(({ name }) => name !== NEXT).map(({ name, dtype }) => [name, dtype]));
+/** New memory for every output that is read. */
+const fetched = ({ decoder }: Shared, widths: Widths): Record<string, Tensor | null> =>
+  Object.fromEntries(decoder.outputNames.filter((name) => name in widths || !OPTIONAL.has(name)).map((name) => [name, null]));
 
 /** Axis T of a state; -1: its size is fixed. */
 function capacityAxis(name: string): number {
@@ -77,9 +90,9 @@ function initialFeeds(ort: Ort, seeds: readonly bigint[], capacity: number): Ten
 class HostMemory implements Memory {
   constructor(private readonly shared: Shared) {}
 
-  async start(seeds: readonly bigint[], capacity: number): Promise<States> {
+  async start(seeds: readonly bigint[], capacity: number, widths: Widths): Promise<States> {
     const tensors = await this.shared.run(this.shared.initial, initialFeeds(this.shared.runtime.ort, seeds, capacity));
-    return new HostStates(this.shared, seeds, capacity, { ...tensors });
+    return new HostStates(this.shared, seeds, capacity, { ...tensors }, widths);
   }
 
   join(rows: readonly States[]): States {
@@ -96,15 +109,18 @@ class HostMemory implements Memory {
       }
       joined[name] = new this.shared.runtime.ort.Tensor(type, whole, [states.length, ...dims.slice(1)]);
     }
-    return new HostStates(this.shared, states.flatMap((one) => one.seeds), first.capacity, joined);
+    return new HostStates(this.shared, states.flatMap((one) => one.seeds), first.capacity, joined, first.widths);
   }
 }
 
 class HostStates implements States {
   private readonly names: string[];
+  private outputs: StepOutputs[] = [];
 
   /** tensors: by the states' names, and `next_ids` after the first call. */
-  constructor(private readonly shared: Shared, readonly seeds: readonly bigint[], public capacity: number, public tensors: Tensors) {
+  constructor(
+    private readonly shared: Shared, readonly seeds: readonly bigint[], public capacity: number, public tensors: Tensors, readonly widths: Widths,
+  ) {
     this.names = Object.keys(tensors).filter((name) => !READ_ONLY.has(name) && name !== NEXT);
   }
 
@@ -113,25 +129,30 @@ class HostStates implements States {
     return next ? { ...states, input_ids: next } : states;
   }
 
+  get late(): number {
+    return this.outputs.length;
+  }
+
   fetches(): Record<string, Tensor | null> {
-    const fetches: Record<string, Tensor | null> = Object.fromEntries(this.shared.decoder.outputNames.map((name) => [name, null]));
+    const fetches = fetched(this.shared, this.widths);
     // In place, where the binding can: otherwise ONNX Runtime copies the cache inside as well.
     if (this.shared.runtime.native) for (const name of this.names) fetches[retainedName(name)] = this.tensors[name];
     return fetches;
   }
 
-  accept(results: Tensors): void {
+  accept(results: Tensors, emitted: boolean): void {
     for (const name of this.names) this.tensors[name] = results[retainedName(name)];
     this.tensors[NEXT] = results[NEXT];
+    if (emitted) this.outputs.push(Object.fromEntries(Object.keys(this.widths).map((name) => [name, results[name].data as Float32Array])));
   }
 
-  async read(positions: readonly number[], count: number): Promise<Snapshot> {
+  async read(positions: readonly number[], count: number, outputs: boolean): Promise<Snapshot> {
     const [status, lengths, tokens] = ["status", "lengths", "tokens"].map((name) => this.tensors[name].data as Int32Array);
     const news = positions.map((position, row) => {
       const end = Math.min(lengths[row] + 1, position + count);
       return Array.from(tokens.subarray(row * this.capacity + position, row * this.capacity + Math.max(position, end)));
     });
-    return { status: status.slice(), tokens: news };
+    return { status: status.slice(), tokens: news, outputs: outputs ? this.outputs.splice(0) : [] };
   }
 
   stop(row: number): void {
@@ -188,8 +209,8 @@ class GpuMemory implements Memory {
     return /^past_key_values\..*\.(key|value)$/.test(name) || (this.compiled && (name === "tokens" || name === "output_counts"));
   }
 
-  async start(seeds: readonly bigint[], capacity: number): Promise<GpuStates> {
-    return new GpuStates(this, seeds, capacity, await this.initial(seeds, capacity));
+  async start(seeds: readonly bigint[], capacity: number, widths: Widths): Promise<GpuStates> {
+    return new GpuStates(this, seeds, capacity, await this.initial(seeds, capacity), widths);
   }
 
   /** The starting states: zeros, which new buffers hold, and the small states of `initial_state.onnx`. */
@@ -250,7 +271,7 @@ class GpuMemory implements Memory {
     }
     this.gpu.queue.submit([encoder.finish()]);
     for (const one of states) one.free();
-    return new GpuStates(this, states.flatMap((one) => one.seeds), first.capacity, joined);
+    return new GpuStates(this, states.flatMap((one) => one.seeds), first.capacity, joined, first.widths);
   }
 }
 
@@ -260,8 +281,13 @@ class GpuStates implements States {
   private started: boolean;
   // The new values of states that are not updated in place: a kernel may not read and write the same buffer.
   private turns: Record<string, Held> = {};
+  // The optional outputs of the newest steps stay on the GPU until they are read: an entry a step, used again.
+  private readonly places: Record<string, Held>[] = [];
+  late = 0;
 
-  constructor(private readonly memory: GpuMemory, readonly seeds: readonly bigint[], public capacity: number, private held: Record<string, Held>) {
+  constructor(
+    private readonly memory: GpuMemory, readonly seeds: readonly bigint[], public capacity: number, private held: Record<string, Held>, readonly widths: Widths,
+  ) {
     const { [NEXT]: next, ...states } = held;
     this.held = states;
     this.started = next !== undefined;
@@ -287,22 +313,29 @@ class GpuStates implements States {
   }
 
   fetches(): Record<string, Tensor | null> {
-    const fetches: Record<string, Tensor | null> = Object.fromEntries(this.memory.shared.decoder.outputNames.map((name) => [name, null]));
+    const fetches = fetched(this.memory.shared, this.widths);
+    this.places[this.late] ??= Object.fromEntries(
+      Object.entries(this.widths).map(([name, width]) => [name, this.memory.hold(OPTIONAL.get(name) as Tensor.Type, [this.seeds.length, width])]));
+    for (const [name, { tensor }] of Object.entries(this.places[this.late])) fetches[name] = tensor;
     for (const name of this.names) fetches[retainedName(name)] = (this.turns[name] ?? this.held[name]).tensor;
     fetches[NEXT] = this.next[1].tensor;
     return fetches;
   }
 
-  accept(): void {
+  accept(_: Tensors, emitted: boolean): void {
     this.next.reverse();
     for (const name of Object.keys(this.turns)) [this.held[name], this.turns[name]] = [this.turns[name], this.held[name]];
     this.started = true;
+    this.late += Number(emitted);
   }
 
-  async read(positions: readonly number[], count: number): Promise<Snapshot> {
+  async read(positions: readonly number[], count: number, outputs: boolean): Promise<Snapshot> {
     const rows = positions.length;
     const { gpu } = this.memory;
-    const staging = gpu.createBuffer({ size: 4 * rows * (2 + count), usage: GPUBufferUsage.COPY_DST | GPUBufferUsage.MAP_READ });
+    const places = outputs ? this.places.slice(0, this.late) : [];
+    const size = 4 * rows * (2 + count);
+    const whole = size + places.flatMap((place) => Object.values(place)).reduce((sum, { bytes }) => sum + bytes, 0);
+    const staging = gpu.createBuffer({ size: whole, usage: GPUBufferUsage.COPY_DST | GPUBufferUsage.MAP_READ });
     try {
       const encoder = gpu.createCommandEncoder();
       encoder.copyBufferToBuffer(this.held.status.buffer, 0, staging, 0, 4 * rows);
@@ -314,15 +347,27 @@ class GpuStates implements States {
           encoder.copyBufferToBuffer(this.held.tokens.buffer, from, staging, 4 * (2 * rows + row * count), 4 * some);
         }
       });
+      let end = size;
+      for (const { buffer, bytes } of places.flatMap((place) => Object.values(place))) {
+        encoder.copyBufferToBuffer(buffer, 0, staging, end, bytes);
+        end += bytes;
+      }
       gpu.queue.submit([encoder.finish()]);
       await staging.mapAsync(GPUMapMode.READ);
       const words = new Int32Array(staging.getMappedRange().slice(0));
+      end = size;
+      const values = places.map((place) => Object.fromEntries(Object.entries(place).map(([name, { bytes }]) => {
+        const numbers = new (OPTIONAL.get(name) === "int32" ? Int32Array : Float32Array)(words.buffer, end, bytes / 4);
+        end += bytes;
+        return [name, numbers];
+      })));
+      if (outputs) this.late = 0;
       const tokens = positions.map((position, row) => {
         const start = 2 * rows + row * count;
         const fresh = Math.min(count, Math.max(0, words[rows + row] + 1 - position));
         return Array.from(words.subarray(start, start + fresh));
       });
-      return { status: words.slice(0, rows), tokens };
+      return { status: words.slice(0, rows), tokens, outputs: values };
     } finally {
       staging.destroy();
     }
@@ -354,7 +399,8 @@ class GpuStates implements States {
   }
 
   free(): void {
-    for (const { buffer } of [...Object.values(this.held), ...Object.values(this.turns), ...this.next]) buffer.destroy();
+    const all = [this.held, this.turns, ...this.places].flatMap((some) => Object.values(some));
+    for (const { buffer } of [...all, ...this.next]) buffer.destroy();
     this.held = this.turns = {};
   }
 }

@@ -135,6 +135,29 @@ describe.skipIf(!given)("what Node refuses", () => {
     await model.dispose();
   });
 
+  it("the outputs of late reads are those of each step, also beside a function; and only those that were asked for come", async () => {
+    const model = await load(given!.packages.llama);
+    const pieces = async (options: object): Promise<any[]> => {
+      const found: any[] = [[], []];
+      for await (const piece of model.generate([[5, 6], [7]], { rows: [{ maxNewTokens: 9 }, { maxNewTokens: 14 }], eosTokenId: null, seed: 3, ...options })) {
+        found[piece.index].push(piece);
+      }
+      return found;
+    };
+    const early = await pieces({ flushEvery: 1 });
+    expect(early.map((row) => row.length)).toEqual([9, 14]);
+    expect(early[0].every(({ logprob, topLogprobs }: any) => Number.isFinite(logprob) && topLogprobs.length === 3)).toBe(true);
+    const allTokens = Array.from({ length: model.manifest.interface.vocab_size }, (_, token) => token);
+    for (const flushEvery of [4, 7]) {
+      expect(await pieces({ flushEvery })).toEqual(early);
+      expect(await pieces({ flushEvery, allowedTokens: () => allTokens })).toEqual(early);
+    }
+    const [[first]] = await pieces({ flushEvery: 4, outputs: ["logprob"] });
+    expect([first.logprob, first.topLogprobs]).toEqual([early[0][0].logprob, undefined]);
+    await expect(model.generate([5], { outputs: ["logprobs"] as any }).output()).rejects.toThrow('give a list of logprob, topLogprobs, probs');
+    await model.dispose();
+  });
+
   it("loads an address", async () => {
     const server = createServer((request, response) => createReadStream(join(given!.packages.bundled, request.url!)).on("error", () => response.writeHead(404).end()).pipe(response));
     await new Promise<void>((done) => server.listen(0, "127.0.0.1", done));

@@ -179,7 +179,7 @@ class Conversation:
         from qsample.runtime import EngineClosedError
 
         limits, own = ("max_new_tokens", "max_length"), self.model.generation_config
-        options = dict(self.options)
+        options = {**self.options, "outputs": ()}
         if not any(name in options or own.get(name) is not None for name in limits):
             options["max_length"] = self.engine.capacity
         if options.get("seed") is not None:  # the same seed would give the same answer again

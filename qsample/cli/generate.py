@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from qsample.runtime import CausalLM, GenerateOutput, Step
     from qsample.serve.grammar import Form
 
+_SHOWN: Final = ("logprobs", "top_logprob_ids", "top_logprobs")  # in JSON, if the package returns them
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample generate -p 'And the LORD spake unto' --temperature 0.8 --seed 7\n\n"
@@ -260,7 +261,9 @@ def _generate_prompts(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the finish reasons say the same
-        done = model.generate(inputs, streamer=streamer, stop_strings=stops, **options)
+        there = {spec.name for spec in model.interface.token_outputs}
+        shown = [name for name in _SHOWN if as_json and name in there]
+        done = model.generate(inputs, streamer=streamer, stop_strings=stops, outputs=shown, **options)
     if as_json:
         typer.echo(json.dumps(_as_json(prompts, done), ensure_ascii=False, indent=2))
     elif streamer is None:
@@ -301,7 +304,7 @@ def _as_json(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]:
             "seed": output.seeds[row],
             "prompt_tokens": output.prompt_lengths[row],
         }
-        for name in ("logprobs", "top_logprob_ids", "top_logprobs"):
+        for name in _SHOWN:
             values = getattr(output, name)
             if values is not None:
                 entry[name] = finite(values[row, : len(new)].tolist())

@@ -249,6 +249,7 @@ class _Work:
 
     def do(self, rows: list[Row], write: Callable[[str], None], done: int = 0) -> None:
         """Generate rows, and write their records in order; `done` rows of the file are there already."""
+        from qsample.contract.tensors import PROBS
         from qsample.runtime import Engine
 
         with progress(hidden=write is _print and sys.stdout.isatty()) as report:
@@ -264,7 +265,8 @@ class _Work:
 
                         compiled = Grammars(model).compiled(self.form)
                         each = ({**row.options, "allowed_tokens": GrammarGuide(compiled)} for row in valid)
-                    outputs = engine.map((row.inputs for row in valid), each=each, return_errors=True)
+                    names = [spec.name for spec in model.interface.token_outputs if spec is not PROBS]
+                    outputs = engine.map((row.inputs for row in valid), each=each, outputs=names, return_errors=True)
                     for row in rows:
                         record = self._record(row, ValueError(row.error) if row.error is not None else next(outputs))
                         write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -311,7 +313,7 @@ class _Work:
         if output.finish_reason == "invalid":
             self.errors += 1
             record["error"] = {"message": "the model gave NaN or infinite logits"}
-        return record | {name: finite(values.tolist()) for name, values in output.outputs.items() if name != "probs"}
+        return record | {name: finite(values.tolist()) for name, values in output.outputs.items()}
 
 
 class Results:

@@ -1,4 +1,5 @@
-"""The memory that graphs are bound to: `Buffer`; `RetainedState`, the state of every row; `SavedRows`, copies of it."""
+"""The memory that graphs are bound to: `Buffer`; `RetainedState`, the state of every row; `SavedRows`, copies of it;
+`OutputRing`, what the newest steps returned."""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ class Buffer:
         return replace(self, shape=shape, address=address)
 
     def read(self) -> Array:
-        """A copy of the values; on a device, of the whole tensor that was allocated, whichever rows these are."""
-        return np.array(self.owner.numpy())
+        """A copy of the values; of a `Handle`, of the whole tensor that was allocated, whichever rows these are."""
+        return np.array(_value_at(self).numpy())
 
     def write(self, array: Array) -> None:
         """Replace the values, of the whole tensor on a device; the address stays."""
@@ -351,6 +352,64 @@ class SavedRows:
         states = self._state.inputs()
         for name, saved in self._saved.items():
             states[name].copy_row(place, row, of=saved)
+
+
+class OutputRing:
+    """The outputs of the newest steps, in places that take turns. A step is known by its number: it writes the place of
+    that number, while the outputs of the `steps` steps before it wait to be read, together."""
+
+    def __init__(self, specs: Iterable[TensorSpec], sizes: Mapping[str, int], device: str, steps: int) -> None:
+        """Allocate zeros. steps: most steps that are read together. With the states that take turns, a place has to be
+        bound to one of their two sides, so the number of places is even."""
+        self.steps = steps
+        self._places = [
+            {spec.name: Buffer.allocate(spec, sizes, device) for spec in specs}
+            for _ in range(steps + 1 + (steps + 1) % 2)
+        ]
+        self._joined: dict[str, Buffer] = {}  # made when several steps are first read from a device
+
+    def __len__(self) -> int:
+        """The number of places."""
+        return len(self._places)
+
+    def place(self, step: int) -> int:
+        """The number of a step's place."""
+        return step % len(self._places)
+
+    def of(self, step: int) -> dict[str, Buffer]:
+        """Output name → the memory that a step writes."""
+        return self._places[self.place(step)]
+
+    def swap_rows(self, one: int, other: int) -> None:
+        for buffers in self._places:
+            for buffer in buffers.values():
+                buffer.swap_rows(one, other)
+
+    def read(self, steps: range, name: str, rows: range) -> Array:
+        """A copy of an output of some steps, [steps, rows, ...]. From a device it is a single copy for any number:
+        a graph puts them next to each other there."""
+        given = [self.of(step)[name] for step in steps]
+        first, some = given[0], slice(rows.start, rows.stop)
+        if isinstance(first, HostBuffer):
+            return np.stack([buffer.rows(rows.start, len(rows)).read() for buffer in given])
+        whole = first.device in WITHOUT_ADDRESSES
+        if not whole:
+            given = [buffer.rows(rows.start, len(rows)) for buffer in given]
+        count, shape = given[0].shape[0], first.shape[1:]
+        if len(given) == 1:
+            values = given[0].read()
+        else:
+            given += given[-1:] * (self.steps - len(given))  # the same graph and memory for any number
+            if name not in self._joined:
+                zeros = np.zeros((self.steps * first.shape[0], *shape), DTYPES[first.dtype].numpy)
+                self._joined[name] = Buffer.of(zeros, first.device)
+            joined = self._joined[name]
+            joined = joined if whole else joined.reshaped(self.steps * count, *shape)
+            inputs = {f"x{index}": buffer for index, buffer in enumerate(given)}
+            run_on_device(small_graphs.concatenated(DTYPES[first.dtype].onnx, len(given)), inputs, {"y": joined})
+            values = (joined if whole else joined.reshaped(len(steps) * count, *shape)).read()
+        values = values.reshape(-1, count, *shape)[: len(steps)]
+        return values[:, some] if whole else values
 
 
 def _kind_and_number(device: str) -> tuple[str, int]:

@@ -36,6 +36,13 @@ def rows_replaced(onnx_type: int) -> bytes:
 
 
 @cache
+def concatenated(onnx_type: int, count: int) -> bytes:
+    """Output y is the rows of x0, then those of x1, and so on: `count` inputs of that element type."""
+    inputs = dict.fromkeys((f"x{index}" for index in range(count)), onnx_type)
+    return model([node("Concat", list(inputs), "y", axis=0)], inputs, {"y": onnx_type})
+
+
+@cache
 def columns_behind() -> bytes:
     """Output y[b, i] is x[b, max(0, row[b] + column[i])], all int32: x [B, T], row [B, 1], column [1, N], zero [1]."""
     nodes = [

@@ -228,6 +228,7 @@ class EngineActor:
         outputs = engine.map(
             (inputs for inputs, _ in valid),
             each=(options for _, options in valid),
+            outputs=(),
             return_errors=self._config.should_continue_on_error,
         )
         results = [request if isinstance(request, ValueError) else next(outputs) for request in requests]

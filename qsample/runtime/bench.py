@@ -80,7 +80,7 @@ class LockStep:
     def prefill(self, prompts: abc.Sequence[Array]) -> Array:
         """Read each row's prompt, [n] int64, and sample its first token: [B] int64."""
         for prompt, (values, seed, adapter) in zip(prompts, self._rows, strict=True):
-            self._sequences.append(Sequence(prompt, values, seed, adapter=adapter))
+            self._sequences.append(Sequence(prompt, values, seed, adapter=adapter, wanted=()))
             self._loop.add(self._sequences[-1])
         while not all(sequence.started for sequence in self._sequences):
             self._loop.step()

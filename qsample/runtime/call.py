@@ -20,7 +20,7 @@ from qsample.text.tokenizer import Tokenizer
 SAMPLING: Final = frozenset({"do_sample", *OFF, *UNSUPPORTED})
 # Arguments of a Call that every caller has.
 _OWN: Final = frozenset({"attention_mask", "seed", "allowed_tokens", "stop_strings", "return_dict_in_generate"}) | {
-    "num_return_sequences"
+    *("num_return_sequences", "outputs")
 }
 KEYWORDS: Final = _OWN | {  # in addition to SAMPLING
     *("inputs", "params", "input_ids", "generation_config", "streamer", "prefill_chunk_size", "flush_every"),
@@ -29,7 +29,7 @@ KEYWORDS: Final = _OWN | {  # in addition to SAMPLING
 }
 # A caller's GenerationConfig may ask for these outputs. The rest of `GENERATE` may be in a model's own file.
 _OUTPUTS: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_TAKEN_AS_THEY_ARE: Final = ("seed", "allowed_tokens", "prediction", "tokenizer", "stopping_criteria")
+_TAKEN_AS_THEY_ARE: Final = ("seed", "allowed_tokens", "outputs", "prediction", "tokenizer", "stopping_criteria")
 _NOT_OF_A_ROW: Final = ("stop_strings", "max_time", "num_return_sequences")
 
 
@@ -46,6 +46,8 @@ class Call:
         chat: options of chat messages.
         prediction: the text or the token ids that the continuation of a single prompt is expected to have: they are
             guessed, in packages that were compiled with num_speculative_tokens. Changes the speed alone.
+        outputs: the optional outputs to return, a list of names; by default all that the package has. The other outputs
+            are not read from the device.
         return_dict: False for an array of the sequences alone from `generate`.
     """
 
@@ -60,6 +62,7 @@ class Call:
     seed: Any = None
     stop_strings: str | Sequence[str] | None = None
     allowed_tokens: Any = None
+    outputs: Any = None
     prediction: Any = None
     stopping_criteria: Any = None
     logits_processor: Any = None

@@ -8,10 +8,11 @@ see the whole batch after every token, as in transformers.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import time
 from collections import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -31,7 +32,8 @@ class Step:
         tokens: [B] int64.
         emitted: [B] bool; false if the row had ended before, or its logits were invalid.
         status: [B] int32, after the step.
-        outputs: the optional outputs of the package, by name.
+        outputs: the optional outputs that the call returns, by name. They are read from the device when they are first
+            looked at, which has to be within the call that gets this step, unless all of it has ended.
     """
 
     tokens: Array
@@ -67,32 +69,71 @@ class Guide:
         """Write the masks of the first tokens."""
         self._call(None)
 
-    def update(self, set_parameter: Callable[[Sequence, str, Array], None]) -> None:
-        """Hand the next tokens' masks to `set_parameter`, if a token of some sequence is new to the function."""
+    def update(
+        self, set_parameter: Callable[[Sequence, str, Array], None], read_outputs: Callable[[], None] = lambda: None
+    ) -> None:
+        """Hand the next tokens' masks to `set_parameter`, if a token of some sequence is new to the function.
+        read_outputs: reads the outputs of the newest tokens, which the function may look at."""
         counts = [len(sequence.sampled) for sequence in self.sequences]
         if counts == self._shown:
             return
         emitted = np.greater(counts, self._shown)
         self._shown = counts
-        self._call(self._step(emitted))
+        rows = {int(row): (self.sequences[row], counts[row] - 1) for row in np.flatnonzero(emitted)}
+        outputs = StepOutputs(rows, len(counts), read_outputs)
+        try:
+            self._call(self._step(emitted, outputs))
+        finally:
+            outputs.close()
         for sequence, mask in zip(self.sequences, self._mask, strict=True):
             set_parameter(sequence, ALLOWED_TOKENS.name, mask)
 
     def _call(self, step: Step | None) -> None:
         self._function(step, self._mask.view())  # a view, so that the function cannot change its shape and dtype
 
-    def _step(self, emitted: Array) -> Step:
+    def _step(self, emitted: Array, outputs: StepOutputs) -> Step:
         """The newest token of every sequence: the loop reads guided sequences after each token."""
         rows = len(self.sequences)
         tokens = np.full(rows, self._pad, dtype=np.int64)
         status = np.array([sequence.status for sequence in self.sequences], dtype=np.int32)
-        outputs: dict[str, Array] = {}
         for row in np.flatnonzero(emitted):
-            sequence = self.sequences[row]
-            tokens[row] = sequence.sampled[-1]
-            for name, value in (sequence.outputs[-1] if sequence.outputs else {}).items():
-                outputs.setdefault(name, np.zeros((rows, *value.shape), value.dtype))[row] = value
+            tokens[row] = self.sequences[row].sampled[-1]
         return Step(tokens, emitted, status, outputs)
+
+
+class StepOutputs(Mapping[str, Array]):
+    """The optional outputs of a step by name, [B, ...], 0 for rows without a token."""
+
+    def __init__(self, tokens: Mapping[int, tuple[Sequence, int]], rows: int, read: Callable[[], None]) -> None:
+        """tokens: of each row that got one, its sequence and the number of the token. read: reads what was not read."""
+        self._tokens, self._rows = tokens, rows
+        self._read: Callable[[], None] | None = read
+
+    def close(self) -> None:
+        """From now on, only outputs that were read anyway are there: nothing else may use the device."""
+        self._read = None
+
+    @functools.cached_property
+    def _values(self) -> dict[str, Array]:
+        given = {row: token for row, token in self._tokens.items() if token[0].wanted != ()}
+        if self._read is not None:
+            self._read()
+        elif any(len(sequence.outputs) <= number for sequence, number in given.values()):
+            raise RuntimeError("the outputs of a step were not read; look at them within the call that gets the step")
+        found: dict[str, Array] = {}
+        for row, (sequence, number) in given.items():
+            for name, value in sequence.outputs[number].items():
+                found.setdefault(name, np.zeros((self._rows, *value.shape), value.dtype))[row] = value
+        return found
+
+    def __getitem__(self, name: str) -> Array:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 _STOP: Final = "stop"
@@ -148,21 +189,14 @@ def _of_transformers(value: Any) -> bool:
 class LogitsProcessors:
     """Calls the processors for the rows whose next token is sampled; these rows are read after each token.
     given: a callable of ([1, n] token ids, [1, V] float32 logits), the prompt with its padding and the sampled tokens,
-    that returns logits of that shape; or a list of them. Raises ValueError for anything else, and if the package or
-    `flush_every` does not go with processors."""
+    that returns logits of that shape; or a list of them. Raises ValueError for anything else, and if the package does
+    not go with processors."""
 
-    def __init__(
-        self, given: Any, sequences: abc.Sequence[Sequence], interface: Interface, flush_every: int | None = None
-    ) -> None:
+    def __init__(self, given: Any, sequences: abc.Sequence[Sequence], interface: Interface) -> None:
         if interface.features.sampler:
             raise ValueError(
                 "logits_processor is given, and the logits stay in this package's graph; export with "
                 f"include_sampler=False, which returns them, or {INSTEAD}"
-            )
-        if flush_every is not None and flush_every > 1:
-            raise ValueError(
-                f"flush_every is {flush_every} and logits_processor is given, which takes a read after every token; "
-                "give 1"
             )
         processors = _callbacks(
             "logits_processor", given, "a function of (input_ids, scores) that returns the scores to sample from"

@@ -116,7 +116,7 @@ class CausalLM(ModelMethods):
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
         self.batch_size = compilation.batch_size if compilation else None
         # Captured graphs belong to the memory of a batch, and cost more to make than many steps.
-        self._captured: dict[tuple[int, int], Slots] = {}
+        self._captured: dict[tuple[int, int, int], Slots] = {}
         self._adapters: dict[str, Adapter] = {}
         self._loaded_with = loaded_with
         self._advice = faster_way(package)  # for the first call
@@ -188,8 +188,9 @@ class CausalLM(ModelMethods):
                 the mask of each next token, see `AllowedTokensFn`. Needs the feature.
             prefill_chunk_size: most tokens of short prompts that are read in a call; by default, only as many as make
                 it faster. A prompt is read in pieces (`sessions.piece_size` tokens) in any case.
-            flush_every: decode steps between two reads of the sampled tokens; by default 1 on the CPU, 4 elsewhere. It
-                changes no token, only how many come at once.
+            flush_every: decode steps between two reads of the sampled tokens and the optional outputs; by default 1 on
+                the CPU, 4 elsewhere. It changes no token, only how many come at once. If the tokens of every step are
+                needed, as by a function for allowed_tokens, these are read every step, and the outputs as before.
             double_buffering: start the next step while the tokens of the last step are read and streamed; False waits.
             stop_strings: texts that end a row; by default those of the generation_config. `texts` is cut off before the
                 first complete stop string; `token_ids` goes on to the token that completes it.
@@ -225,7 +226,7 @@ class CausalLM(ModelMethods):
             flush_every = flush_every or 1
         processors = None
         if call.logits_processor is not None:
-            processors = LogitsProcessors(call.logits_processor, sequences, self.interface, flush_every)
+            processors = LogitsProcessors(call.logits_processor, sequences, self.interface)
         slots = min(len(sequences), self.batch_size or len(sequences))
         if guide is not None or end is not None:
             follow = "a function for allowed_tokens follows" if guide else "stopping_criteria and max_time follow"
@@ -233,15 +234,14 @@ class CausalLM(ModelMethods):
         if streamer is not None:
             check_streamer(streamer, len(sequences))
         check_count("prefill_chunk_size", prefill_chunk_size)
-        followed = guide is not None or processors is not None or call.prediction is not None
-        flush_every = choose_flush_every(self.sessions, flush_every, guided=followed)
+        flush_every = choose_flush_every(self.sessions, flush_every)
         if guide is not None:
             guide.start()
         config = SchedulerConfig.of(
             self.sessions, flush_every=flush_every, prefill_chunk_size=prefill_chunk_size, interleave=False
         )
         capacity = self.capacity(max(sequence.max_length for sequence in sequences))
-        device = self._take_slots(slots, capacity)
+        device = self._take_slots(slots, capacity, flush_every)
         device.process_logits = processors
         # A `BatchEnd` takes the tokens, so that none is handed on after the end.
         deliver = partial(hand_on, streamer, None) if end is None else lambda sequence: None
@@ -250,7 +250,7 @@ class CausalLM(ModelMethods):
         if self.sessions.replays is not None:
             for slot in range(slots):
                 device.stop(slot)
-            self._captured[slots, capacity] = device
+            self._captured[slots, capacity, flush_every] = device
         prompts = options.get("input_ids") if inputs is None else inputs
         output = make_output(self.interface, sequences, pad, timing, prompts)
         invalid = [row for row, reason in enumerate(output.finish_reasons) if reason == "invalid"]
@@ -404,13 +404,13 @@ class CausalLM(ModelMethods):
         )
         return one[: shared_prefix(one, other)]
 
-    def _take_slots(self, count: int, capacity: int) -> Slots:
+    def _take_slots(self, count: int, capacity: int, flush_every: int) -> Slots:
         """Slots that were captured before, or new slots."""
-        captured = self._captured.pop((count, capacity), None)
+        captured = self._captured.pop((count, capacity, flush_every), None)
         if captured is not None:
             return captured
         self._captured.clear()  # the memory of a single batch at a time
-        return Slots(self.sessions, count, capacity)
+        return Slots(self.sessions, count, capacity, flush_every=flush_every)
 
     def capacity(self, tokens: int) -> int:
         """T, the size of buffers for rows of `tokens` tokens: fixed by the package or `load`, otherwise `tokens`

@@ -107,14 +107,15 @@ class Engine:
         self.capacity = model.capacity(_CTX_LEN)
         self._model = model
         saved_states = 2 * self.slots if saved_states is None else saved_states
+        flush_every = choose_flush_every(model.sessions, flush_every)
         config = SchedulerConfig.of(
             model.sessions,
-            flush_every=choose_flush_every(model.sessions, flush_every),
+            flush_every=flush_every,
             prefill_chunk_size=prefill_chunk_size or model.sessions.piece_size,
             saved_states=saved_states,
             reuse_sampled=reuse_sampled_tokens,
         )
-        device = Slots(model.sessions, self.slots, self.capacity, saved_states=saved_states)
+        device = Slots(model.sessions, self.slots, self.capacity, saved_states=saved_states, flush_every=flush_every)
         loop = DecodeLoop(
             device, Scheduler(self.slots, config), self._deliver, double_buffering=double_buffering, stored=stored
         )
@@ -422,7 +423,7 @@ class Engine:
             if guide is not None and not sequence.ended:
                 failed = "the request's function for allowed_tokens raised {}"
                 together = [each for each in guide.sequences if each in self._requests]
-                guide.update(self._loop.set_parameter)
+                guide.update(self._loop.set_parameter, self._loop.read_outputs)
         except BaseException as error:  # SystemExit, too: other requests go on
             for one in together:
                 self._loop.leave(one)

@@ -61,7 +61,7 @@ class GenerateOutput:
         prompt_lengths: in tokens, without padding.
         timing: of the whole batch.
         logprobs: [B, N] float32; NaN after a row's end. N: the most new tokens of a row. This and the rest are arrays
-            for packages with the feature, otherwise None.
+            for packages with the feature, unless `outputs` leaves them out, otherwise None.
         top_logprob_ids, top_logprobs: [B, N, M] int32 and float32; -1 and NaN after a row's end.
         probs: [B, N, V] float32; 0 after a row's end.
     """
@@ -176,6 +176,8 @@ def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[s
     longest = max(len(sequence.token_ids) for sequence in sequences)
     gathered = {}
     for spec in interface.token_outputs:
+        if spec.name not in (sequences[0].wanted or ()):  # a call wants the same of all
+            continue
         shape = spec.shape({**interface.sizes, BATCH: longest})
         values = np.full((len(sequences), *shape), _FILL[spec.name], dtype=spec.dtype)
         for row, sequence in enumerate(sequences):
@@ -202,7 +204,7 @@ def run(
             if prefilled is None and all(sequence.started for sequence in sequences):
                 prefilled = time.perf_counter()
             if guide is not None and loop.busy and not loop.prefilling:
-                guide.update(loop.set_parameter)
+                guide.update(loop.set_parameter, loop.read_outputs)
             if end is not None:
                 end.update(loop.leave, partial(hand_on, streamer, 1))
     ended = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.checks import plain
+from qsample.checks import plain, refuse
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import ALLOWED_TOKENS, DRAFT_IDS, MASK_WORDS, PAD_STOP_ID, PROMPT_LOOKUP, SEED
@@ -62,6 +62,7 @@ def make_sequences(
     fitted = {key: for_package(interface, own, tokenizer) for key, own in distinct.items()}
     chosen = {key: find_adapter(own.adapter, adapters, interface) for key, own in distinct.items()}
     guided = callable(call.allowed_tokens)
+    wanted = _wanted(call.outputs, interface)
     expected = _expected_tokens(call.prediction, interface, tokenizer, len(prompts))
     sequences = []
     for row, seed in enumerate(seeds):
@@ -78,13 +79,23 @@ def make_sequences(
         if guided and PROMPT_LOOKUP.name in parameters:
             parameters[PROMPT_LOOKUP.name] = np.array(0, np.int32)  # the function has to see each token before the next
         text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT:].tolist(), stops)
-        more: Any = {"max_time": call.max_time, "adapter": chosen[id(params[row // count])]}
+        more: Any = {"max_time": call.max_time, "adapter": chosen[id(params[row // count])], "wanted": wanted}
         more["prediction"] = None if expected is None or guided else Prediction(expected)
         sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, **more))
     if not guided:
         return sequences, None
     assert masks is not None
     return sequences, Guide(call.allowed_tokens, sequences, masks, token_ids.pad)
+
+
+def _wanted(outputs: Any, interface: Interface) -> tuple[str, ...]:
+    """The names of the optional outputs to return. Raises ValueError."""
+    there = tuple(spec.name for spec in interface.token_outputs)
+    if outputs is None:
+        return there
+    if isinstance(outputs, str) or not isinstance(outputs, abc.Collection) or not set(outputs) <= set(there):
+        refuse("outputs", outputs, f"a list of the package's optional outputs, which are {', '.join(there) or 'none'}")
+    return tuple(name for name in there if name in outputs)
 
 
 def _expected_tokens(prediction: Any, interface: Interface, tokenizer: Tokenizer | None, prompts: int) -> Array | None:

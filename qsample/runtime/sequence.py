@@ -99,6 +99,7 @@ class Sequence:
         priority: the lowest number gets a slot first.
         max_time: seconds that an engine gives it.
         adapter: that its tokens are read and sampled with.
+        wanted: the optional outputs that it returns, by name; None: all that the package has.
         slot: None outside of the slots. The scheduler changes it and the next five.
         adapter_place: the graph's number of its adapter; 0 = none.
         marked: the prompt, marked with its adapter.
@@ -106,7 +107,8 @@ class Sequence:
             both 0 if a stored prefix is gone.
         issued: sampled tokens if the row still runs; the least, if it guesses tokens. The decode loop raises it.
         admitted_at: when it got its slot, on `time.perf_counter`. The decode loop changes it and the next four.
-        sampled, outputs: the tokens that were read, and each token's optional outputs by name, without a batch axis.
+        sampled, outputs: the tokens that were read, and each token's optional outputs by name, without a batch axis; if
+            any are wanted, they may be read later than the tokens, and `take` waits for them.
         drafts: how its guesses fared, as far as they were read.
         status: the contract's, as the loop read it; or STOPPED at a stop string, by `take`.
         max_length: the most tokens that it may have in the end, prompt included.
@@ -123,6 +125,7 @@ class Sequence:
     max_time: float | None = None
     prediction: Prediction | None = None
     adapter: Adapter | None = None
+    wanted: tuple[str, ...] | None = None
 
     slot: int | None = None
     adapter_place: int = 0
@@ -145,7 +148,7 @@ class Sequence:
 
     @property
     def followed(self) -> bool:
-        """Whether each step has to be read before the next."""
+        """Whether the tokens of each step have to be read before the next."""
         return self.guided or self.prediction is not None
 
     @property
@@ -175,8 +178,13 @@ class Sequence:
 
     @property
     def untaken(self) -> bool:
-        """Whether tokens were read that `take` has not handed on."""
-        return len(self.sampled) > self._taken
+        """Whether tokens were read, with their outputs, that `take` has not handed on."""
+        return self._ready > self._taken
+
+    @property
+    def _ready(self) -> int:
+        """Tokens that were read with their outputs."""
+        return min(len(self.sampled), len(self.outputs)) if self.wanted else len(self.sampled)
 
     @property
     def ended(self) -> bool:
@@ -192,7 +200,7 @@ class Sequence:
         """The tokens, at most `most`, that were read since the last call, and the text that they make certain. The
         graph knows nothing of stop strings: a complete stop string ends the sequence, and the tokens after it are left
         out. Without a tokenizer, the text is ""."""
-        tokens, pieces = self.sampled[self._taken :][:most], []
+        tokens, pieces = self.sampled[self._taken : self._ready][:most], []
         if self.text is not None:
             for count, token in enumerate(tokens, start=1):
                 pieces.append(self.text.put(token))

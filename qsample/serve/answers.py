@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.contract.arrays import Array
+from qsample.contract.tensors import LOGPROBS, PROBS
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Delta, Request, RequestOutput, Step
 from qsample.runtime.request import RequestTiming, Usage
@@ -72,13 +73,17 @@ class Answers:
         # Otherwise some would be added and cancelled, and occupy places meanwhile.
         model.check_places(len(rows) + len(scored))
         options: dict[str, Any] = {"priority": body.priority, "max_time": max_time}
+        ranked = [spec.name for spec in model.interface.token_outputs if spec is not PROBS]
+        wanted = ranked if body.top else [] if body.top is None else [LOGPROBS.name]
         try:
             for prompt in scored:
                 guide = ForcedTokens(prompt[1:])
                 self._scoring.append(
-                    model.add(prompt[:1], scoring_params(len(prompt)), allowed_tokens=guide, **options)
+                    model.add(prompt[:1], scoring_params(len(prompt)), allowed_tokens=guide, outputs=ranked, **options)
                 )
-            options |= {"stop_strings": body.stop} | ({} if prediction is None else {"prediction": prediction})
+            options |= {"outputs": wanted, "stop_strings": body.stop} | (
+                {} if prediction is None else {"prediction": prediction}
+            )
             for row, seed, own in zip(rows, seeds, guides, strict=False):
                 self._requests.append(model.add(row, params, seed=seed, allowed_tokens=own, **options))
         except BaseException:

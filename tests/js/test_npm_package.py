@@ -80,7 +80,9 @@ def gpu_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("float32")
     AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32).save_pretrained(folder / "checkpoint")
     AutoTokenizer.from_pretrained(bundled).save_pretrained(folder / "checkpoint")
-    portable = qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint").export(folder / "float32")
+    features: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "return_pdfs": True}
+    model = qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint", **features)
+    portable = model.export(folder / "float32")
     packages = {"float32": folder / "float32"}
     if importlib.util.find_spec("onnxruntime_ep_webgpu"):
         portable.compile(folder / "webgpu", provider="webgpu", ctx_len=512, weights="float32")

@@ -290,7 +290,6 @@ OF_GENERATE: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
     ({}, PROMPTS[:2], {"num_return_sequences": 2, "params": [FREE, GREEDY]}, "is 2 and prompt 1 is continued greedily"),
     ({"compilation": compilation(batch_size=2, ctx_len=48)}, PROMPTS, {"max_time": 5},
      "4 prompts were given .* for 2 at most; stopping_criteria and max_time follow"),
-    (GUESSES, ROW, {"prediction": [5], "flush_every": 2}, "flush_every is 2 and .*, or prediction given"),
     (GUESSES, PROMPTS[:2], {"prediction": [5]}, "prediction is given with 2 prompts"),
     ({}, ROW, {"logits_processor": keep}, "logits_processor is given, and the logits stay in this package's graph; "
      "export with include_sampler=False.*logit_bias=True.*allowed_tokens=True"),
@@ -298,7 +297,6 @@ OF_GENERATE: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
     (NO_SAMPLER, ROW, {"logits_processor": keep, "min_new_tokens": 3}, "logits_processor and min_length were given"),
     ({**NO_SAMPLER, "logit_bias": True}, ROW, {"logits_processor": keep, "logit_bias": {5: 1.0}}, "and logit_bias"),
     ({**NO_SAMPLER, "logprobs": True}, ROW, {"logits_processor": keep}, "package's logprobs are of; export without"),
-    (NO_SAMPLER, ROW, {"logits_processor": keep, "flush_every": 3}, "flush_every is 3 and logits_processor is given"),
     (NO_SAMPLER, ROW, {"logits_processor": [5]}, "logits_processor has a int; give a function"),
     (NO_SAMPLER, ROW, {"logits_processor": lambda ids, scores: None}, "returned object"),
     (NO_SAMPLER, ROW, {"logits_processor": lambda ids, scores: scores[0]}, r"returned float32 \(320,\)"),

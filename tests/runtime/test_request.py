@@ -65,8 +65,6 @@ def test_optional_outputs_of_deltas(fake_model: Callable[..., CausalLM]) -> None
         np.testing.assert_array_equal(np.concatenate(parts), outputs[name])
     # A token keeps none of the outputs of the other slots, for as long as a request runs.
     assert {output["probs"].base for output in request._sequence.outputs} == {None}
-    with pytest.raises(ValueError, match="flush_every is 2 and the package returns logprobs"):
-        Engine(model, flush_every=2)
 
 
 def test_async_readers_do_not_block_their_loop(model: CausalLM, gate: threading.Semaphore) -> None:

@@ -137,13 +137,30 @@ describe.skipIf(!given || !executable)("a package in a browser", () => {
         mapped.push(this.size);
         return mapAsync.apply(this, values);
       };
-      const { tokenIds, timing } = await model.generate(prompts, batch).output();
-      return { tokenIds, timing, mapped };
+      const { tokenIds, timing } = await model.generate(prompts, { ...batch, outputs: [] }).output();
+      const found: any = {};
+      for (const flushEvery of [1, 4, 7]) {
+        const generation = model.generate(prompts, { ...batch, flushEvery });
+        const pieces: any[] = [[], []];
+        const before = mapped.length;
+        for await (const { index, token, logprob, topLogprobs, probs } of generation) {
+          pieces[index].push([token, logprob, topLogprobs, Math.max(...probs), probs.indexOf(Math.max(...probs))]);
+        }
+        found[flushEvery] = { pieces, mapped: mapped.splice(before), reads: (await generation.output()).timing.reads };
+      }
+      return { tokenIds, timing, mapped, found, vocabulary: model.manifest.interface.vocab_size };
     }, { prompts: PROMPTS.slice(0, 2), batch: { rows: BATCH.rows.slice(0, 2) } });
     expect(result).toMatchObject({ tokenIds: TOKENS.slice(0, 2) });
     expect(result.mapped).toHaveLength(result.timing.reads);
     // Status, length and up to four tokens of both rows.
     expect(Math.max(...result.mapped)).toBe(4 * 2 * 6);
+    // With a log-probability, three alternatives and the probabilities of each, in the same read.
+    for (const flushEvery of [4, 7]) {
+      const { pieces, mapped, reads } = result.found[flushEvery];
+      expect(pieces).toEqual(result.found[1].pieces);
+      expect(mapped).toHaveLength(reads);
+      expect(Math.max(...mapped)).toBe(4 * 2 * (2 + flushEvery * (2 + 6 + result.vocabulary)));
+    }
   });
 
   it("a lost GPU is an error that says so, and another model can be loaded", async () => {

@@ -4,13 +4,17 @@ A job is a chunk of a prompt, some short prompts, or `flush_every` decode steps 
 ends inside such a window is inert from there on (the graph sees to that), so reading late changes no token. A step
 gives a running row at least a token, and more if its guesses were right; a read shows the number. With double
 buffering, a thread runs the next job while this thread copies and delivers the tokens of the last.
+
+While some row has to be followed, a window is a single step and only its tokens are read: the optional outputs still
+wait for `flush_every` steps, and with them the tokens of the rows that return them, or for the end of a row.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -18,37 +22,46 @@ import numpy as np
 
 from qsample.checks import check_count
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import DRAFT_IDS, LENGTH, RUNNING, STOPPED
+from qsample.contract.tensors import DRAFT_IDS, LENGTH, NUM_NEW, RUNNING, STOPPED
 from qsample.errors import QsampleError
 from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
-from qsample.runtime.decode.jobs import Admission, Copy, Read, Save, Window, slot_of
+from qsample.runtime.decode.jobs import Admission, Copy, Read, Save, Window, slot_of, span_of
 from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.scheduler import Scheduler
-from qsample.runtime.decode.slots import Slots, Snapshot
+from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.stored_prefixes import StoredPrefixes
-from qsample.runtime.sequence import PrefixStats, Sequence
+from qsample.runtime.sequence import DraftStats, PrefixStats, Sequence
 
 _CACHE_IS_VALID: Final = (STOPPED, LENGTH)
 _FLUSH_EVERY: Final = 4  # if a read waits for the device
 
 
-def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: bool = False) -> int:
+def choose_flush_every(sessions: Sessions, flush_every: int | None) -> int:
     """The number of steps between two reads: `flush_every`, or a number that suits the device: on the CPU a read costs
-    microseconds, elsewhere it waits for the device. Raises ValueError if `flush_every` is more than 1 and every step
-    has to be read: for optional outputs, or if `guided`, as a function, or a prediction, must see every token."""
+    microseconds, elsewhere it waits for the device. Raises ValueError for less than 1."""
     check_count("flush_every", flush_every)
-    optional = [spec.name for spec in sessions.interface.token_outputs]
-    if guided or optional:
-        if flush_every is not None and flush_every > 1:
-            reason = (
-                f"the package returns {', '.join(optional)}"
-                if optional
-                else "allowed_tokens is a function, or prediction given"
-            )
-            raise ValueError(f"flush_every is {flush_every} and {reason}, which takes a read after every token; give 1")
-        return 1
     return flush_every or (1 if sessions.device == "cpu" else _FLUSH_EVERY)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a read found of a sequence. issued: steps that were to give it tokens. drafts: None if it guesses none."""
+
+    sequence: Sequence
+    issued: int
+    tokens: list[int]
+    status: int
+    drafts: DraftStats | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Optional outputs that were not read yet: of `count` tokens of a sequence, which the first of `steps` gave it."""
+
+    sequence: Sequence
+    steps: range
+    count: int
 
 
 class DecodeLoop:
@@ -76,8 +89,9 @@ class DecodeLoop:
         self._deliver = deliver
         self._device = DeviceThread("qsample-device") if double_buffering and slots.read_while_running else None
         self._most = slots.most_new_tokens
-        # Those that the newest job gives tokens, and the least that each gets if it still runs.
-        self._unread: list[tuple[Sequence, int]] = []
+        # Those that the newest job gives tokens, and the steps that do, each at least one if the row still runs.
+        self._unread: list[tuple[Sequence, range]] = []
+        self._waiting: list[_Waiting] = []  # in the order of their steps
         self._left: set[int] = set()  # slots to stop before the next job
         self.prefixes = PrefixStats()
         self.steps = 0  # decode steps, each a run of the graph
@@ -102,12 +116,16 @@ class DecodeLoop:
         return bool(self._scheduler.prefilling)
 
     def add(self, sequence: Sequence) -> None:
+        """Let it wait. It returns all optional outputs of the package unless its `wanted` says less."""
+        if sequence.wanted is None:
+            sequence.wanted = self._slots.output_names
         self._scheduler.add(sequence)
 
     def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take a sequence out. Nothing more of it is delivered; its slot is free from the next job on."""
         slot = self._scheduler.leave(sequence, keep=keep)
-        self._unread = [(unread, count) for unread, count in self._unread if unread is not sequence]
+        self._unread = [(unread, steps) for unread, steps in self._unread if unread is not sequence]
+        self._waiting = [waiting for waiting in self._waiting if waiting.sequence is not sequence]
         if slot is not None:
             self._left.add(slot)
 
@@ -125,12 +143,15 @@ class DecodeLoop:
             self._slots.move(move.source, move.target, move.kept)  # with its unread tokens
         if not self._slots.prepared:
             self._read_and_deliver()
+            self.read_outputs()
             self._slots.prepare()
         followed = any(sequence.followed for sequence in self._scheduler.in_slots)
         if self._device is None or followed:
             self._read_and_deliver()
             self._write_drafts()
         job = self._scheduler.next_job()
+        if isinstance(job, Window) and job.steps > 1:  # it may write all places
+            self.read_outputs()
         if job is None:
             self._read_and_deliver()
         elif self._device is None or followed:
@@ -195,25 +216,26 @@ class DecodeLoop:
     def _overlap(self, device: DeviceThread, job: Read | Window) -> None:
         """Copy this side's values while the first call of `job` writes the other side; deliver them during the rest.
         The second call would write to this side again, so it is handed over after the copy."""
-        side, unread = self._slots.side, self._unread
+        step, unread = self._slots.step, self._unread
         first, *rest = self._issue(job)
         running: list[Future[None]] = [device.submit(first)]
         try:
-            snapshot = self._slots.read(side, self._most_of(unread)) if unread else None
+            found = self._read(unread, step)
             running += [device.submit(call) for call in rest]
-            if snapshot is not None:
-                self._hand_out(unread, snapshot)
+            self._hand_out(found)
         finally:
             for call in running:
                 call.result()
 
     def _issue(self, job: Read | Window) -> list[Callable[[], None]]:
         """The runs of the graph that a job consists of."""
+        now = self._slots.step
         if isinstance(job, Window):
-            self._unread = list(zip(job.sequences, job.counts, strict=True))
+            counts = zip(job.sequences, job.counts, strict=True)
+            self._unread = [(sequence, range(now + 1, now + 1 + count)) for sequence, count in counts]
             self.steps += job.steps
             return [partial(self._slots.decode, job.rows, wait=step == job.steps) for step in range(1, job.steps + 1)]
-        self._unread = [(sequence, 1) for sequence in job.sequences] if job.last else []
+        self._unread = [(sequence, range(now, now + 1)) for sequence in job.sequences] if job.last else []
         calls = [self._copy(copy) for copy in job.copies]
         for sequence, _ in self._unread:  # its whole prompt is issued
             self.prefixes.prompts += 1
@@ -245,43 +267,75 @@ class DecodeLoop:
         return partial(self._slots.saved.save, save.slot, save.place)
 
     def _read_and_deliver(self) -> None:
-        if self._unread:
-            unread, self._unread = self._unread, []
-            self._hand_out(unread, self._slots.read(newest=self._most_of(unread)))
+        unread, self._unread = self._unread, []
+        self._hand_out(self._read(unread))
 
-    def _most_of(self, unread: list[tuple[Sequence, int]]) -> int:
-        """The most new tokens of a row."""
-        return self._most * max(issued for _, issued in unread)
-
-    def _hand_out(self, unread: list[tuple[Sequence, int]], snapshot: Snapshot) -> None:
-        for sequence, issued in unread:
-            slot = sequence.slot
-            if slot is None:  # it left meanwhile
-                continue
-            known, status = len(sequence.prompt) + len(sequence.sampled), int(snapshot.status[slot])
+    def _read(self, unread: list[tuple[Sequence, range]], step: int | None = None) -> list[_Found]:
+        """Read the tokens of the steps up to `step`, by default the newest, and the optional outputs unless they can
+        wait."""
+        unread = [(sequence, steps) for sequence, steps in unread if sequence.slot is not None]  # the rest has left
+        if not unread:
+            return []
+        snapshot = self._slots.read(step, self._most * max(len(steps) for _, steps in unread))
+        found = []
+        for sequence, steps in unread:
+            slot, known = slot_of(sequence), len(sequence.prompt) + len(sequence.sampled)
             tokens = snapshot.tokens_from(slot, known)
-            sequence.sampled += tokens
-            if snapshot.outputs:  # such packages are read after every step
-                rows = {name: values[slot] for name, values in snapshot.outputs.items()}
-                sequence.outputs += _of_each_token(rows, len(tokens), several=self._most > 1)
-            if snapshot.drafts:
-                sequence.drafts = snapshot.drafts[slot]
-            sequence.status = status
-            if status != RUNNING:
-                self.leave(sequence, keep=status in _CACHE_IS_VALID)
-            elif not issued <= len(tokens) <= issued * self._most or len(sequence.sampled) >= sequence.limit:
+            drafts = snapshot.drafts[slot] if snapshot.drafts else None
+            found.append(_Found(sequence, len(steps), tokens, int(snapshot.status[slot]), drafts))
+            if sequence.wanted and tokens:
+                self._waiting.append(_Waiting(sequence, steps, len(tokens)))
+        followed = any(sequence.followed for sequence in self._scheduler.in_slots)
+        if (
+            not followed
+            or len(self._steps_waiting()) >= self._slots.flush_every
+            or any(one.status != RUNNING for one in found)
+        ):
+            self.read_outputs()
+        return found
+
+    def _steps_waiting(self) -> range:
+        """From the first step whose outputs wait to be read to the last."""
+        ends = [end for one in self._waiting for end in (one.steps.start, one.steps.stop)]
+        return range(min(ends, default=0), max(ends, default=0))
+
+    def read_outputs(self) -> None:
+        """Give the tokens that were read their optional outputs, all in a single read, unless they have them."""
+        steps, waiting, self._waiting = self._steps_waiting(), self._waiting, []
+        if not waiting:
+            return
+        rows = span_of(slot_of(one.sequence) for one in waiting)
+        names = {name for one in waiting for name in one.sequence.wanted or ()}
+        values = self._slots.read_outputs(steps, names, rows)
+        counts = values.pop(NUM_NEW.name, None)
+        for one in waiting:
+            row, wanted, outputs = slot_of(one.sequence) - rows.start, one.sequence.wanted or (), one.sequence.outputs
+            end = len(outputs) + one.count
+            for index in range(one.steps.start - steps.start, one.steps.stop - steps.start):
+                given = 1 if counts is None else int(counts[index, row])
+                for token in range(min(given, end - len(outputs))):
+                    found = {name: values[name][index, row] for name in wanted}
+                    if counts is not None:
+                        found = {name: np.array(value[token], ndmin=1) for name, value in found.items()}
+                    # A copy, so that a token keeps none of the outputs of the other rows.
+                    outputs.append({name: value.copy() for name, value in found.items()})
+
+    def _hand_out(self, found: list[_Found]) -> None:
+        for one in found:
+            sequence, issued, count = one.sequence, one.issued, len(one.tokens)
+            if sequence.slot is None:  # it left meanwhile
+                continue
+            sequence.sampled += one.tokens
+            sequence.drafts = one.drafts or sequence.drafts
+            sequence.status = one.status
+            if one.status != RUNNING:
+                self.leave(sequence, keep=one.status in _CACHE_IS_VALID)
+            elif not issued <= count <= issued * self._most or len(sequence.sampled) >= sequence.limit:
                 raise QsampleError(
                     f"a row still runs with {len(sequence.sampled)} new tokens of at most {sequence.limit}, the last "
-                    f"{len(tokens)} from {issued} steps; the graph does not follow the decode contract"
+                    f"{count} from {issued} steps; the graph does not follow the decode contract"
                 )
-            sequence.issued += max(len(tokens) - issued, 0)
+            sequence.issued += max(count - issued, 0)
             self._deliver(sequence)
-            if sequence.status != status and sequence.slot is not None:  # a stop string ended it
+            if sequence.status != one.status and sequence.slot is not None:  # a stop string ended it
                 self.leave(sequence)
-
-
-def _of_each_token(outputs: Mapping[str, Array], count: int, *, several: bool) -> list[Mapping[str, Array]]:
-    """The optional outputs of a row for each of its `count` new tokens. several: they have an axis of tokens."""
-    if not several:
-        return [{name: values.copy() for name, values in outputs.items()}] * count
-    return [{name: np.array(values[token], ndmin=1) for name, values in outputs.items()} for token in range(count)]

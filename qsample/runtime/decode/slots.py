@@ -1,8 +1,8 @@
 """The rows of a batch on the device, each started, filled and stopped separately.
 
 Everything is bound once: the graphs read and write the same memory at every step, and a step reads the tokens that the
-step before it sampled. The outputs for a host (`next_ids`, `status`, `lengths`, the optional outputs) have two buffers
-that take turns, so that they can be copied while the next step runs.
+step before it sampled. The outputs for a host (`next_ids`, `status`, `lengths`) have two buffers that take turns, so
+that they can be copied while the next step runs; the optional outputs have more, because they wait for a later read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from qsample.contract.tensors import (
     retained_name,
 )
 from qsample.ort.bound_graph import BoundGraph
-from qsample.ort.buffers import WITHOUT_ADDRESSES, Buffer, RetainedState, SavedRows, rows_of, run_on_device
+from qsample.ort.buffers import WITHOUT_ADDRESSES, Buffer, OutputRing, RetainedState, SavedRows, rows_of, run_on_device
 from qsample.ort.parts import BoundParts
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
@@ -60,14 +60,12 @@ _Graphs = list[BoundGraph | BoundParts]
 class Snapshot:
     """A copy of every row for a host.
     status, lengths: [B] int32. tokens: [B, T] int32; a row has lengths + 1 tokens after its first sample; with
-    `newest`, [B, newest], the last column being the token at position `lengths`. outputs: the optional outputs of the
-    last step, by name: [B, ...] of its token, or [B, J, ...] of its tokens. drafts: how the guesses of each row fared
-    since it began; empty if the package makes none."""
+    `newest`, [B, newest], the last column being the token at position `lengths`. drafts: how the guesses of each row
+    fared since it began; empty if the package makes none."""
 
     status: Array
     lengths: Array
     tokens: Array
-    outputs: Mapping[str, Array]
     newest: int | None = None
     drafts: tuple[DraftStats, ...] = ()
 
@@ -104,7 +102,7 @@ class NewestTokens:
 
 
 class Drafts:
-    """Counts how the guesses of each of `count` rows fared, on two sides that take turns, as the outputs have."""
+    """Counts how the guesses of each of `count` rows fared, on two sides that take turns, as the states have."""
 
     def __init__(self, count: int) -> None:
         self._counts = np.zeros((2, count, 4), dtype=np.int64)  # the fields of `DraftStats`
@@ -135,14 +133,18 @@ class Slots:
     neither advances it nor writes to it, except for the key and value at position `lengths`, which belong to no token
     yet.
 
-    No method may be called while another runs, except for `read` of the side that a `decode` reads.
+    No method may be called while another runs, except for `read` and `read_outputs` of earlier steps than that of a
+    `decode` that runs.
     """
 
-    def __init__(self, sessions: Sessions, count: int, capacity: int, *, saved_states: int = 0) -> None:
-        """saved_states: places for copies of recurrent states."""
+    def __init__(
+        self, sessions: Sessions, count: int, capacity: int, *, saved_states: int = 0, flush_every: int = 1
+    ) -> None:
+        """saved_states: places for copies of recurrent states. flush_every: most steps whose optional outputs wait to
+        be read."""
         self._sessions = sessions
         self._interface = interface = sessions.interface
-        self.count, self.capacity = count, capacity
+        self.count, self.capacity, self.flush_every = count, capacity, flush_every
         # Kernels may round a single row otherwise: steps are over more rows then, of which some stay idle.
         self._rows = rows = sessions.batch_rows.cover(count)
         # With the sampler on the host, only the cache stays on the device.
@@ -156,12 +158,11 @@ class Slots:
         recurrent = {spec: sessions.device_of(spec) for spec in interface.cache_states if CAPACITY not in spec.axes}
         self.saved = SavedRows(self._state, recurrent, self._sizes, saved_states)
 
-        self._outputs = [
-            {spec.name: Buffer.allocate(spec, self._sizes, device) for spec in interface.sampler_outputs}
-            for _ in range(2)
-        ]
-        for side in self._outputs:
-            side[NEXT_IDS.name].write_at(slice(None), 0)  # for idle rows
+        self.step = 0  # the number of the newest
+        waiting = flush_every if interface.token_outputs else 1
+        self._outputs = OutputRing(interface.sampler_outputs, self._sizes, device, waiting)
+        for step in range(len(self._outputs)):
+            self._outputs.of(step)[NEXT_IDS.name].write_at(slice(None), 0)  # for idle rows
         given = "cpu" if sessions.sampler is not None else sessions.input_device
         narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
         self._parameters = ParameterRows(interface, self._sizes, given, narrow=narrow, needed=device == "cpu")
@@ -188,13 +189,13 @@ class Slots:
 
     @property
     def read_while_running(self) -> bool:
-        """Whether `read` may be called while another thread decodes."""
+        """Whether the results of a step may be read while another thread runs the next."""
         return self._device not in WITHOUT_ADDRESSES
 
     @property
-    def side(self) -> int:
-        """Which of the two sets of buffers holds the newest values."""
-        return self._state.side
+    def output_names(self) -> tuple[str, ...]:
+        """The optional outputs of the package."""
+        return tuple(spec.name for spec in self._interface.token_outputs)
 
     @property
     def most_new_tokens(self) -> int:
@@ -204,18 +205,18 @@ class Slots:
     @property
     def prepared(self) -> bool:
         """Whether `decode` has its captures, if it needs any. New parameters may change that."""
-        keys = [self._key(range(self._rows), side) for side in (0, 1)]
+        keys = [self._key(range(self._rows), step) for step in range(len(self._outputs))]
         return self._sessions.replays is None or all(key in self._bound for key in keys)
 
     def prepare(self) -> None:
         """Capture `decode`, once everything is read: this overwrites the optional outputs. Nothing else may use the
         device meanwhile. ONNX Runtime runs a graph several times before it replays it, so the rows are idle for it: the
         cache at their next position is written again."""
-        outputs = self._outputs[self.side][NEXT_IDS.name]
+        outputs = self._outputs.of(self.step)[NEXT_IDS.name]
         status, next_ids = self._state[STATUS.name].read(), outputs.read()
         self._state[STATUS.name].write_at(slice(None), _IDLE)
-        for _ in range(2):
-            self._bound[self._key(range(self._rows), self.side)] = self._bind_batch(range(self._rows))
+        for _ in range(len(self._outputs)):
+            self._bound[self._key(range(self._rows), self.step)] = self._bind_batch(range(self._rows))
             self.decode()
         self._state[STATUS.name].write_at(slice(None), status)
         outputs.write(next_ids)
@@ -285,8 +286,7 @@ class Slots:
             self._state[spec.name].swap_rows(slot, target, columns if CAPACITY in spec.axes else None)
         for spec in self._interface.sampler_states:
             self._state[spec.name].swap_rows(slot, target)
-        for buffer in self._outputs[self.side].values():
-            buffer.swap_rows(slot, target)
+        self._outputs.swap_rows(slot, target)
         if self._drafts is not None:
             self._drafts.swap_rows(slot, target)
         self._parameters.swap_rows(slot, target)
@@ -317,7 +317,7 @@ class Slots:
         parts reads both at a time."""
         rows = range(slot, slot + len(ids))
         chunk = self._chunk.write(ids)
-        key = rows, emit, self.side, self.adapters.key(rows)
+        key = rows, emit, self._outputs.place(self.step), self.adapters.key(rows)
         graphs = self._graphs(key, partial(self._bind_rows, rows, emit))
         for graph in graphs:
             for name, buffer in chunk.items():
@@ -334,15 +334,16 @@ class Slots:
         rows: at least all that run, by default every row; adjacent rows come along if the package needs them. wait: for
         the device; False if another `decode` follows before anything is read."""
         rows = self._rows_of_step(rows or range(self.count))
-        key = self._key(rows, self.side)
+        key = self._key(rows, self.step)
         if key not in self._bound and self._sessions.replays is not None:
             self.prepare()
         self._parameters.searched.of_batch()  # writes it if it changed; nothing else runs then
         wait = wait or bool(self._sessions.parts)  # another device reads what the last one wrote
         self._run(self._graphs(key, partial(self._bind_batch, rows)), rows, wait=wait)
         if self._drafts is not None:
-            self._drafts.count(self.side, self._outputs[1 - self.side], rows)
+            self._drafts.count(self._state.side, self._outputs.of(self.step + 1), rows)
         self._state.flip(rows if len(rows) < self._rows else None)
+        self.step += 1
 
     def _rows_of_step(self, rows: range) -> range:
         """These rows, and adjacent rows if a step has to be over more."""
@@ -355,24 +356,29 @@ class Slots:
         start = min(rows.start, self._rows - count)
         return range(start, start + count)
 
-    def _key(self, rows: range, side: int) -> tuple[object, ...]:
-        """Identifies the memory that `decode` is bound to."""
-        return side, self._parameters.searched.size, rows, self.adapters.key(rows)
+    def _key(self, rows: range, step: int) -> tuple[object, ...]:
+        """Identifies the memory that `decode` is bound to after a step."""
+        return self._outputs.place(step), self._parameters.searched.size, rows, self.adapters.key(rows)
 
-    def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
+    def read(self, step: int | None = None, newest: int | None = None) -> Snapshot:
         """A copy for the host after the last call.
-        side: the value of `side` before a `decode` that runs now; by default the current side. newest: the number of
-        each row's last tokens that is enough, if the tokens are not in the host's memory; by default all."""
-        side = self.side if side is None else side
+        step: the value of `step` before a `decode` that runs now; by default the newest. newest: the number of each
+        row's last tokens that is enough, if the tokens are not in the host's memory; by default all."""
+        side = (self.step if step is None else step) % 2  # `flip` and `decode` take turns in step
         states = self._state.inputs(side=side)
         status, lengths = states[STATUS.name].read(), states[LENGTHS.name].read()
         if newest is None or self._device in ("cpu", *WITHOUT_ADDRESSES) or newest >= self.capacity:
             tokens, newest = states[TOKENS.name].read(), None
         else:
             tokens = self._newest.read(states, newest)
-        outputs = {spec.name: self._outputs[side][spec.name].read() for spec in self._interface.token_outputs}
         drafts = () if self._drafts is None else self._drafts.of_rows(side)
-        return Snapshot(status, lengths, tokens, outputs, newest, drafts)
+        return Snapshot(status, lengths, tokens, newest, drafts)
+
+    def read_outputs(self, steps: range, names: abc.Collection[str], rows: range) -> dict[str, Array]:
+        """A copy of some optional outputs, [steps, rows, ...] by name. steps: at most `flush_every`, the newest. If a
+        step gives several tokens, the axis J comes third, and NUM_NEW is among the outputs."""
+        several = {NUM_NEW.name} if self._drafts is not None and names else set()
+        return {name: self._outputs.read(steps, name, rows) for name in {*names, *several}}
 
     def stop(self, slot: int) -> None:
         """Make a slot idle, and its parameters cheap; its cache stays."""
@@ -396,7 +402,7 @@ class Slots:
         return graphs
 
     def _bind_batch(self, rows: range) -> _Graphs:
-        now, then = self._outputs[self.side], self._outputs[1 - self.side]
+        now, then = self._outputs.of(self.step), self._outputs.of(self.step + 1)
         call = {INPUT_IDS.name: now[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
         states = self._state.inputs() | self._state.outputs()
         buffers = rows_of(self._parameters.buffers | self._logits | states | then | call, rows)
@@ -405,7 +411,7 @@ class Slots:
 
     def _bind_rows(self, rows: range, emit: bool) -> _Graphs:
         """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
-        buffers = rows_of(self._parameters.buffers | self._logits | self._outputs[self.side], rows)
+        buffers = rows_of(self._parameters.buffers | self._logits | self._outputs.of(self.step), rows)
         buffers |= self._state.inputs(rows) | self._state.outputs(rows)
         status = self._chunk_status.rows(0, len(rows))
         buffers |= self._chunk.of_rows(len(rows)) | {

@@ -17,8 +17,10 @@ import pytest
 
 from qsample.contract.tensors import INVALID_LOGITS, RUNNING, STATUS_NAMES, STOPPED
 from qsample.errors import QsampleError
+from qsample.ort.buffers import OutputRing
 from qsample.ort.rounding import RowCounts
-from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime import CausalLM, Engine, SamplingParams
+from qsample.runtime.callbacks import Guide, Step
 from qsample.runtime.decode.jobs import Admission
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
@@ -51,7 +53,7 @@ def run(
         slots,
         SchedulerConfig.of(model.sessions, flush_every=flush_every, prefill_chunk_size=chunk, interleave=interleave),
     )
-    device = Slots(model.sessions, slots, CAPACITY)
+    device = Slots(model.sessions, slots, CAPACITY, flush_every=flush_every)
     with DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering) as loop:
         for request in requests:
             loop.add(request)
@@ -85,6 +87,19 @@ def rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[range]:
 
     monkeypatch.setattr(Slots, "decode", decode)
     return asked
+
+
+def reads_of_outputs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Of each read of an optional output, from now on: its name, and the numbers of steps and rows."""
+    read: list[tuple[str, int, int]] = []
+    plain = OutputRing.read
+
+    def counted(self: OutputRing, steps: range, name: str, rows: range) -> Any:
+        read.append((name, len(steps), len(rows)))
+        return plain(self, steps, name, rows)
+
+    monkeypatch.setattr(OutputRing, "read", counted)
+    return read
 
 
 def free(most: int) -> SamplingParams:
@@ -233,11 +248,11 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monk
         assert read.acquire(timeout=30)
         plain_decode(self, rows, wait=wait)
 
-    def copy(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
-        if side is not None:
+    def copy(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
+        if step is not None:
             assert begun.acquire(timeout=30)
-            overlapped.append(side)
-        snapshot = plain_read(self, side)
+            overlapped.append(step)
+        snapshot = plain_read(self, step)
         read.release()
         return snapshot
 
@@ -245,7 +260,7 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monk
     monkeypatch.setattr(Slots, "read", copy)
     tokens, _, _ = run(model, [make_sequence(model, [5, 6], free(9), 3, CAPACITY)], 1, double_buffering=True)
     assert tokens[0] == fake_reference.generate([5, 6], free(9), 3, CAPACITY)[0]
-    assert overlapped == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert overlapped == [*range(8)]
 
 
 @pytest.mark.parametrize("flush_every", [1, 3])
@@ -256,9 +271,9 @@ def test_a_copy_that_is_slower_than_the_next_step(
     """What is copied is not written to: the step after the next one waits."""
     plain = Slots.read
 
-    def copy(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
+    def copy(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
         time.sleep(0.01)  # any step that does not wait is done by then
-        return plain(self, side, newest)
+        return plain(self, step, newest)
 
     monkeypatch.setattr(Slots, "read", copy)
     params, prompts = [free(16), free(9), free(13)], [[5, 6], [7, 8, 9, 10, 11], [12]]
@@ -330,10 +345,10 @@ def test_an_invalid_rows_keys_and_values_are_not_reused(
     """Whatever made its logits invalid after some tokens may lie in them."""
     plain, reads = Slots.read, itertools.count(1)
 
-    def read(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
-        snapshot = plain(self, side, newest)
+    def read(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
+        snapshot = plain(self, step, newest)
         ended = np.full_like(snapshot.status, status) if next(reads) == 3 else snapshot.status
-        return Snapshot(ended, snapshot.lengths, snapshot.tokens, snapshot.outputs)
+        return Snapshot(ended, snapshot.lengths, snapshot.tokens)
 
     monkeypatch.setattr(Slots, "read", read)
     params = SamplingParams(max_new_tokens=6, eos_token_id=())
@@ -346,9 +361,9 @@ def test_an_invalid_rows_keys_and_values_are_not_reused(
 def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Slots.read
 
-    def read(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
-        snapshot = plain(self, side, newest)
-        return Snapshot(np.zeros_like(snapshot.status), snapshot.lengths, snapshot.tokens, snapshot.outputs)
+    def read(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
+        snapshot = plain(self, step, newest)
+        return Snapshot(np.zeros_like(snapshot.status), snapshot.lengths, snapshot.tokens)
 
     monkeypatch.setattr(Slots, "read", read)
     request = make_sequence(model, [5, 6, 7], SamplingParams(max_new_tokens=6, eos_token_id=()), 0, CAPACITY)
@@ -434,18 +449,9 @@ def test_a_streamer_gets_every_token_at_any_depth(model: CausalLM) -> None:
         assert recorder.values == [[5, 6, 7], *([token] for token in wanted), []]
 
 
-def test_what_has_to_be_read_after_every_token(fake_model: Callable[..., CausalLM]) -> None:
-    options: dict[str, Any] = {"seed": 1, "max_new_tokens": 6}
-    for features in ({"logprobs": True}, {"probs": True}, {"top_logprobs": 2}):
-        model = fake_model(**features)
-        with pytest.raises(ValueError, match="flush_every is 4 and the package returns"):
-            model.generate([5, 6], flush_every=4, **options)
-        assert len(model.generate([5, 6], flush_every=1, **options).token_ids[0]) == 6
-    guided = fake_model(allowed_tokens=True)
-    with pytest.raises(ValueError, match="flush_every is 2 and allowed_tokens is a function"):
-        guided.generate([5, 6], allowed_tokens=lambda step, mask: None, flush_every=2, **options)
+def test_flush_every_is_at_least_one(model: CausalLM) -> None:
     with pytest.raises(ValueError, match="flush_every is 0"):
-        guided.generate([5, 6], flush_every=0, **options)
+        model.generate([5, 6], flush_every=0)
 
 
 def test_optional_outputs_are_the_same_with_and_without_overlap(fake_model: Callable[..., CausalLM]) -> None:
@@ -459,6 +465,131 @@ def test_optional_outputs_are_the_same_with_and_without_overlap(fake_model: Call
     assert plain.token_ids == overlapped.token_ids
     for name in ("logprobs", "top_logprob_ids", "top_logprobs", "probs"):
         np.testing.assert_array_equal(getattr(plain, name), getattr(overlapped, name))
+
+
+OUTPUTS = {"logprobs": True, "top_logprobs": 3, "probs": True}
+
+
+def test_optional_outputs_wait_for_a_later_read(
+    fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that join between the steps, end in the middle of a window and want different outputs: those of a read after
+    each step, bit for bit. A few rows are taken out on their way."""
+    model = fake_model(**OUTPUTS)
+    generator = random.Random(12)
+    cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(24)]
+    wanted = [(), ("logprobs",), None, ("top_logprobs", "top_logprob_ids")]
+
+    def outputs(flush_every: int, double_buffering: bool) -> list[Sequence]:
+        sequences = [make_sequence(model, *case, CAPACITY) for case in cases]
+        for number, sequence in enumerate(sequences):
+            sequence.wanted = wanted[number % 4]
+        scheduler = Scheduler(5, SchedulerConfig.of(model.sessions, flush_every=flush_every, prefill_chunk_size=4))
+        device = Slots(model.sessions, 5, CAPACITY, flush_every=flush_every)
+        given: dict[int, list[int]] = {}
+
+        def deliver(sequence: Sequence) -> None:
+            tokens = given.setdefault(sequence.seed, [])
+            tokens += sequence.take()[0]
+            assert not sequence.wanted or len(sequence.outputs) >= len(tokens)
+            if sequence.seed % 5 == 4 and len(tokens) > 2:
+                loop.leave(sequence)
+
+        with DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering) as loop:
+            for sequence in sequences:
+                loop.add(sequence)
+            while loop.busy:
+                loop.step()
+        for sequence in sequences:
+            if sequence.seed % 5 != 4:
+                assert given[sequence.seed] == sequence.sampled
+                assert len(sequence.outputs) == len(sequence.sampled) * (sequence.wanted != ())
+        return sequences
+
+    plain = outputs(1, False)
+    for flush_every, double_buffering in itertools.product((4, 7), (False, True)):
+        read = reads_of_outputs(monkeypatch)
+        late = outputs(flush_every, double_buffering)
+        assert max(steps for _, steps, _ in read) == flush_every
+        for one, other, case in zip(plain, late, cases, strict=True):
+            most = min(len(one.sampled), len(other.sampled)) if case[2] % 5 == 4 else None
+            assert one.sampled[:most] == other.sampled[:most]
+            for mine, its in zip(one.outputs[:most], other.outputs[:most], strict=True):
+                assert sorted(mine) == sorted(its) == sorted(OUTPUT_NAMES if one.wanted is None else one.wanted)
+                for name in mine:
+                    assert mine[name].tobytes() == its[name].tobytes()
+
+
+OUTPUT_NAMES = ("logprobs", "top_logprob_ids", "top_logprobs", "probs")
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_function_has_only_the_tokens_read_each_step(
+    looks: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the guided row runs, a step is read at once, but its outputs after four steps, unless the function looks at
+    them; then steps are read by four again."""
+    model = fake_model(allowed_tokens=True, **OUTPUTS)
+    guided, other = (make_sequence(model, [5 + row], free(most), row, CAPACITY) for row, most in enumerate((10, 26)))
+    seen: list[Step] = []
+
+    def follow(step: Step | None, mask: Any) -> None:
+        if step is not None:
+            seen.append(step)
+            if looks:
+                assert step.outputs["logprobs"].shape == (1, 1)
+
+    alone = [make_sequence(model, [5 + row], free(most), row, CAPACITY) for row, most in enumerate((10, 26))]
+    run(model, alone)
+    read, tokens_read = reads_of_outputs(monkeypatch), []
+    plain = Slots.read
+    monkeypatch.setattr(Slots, "read", lambda *given: tokens_read.append(len(read)) or plain(*given))
+    guided.guided = True
+    guide = Guide(follow, [guided], np.full((1, 10), -1, np.int32), 0)
+
+    def deliver(sequence: Sequence) -> None:
+        sequence.take()
+        if sequence is guided:
+            guide.update(loop.set_parameter, loop.read_outputs)
+
+    config = SchedulerConfig.of(model.sessions, flush_every=4, interleave=False)
+    device = Slots(model.sessions, 2, CAPACITY, flush_every=4)
+    guide.start()
+    with DecodeLoop(device, Scheduler(2, config), deliver, double_buffering=True) as loop:
+        loop.add(guided)
+        loop.add(other)
+        while loop.busy:
+            loop.step()
+    # The first token of both, nine steps of the guided row, four windows of the other.
+    assert len(tokens_read) == 1 + 9 + 4
+    probs = [(steps, rows) for name, steps, rows in read if name == "probs"]
+    assert probs == [(1, 2)] * looks * 10 + [(4, 2)] * (not looks) * 2 + [(2, 2)] * (not looks) + [(4, 1)] * 4
+    for sequence, reference in zip((guided, other), alone, strict=True):
+        assert sequence.sampled == reference.sampled
+        for mine, its in zip(sequence.outputs, reference.outputs, strict=True):
+            assert all(mine[name].tobytes() == its[name].tobytes() for name in OUTPUT_NAMES)
+    assert [step.outputs["logprobs"][0, 0] for step in seen] == [one["logprobs"][0] for one in guided.outputs]
+
+
+def test_outputs_that_nobody_wants_are_not_read(
+    fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read = fake_model(**OUTPUTS), reads_of_outputs(monkeypatch)
+    output = model.generate([[5, 6], [7]], free(9), outputs=())
+    assert (read, output.logprobs, output.probs) == ([], None, None)
+    output = model.generate([[5, 6], [7]], free(9), outputs=["logprobs"])
+    assert {name for name, _, _ in read} == {"logprobs"}
+    assert output.probs is None
+    assert output.logprobs is not None
+    assert output.logprobs.shape == (2, 9)
+    with Engine(model) as engine:
+        both = [engine.add_request([5], free(9), seed=1, outputs=names).result(60) for names in (["probs"], None)]
+    assert [sorted(one.outputs) for one in both] == [["probs"], sorted(OUTPUT_NAMES)]
+    for wrong in ("probs", ["prob"], 5):
+        with pytest.raises(
+            ValueError, match=r"outputs is .*; give a list of the package's optional outputs, which are"
+        ):
+            model.generate([5], outputs=wrong)
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -476,12 +607,12 @@ def test_optional_outputs_are_those_of_their_own_step(
         plain_decode(self, rows, wait=wait)
         done.release()
 
-    def read(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
-        if side is not None:
-            overlapped.append(side)
+    def read(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
+        if step is not None:
+            overlapped.append(step)
             if late:
                 assert done.acquire(timeout=30)
-        snapshot = plain_read(self, side)
+        snapshot = plain_read(self, step)
         copied.release()
         return snapshot
 

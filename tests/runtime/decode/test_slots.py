@@ -482,10 +482,10 @@ def test_a_row_that_ended_stays_as_it_was(model: CausalLM) -> None:
 
 def test_the_newest_tokens_of_a_snapshot() -> None:
     status, lengths, tokens = np.zeros(2), np.array([5, 2]), np.arange(20).reshape(2, 10)
-    whole = Snapshot(status, lengths, tokens, {})
+    whole = Snapshot(status, lengths, tokens)
     assert [whole.tokens_from(0, position) for position in (3, 5, 6, 9)] == [[3, 4, 5], [5], [], []]
     assert whole.tokens_from(1, 0) == [10, 11, 12]
-    newest = Snapshot(status, lengths, tokens[:, 4:7], {}, 3)
+    newest = Snapshot(status, lengths, tokens[:, 4:7], 3)
     assert [newest.tokens_from(0, position) for position in (3, 5, 6)] == [[4, 5, 6], [6], []]
     with pytest.raises(IndexError, match="from position 2 on are 4, and 3 were read"):
         newest.tokens_from(0, 2)
