@@ -2,7 +2,8 @@
 
     qsample export CHECKPOINT plain && qsample compile plain plain-int4 --weights int4
     qsample export CHECKPOINT serving --for-serving && qsample compile serving serving-int4 --weights int4
-    python benchmarks/features.py packages plain-int4 serving-int4      # a package, and one with features no row uses
+    python benchmarks/features.py packages plain-int4 serving-int4      # a package, and one with features no row uses,
+                                                                        # whose outputs are read for no row, and for all
     python benchmarks/features.py one-row plain-int4 …                  # with and without `batch_invariant`
 
     qsample export CHECKPOINT lora --max-loras 4 && qsample compile lora lora-int4 --weights int4
@@ -23,6 +24,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,11 +40,20 @@ KINDS: Final = {"q, v": ("q_proj", "v_proj"), "all": None}
 Cases = dict[str, Callable[[], float]]  # name → runs once; seconds of a step
 
 
-def step_seconds(model: CausalLM, options: argparse.Namespace, rows: int, adapters: Any = None, **params: Any) -> float:
+def step_seconds(
+    model: CausalLM,
+    options: argparse.Namespace,
+    rows: int,
+    adapters: Any = None,
+    outputs: tuple[str, ...] | None = (),
+    **params: Any,
+) -> float:
     names = adapters or [None] * rows
     endless = {"max_new_tokens": options.new_tokens, "eos_token_id": (), **params}
     prompts = [list(range(100, 100 + options.prompt))] * rows
-    output = model.generate(prompts, [SamplingParams(**endless, adapter=name) for name in names], seed=1)
+    output = model.generate(
+        prompts, [SamplingParams(**endless, adapter=name) for name in names], seed=1, outputs=outputs
+    )
     return float(output.timing.decode_seconds) / (options.new_tokens - 1)
 
 
@@ -121,10 +132,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for rows in options.rows:
             for mix in ("greedy", "top-p 0.95") if options.what == "packages" else ("greedy",):
-                cases: Cases = {
-                    name: lambda model=model, mix=mix: step_seconds(model, options, rows, **MIXES[mix])  # type: ignore[misc]  # noqa: B023
-                    for name, model in models.items()
-                }
+                cases: Cases = {}
+                for name, model in models.items():
+                    step = partial(step_seconds, model, options, rows, **MIXES[mix])
+                    cases[name] = step
+                    if options.what == "packages" and model.interface.token_outputs:
+                        cases[f"{name}, outputs read"] = partial(step, outputs=None)
                 if options.what == "lora":
                     cases = lora_cases(list(models.values()), options, rows, Path(folder))
                 compare(cases, options.rounds, f"{rows} rows, {mix}, {options.prompt} tokens of prompt")

@@ -389,27 +389,25 @@ class OutputRing:
         """A copy of an output of some steps, [steps, rows, ...]. From a device it is a single copy for any number:
         a graph puts them next to each other there."""
         given = [self.of(step)[name] for step in steps]
-        first, some = given[0], slice(rows.start, rows.stop)
-        if isinstance(first, HostBuffer):
-            return np.stack([buffer.rows(rows.start, len(rows)).read() for buffer in given])
-        whole = first.device in WITHOUT_ADDRESSES
-        if not whole:
-            given = [buffer.rows(rows.start, len(rows)) for buffer in given]
-        count, shape = given[0].shape[0], first.shape[1:]
-        if len(given) == 1:
-            values = given[0].read()
-        else:
-            given += given[-1:] * (self.steps - len(given))  # the same graph and memory for any number
-            if name not in self._joined:
-                zeros = np.zeros((self.steps * first.shape[0], *shape), DTYPES[first.dtype].numpy)
-                self._joined[name] = Buffer.of(zeros, first.device)
-            joined = self._joined[name]
-            joined = joined if whole else joined.reshaped(self.steps * count, *shape)
-            inputs = {f"x{index}": buffer for index, buffer in enumerate(given)}
-            run_on_device(small_graphs.concatenated(DTYPES[first.dtype].onnx, len(given)), inputs, {"y": joined})
-            values = (joined if whole else joined.reshaped(len(steps) * count, *shape)).read()
-        values = values.reshape(-1, count, *shape)[: len(steps)]
-        return values[:, some] if whole else values
+        if given[0].device not in WITHOUT_ADDRESSES:
+            given, rows = [buffer.rows(rows.start, len(rows)) for buffer in given], range(len(rows))
+        in_host = [buffer.values for buffer in given if isinstance(buffer, HostBuffer)]
+        if in_host:
+            return np.stack(in_host)
+        values = given[0].read() if len(given) == 1 else self._read_together(name, given)
+        result: Array = values.reshape(-1, *given[0].shape)[: len(given), rows.start : rows.stop]
+        return result
+
+    def _read_together(self, name: str, given: list[Buffer]) -> Array:
+        given = given + given[-1:] * (self.steps - len(given))  # the same graph and memory for any number
+        own = self.of(0)[name]
+        if name not in self._joined:
+            zeros = np.zeros((self.steps * own.shape[0], *own.shape[1:]), DTYPES[own.dtype].numpy)
+            self._joined[name] = Buffer.of(zeros, own.device)
+        joined = self._joined[name].reshaped(self.steps * given[0].shape[0], *own.shape[1:])
+        inputs = {f"x{index}": buffer for index, buffer in enumerate(given)}
+        run_on_device(small_graphs.concatenated(DTYPES[own.dtype].onnx, len(given)), inputs, {"y": joined})
+        return joined.read()
 
 
 def _kind_and_number(device: str) -> tuple[str, int]:

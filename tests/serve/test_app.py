@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from qsample.ort.buffers import OutputRing
 from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
 from qsample.runtime.call import Call
 from qsample.runtime.decode.loop import DecodeLoop
@@ -269,6 +270,51 @@ def test_offsets_of_tokens_in_the_text(client: TestClient, stream: bool) -> None
     pairs = [pair for part in filter(None, parts) for pair in zip(part["text_offset"], part["tokens"], strict=True)]
     assert len(pairs) == 24
     assert all(text[offset:].startswith(token) for offset, token in pairs)
+
+
+def test_answers_of_late_reads(client: TestClient, local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read every four steps, as on a GPU, answers and log-probabilities stay, and what none asks for is not read."""
+    ranked = {"logprobs", "top_logprob_ids", "top_logprobs"}
+    asked: list[tuple[dict[str, Any], set[str]]] = [
+        ({}, set()),
+        ({"guided_regex": "[a-z]{9}"}, set()),
+        ({"logprobs": 0}, {"logprobs"}),
+        ({"logprobs": 2, "n": 3, "stop": ["e", "th"]}, ranked),
+        ({"logprobs": 2, "guided_regex": "[a-z]{9}"}, ranked),
+        ({"logprobs": 1, "echo": True}, ranked),
+    ]
+
+    def choices(running: TestClient, body: dict[str, Any]) -> Any:
+        body = {"prompt": "In the beginning", "max_tokens": 15, "seed": 1, **body}
+        whole, streamed = (running.post(COMPLETIONS, json={**body, "stream": stream}) for stream in (False, True))
+        parts = [event["choices"][0] for event in events(streamed.text)]
+        pairs = [
+            (one["index"], *pair)
+            for one in parts
+            if one["logprobs"]
+            for pair in zip(one["logprobs"]["tokens"], one["logprobs"]["token_logprobs"], strict=True)
+        ]
+        texts = ["".join(one["text"] for one in parts if one["index"] == index) for index in range(body.get("n", 1))]
+        return whole.json()["choices"], sorted(pairs, key=lambda pair: pair[0]), texts
+
+    wanted = [choices(client, body) for body, _ in asked]
+    read: set[str] = set()
+    steps: set[int] = set()
+    plain = OutputRing.read
+
+    def noted(self: OutputRing, given: range, name: str, rows: range) -> Any:
+        read.add(name)
+        steps.add(len(given))
+        return plain(self, given, name, rows)
+
+    monkeypatch.setattr(OutputRing, "read", noted)
+    monkeypatch.setattr("qsample.runtime.engine.choose_flush_every", lambda *_: 4)
+    with local_app(slots=4) as late:
+        for (body, names), answers in zip(asked, wanted, strict=True):
+            read.clear()
+            assert choices(late, body) == answers
+            assert read == names
+    assert max(steps) == 4
 
 
 def test_every_answer_follows_a_form_of_its_own(client: TestClient) -> None:
