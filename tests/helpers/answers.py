@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qsample.contract.interface import Features
+from qsample.contract.interface import Features, Interface
 from qsample.runtime import Delta, RequestOutput
 from qsample.runtime.request import RequestTiming, Usage
 from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS, ReasoningReader
@@ -93,7 +93,7 @@ def served(*requests: Scripted | Exception, features: Features | None = None, re
     return SimpleNamespace(
         name="tiny",
         base="tiny",
-        interface=SimpleNamespace(features=features or Features()),
+        interface=Interface(300, (), features=features or Features(logprobs=True, top_logprobs=3, probs=True)),
         ends={END},
         token_texts=Texts(),
         tool_format=TOOL_FORMATS["hermes"],

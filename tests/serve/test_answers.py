@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,11 +116,13 @@ def test_what_the_engine_is_given() -> None:
     (prompt, params), own = scoring.arguments, dict(scoring.options)
     guide_of_prompt = own.pop("allowed_tokens")
     assert isinstance(guide_of_prompt, ForcedTokens)
-    assert ([*guide_of_prompt._left], prompt, own) == ([6], [5], options)
+    ranked = ["logprobs", "top_logprob_ids", "top_logprobs"]
+    assert ([*guide_of_prompt._left], prompt, own) == ([6], [5], {"outputs": ranked, **options})
+    options |= {"outputs": ["logprobs"], "stop_strings": ["x"]}
     assert (params.max_new_tokens, params.temperature, params.eos_token_id) == (1, 0.0, ())
     for request, row, seed, form in zip(requests[1:], ([5, 6], [5, 6], [7], [7]), (5, 6, 5, 6), made, strict=True):
         assert request.arguments == (row, PARAMS)
-        assert request.options == {"seed": seed, "allowed_tokens": form, "stop_strings": ["x"], **options}
+        assert request.options == {"seed": seed, "allowed_tokens": form, **options}
     assert play.followed == [
         *(("answer", "tiny", request) for request in requests[1:]), ("scoring", "tiny", scoring),
     ]  # fmt: skip
@@ -131,7 +134,7 @@ def test_guesses_that_were_right_and_wrong_are_counted() -> None:
     play = Play(completion(n=3), *(Scripted(output=output) for output in outputs))
     assert "completion_tokens_details" not in play.whole([5])["usage"]
     play = Play(completion(n=3), *(Scripted(output=output) for output in outputs))
-    play.model.interface.features = Features(num_speculative_tokens=7)
+    play.model.interface = replace(play.model.interface, features=Features(num_speculative_tokens=7))
     wanted = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 8}
     assert play.whole([5])["usage"]["completion_tokens_details"] == wanted
 
