@@ -123,6 +123,11 @@ def test_outputs_of_each_token(fake_model: Callable[..., CausalLM]) -> None:
         for name in ("logprobs", "top_logprobs", "top_logprob_ids"):
             wanted = getattr(plain, name)[:rows]
             np.testing.assert_allclose(getattr(output, name), wanted, rtol=1e-5, atol=1e-5)
+    late = model.generate([prompt, [70] * 3], [guess, params], seed=4, flush_every=4)
+    followed = model.generate([prompt], guess, seed=4, flush_every=4, prediction=plain.token_ids[0])
+    for output, early in ((late, both), (followed, alone)):  # the outputs of steps of different numbers of tokens
+        for name in ("logprobs", "top_logprobs", "top_logprob_ids"):
+            assert getattr(output, name).tobytes() == getattr(early, name).tobytes()
     assert plain.timing.drafts == DraftStats(num_steps=58)
     assert alone.timing.drafts.num_accepted_tokens > 20
     assert alone.timing.steps < 9
