@@ -97,6 +97,7 @@ def test_options_reach_the_engine_and_the_template(say: Any, requests: list[Any]
     _, options, _ = requests[0]
     assert options == {
         "max_new_tokens": 9,
+        "outputs": (),
         "seed": 3,
         "temperature": 0.5,
         "top_k": 7,

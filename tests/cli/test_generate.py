@@ -101,7 +101,7 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
     seen.pop("streamer")
     given |= {"double_buffering": False, "stop_strings": ("one", "two")}
     texts = {"bad_words": ["one", "two"], "dry_sequence_breakers": ["."]}
-    assert seen == {**given, **texts, "eos_token_id": [5, 6], "inputs": ["x"]}
+    assert seen == {**given, **texts, "eos_token_id": [5, 6], "inputs": ["x"], "outputs": []}
     assert run("generate", llama_package, "-p", "x", "--greedy")[0] == 1
     assert seen["do_sample"] is False
 
