@@ -39,7 +39,7 @@ def test_prompts_in_one_run_give_the_same_tokens_as_alone(sampler: bool, exporte
         patch.setattr(
             Slots,
             "prefill",
-            lambda self, slot, *ids, emit: (calls.append(len(ids)), plain(self, slot, *ids, emit=emit)),
+            lambda self, slot, *ids, **more: (calls.append(len(ids)), plain(self, slot, *ids, **more)),
         )
         got = model.generate(prompts, PARAMS, seed=11)
     assert calls == [4]

@@ -64,9 +64,9 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tokens: list[int] = []
     plain = Slots.prefill
 
-    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool) -> None:
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, wait: bool = True) -> None:
         tokens.extend(len(row) for row in ids)
-        plain(self, slot, *ids, emit=emit)
+        plain(self, slot, *ids, emit=emit, wait=wait)
 
     monkeypatch.setattr(Slots, "prefill", prefill)
     return tokens

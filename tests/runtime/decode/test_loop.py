@@ -68,9 +68,9 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     plain = Slots.prefill
 
-    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool) -> None:
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, wait: bool = True) -> None:
         rows.append(len(ids))
-        plain(self, slot, *ids, emit=emit)
+        plain(self, slot, *ids, emit=emit, wait=wait)
 
     monkeypatch.setattr(Slots, "prefill", prefill)
     return rows
