@@ -96,7 +96,7 @@ void generate(const std::string& folder, const Numbers& prompt, std::map<std::st
   // 2. The sampling parameters, a value per row. What is not named here is off: with 0, or with -1 in place of tokens.
   const std::map<std::string, Numbers> parameters = {
       {"temperature", numbers(given["--temperature"])}, {"top_k", numbers(given["--top-k"])},
-      {"top_p", numbers(given["--top-p"])}, {"typical_p", {1}}, {"repetition_penalty", {1}}, {"logit_bias", {0}},
+      {"top_p", numbers(given["--top-p"])}, {"typical_p", {1}}, {"adaptive_target", {-1}}, {"repetition_penalty", {1}}, {"logit_bias", {0}},
       {"stop_ids", stops}, {"max_length", {std::min(capacity, longest)}}, {"emit", {1}}};
   Ort::IoBinding binding(decoder);
   const auto inputs = decoder.GetInputNames();

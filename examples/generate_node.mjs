@@ -55,6 +55,7 @@ const parameters = {
   seed, // for a graph without the state `noise`
   temperature: tensor("float32", [given.temperature]), top_k: tensor("int32", [given["top-k"]]),
   top_p: tensor("float32", [given["top-p"]]), typical_p: tensor("float32", [1]),
+  adaptive_target: tensor("float32", [-1]),
   repetition_penalty: tensor("float32", [1]), max_length: tensor("int32", [Math.min(capacity, longest)]),
   stop_ids: tensor("int32", stops, [1, stops.length]),
   logit_bias: tensor("float32", [0], [1, 1]), emit: tensor("bool", [1]), searched_rows: tensor("int64", [0]),

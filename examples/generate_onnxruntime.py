@@ -112,6 +112,7 @@ def main() -> None:
         "logit_bias": np.float32([[0]]),
         "allowed_tokens": np.full((1, -(-manifest["interface"]["vocab_size"] // 32)), -1, dtype=np.int32),
         "typical_p": np.float32([1]),
+        "adaptive_target": np.float32([-1]),
         "seed": np.int64([args.seed]),  # for a graph without the state `noise`
         "prompt_lookup_num_tokens": np.int32([args.prompt_lookup_num_tokens]),
     }

@@ -58,7 +58,7 @@ def parameters(specs: Iterable[TensorSpec]) -> str:
 def states() -> str:
     """Each retained state with the output of its next value; the cache of layer `{i}` is a pair of rows."""
     rows = []
-    for spec in (*contract.SAMPLER_STATES, contract.XTC_NOISE, contract.MIROSTAT_MU):
+    for spec in (*contract.SAMPLER_STATES, *contract.FILTER_STATES.values()):
         after = "— (read-only)" if spec.read_only else f"`{contract.retained_name(spec.name)}`"
         rows.append([f"`{spec.name}`", after, spec.dtype, axes(spec), spec.meaning])
     for spec in Interface(vocab_size=1, key_values=(KeyValueShape(1, 1),)).cache_states:

@@ -77,7 +77,7 @@ def module() -> str:
         "PARAMETERS": contract.PARAMETERS,
         "LOGIT_BIAS_INPUTS": contract.LOGIT_BIAS_INPUTS,
         "ALLOWED_TOKENS": (contract.ALLOWED_TOKENS,),
-        "STATES": (*contract.SAMPLER_STATES, contract.XTC_NOISE, contract.MIROSTAT_MU),
+        "STATES": (*contract.SAMPLER_STATES, *contract.FILTER_STATES.values()),
         "OUTPUTS": (contract.NEXT_IDS, contract.LOGPROBS, *contract.TOP_LOGPROB_OUTPUTS, contract.PROBS),
     }
     tables: dict[str, tuple[str, Any]] = {

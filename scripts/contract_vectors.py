@@ -30,6 +30,7 @@ from scripts.vector_drafts import (  # noqa: E402
     FILTERS,
     PIECES,
     PROMPTS,
+    RECENT,
     SETTINGS,
     WAITING,
     WIDE,
@@ -51,7 +52,9 @@ CAPACITY, NEW_TOKENS = 48, 20
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for number, (name, drafts) in enumerate({"adjust": ADJUST, "filters": FILTERS, "wide": WIDE}.items()):
+    for number, (name, drafts) in enumerate(
+        {"adjust": ADJUST, "filters": FILTERS, "wide": WIDE, "recent": RECENT}.items()
+    ):
         write(name, {"cases": [drawn(draft, order, number) for draft in drafts for order in draft.orders]})
     write("noise", noise())
     write("package", package())
@@ -126,8 +129,9 @@ def results(logits: Array, inputs: Arrays, out: Arrays) -> dict[str, Any]:
         shown |= {"kept": np.flatnonzero(probs).tolist(), "u": int(inputs["noise"][0, position] * 2**24)}
         if inputs["xtc_probability"][0] > 0:
             shown["xtc_u"] = int(inputs["xtc_noise"][0, position] * 2**24)
-    if emitted and inputs["mirostat_tau"][0] > 0:
-        shown["mirostat_mu"] = float(f"{out['mirostat_mu_RetainedState'][0]:.7g}")
+    for state, on in ("mirostat_mu", inputs["mirostat_tau"] > 0), ("adaptive_error", inputs["adaptive_target"] >= 0):
+        if emitted and on[0]:
+            shown[state] = float(f"{out[f'{state}_RetainedState'][0]:.7g}")
     return shown
 
 

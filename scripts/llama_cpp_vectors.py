@@ -19,7 +19,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers.llama_cpp_samplers import FILTERS, dry_case, filters_case, mirostat_case, random_filters  # noqa: E402
+from tests.helpers.llama_cpp_samplers import (  # noqa: E402
+    FILTERS,
+    adaptive_case,
+    chain_case,
+    dry_case,
+    filters_case,
+    mirostat_case,
+    random_filters,
+)
 
 FILE = ROOT / "tests" / "fixtures" / "llama_cpp_samplers.json"
 
@@ -34,6 +42,8 @@ def main() -> None:
         ],
         "dry": [dry_case(rng) for _ in range(16)],
         "mirostat": [mirostat_case(rng) for _ in range(4)],
+        "chains": [chain_case(rng) for _ in range(10)],
+        "adaptive_p": [adaptive_case(rng) for _ in range(4)],
     }
     lines = [f'"llama_cpp_python": "{version("llama-cpp-python")}"']
     for kind, cases in kinds.items():

@@ -47,7 +47,7 @@ class Draft:
 # Parameters that only configure another parameter.
 SETTINGS: Final = (
     *("temperature", "logit_bias", "xtc_threshold", "dynatemp_exponent", "mirostat_eta"),
-    *("dry_base", "dry_allowed_length"),
+    *("dry_base", "dry_allowed_length", "adaptive_decay"),
 )
 _INF, _NAN = float("inf"), float("nan")
 _BOTH: Final[dict[str, Any]] = {"orders": FILTER_ORDERS}
@@ -321,6 +321,64 @@ FILTERS: Final = [
             "mirostat_tau",
         ),
         **_BOTH,
+    ),
+]
+
+# The newest tokens of a row: the penalties that count no others, and adaptive-p, which follows their probabilities.
+RECENT: Final = [
+    Draft(
+        "penalty_last_n: the newest 3 tokens, the prompt's included, for all three penalties",
+        {
+            "temperature": 1.0,
+            "penalty_last_n": 3,
+            "repetition_penalty": 1.5,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.25,
+        },
+        prompt=[6, 7, 4, 5, 5, 6],
+        capacity=16,
+        steps=6,
+        spread=1.0,
+    ),
+    Draft(
+        "penalty_last_n over pieces of a prompt",
+        {"penalty_last_n": 4, "frequency_penalty": 1.5},
+        prompt=[[3, 4, 5], [4, 4], [6]],
+        spread=1.0,
+    ),
+    Draft(
+        "penalty_last_n beyond the row: all its tokens",
+        {"penalty_last_n": 2**31 - 1, "presence_penalty": 2.0},
+        prompt=[3, 4, 5, 6, 3],
+    ),
+    Draft(
+        "penalty_last_n 0 switches the penalties off",
+        {"temperature": 1.0, "penalty_last_n": 0, "repetition_penalty": 1.5, "frequency_penalty": 0.5},
+        prompt=[3, 4, 5, 6],
+        idle=("repetition_penalty", "frequency_penalty"),
+    ),
+    Draft("adaptive_p", {"temperature": 1.0, "adaptive_target": 0.25, "adaptive_decay": 0.5}, steps=6, **_BOTH),
+    Draft(
+        "adaptive_p after other filters",
+        {"temperature": 1.5, "adaptive_target": 0.5, "adaptive_decay": 0.75, "min_p": 0.125, "top_k": 8},
+        steps=6,
+        **_BOTH,
+    ),
+    Draft(
+        "adaptive_p aims at no probability below 0",
+        {"temperature": 1.0, "adaptive_target": 0.0625, "adaptive_decay": 0.0, "top_k": 3},
+        steps=6,
+    ),
+    Draft(
+        "adaptive_p draws tokens whose probability rounds to 0",
+        {"temperature": 0.0078125, "adaptive_target": 0.25, "top_k": 4},
+        steps=4,
+    ),
+    Draft("greedy: adaptive_p leaves its state as it is", {"adaptive_target": 0.5}, steps=2, idle=("adaptive_target",)),
+    Draft(
+        "adaptive_p and mirostat, which reads the probability before it",
+        {"temperature": 1.0, "adaptive_target": 0.25, "mirostat_tau": 1.5, "mirostat_eta": 0.25},
+        steps=6,
     ),
 ]
 

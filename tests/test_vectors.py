@@ -63,8 +63,8 @@ def check_row(call: Case, out: Arrays, where: str) -> None:
         np.testing.assert_allclose(out["adjusted_logits"], adjusted, rtol=1e-6, err_msg=where)
     if "kept" in call:
         assert np.flatnonzero(out["probs"]).tolist() == call["kept"], where
-    if "mirostat_mu" in call:
-        np.testing.assert_allclose(out["mirostat_mu_RetainedState"], call["mirostat_mu"], **CLOSE, err_msg=where)
+    for state in {"mirostat_mu", "adaptive_error"} & call.keys():
+        np.testing.assert_allclose(out[f"{state}_RetainedState"], call[state], **CLOSE, err_msg=where)
     assert out.get("margin", 1) >= 2**-16, where
     assert out.get("edge", 1) >= 2**-16, where
 
@@ -77,7 +77,7 @@ def check_graphs(name: str, *, least: int = 1, **kind: Any) -> None:
             check(cases, face, sampler(face))
 
 
-@pytest.mark.parametrize("name", ["adjust", "filters", "wide"])
+@pytest.mark.parametrize("name", ["adjust", "filters", "wide", "recent"])
 class TestSampler:
     def test_reference(self, name: str) -> None:
         for case in load(name)["cases"]:

@@ -57,6 +57,7 @@ export const STATES: readonly TensorSpec[] = [
   {"name": "noise", "dtype": "float32", "axes": ["B", "T"], "off": null, "readOnly": true},
   {"name": "xtc_noise", "dtype": "float32", "axes": ["B", "T"], "off": null, "readOnly": true},
   {"name": "mirostat_mu", "dtype": "float32", "axes": ["B"], "off": null, "readOnly": false},
+  {"name": "adaptive_error", "dtype": "float32", "axes": ["B"], "off": null, "readOnly": false},
 ];
 export const OUTPUTS: readonly TensorSpec[] = [
   {"name": "next_ids", "dtype": "int64", "axes": ["B", 1], "off": null, "readOnly": false},
@@ -73,10 +74,12 @@ export const EXTRA_PARAMETERS: Readonly<Record<string, readonly TensorSpec[]>> =
   "top_n_sigma": [{"name": "top_n_sigma", "dtype": "float32", "axes": ["B"], "off": 0.0, "readOnly": false}],
   "xtc": [{"name": "xtc_probability", "dtype": "float32", "axes": ["B"], "off": 0.0, "readOnly": false}, {"name": "xtc_threshold", "dtype": "float32", "axes": ["B"], "off": 0.1, "readOnly": false}],
   "dry": [{"name": "dry_multiplier", "dtype": "float32", "axes": ["B"], "off": 0.0, "readOnly": false}, {"name": "dry_base", "dtype": "float32", "axes": ["B"], "off": 1.75, "readOnly": false}, {"name": "dry_allowed_length", "dtype": "int32", "axes": ["B"], "off": 2, "readOnly": false}, {"name": "dry_penalty_last_n", "dtype": "int32", "axes": ["B"], "off": -1, "readOnly": false}, {"name": "dry_sequence_breakers", "dtype": "int32", "axes": ["B", "D"], "off": -1, "readOnly": false}],
+  "penalty_last_n": [{"name": "penalty_last_n", "dtype": "int32", "axes": ["B"], "off": -1, "readOnly": false}],
   "no_repeat_ngram_size": [{"name": "no_repeat_ngram_size", "dtype": "int32", "axes": ["B"], "off": 0, "readOnly": false}],
   "bad_words_ids": [{"name": "bad_words_ids", "dtype": "int32", "axes": ["B", "Q", "L"], "off": -1, "readOnly": false}],
   "dynatemp": [{"name": "dynatemp_range", "dtype": "float32", "axes": ["B"], "off": 0.0, "readOnly": false}, {"name": "dynatemp_exponent", "dtype": "float32", "axes": ["B"], "off": 1.0, "readOnly": false}],
   "mirostat": [{"name": "mirostat_tau", "dtype": "float32", "axes": ["B"], "off": 0.0, "readOnly": false}, {"name": "mirostat_eta", "dtype": "float32", "axes": ["B"], "off": 0.1, "readOnly": false}],
+  "adaptive_p": [{"name": "adaptive_target", "dtype": "float32", "axes": ["B"], "off": -1.0, "readOnly": false}, {"name": "adaptive_decay", "dtype": "float32", "axes": ["B"], "off": 0.9, "readOnly": false}],
 };
 export const SAMPLING_FIELDS: Readonly<Record<string, readonly number[]>> = {
   "temperature": [1],
@@ -91,6 +94,7 @@ export const SAMPLING_FIELDS: Readonly<Record<string, readonly number[]>> = {
   "xtc_probability": [0.0],
   "dynatemp_range": [0.0],
   "mirostat": [0],
+  "adaptive_target": [-1.0],
 };
 export const UNSUPPORTED: Readonly<Record<string, readonly unknown[]>> = {
   "num_beams": [1],
@@ -141,9 +145,12 @@ export const NUMBERS = {
   "dryBase": {"name": "dry_base", "off": 1.75, "least": 1, "most": 3.4028235e+38, "integer": false, "accepted": "a finite number >= 1"},
   "dryAllowedLength": {"name": "dry_allowed_length", "off": 2, "least": 1, "most": 2147483647, "integer": true, "accepted": "an integer >= 1"},
   "dryPenaltyLastN": {"name": "dry_penalty_last_n", "off": -1, "least": -1, "most": 2147483647, "integer": true, "accepted": "an integer >= -1 (-1 = all tokens, 0 = off)"},
+  "penaltyLastN": {"name": "penalty_last_n", "off": -1, "least": -1, "most": 2147483647, "integer": true, "accepted": "an integer >= -1 (-1 = off, 0 = no token is penalized)"},
   "noRepeatNgramSize": {"name": "no_repeat_ngram_size", "off": 0, "least": 0, "most": 65, "integer": true, "accepted": "an integer from 0 to 65 (0 = off)"},
   "dynatempRange": {"name": "dynatemp_range", "off": 0.0, "least": 0, "most": 3.4028235e+38, "integer": false, "accepted": "a finite number >= 0 (0 = off)"},
   "dynatempExponent": {"name": "dynatemp_exponent", "off": 1.0, "least": 0, "most": 3.4028235e+38, "integer": false, "accepted": "a finite number >= 0"},
   "mirostatTau": {"name": "mirostat_tau", "off": 5.0, "least": 1.1754944e-38, "most": 3.4028235e+38, "integer": false, "accepted": "a finite number > 0"},
   "mirostatEta": {"name": "mirostat_eta", "off": 0.1, "least": 0, "most": 3.4028235e+38, "integer": false, "accepted": "a finite number >= 0"},
+  "adaptiveTarget": {"name": "adaptive_target", "off": -1.0, "least": -1, "most": 1, "integer": false, "accepted": "a number from 0 to 1 (negative = off)"},
+  "adaptiveDecay": {"name": "adaptive_decay", "off": 0.9, "least": 0, "most": 0.99, "integer": false, "accepted": "a number from 0 to 0.99"},
 } as const satisfies Record<string, NumberSpec>;

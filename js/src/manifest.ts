@@ -1,5 +1,5 @@
 // qsample.json as typed data: as much of it as a host needs, checked.
-import { CONTRACT_VERSION } from "./contract.js";
+import { CONTRACT_VERSION, EXTRA_PARAMETERS } from "./contract.js";
 import { PackageError, shown } from "./errors.js";
 
 export interface Features {
@@ -73,6 +73,10 @@ export function parseManifest(text: string, where: string): Manifest {
   }
   if (!Array.isArray(data.interface.features.filters) || (data.compilation != null && !Array.isArray(data.compilation.execution_providers))) {
     throw new PackageError(`${MANIFEST} of ${where} lacks interface.features.filters or compilation.execution_providers; export the package again`);
+  }
+  const unknown = data.interface.features.filters.find((name: unknown) => !Object.hasOwn(EXTRA_PARAMETERS, String(name)));
+  if (unknown !== undefined) {
+    throw new PackageError(`the package ${where} has the filter ${shown(unknown)}, which this version of qsample does not know; install another version, or export the package again without it`);
   }
   return data as Manifest;
 }

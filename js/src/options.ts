@@ -117,6 +117,7 @@ export function resolve(config: Readonly<Record<string, unknown>>, options: Samp
     throw new ArgumentError(`${what} is ${shown(value)}; give 0 (off) or 2 (Mirostat 2.0)`, "mirostat");
   }, 0);
   if (!mirostat) values.mirostat_tau = 0; // which is how the graph has it off
+  if (values.adaptive_target! < 0) values.adaptive_target = -1;
   const eos = read<number[] | null>("eos_token_id", (value, what) => unique(idList(value, what, "eosTokenId")), null);
   return {
     values,

@@ -121,7 +121,7 @@ FEATURE_FLAGS: Final[Mapping[str, Flag]] = {
     **flags_of(Features),
     "for_serving": _flag(
         bool,
-        "All four, with 20 likeliest tokens: what qsample serve may be asked for.",
+        "All four, 20 likeliest tokens and penalty_last_n: what qsample serve may be asked for.",
         "--for-serving",
         default=False,
     ),

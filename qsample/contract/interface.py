@@ -21,6 +21,7 @@ from qsample.contract.tensors import (
     EMIT,
     EXTRA_PARAMETERS,
     FILTER_ORDERS,
+    FILTER_STATES,
     GUESSES,
     HUGGING_FACE,
     INPUT_IDS,
@@ -31,7 +32,6 @@ from qsample.contract.tensors import (
     LOGITS,
     LOGPROBS,
     MASK_WORDS,
-    MIROSTAT_MU,
     MODEL_DTYPES,
     MOST_SPECULATIVE_TOKENS,
     NEW_IDS,
@@ -39,7 +39,7 @@ from qsample.contract.tensors import (
     NEW_TOKENS,
     NEW_TOP_LOGPROB_OUTPUTS,
     NEXT_IDS,
-    NOISE,
+    NOISE_STREAMS,
     NUM_DRAFT_TOKENS,
     NUM_NEW,
     PARAMETERS,
@@ -53,7 +53,6 @@ from qsample.contract.tensors import (
     TOP_LOGPROB_OUTPUTS,
     TOP_LOGPROBS,
     VOCAB,
-    XTC_NOISE,
     TensorSpec,
     retained_name,
 )
@@ -135,9 +134,10 @@ class Features:
         object.__setattr__(self, "max_lora_rank", rank)
 
     def for_serving(self) -> Features:
-        """These, with all that a request of OpenAI's API may ask of a graph: biases, masks, log-probabilities."""
-        most = max(self.top_logprobs, MOST_TOP_LOGPROBS)
-        return replace(self, logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=most)
+        """These, with all that a request of OpenAI's API may ask of a graph: biases, masks, log-probabilities; and
+        with penalty_last_n, which clients of llama.cpp and ollama send: a batch that does not use it pays nothing."""
+        most, filters = max(self.top_logprobs, MOST_TOP_LOGPROBS), (*self.filters, "penalty_last_n")
+        return replace(self, logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=most, filters=filters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,12 +348,8 @@ class Interface:
     def sampler_states(self) -> tuple[TensorSpec, ...]:
         """The states that the sampler keeps."""
         features = self.features
-        states = [state for state in SAMPLER_STATES if state is not NOISE or not features.seed]
-        if "xtc" in features.filters and not features.seed:
-            states.append(XTC_NOISE)
-        if "mirostat" in features.filters:
-            states.append(MIROSTAT_MU)
-        return tuple(states)
+        states = (*SAMPLER_STATES, *(FILTER_STATES[name] for name in features.filters if name in FILTER_STATES))
+        return tuple(state for state in states if not (features.seed and state.name in NOISE_STREAMS))
 
     @property
     def sampler_outputs(self) -> tuple[TensorSpec, ...]:

@@ -173,6 +173,9 @@ EXTRA_PARAMETERS: Final[dict[str, tuple[TensorSpec, ...]]] = {
             "dry_sequence_breakers", "int32", (BATCH, BREAKERS), "ids that end a repetition, padded with -1", off=-1
         ),
     ),
+    "penalty_last_n": (
+        _per_row("penalty_last_n", "int32", -1, "newest tokens, prompt included, that the penalties count; -1 = off"),
+    ),
     "no_repeat_ngram_size": (
         _per_row("no_repeat_ngram_size", "int32", 0, "no n-gram of this size occurs twice; 0 = off"),
     ),
@@ -193,6 +196,10 @@ EXTRA_PARAMETERS: Final[dict[str, tuple[TensorSpec, ...]]] = {
         _per_row("mirostat_tau", "float32", 0.0, "Mirostat 2.0: target surprise in bits; 0 = off"),
         _per_row("mirostat_eta", "float32", 0.1, "its learning rate"),
     ),
+    "adaptive_p": (
+        _per_row("adaptive_target", "float32", -1.0, "adaptive-p: favour tokens near this probability; negative = off"),
+        _per_row("adaptive_decay", "float32", 0.9, "share of its memory that each token leaves, up to 0.99"),
+    ),
 }
 
 LENGTHS = TensorSpec("lengths", "int32", (BATCH,), "tokens whose keys and values are in the cache")
@@ -212,6 +219,12 @@ XTC_NOISE = TensorSpec(
     read_only=True,
 )
 MIROSTAT_MU = TensorSpec("mirostat_mu", "float32", (BATCH,), "Mirostat's largest surprise in bits; 0 = 2 mirostat_tau")
+ADAPTIVE_ERROR = TensorSpec(
+    "adaptive_error", "float32", (BATCH,), "mean probability of the row's tokens less adaptive_target"
+)
+# The states that a filter keeps.
+FILTER_STATES: Final = {"xtc": XTC_NOISE, "mirostat": MIROSTAT_MU, "adaptive_p": ADAPTIVE_ERROR}
+STATEFUL: Final = ("mirostat", "adaptive_p")  # filters whose state changes with each token: rows with one guess none
 NOISE_STREAMS: Final = {NOISE.name: NOISE_STREAM, XTC_NOISE.name: XTC_STREAM}
 SAMPLER_STATES: Final = (LENGTHS, STATUS, TOKENS, OUTPUT_COUNTS, NOISE)
 

@@ -88,8 +88,8 @@ class AutoModelForCausalLM:
             return_pdfs, seed_input: `probs` and `seed` of `interface.Features`.
             logit_bias, allowed_tokens, logprobs, top_logprobs, filters, filter_order, max_loras, max_lora_rank: as in
                 `interface.Features`; off by default, and then absent from the graph.
-            for_serving: logit_bias, allowed_tokens, logprobs and 20 top_logprobs, all that a request to `qsample serve`
-                may ask for.
+            for_serving: logit_bias, allowed_tokens, logprobs, 20 top_logprobs and the filter penalty_last_n, all that
+                requests to `qsample serve` usually ask for.
             dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for float16 if the
                 checkpoint is stored so, else float32; torch's and NumPy's objects are accepted, too.
             torch_dtype: the older name of dtype.

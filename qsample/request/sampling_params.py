@@ -126,7 +126,8 @@ class SamplingParams:
     The rest are for packages that were exported with a filter: `contract.EXTRA_PARAMETERS` has their meanings, and each
     field its range. Of these, dry_sequence_breakers are token ids, or texts of a single token each; bad_words_ids are
     sequences of 1 to 64 token ids, and bad_words the same as texts, forbidden alone and after a space; mirostat is 2
-    for Mirostat 2.0, after the other filters, and 0 = off.
+    for Mirostat 2.0, after the other filters, and 0 = off. With a penalty_last_n of 0 or more, the repetition, presence
+    and frequency penalties are for that many newest tokens of the row, prompt included.
 
     Raises ValueError, naming the field, if a value is outside its range.
 
@@ -211,6 +212,7 @@ class SamplingParams:
         flag="--dry-sequence-breaker",
         repeated=str,
     )
+    penalty_last_n: int = integer(-1, -1, INT32_MAX, "an integer >= -1 (-1 = off, 0 = no token is penalized)")
     no_repeat_ngram_size: int = integer(0, 0, LONGEST_MATCH + 1, "an integer from 0 to 65 (0 = off)")
     bad_words_ids: tuple[tuple[int, ...], ...] | None = checked(None, _id_sequences)
     bad_words: tuple[str, ...] | None = checked(
@@ -225,9 +227,13 @@ class SamplingParams:
     mirostat: int = checked(0, _mirostat, help="2 is Mirostat 2.0; 0 is off.")
     mirostat_tau: float = number(5.0, _TINY, FLOAT32_MAX, "a finite number > 0", help="Its target surprise, in bits.")
     mirostat_eta: float = number(0.1, 0, FLOAT32_MAX, "a finite number >= 0")
+    adaptive_target: float = number(-1.0, -1, 1, "a number from 0 to 1 (negative = off)")
+    adaptive_decay: float = number(0.9, 0, 0.99, "a number from 0 to 0.99")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.adaptive_target < 0:  # clients write any negative number
+            object.__setattr__(self, "adaptive_target", -1.0)
         least, most = self.min_new_tokens, self.max_new_tokens
         if least is not None and most is not None and least > most:
             raise ArgumentError(f"min_new_tokens is {least}, more than max_new_tokens ({most})", "min_new_tokens")
@@ -319,7 +325,7 @@ FILTER_FIELDS: Final = tuple(name for name in OFF if name in {*_INPUTS, *EXTRA_P
 _SWITCHES: Final = {name if name in OFF else specs[0].name: name for name, specs in EXTRA_PARAMETERS.items()} | {
     "bad_words": "bad_words_ids"
 }
-_CHANGE_GREEDY_TOKENS: Final = ("dry", "no_repeat_ngram_size", "bad_words_ids")
+_CHANGE_GREEDY_TOKENS: Final = ("dry", "penalty_last_n", "no_repeat_ngram_size", "bad_words_ids")
 # Fields that choose among several tokens, with the values that ask for nothing: transformers' own defaults, too.
 SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
     "temperature": (1,),

@@ -10,6 +10,7 @@ with the token at i + 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,12 +85,30 @@ def _add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
     return logits.scatter(where(valid, ids, 0).to(INT64), where(valid, bias, 0.0), reduction="add")
 
 
-def _penalized(call: Call, seen: Tensor, ids: Tensor) -> Tensor:
-    """The logits `seen` [B, h] float32 of `ids` [B, h] int64 after the repetition, presence and frequency penalties.
+class History(NamedTuple):
+    """Of `Call.history`: `ids` [B, h] int64, of which the first `length` columns are `tokens`."""
+
+    ids: Tensor
+    length: Tensor
+
+
+def _penalized(call: Call, seen: Tensor, ids: Tensor, history: History) -> Tensor:
+    """The logits `seen` [B, n] float32 of `ids` [B, n] int64 after the repetition, presence and frequency penalties.
     The ids cover every non-zero count, because sampled tokens are in the history, too; duplicates get the same value.
     Repetition is Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, by sign: l * r if l < 0, else l / r."""
     output_counts, (repetition, presence, frequency) = call["output_counts"], call.columns(*_PENALTIES)
     counts = output_counts.gather(ids)
+    if call.uses("penalty_last_n"):
+        last_n = call["penalty_last_n"].unsqueeze()
+
+        def windowed() -> Tensors:
+            newest = op("Expand", 0.0, op("Shape", call["logits"])).scatter(
+                history.ids, call.newest(history.length, last_n), reduction="add"
+            )
+            found, on = newest.gather(ids), last_n >= 0
+            return where(on & found.equals(0.0), 1.0, repetition), where(on, found, counts)
+
+        repetition, counts = call.branch(last_n >= 0, windowed, lambda: (repetition, counts))
     seen = where(seen < 0, seen * repetition, seen / repetition)
     return seen - (frequency * counts + presence * minimum(counts, 1.0))
 
@@ -107,22 +126,22 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
     unpenalized = off[0] & off[1] & off[2]
     too_short = call.total < call["min_length"]
 
-    def seen() -> Tensor:
+    def seen() -> History:
         # The history is read as far as some row is penalized for it: not at all if no row is.
         length = call.capacity
         if not call.captured:
             length = minimum(where(unpenalized, 0, call.start).max(keep=False).to(INT64), length)
-        return call.history(length)
+        return History(call.history(length), length)
 
     def without_stops() -> Tensors:
-        ids = seen()
-        return ids, _penalized(call, logits.gather(ids), ids)
+        history = seen()
+        return history.ids, _penalized(call, logits.gather(history.ids), history.ids, history)
 
     def with_stops() -> Tensors:
-        ids = seen()
+        history = seen()
         stops = where(too_short.unsqueeze(), call["stop_ids"], -1).to(INT64)
-        ids = concat(ids, where(stops >= 0, stops, ids.last()))
-        return ids, _penalized(call, _blocked(logits.gather(ids), ids, stops), ids)
+        ids = concat(history.ids, where(stops >= 0, stops, history.ids.last()))
+        return ids, _penalized(call, _blocked(logits.gather(ids), ids, stops), ids, history)
 
     def nothing() -> Tensors:
         return call["input_ids"].columns(0, 0), logits.columns(0, 0)

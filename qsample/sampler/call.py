@@ -6,7 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import RUNNING
-from qsample.sampler.tensor import INT32, INT64, Tensor, Tensors, branch, concat, maximum, minimum, op, size, where
+from qsample.sampler.tensor import (
+    FLOAT,
+    INT32,
+    INT64,
+    Tensor,
+    Tensors,
+    branch,
+    concat,
+    maximum,
+    minimum,
+    op,
+    size,
+    where,
+)
 
 
 class Columns(Mapping[str, Tensor]):
@@ -78,6 +91,14 @@ class Call:
         old = where(start > 0, self["tokens"].columns(0, length).to(INT64), filler)
         new = where(count_up(size(ids, 1)) < lengths, ids, filler)
         return concat(old, new)
+
+    def newest(self, length: Tensor, count: Tensor) -> Tensor:
+        """1 for each column of `history` that is among the row's newest `count` [B, 1] int32 tokens, 0 for the rest:
+        float32."""
+        start, lengths = self.start.unsqueeze(), self["input_lengths"].unsqueeze()
+        old, new = count_up(length), count_up(size(self["input_ids"], 1))
+        before = start + lengths - count
+        return concat((old >= before) & (old < start), (new >= lengths - count) & (new < lengths)).to(FLOAT)
 
     def row_tokens(self) -> Tensor:
         """Each row's tokens in their places, this call's inputs included: [B, T] int64."""

@@ -12,7 +12,23 @@ from qsample.sampler import blocks, filters
 from qsample.sampler.blocks import FLOOR, Blocks, block_size
 from qsample.sampler.call import Call, Columns, count_up
 from qsample.sampler.draw import Draw
-from qsample.sampler.tensor import FLOAT, INT32, INT64, Tensor, concat, constant, exp, log, minimum, op, size, where
+from qsample.sampler.tensor import (
+    FLOAT,
+    INT32,
+    INT64,
+    Tensor,
+    concat,
+    constant,
+    exp,
+    log,
+    maximum,
+    minimum,
+    op,
+    size,
+    where,
+)
+
+_LEAST_SHARE: Final = 2.0**-126
 
 
 def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
@@ -29,18 +45,26 @@ def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
         "tokens": next_tokens(call, call.total.unsqueeze(), draw.token, column, lengths, new),
         "output_counts": call["output_counts"].scatter(draw.token, column.to(FLOAT), reduction="add"),
     }
-    if draw.surprise is not None:
-        states["mirostat_mu"] = next_mu(call, draw)
+    return states | filter_states(call, draw)
+
+
+def filter_states(call: Call, draw: Draw) -> dict[str, Tensor]:
+    """The states of filters, [B] float32: they learn from the probability of a token that was drawn at random."""
+    states, row = dict[str, Tensor](), Columns(call.inputs)
+    if call.uses("mirostat"):
+        assert draw.share is not None
+        # A token that u = 0 draws has perhaps no probability of float32.
+        surprise = log(maximum(draw.share, _LEAST_SHARE)) * (-1 / math.log(2))
+        mu = filters.next_largest_surprise(row, surprise)
+        changes = draw.random & (call["mirostat_tau"] > 0)
+        states["mirostat_mu"] = where(changes, mu.squeeze(), call["mirostat_mu"])
+    if call.uses("adaptive_p"):
+        assert draw.share is not None
+        error = draw.share - row["adaptive_target"]
+        error = error + row["adaptive_decay"] * (row["adaptive_error"] - error)
+        changes = draw.random & (call["adaptive_target"] >= 0)
+        states["adaptive_error"] = where(changes, error.squeeze(), call["adaptive_error"])
     return states
-
-
-def next_mu(call: Call, draw: Draw) -> Tensor:
-    """[B] float32: the state `mirostat_mu`."""
-    assert draw.surprise is not None
-    row = Columns(call.inputs)
-    mu = filters.next_largest_surprise(row, draw.surprise)
-    changes = draw.random & (call["mirostat_tau"] > 0)
-    return where(changes, mu.squeeze(), call["mirostat_mu"])
 
 
 def next_tokens(call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor) -> Tensor:

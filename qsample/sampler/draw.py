@@ -9,7 +9,6 @@ With control flow, each part is under a branch that asks whether any row needs i
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -21,6 +20,7 @@ from qsample.contract.tensors import (
     NOISE,
     NOISE_STREAM,
     SEARCHED_ROWS,
+    STATEFUL,
     XTC_NOISE,
     XTC_STREAM,
     TensorSpec,
@@ -31,22 +31,21 @@ from qsample.sampler.call import Call, Columns
 from qsample.sampler.philox import uniforms
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
 from qsample.sampler.search import Search
-from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, log, maximum, minimum, op, where
+from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, maximum, minimum, op, where
 
-_LARGEST_RATIO = 2.0**127
 _LEAST_REACH = 2.0**-126
 
 
 class Draw(NamedTuple):
     """The results of a step's draw for each row. token: [B, 1] int64, 0 in rows that emit none. emitted, random: [B]
     bool; random rows drew their token. probs: [B, V] float32, the distribution of random rows; None unless it is an
-    output. surprise: [B, 1] float32, -log2 of the drawn token's probability; None without Mirostat."""
+    output. share: [B, 1] float32, the drawn token's probability before adaptive-p; None unless a state needs it."""
 
     token: Tensor
     emitted: Tensor
     random: Tensor
     probs: Tensor | None
-    surprise: Tensor | None
+    share: Tensor | None
 
 
 def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
@@ -61,8 +60,8 @@ def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
     greedy = blocks.argmax(split, replayed=call.captured)
     token, *more = _RandomRows(call, split, largest, random, greedy, num_candidates).results()
     probs = more.pop(0) if call.features.probs else None
-    surprise = more.pop(0) if call.uses("mirostat") else None
-    return Draw(where(emitted.unsqueeze(), token, 0), emitted, random, probs, surprise)
+    share = more.pop(0) if call.uses(*STATEFUL) else None
+    return Draw(where(emitted.unsqueeze(), token, 0), emitted, random, probs, share)
 
 
 class _RandomRows:
@@ -89,7 +88,7 @@ class _RandomRows:
         self._add_shared_numbers()
 
     def results(self) -> Tensors:
-        """Token [B, 1] of every row; and of random ones the probabilities and the surprise, if they are wanted."""
+        """Token [B, 1] of every row; and of random ones the probabilities and the share, if they are wanted."""
         call, small = self._call, self._small
         narrowed = self._narrowed if self._extra is None else self._narrowed & ~self._extra
         tried = self._random & (small | narrowed)
@@ -136,8 +135,8 @@ class _RandomRows:
 
     def _no_results(self) -> Tensors:
         probs = [self._no_probs()] if self._call.features.probs else []
-        surprise = [self._largest.unsqueeze()] if self._call.uses("mirostat") else []
-        return self._greedy, *probs, *surprise
+        share = [self._largest.unsqueeze()] if self._call.uses(*STATEFUL) else []
+        return self._greedy, *probs, *share
 
     def _left_to_do(self, unsettled: Tensor) -> Tensors:
         """Whether an unsettled row has top-k; else, whether one has filters; else, whether any row is unsettled."""
@@ -189,10 +188,8 @@ class _RandomRows:
                 results.append(self._no_probs().scatter(pool.ids, probs))
             else:
                 results.append(probs.reshape(0, -1).columns(0, self._call.vocab))
-        if self._call.uses("mirostat"):
-            # The weight of a token that u = 0 draws has perhaps no finite reciprocal.
-            ratio = minimum(pool.total() / pool.weight_of(token), _LARGEST_RATIO)
-            results.append(log(ratio) * (1 / math.log(2)))
+        if self._call.uses(*STATEFUL):
+            results.append(pool.share_of(token))
         return tuple(results)
 
     def _no_probs(self) -> Tensor:

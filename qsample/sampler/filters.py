@@ -128,6 +128,16 @@ def next_largest_surprise(row: Parameters, surprise: Tensor) -> Tensor:
     return op("Clip", mu, -_LARGEST_SURPRISE, _LARGEST_SURPRISE)
 
 
+def adaptive_p(pool: Pool, row: Parameters) -> None:
+    """Weights that favour tokens near a probability, such that drawn tokens have the target as their mean:
+    https://github.com/ggml-org/llama.cpp/pull/17927."""
+    aim = op("Clip", row["adaptive_target"] - row["adaptive_error"], 0.0, 1.0)
+    probability = pool.weights / pool.row(maximum(pool.total(), _LEAST_WEIGHT))
+    distance = absolute(probability - pool.row(aim)) * (1 / 0.3)
+    favoured = exp(distance * distance * -10.0 / (distance + 1.0))
+    pool.reweigh(pool.left() * favoured, row["adaptive_target"] >= 0)
+
+
 def _keep_from(pool: Pool, least: Tensor) -> None:
     """Keep weights of at least `least`, [B, 1], or the largest."""
     pool.keep(pool.weights >= minimum(pool.row(least), pool.largest_weight()))
@@ -146,6 +156,7 @@ ORDERS: Final[dict[str, tuple[Filter, ...]]] = {
         eta_cutoff,
         xtc,
         mirostat,
+        adaptive_p,
     ),
     LLAMA_CPP: (
         top_n_sigma,
@@ -159,6 +170,7 @@ ORDERS: Final[dict[str, tuple[Filter, ...]]] = {
         xtc,
         temperature,
         mirostat,
+        adaptive_p,
     ),
 }
 ALWAYS: Final = ("temperature", "top_k", "top_p", "min_p")

@@ -35,7 +35,6 @@ from qsample.contract.tensors import (
     LENGTHS,
     LOGITS,
     LOGPROBS,
-    MIROSTAT_MU,
     NEW_IDS,
     NEXT_IDS,
     NUM_DRAFT_TOKENS,
@@ -45,6 +44,7 @@ from qsample.contract.tensors import (
     ROW_MULTIPLE,
     RUNNING,
     SPECULATION_INPUTS,
+    STATEFUL,
     STATUS,
     STOPPED,
     TOKENS,
@@ -54,7 +54,7 @@ from qsample.contract.tensors import (
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.build import finished, new_graph, set_outputs
 from qsample.sampler.call import Call, count_up
-from qsample.sampler.commit import NO_TOKEN, next_mu, next_status, next_tokens, results
+from qsample.sampler.commit import NO_TOKEN, filter_states, next_status, next_tokens, results
 from qsample.sampler.draw import draw
 from qsample.sampler.tensor import (
     FLOAT,
@@ -104,8 +104,7 @@ def drafter_spec(interface: Interface, *, packed: bool) -> GraphSpec:
     inputs = [INPUT_IDS, INPUT_LENGTHS, EMIT, max_length, *SPECULATION_INPUTS]
     if interface.features.allowed_tokens:
         inputs.append(ALLOWED_TOKENS)
-    if "mirostat" in interface.features.filters:
-        inputs.append(EXTRA_PARAMETERS["mirostat"][0])
+    inputs += [EXTRA_PARAMETERS[name][0] for name in interface.features.filters if name in STATEFUL]
     inputs += [ROW_MULTIPLE] if packed else []
     return GraphSpec(tuple(inputs), (LENGTHS, STATUS, TOKENS), OUTPUTS)
 
@@ -179,8 +178,8 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
     """[B, g] int64, -1 after the last guess of each row; g, at most G, is the largest number of guesses of a row.
 
     1. Guesses are for steps of one token: there are none if S is not 1.
-    2. A row guesses if it samples, its mask allows every token, and Mirostat is off: a mask is for a single place, and
-       Mirostat's state changes with each token.
+    2. A row guesses if it samples, its mask allows every token, and no filter of STATEFUL is on: a mask is for a single
+       place, and their states change with each token.
     3. The token drawn after the last guess has a place below the capacity and `max_length`.
     4. The buffer of no row with `status` 0 ends within the columns of the step.
     """
@@ -191,6 +190,8 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
         may = may & mask.min(keep=False).equals(-1) & mask.max(keep=False).equals(-1)
     if "mirostat_tau" in inputs:
         may = may & ~(inputs["mirostat_tau"] > 0)
+    if "adaptive_target" in inputs:
+        may = may & ~(inputs["adaptive_target"] >= 0)
     drafts = inputs["draft_ids"]
     drafted = drafts.columns(0, 1).squeeze() >= 0
     looked_up = may & (inputs["prompt_lookup_num_tokens"] > 0) & ~drafted
@@ -316,8 +317,8 @@ def build_verifier(interface: Interface, pad_token_id: int) -> ir.Model:
             TOKENS.name: next_tokens(call, at, token, kept, lengths, new),
             OUTPUT_COUNTS.name: inputs[OUTPUT_COUNTS.name].scatter(token, kept.to(FLOAT), reduction="add"),
         }
-        if drawn.surprise is not None:  # such a row has no guesses
-            states[MIROSTAT_MU.name] = next_mu(at_place, drawn).rows(place.columns(0, 1).squeeze())
+        for name, state in filter_states(at_place, drawn).items():  # rows whose state changes have no guesses
+            states[name] = state.rows(place.columns(0, 1).squeeze())
 
         newest = where((count > 0).unsqueeze(), token.gather(more.unsqueeze().to(INT64)), pad_token_id)
         checked = (guesses >= 0).to(INT32).sum(keep=False)

@@ -41,12 +41,12 @@ class Pool(ABC):
 
     def __init__(self, x: Tensor) -> None:
         self.x = self.logs = x
-        self._heated = False
         self._top_stays = True
         self._all_weights: Tensor | None = None
         self._weights: Tensor | None = None
         self._passed: Tensor | None = None  # of the filters since then
-        self._kept: Tensor | None = None  # which tokens are left, until the temperature is applied
+        self._kept: Tensor | None = None  # 1 for each token that passed all of them, 0 for the rest
+        self._before: tuple[Tensor, Tensor] | None = None  # the weights and their total before `reweigh`
 
     @property
     def all_weights(self) -> Tensor:
@@ -58,12 +58,9 @@ class Pool(ABC):
     @property
     def weights(self) -> Tensor:
         """The same, but 0 for tokens that were taken away."""
-        mask = self._apply()
+        self._apply()
         if self._weights is None:
             self._weights = self.all_weights if self._kept is None else self.all_weights * self._kept
-            mask = mask if self._heated else None
-        if mask is not None:
-            self._weights = self._weights * mask
         return self._weights
 
     def heat(self, inverse_temperature: Tensor) -> None:
@@ -74,27 +71,39 @@ class Pool(ABC):
             assert self._kept is not None
             x = minimum(x - self.greatest(maximum(x, FLOOR) + (self._kept - 1.0) * -FLOOR), 0.0)
         self.logs = x * self.row(inverse_temperature)
-        self._all_weights, self._weights, self._heated = None, None, True
+        self._all_weights, self._weights = None, None
 
     def keep(self, passed: Tensor, *, top_stays: bool = True) -> None:
         """Take away all tokens but `passed`, bool like `x`. top_stays: whether the likeliest token always passes."""
         self._passed = passed if self._passed is None else self._passed & passed
         self._top_stays = self._top_stays and top_stays
 
-    def _apply(self) -> Tensor | None:
-        """1 for each token that passed the latest filters and 0 for the rest, float32; None if there were none."""
-        if self._passed is None:
-            return None
-        mask, self._passed = self._passed.to(FLOAT), None
-        if not self._heated:
+    def reweigh(self, weights: Tensor, applies: Tensor) -> None:
+        """Draw by `weights`, like `x`, in rows with `applies`, [B, 1] bool; to be called after all filters."""
+        self._before, on = (self.weights, self.total()), self.row(applies.to(FLOAT))
+        self._weights = weights * on + self.weights * (1.0 - on)
+
+    def _apply(self) -> None:
+        """Take the tokens away that the latest filters did not pass."""
+        if self._passed is not None:
+            mask, self._passed = self._passed.to(FLOAT), None
             self._kept = mask if self._kept is None else self._kept * mask
-        return mask
+            self._weights = None if self._weights is None else self._weights * mask
+
+    def left(self) -> Tensor:
+        """1 for each token that is left and 0 for the rest, float32; a weight may round to 0, too."""
+        self._apply()
+        unmasked = (self.x > FLOOR).to(FLOAT)
+        return unmasked if self._kept is None else unmasked * self._kept
 
     def count(self) -> Tensor:
-        """How many tokens are left, [B, 1] float32; to be asked before `heat`."""
-        self.weights  # noqa: B018 (applies the latest filters)
-        unmasked = (self.x > FLOOR).to(FLOAT)
-        return self.sum(unmasked if self._kept is None else unmasked * self._kept)
+        """How many tokens are left, [B, 1] float32."""
+        return self.sum(self.left())
+
+    def share_of(self, token: Tensor) -> Tensor:
+        """The probability of a token, [B, 1] int64 in the pool, before `reweigh`: [B, 1] float32."""
+        weights, total = self._before or (self.weights, self.total())
+        return self.at(weights, token) / total
 
     def entropy(self) -> Tensor:
         """-sum p ln p in nats, [B, 1] float32."""
@@ -143,8 +152,8 @@ class Pool(ABC):
         """Draw by inverse CDF in id order: [B, 1] int64. uniform: [B, 1] float32, in [0, 1)."""
 
     @abstractmethod
-    def weight_of(self, token: Tensor) -> Tensor:
-        """[B, 1] float32. token: [B, 1] int64, in the pool."""
+    def at(self, values: Tensor, token: Tensor) -> Tensor:
+        """The value, [B, 1], of a token, [B, 1] int64 in the pool. values: of the shape of `x`."""
 
 
 class Candidates(Pool):
@@ -192,8 +201,8 @@ class Candidates(Pool):
         above = sums > minimum(uniform, _LARGEST_UNIFORM) * sums.last()
         return where(above, ordered, ordered.last()).min()
 
-    def weight_of(self, token: Tensor) -> Tensor:
-        return self.sum(self.weights * self.ids.equals(token).to(FLOAT))
+    def at(self, values: Tensor, token: Tensor) -> Tensor:
+        return self.sum(values * self.ids.equals(token).to(FLOAT))
 
 
 class Vocabulary(Pool):
@@ -257,8 +266,8 @@ class Vocabulary(Pool):
         place = minimum((inside <= remainder).to(FLOAT).sum(), axis_size(self.x, 2) - 1.0).to(INT64)
         return block * axis_size(self.x, 2) + place
 
-    def weight_of(self, token: Tensor) -> Tensor:
-        return self.weights.reshape(0, -1).gather(token)
+    def at(self, values: Tensor, token: Tensor) -> Tensor:
+        return values.reshape(0, -1).gather(token)
 
 
 def _split(values: Tensor) -> tuple[Tensor, Tensor]:

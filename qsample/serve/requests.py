@@ -90,7 +90,6 @@ _BOTH: Final[Refusals] = {
     "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),
     "guided_decoding_backend": Refusal("llguidance does it; leave it out", ("auto", "guidance")),
     "guided_whitespace_pattern": Refusal(_ONE_LINE),
-    "repeat_last_n": Refusal("repetition_penalty applies to all tokens of a row; leave it out", (-1,)),
     "samplers": Refusal("a package has a fixed order of filters, which --filter-order of export chooses"),
     "min_keep": Refusal("each filter keeps at least a token; leave it out", (0,)),
 }
@@ -251,6 +250,8 @@ class GenerationRequest(FilterFields):
     added to its logit. max_tokens: most tokens of an answer. stream: events as tokens come. stream_options: which token
     counts they have. response_format: the form of the answer. min_tokens: no stop token before this many.
     repetition_penalty: on prompt and sampled tokens; 1 is off. llama.cpp's repeat_penalty is the same.
+    penalty_last_n: newest tokens, prompt included, that the penalties count; -1 is off. llama.cpp's repeat_last_n is the
+    same.
     prompt_lookup_num_tokens: most tokens to guess in a step; 0 turns the server's guesses off. stop_token_ids: token
     ids that end an answer, in addition to the model's. ignore_eos: whether the model's own do not end it.
     structured_outputs: the form of the answer, in vLLM's words. guided_json, guided_regex, guided_choice,
@@ -282,6 +283,7 @@ class GenerationRequest(FilterFields):
     repetition_penalty: Penalty | None = Field(
         None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
+    penalty_last_n: Number | None = Field(None, validation_alias=AliasChoices("penalty_last_n", "repeat_last_n"))
     prompt_lookup_num_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_SPECULATIVE_TOKENS)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(None, max_length=MOST_STOPS)

@@ -59,7 +59,7 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
     run("bake", "some/model", tmp_path / "p", "--filter", "mirostat", "--filter-order", "llama.cpp", "--seed-input")
     assert seen["features"] == Features(filters=("mirostat",), filter_order="llama.cpp", seed=True)
     run("bake", "some/model", tmp_path / "p", "--for-serving", "--top-logprobs", "3")
-    assert seen["features"] == Features(logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=20)
+    assert seen["features"] == Features().for_serving()
 
 
 def test_compile_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from qsample.compiler.passes.several_tokens import check_guesses
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import ADJUSTED_LOGITS, CAPACITY, TensorSpec, retained_name
+from qsample.contract.tensors import ADJUSTED_LOGITS, CAPACITY, FILTER_STATES, STATEFUL, TensorSpec, retained_name
 from qsample.exporters.portable import build_initial_state
 
 VOCAB = 320
@@ -314,9 +314,10 @@ def _sampler_body(interface: Interface) -> str:
         noise = "u = GatherElements <axis = 1> (noise, u_index64)"
         assert noise in body
         body = body.replace(noise, _UNIFORM_OF_SEED)
-    if "mirostat" in features.filters:  # counts the row's tokens
-        body += "  emitted_flat = Squeeze (emitted_float, s_axis1)\n"
-        body += "  mirostat_mu_RetainedState = Add (mirostat_mu, emitted_flat)\n"
+    counting = [FILTER_STATES[name].name for name in features.filters if name in STATEFUL]  # the row's tokens
+    body += "  emitted_flat = Squeeze (emitted_float, s_axis1)\n" if counting else ""
+    for name in counting:
+        body += f"  {name}_RetainedState = Add ({name}, emitted_flat)\n"
     return body
 
 

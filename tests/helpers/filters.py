@@ -25,6 +25,7 @@ ASKED: dict[str, Any] = {
     "dry_allowed_length": 3,
     "dry_penalty_last_n": 64,
     "dry_sequence_breakers": ["a", ":"],
+    "penalty_last_n": 64,
     "no_repeat_ngram_size": 4,
     "bad_words": ["ab", "c"],
     "dynatemp_range": 0.25,
@@ -32,6 +33,8 @@ ASKED: dict[str, Any] = {
     "mirostat": 2,
     "mirostat_tau": 3.0,
     "mirostat_eta": 0.3,
+    "adaptive_target": 0.4,
+    "adaptive_decay": 0.8,
 }
 
 

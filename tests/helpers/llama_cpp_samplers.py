@@ -45,6 +45,14 @@ class _Candidates:
         return {token.id: token.p for token in sorted(self.left, key=lambda token: token.id)}
 
     @property
+    def logits(self) -> Array:
+        """[V] float32, of a chain that drops no token."""
+        values = np.full(self.array.size, -np.inf, np.float32)
+        for token in self.left:
+            values[token.id] = token.logit
+        return values
+
+    @property
     def selected(self) -> int:
         return self.array.data[self.array.selected].id
 
@@ -67,8 +75,16 @@ def filtered(logits: Array, parameters: Parameters, seed: int = 0) -> dict[int, 
             dynatemp_range and dynatemp_exponent.
         seed: of XTC's random number, `xtc_uniform(seed)`.
     """
+    candidates = _Candidates(logits)
+    # The last draws a token, and computes the probabilities for that.
+    with _chain(*_filters(parameters, seed), llama.llama_sampler_init_dist(0)) as chain:
+        candidates.apply(chain)
+    return candidates.probs
+
+
+def _filters(parameters: Parameters, seed: int) -> list[Any]:
     get = parameters.get
-    samplers = [
+    return [
         llama.llama_sampler_init_top_n_sigma(get("top_n_sigma", 0.0)),
         llama.llama_sampler_init_top_k(get("top_k", 0)),
         llama.llama_sampler_init_typical(get("typical_p", 1.0), 1),
@@ -78,12 +94,7 @@ def filtered(logits: Array, parameters: Parameters, seed: int = 0) -> dict[int, 
         llama.llama_sampler_init_temp_ext(
             get("temperature", 1.0), get("dynatemp_range", 0.0), get("dynatemp_exponent", 1.0)
         ),
-        llama.llama_sampler_init_dist(0),  # draws a token, and computes the probabilities for that
     ]
-    candidates = _Candidates(logits)
-    with _chain(*samplers) as chain:
-        candidates.apply(chain)
-    return candidates.probs
 
 
 def xtc_uniform(seed: int) -> float:
@@ -117,10 +128,69 @@ def penalized(logits: Array, history: Sequence[int], parameters: Parameters) -> 
         for token in history:
             llama.llama_sampler_accept(chain, int(token))
         candidates.apply(chain)
-    after = np.full(len(logits), -np.inf, np.float32)
-    for token in candidates.left:
-        after[token.id] = token.logit
-    return after
+    return candidates.logits
+
+
+def chain_steps(
+    logits: Sequence[Array], prompt: Sequence[int], parameters: Parameters, seed: int
+) -> list[tuple[int, Array, dict[int, float]]]:
+    """For each [V] of `logits`: the token drawn, the logits after the penalties, and id → probability of the tokens
+    that the filters left.
+
+    Args:
+        logits: the steps' logits.
+        prompt: the row's tokens before the first step.
+        parameters: penalty_last_n, 0 or more, the three penalties, and those of `filtered`.
+        seed: of the draws.
+    """
+    penalties = llama.llama_sampler_init_penalties(
+        len(logits[0]),
+        parameters["penalty_last_n"],
+        *(parameters[name] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")),
+    )
+    steps = []
+    with _chain(penalties) as first, _chain(*_filters(parameters, 0), llama.llama_sampler_init_dist(seed)) as rest:
+        for token in prompt:
+            llama.llama_sampler_accept(first, token)
+        for step in logits:
+            candidates = _Candidates(step)
+            candidates.apply(first)
+            after = candidates.logits
+            candidates.apply(rest)
+            llama.llama_sampler_accept(first, candidates.selected)
+            steps.append((candidates.selected, after, candidates.probs))
+    return steps
+
+
+def adaptive_steps(
+    logits: Sequence[Array], parameters: Parameters, seed: int
+) -> list[tuple[int, float, dict[int, float]]]:
+    """For each [V] of `logits`: the token drawn, its sampler's mean probability less the target after that, and id →
+    probability of the tokens that it was among.
+
+    Args:
+        logits: the steps' logits.
+        parameters: min_p, temperature, adaptive_target, adaptive_decay.
+        seed: of the draws.
+    """
+    target, decay = np.float32([parameters["adaptive_target"], parameters["adaptive_decay"]])
+    adaptive = llama.llama_sampler_init_adaptive_p(float(target), float(decay), seed)
+    # llama.cpp keeps them behind target, decay, two seeds and a std::mt19937, and has no function to read them.
+    context = ctypes.cast(adaptive, ctypes.POINTER(_Sampler)).contents.ctx
+    weighted, total = (ctypes.c_float.from_address(context + offset) for offset in (5016, 5020))
+    assert np.allclose([weighted.value * (1 - decay), total.value * (1 - decay)], [target, 1]), "another layout"
+    before = (
+        llama.llama_sampler_init_min_p(parameters["min_p"], 1),
+        llama.llama_sampler_init_temp(parameters["temperature"]),
+    )
+    steps = []
+    with _chain(*before, adaptive) as chain:
+        for step in logits:
+            candidates = _Candidates(step)
+            candidates.apply(chain)
+            llama.llama_sampler_accept(chain, candidates.selected)
+            steps.append((candidates.selected, weighted.value / total.value - float(target), candidates.probs))
+    return steps
 
 
 def mirostat_steps(
@@ -230,14 +300,20 @@ FILTERS = {
 
 def filters_case(rng: np.random.Generator, names: Sequence[str]) -> dict[str, Any]:
     """`filtered` with these of FILTERS."""
-    parameters = {}
+    parameters = _drawn(rng, names)
+    logits, seed = _logits(rng), int(rng.integers(1, 1000))
+    probs = {str(id_): float(f"{p:.6g}") for id_, p in filtered(np.array(logits), parameters, seed).items()}
+    return {"logits": logits, "parameters": parameters, "xtc_uniform": xtc_uniform(seed), "probs": probs}
+
+
+def _drawn(rng: np.random.Generator, names: Sequence[str]) -> dict[str, Any]:
+    """Parameters for these of FILTERS."""
+    parameters: dict[str, Any] = {}
     needed = (name for filter_ in names for name in (filter_, *FILTERS[filter_]))
     for name in dict.fromkeys(needed):
         low, high = _DRAWS[name]
         parameters[name] = int(rng.integers(low, high)) if name == "top_k" else _float32(rng.uniform(low, high))
-    logits, seed = _logits(rng), int(rng.integers(1, 1000))
-    probs = {str(id_): float(f"{p:.6g}") for id_, p in filtered(np.array(logits), parameters, seed).items()}
-    return {"logits": logits, "parameters": parameters, "xtc_uniform": xtc_uniform(seed), "probs": probs}
+    return parameters
 
 
 def random_filters(rng: np.random.Generator) -> list[str]:
@@ -263,6 +339,46 @@ def dry_case(rng: np.random.Generator) -> dict[str, Any]:
     return {"logits": logits, "history": history, "parameters": parameters, "changed": changed}
 
 
+def chain_case(rng: np.random.Generator, steps: int = 6) -> dict[str, Any]:
+    """`chain_steps` with some filters, of a prompt with repetitions, and with the same logits at each step. `changed`
+    holds the logits that the penalties changed."""
+    parameters: dict[str, Any] = {
+        "penalty_last_n": int(rng.choice([0, 1, 3, 8, 20, 64, 2**31 - 1])),
+        "repetition_penalty": _float32(rng.choice([1, rng.uniform(0.5, 2)])),
+        "frequency_penalty": _float32(rng.choice([0, rng.uniform(-0.5, 1)])),
+        "presence_penalty": _float32(rng.choice([0, rng.uniform(-1, 1)])),
+    }
+    logits, names = _logits(rng), [name for name in random_filters(rng) if name != "xtc_probability"]
+    parameters |= _drawn(rng, names)
+    prompt = rng.integers(0, rng.integers(2, 40), rng.integers(1, 30)).tolist()
+    results = chain_steps([np.array(logits)] * steps, prompt, parameters, int(rng.integers(1, 1000)))
+    changed = [
+        {str(i): float(f"{after[i]:.7g}") for i in np.flatnonzero(after != np.float32(logits))}
+        for _, after, _ in results
+    ]
+    return {"logits": logits, "prompt": prompt, "parameters": parameters, "changed": changed} | _steps(results)
+
+
+def adaptive_case(rng: np.random.Generator, steps: int = 5) -> dict[str, Any]:
+    """`adaptive_steps`, with the same logits at each step."""
+    parameters = {
+        "min_p": _float32(rng.choice([0, rng.uniform(0.01, 0.1)])),
+        "temperature": _float32(rng.uniform(0.5, 1.5)),
+        "adaptive_target": _float32(rng.uniform(0, 1)),
+        "adaptive_decay": _float32(rng.choice([0, 0.99, rng.uniform(0.3, 0.95)])),
+    }
+    logits = _logits(rng)
+    results = adaptive_steps([np.array(logits)] * steps, parameters, int(rng.integers(1, 1000)))
+    errors = [float(f"{error:.7g}") for _, error, _ in results]
+    return {"logits": logits, "parameters": parameters, "adaptive_error": errors} | _steps(results)
+
+
+def _steps(results: Sequence[tuple[int, Any, dict[int, float]]]) -> dict[str, Any]:
+    """The tokens of some steps, and the probabilities that they were drawn from."""
+    probs = [{str(id_): float(f"{p:.6g}") for id_, p in step.items()} for _, _, step in results]
+    return {"tokens": [token for token, _, _ in results], "probs": probs}
+
+
 def mirostat_case(rng: np.random.Generator, steps: int = 5) -> dict[str, Any]:
     """`mirostat_steps`, with the same logits at each step."""
     parameters = {
@@ -272,11 +388,5 @@ def mirostat_case(rng: np.random.Generator, steps: int = 5) -> dict[str, Any]:
     }
     logits = _logits(rng)
     results = mirostat_steps([np.array(logits)] * steps, parameters, int(rng.integers(1, 1000)))
-    tokens, mus, probs = zip(*results, strict=True)
-    return {
-        "logits": logits,
-        "parameters": parameters,
-        "tokens": list(tokens),
-        "mirostat_mu": [float(f"{mu:.7g}") for mu in mus],
-        "probs": [{str(id_): float(f"{p:.6g}") for id_, p in step.items()} for step in probs],
-    }
+    mus = [float(f"{mu:.7g}") for _, mu, _ in results]
+    return {"logits": logits, "parameters": parameters, "mirostat_mu": mus} | _steps(results)

@@ -71,7 +71,7 @@ def reference_step(
         relative distance of the closest call that a filter made. Both are inf if nothing was close to decide.
     """
     batch, vocab = logits.shape
-    names = ("lengths", "status", "tokens", "output_counts", "mirostat_mu")
+    names = ("lengths", "status", "tokens", "output_counts", "mirostat_mu", "adaptive_error")
     state = {name: np.array(inputs[name]) for name in names if name in inputs}
     out = {
         "next_ids": np.full((batch, 1), pad_token_id, np.int64),
@@ -121,14 +121,17 @@ def _step_row(
             return
         position = min(total, capacity - 1)
         left = survivors(adjusted, row, order, uniform(row, "xtc_noise", position), num_candidates)
-        probs = left.probs()
+        probs = left.final_probs()
         token, margin = pick(probs, adjusted, row, uniform(row, "noise", position))
         out["probs"][b], out["margin"][b], out["edge"][b], out["next_ids"][b, 0] = probs, margin, left.edge, token
         _report_logprobs(b, logits, token, out)
         if row["temperature"] > 0 and row.get("mirostat_tau", 0) > 0:
-            surprise = -np.log2(probs[token])
+            surprise = -np.log2(max(left.probs()[token], 2.0**-126))
             change = float(row["mirostat_eta"]) * (surprise - float(row["mirostat_tau"]))
             state["mirostat_mu"][b] = np.clip(mirostat_limit(row) - change, -1e30, 1e30)
+        if row["temperature"] > 0 and (target := float(row.get("adaptive_target", -1))) >= 0:
+            decay, error = float(row["adaptive_decay"]), float(row["adaptive_error"])
+            state["adaptive_error"][b] = decay * error + (1 - decay) * (left.probs()[token] - target)
         if total < capacity:
             tokens[total] = token
         state["output_counts"][b, token] += 1

@@ -34,12 +34,15 @@ def adjust(logits: Array, row: Row, history: Array, total: int) -> Array:
             l[bad_words(row, history)] += -np.inf
         if "no_repeat_ngram_size" in row:
             l[repeated_ngrams(int(row["no_repeat_ngram_size"]), history)] += -np.inf
-        ids = np.unique(history)
+        penalized, counts = history, np.asarray(row["output_counts"], np.float32)
+        if (last_n := int(row.get("penalty_last_n", -1))) >= 0:
+            penalized = history[max(0, len(history) - last_n) :]
+            counts = np.bincount(penalized, minlength=len(l)).astype(np.float32)
+        ids = np.unique(penalized)
         r, frequency, presence = (
             np.float32(row[f"{name}_penalty"]) for name in ("repetition", "frequency", "presence")
         )
         l[ids] = np.where(l[ids] < 0, l[ids] * r, l[ids] / r)
-        counts = np.asarray(row["output_counts"], np.float32)
         l = l - (frequency * counts + presence * np.float32(counts > 0))
         if "dry_multiplier" in row:
             for token, penalty in dry_penalties(row, history).items():

@@ -21,7 +21,7 @@ class Survivors:
     x: [V] float64, the float32 differences of each logit and the largest; equal ones are ties. left: [V] bool.
     logits: [V] float32.
     num_candidates: a top_k up to this keeps at most this many tokens. temperature: 1 until the step that sets it. edge:
-    the relative distance of the closest call so far.
+    the relative distance of the closest call so far. favoured: [V] float64, the distribution after adaptive-p.
     """
 
     x: Array
@@ -30,6 +30,7 @@ class Survivors:
     num_candidates: int = CANDIDATES
     temperature: float = 1.0
     edge: float = np.inf
+    favoured: Array | None = None
 
     def log_probs(self) -> Array:
         """[V] float64, -inf for a token that is not left."""
@@ -39,6 +40,10 @@ class Survivors:
 
     def probs(self) -> Array:
         return np.exp(self.log_probs())
+
+    def final_probs(self) -> Array:
+        """What the token is drawn from."""
+        return self.probs() if self.favoured is None else self.favoured
 
     @property
     def likeliest(self) -> Array:
@@ -180,6 +185,15 @@ def mirostat_limit(row: Row) -> float:
     return float(row["mirostat_mu"]) or 2 * float(row["mirostat_tau"])
 
 
+def adaptive_p(s: Survivors, row: Row) -> None:
+    """The last step: from the distribution that is left to another over the same tokens."""
+    if (target := float(row["adaptive_target"])) >= 0:
+        aim = min(1.0, max(0.0, target - float(row["adaptive_error"])))
+        distance = np.abs(s.probs() - aim) / 0.3
+        weights = np.where(s.left, np.exp(5 - 10 * distance**2 / (1 + distance)), 0)
+        s.favoured = weights / weights.sum()
+
+
 FILTERS: dict[str, Callable[[Survivors, Row], None]] = {
     "top_n_sigma": top_n_sigma,
     "temperature": temperature,
@@ -192,12 +206,14 @@ FILTERS: dict[str, Callable[[Survivors, Row], None]] = {
     "eta_cutoff": eta_cutoff,
     "xtc_probability": xtc,
     "mirostat_tau": mirostat,
+    "adaptive_target": adaptive_p,
 }
 _NUCLEI = ("top_p", "min_p", "top_a")
 _CUTOFFS = ("epsilon_cutoff", "eta_cutoff", "xtc_probability")
+_LAST = ("mirostat_tau", "adaptive_target")
 ORDERS = {
-    "huggingface": ("top_n_sigma", "temperature", "top_k", *_NUCLEI, "typical_p", *_CUTOFFS, "mirostat_tau"),
-    "llama.cpp": ("top_n_sigma", "top_k", "typical_p", *_NUCLEI, *_CUTOFFS, "temperature", "mirostat_tau"),
+    "huggingface": ("top_n_sigma", "temperature", "top_k", *_NUCLEI, "typical_p", *_CUTOFFS, *_LAST),
+    "llama.cpp": ("top_n_sigma", "top_k", "typical_p", *_NUCLEI, *_CUTOFFS, "temperature", *_LAST),
 }
 
 
@@ -232,4 +248,4 @@ def survivors(
 
 def distribution(adjusted: Array, row: Row, order: str = "huggingface", xtc_uniform: float = 0.0) -> Array:
     """Step 3: [V] float64 probabilities."""
-    return survivors(adjusted, row, order, xtc_uniform).probs()
+    return survivors(adjusted, row, order, xtc_uniform).final_probs()

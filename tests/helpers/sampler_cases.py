@@ -112,11 +112,14 @@ EXTRA_VALUES: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "dry_base": lambda rng, n: rng.choice([0.9, 1, 1.75, 1.75, 2], n),
     "dry_allowed_length": lambda rng, n: rng.choice([1, 1, 2, 3], n),
     "dry_penalty_last_n": lambda rng, n: rng.choice([-1, -1, -1, 0, 5, 12], n),
+    "penalty_last_n": lambda rng, n: rng.choice([0, 1, 2, 5, 12, 100], n),
     "no_repeat_ngram_size": lambda rng, n: rng.integers(1, 5, n),
     "dynatemp_range": lambda rng, n: rng.uniform(0.1, 2, n),
     "dynatemp_exponent": lambda rng, n: rng.uniform(0.3, 2, n),
     "mirostat_tau": lambda rng, n: rng.uniform(0.3, 5, n),
     "mirostat_eta": lambda rng, n: rng.uniform(0.05, 0.9, n),
+    "adaptive_target": lambda rng, n: rng.choice([0, 0.05, 0.3, 0.7, 1], n),
+    "adaptive_decay": lambda rng, n: rng.choice([0, 0.5, 0.9, 0.99], n),
 }
 
 
@@ -173,6 +176,7 @@ def random_step(rng: np.random.Generator, face: Interface, batch: int, sequence:
         "noise": uniforms(),
         "xtc_noise": uniforms(),
         "mirostat_mu": np.where(rng.random(batch) < 0.3, 0, rng.uniform(-1, 8, batch)),
+        "adaptive_error": np.where(rng.random(batch) < 0.3, 0, rng.uniform(-0.5, 0.5, batch)),
         "tokens": np.where(repeats, repeating(capacity), rng.integers(0, vocab, (batch, capacity))),
     }
     if rng.random() < 0.5:

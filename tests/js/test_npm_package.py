@@ -34,6 +34,8 @@ FILTERED = {
     "bad_words": ["the", "of"],
     "bad_words_ids": [[261, 262]],
     "no_repeat_ngram_size": 3,
+    "penalty_last_n": 3,
+    "frequency_penalty": 0.5,
     "mirostat": 2,
     "dynatemp_range": 0.3,
 }
@@ -60,6 +62,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("bundled", list(range(3, 90)), {"max_new_tokens": 80}),
     ("llama", [[5, 6, 7], [8]], {**FILTERED, "max_new_tokens": 12, "logit_bias": {20: 2.5, 21: float("-inf")}}),
     ("llama", "In the", {"temperature": 0.9, "top_n_sigma": 1.5, "epsilon_cutoff": 0.001, "max_new_tokens": 6}),
+    ("llama", "In the", {"adaptive_target": 0.3, "adaptive_decay": 0.7, "min_p": 0.05, "max_new_tokens": 12}),
 ]
 
 

@@ -53,7 +53,7 @@ def test_host_sampling_gives_the_tokens_of_the_sampler(exported: Callable[..., P
         ({"allowed_tokens": True, "logprobs": True}, Features(allowed_tokens=True, logprobs=True)),
         (
             {"for_serving": True, "filters": ["xtc"]},
-            Features(logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=20, filters=("xtc",)),
+            Features(True, True, True, logprobs=True, top_logprobs=20, filters=("xtc", "penalty_last_n")),
         ),
         ({"filters": ["xtc", "typical_p"]}, Features(filters=("typical_p", "xtc"))),
         ({"filter_order": "llama.cpp", "seed_input": True}, Features(filter_order="llama.cpp", seed=True)),

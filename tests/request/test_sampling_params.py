@@ -29,7 +29,8 @@ ACCEPTED: dict[str, list[Any]] = {
     "temperature": [0, 1e-30, np.float32(0.5)], "top_k": [2**31 - 1, np.int64(5)], "top_p": [1, 1e-6], "min_p": [1.0],
     "repetition_penalty": [0.5], "presence_penalty": [-2], "frequency_penalty": [-2.5], "min_length": [0],
     "min_new_tokens": [0], "max_length": [1], "max_new_tokens": [1], "seed": [2**63 - 1], "dry_penalty_last_n": [-1],
-    "no_repeat_ngram_size": [65], "mirostat": [2],
+    "no_repeat_ngram_size": [65], "mirostat": [2], "penalty_last_n": [-1, 0, 2**31 - 1],
+    "adaptive_target": [-1, 0, 1.0],
 }  # fmt: skip
 REFUSED: dict[str, list[Any]] = {
     "temperature": [-0.1, math.nan, math.inf, 1e39, "0.7", True, None],  # 1e39 is infinite in float32
@@ -50,11 +51,12 @@ REFUSED: dict[str, list[Any]] = {
     "xtc_probability": [2], "xtc_threshold": [math.nan],
     "dry_multiplier": [-1], "dry_base": [0.5], "dry_allowed_length": [0], "dry_penalty_last_n": [-2],
     "dry_sequence_breakers": ["\n", [""], [-1]],
-    "no_repeat_ngram_size": [66],
+    "penalty_last_n": [-2, 1.0], "no_repeat_ngram_size": [66],
     "bad_words_ids": [[5], [[]], [list(range(65))], [[True]]],
     "bad_words": ["word", [5]],
     "dynatemp_range": [math.inf], "dynatemp_exponent": [-1],
     "mirostat": [1, 2.0], "mirostat_tau": [0], "mirostat_eta": [-0.1],
+    "adaptive_target": [1.01, -2], "adaptive_decay": [1, -0.1],
     "adapter": ["", 5],
 }  # fmt: skip
 
@@ -232,7 +234,7 @@ def test_values_that_ask_for_nothing_are_no_contradiction() -> None:
         ({}, {"do_sample": 1}, "do_sample is 1; give True or False"),
         ({}, {"top_q": 0.5}, "unknown sampling option 'top_q'; did you mean 'top_"),
         ({}, {"temprature": 0.5}, "did you mean 'temperature'"),
-        ({}, {"xyz": 0.5}, "choose from adapter, bad_words, bad_words_ids, do_sample"),
+        ({}, {"xyz": 0.5}, "choose from adapter, adaptive_decay, adaptive_target, bad_words, bad_words_ids, do_sample"),
         ({}, {"top_p": math.nan}, "top_p is nan"),
         ({}, {"temperature": math.nan}, "temperature is nan"),
         ({"do_sample": True, "top_p": 0}, {}, "top_p is 0"),

@@ -69,7 +69,14 @@ def test_each_door_reaches_the_graph(fake_model: Callable[..., CausalLM], monkey
 
 @pytest.mark.parametrize(
     ("field", "name"),
-    [("typical_p", "typical_p"), ("xtc_probability", "xtc"), ("bad_words", "bad_words_ids"), ("mirostat", "mirostat")],
+    [
+        ("typical_p", "typical_p"),
+        ("xtc_probability", "xtc"),
+        ("bad_words", "bad_words_ids"),
+        ("mirostat", "mirostat"),
+        ("penalty_last_n", "penalty_last_n"),
+        ("adaptive_target", "adaptive_p"),
+    ],
 )
 def test_a_filter_that_the_package_lacks(field: str, name: str, fake_model: Callable[..., CausalLM]) -> None:
     message = (
@@ -96,7 +103,7 @@ def test_a_word_is_forbidden_behind_a_space_too_if_that_is_other_tokens() -> Non
 
 @pytest.mark.parametrize("seed_input", [False, True])
 def test_states_of_a_row_that_begins_moves_and_ends(seed_input: bool, fake_model: Callable[..., CausalLM]) -> None:
-    """The fake graph counts a row's tokens in `mirostat_mu`."""
+    """The fake graph counts a row's tokens in `mirostat_mu` and `adaptive_error`."""
     model = fake_model(filters=FILTERS, seed=seed_input)
     slots = Slots(model.sessions, 3, 32)
 
@@ -112,7 +119,7 @@ def test_states_of_a_row_that_begins_moves_and_ends(seed_input: bool, fake_model
         slots.prefill(slot, prompt, emit=True)
 
     def check(slot: int, seed: int, tokens: int, read: dict[str, Any]) -> None:
-        assert slots._state["mirostat_mu"].read()[slot] == tokens
+        assert [slots._state[name].read()[slot] for name in ("mirostat_mu", "adaptive_error")] == [tokens] * 2
         rows = {name: buffer.read()[slot] for name, buffer in slots._parameters.buffers.items()}
         assert_read(rows, read)
         if seed_input:

@@ -102,6 +102,34 @@ def test_presence_and_frequency_count_sampled_tokens_only() -> None:
     check([1, 1, 1, 1], [1, -0.5, 0.5, 1], presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2, **state)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_penalty_last_n(captured: bool) -> None:
+    """r = 2, f = 1/4, g = 1/2, over 0 1 1 and the inputs 2 1. `output_counts` are for -1 alone."""
+    face = Interface(4, (), features=Features(filters=("penalty_last_n",)), captured=captured)
+    logits = [4, 2, 1, -1]
+    cases = {
+        -1: [2, 1 - 1, 0.5, -1],
+        0: logits,
+        1: [4, 1 - 0.75, 1, -1],
+        2: [4, 1 - 0.75, 0.5 - 0.75, -1],
+        3: [4, 1 - 1, 0.5 - 0.75, -1],
+        4: [4, 1 - 1.25, 0.5 - 0.75, -1],
+        5: [2 - 0.75, 1 - 1.25, 0.5 - 0.75, -1],
+        2**31 - 1: [2 - 0.75, 1 - 1.25, 0.5 - 0.75, -1],
+    }
+    state = {"lengths": 3, "tokens": [[0, 1, 1] + [0] * 13], "output_counts": [[0, 2, 0, 0]]}
+    penalties = {"repetition_penalty": 2, "frequency_penalty": 0.25, "presence_penalty": 0.5}
+    inputs = make_inputs(
+        face, 8, sequence=3, input_ids=[[2, 1, 3]], input_lengths=2, penalty_last_n=[*cases], **state, **penalties
+    )
+    got = sampler(face)(np.float32([logits] * 8), inputs)["adjusted_logits"]
+    np.testing.assert_array_equal(got, np.float32([*cases.values()]))
+    for row in range(8):
+        alone = {name: array if name == "searched_rows" else array[row : row + 1] for name, array in inputs.items()}
+        alone |= {"searched_rows": np.arange(1)} if captured else {}
+        np.testing.assert_array_equal(sampler(face)(np.float32([logits]), alone)["adjusted_logits"], got[row : row + 1])
+
+
 @pytest.mark.parametrize(
     ("stop_ids", "min_length", "expected"),
     [

@@ -4,6 +4,7 @@ next_ids, log-probabilities and the sampled distribution."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -111,9 +112,23 @@ def test_mirostat_learns_only_from_random_tokens(captured: bool) -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True])
+def test_adaptive_p_learns_only_from_random_tokens(captured: bool) -> None:
+    face = Interface(4, (), features=Features(filters=("adaptive_p",)), captured=captured)
+    values = {"emit": [True, True, True, False, True, True], "temperature": [1, 0, 1, 1, 1, 1]}
+    values |= {"adaptive_target": [0.5, 0.5, -1, 0.5, 0.25, 0.5], "status": [0, 0, 0, 0, 0, 1]}
+    errors = [0.125, 0.125, 0.125, 0.125, 0, 0.125]
+    inputs = make_inputs(face, 6, adaptive_decay=0.75, adaptive_error=errors, noise=0.9, **values)
+    logits = np.log(np.float32([[4, 2, 1, 1]] * 6))
+    # With u = 0.9, the first row draws token 1 of probability 1/4, and the fifth token 3 of 1/8.
+    learnt = [0.75 * 0.125 + 0.25 * (0.25 - 0.5), 0.125, 0.125, 0.125, 0.25 * (0.125 - 0.25), 0.125]
+    for out in (sampler(face)(logits, inputs), reference_step(logits, inputs, pad_token_id=PAD)):
+        np.testing.assert_allclose(out["adaptive_error_RetainedState"], learnt, rtol=1e-6)
+
+
+@pytest.mark.parametrize("captured", [False, True])
 def test_random_states(captured: bool) -> None:
     """Rows of every kind at once, against the reference."""
-    face = Interface(40, (), features=Features(filters=("mirostat",)), captured=captured)
+    face = Interface(40, (), features=Features(filters=("mirostat", "adaptive_p")), captured=captured)
     rng = np.random.default_rng(9)
     for sequence in (1, 3):
         assert check_rows(face, *random_step(rng, face, 300, sequence)) <= 3
@@ -140,7 +155,9 @@ def test_states_bound_in_place(filters: tuple[str, ...], captured: bool) -> None
     rng = np.random.default_rng(1)
     batch, steps, capacity = 5, 20, 24
     logits = (rng.normal(size=(steps, batch, 320)) * 3).astype(np.float32)
-    extra = {"mirostat_tau": [0, 2, 3, 0, 1], "no_repeat_ngram_size": 3, "dry_multiplier": 0.5} if filters else {}
+    extra: dict[str, Any] = {"no_repeat_ngram_size": 3, "dry_multiplier": 0.5, "penalty_last_n": [-1, -1, 4, 4, 0]}
+    extra |= {"mirostat_tau": [0, 2, 3, 0, 1], "adaptive_target": [0.4, -1, 0.4, -1, 0.4]}
+    extra = extra if filters else {}
     initial = make_inputs(
         face,
         batch,

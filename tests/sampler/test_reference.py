@@ -58,7 +58,9 @@ LOGITS = np.log(np.array([4, 2, 1, 1])).astype(np.float32)
 def test_filters_by_hand(order: str) -> None:
     """The cases that the graph is tested with."""
     for parameters, weights in by_hand(order):
-        probs = distribution(LOGITS, {**OFF, "mirostat_mu": 0.0, **parameters}, order, xtc_uniform=0.5)
+        probs = distribution(
+            LOGITS, {**OFF, "mirostat_mu": 0.0, "adaptive_error": 0.0, **parameters}, order, xtc_uniform=0.5
+        )
         np.testing.assert_allclose(probs, weights / np.sum(weights), rtol=1e-6, atol=1e-30, err_msg=str(parameters))
 
 

@@ -76,7 +76,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "stop_reason"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "/tokenize"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids", "guided_choice"),
-        ({"repeat_last_n": 64}, "repeat_last_n", "to all tokens of a row"),
+        ({"repeat_last_n": -2}, "penalty_last_n", "give an integer >= -1"),
         ({"samplers": ["top_k"]}, "samplers", "--filter-order"),
         ({"min_keep": 2, "cache_salt": "x"}, "min_keep", "keeps at least a token"),
         ({"logits_processors": ["x"]}, "logits_processors", "no programs"),

@@ -40,6 +40,7 @@ VLLM: dict[str, list[Any]] = {
     "dry_multiplier": [0.0], "dry_base": [1.75], "dry_allowed_length": [2], "dry_penalty_last_n": [-1],
     "dry_sequence_breakers": [[]], "dynatemp_range": [0], "dynatemp_exponent": [1], "mirostat": [0],
     "mirostat_tau": [5], "mirostat_eta": [0.1], "repeat_last_n": [-1], "min_keep": [0], "samplers": [],
+    "adaptive_target": [-1, -0.5], "adaptive_decay": [0.5],
     "epsilon_cutoff": [0], "eta_cutoff": [0], "no_repeat_ngram_size": [0], "bad_words_ids": [[]],
     "early_stopping": [False], "echo": [False], "structured_outputs": [{}, {"regex": None, "disable_fallback": False}],
     "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [], "guided_json_object": [False],
@@ -257,7 +258,8 @@ def test_filters_reach_the_graph(kind: str, tmp_path: Path, monkeypatch: pytest.
     package = fake_package(tmp_path / "package", filters=FILTERS)
     begun = record_parameters(monkeypatch)
     with TestClient(make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))) as client:
-        answer = client.post(PATHS[kind], json=GOOD[kind] | ASKED | {"repeat_penalty": 1.5})
+        asked = {{"penalty_last_n": "repeat_last_n"}.get(name, name): value for name, value in ASKED.items()}
+        answer = client.post(PATHS[kind], json=GOOD[kind] | asked | {"repeat_penalty": 1.5})
         assert answer.status_code == 200, answer.text
         (row,) = begun
         assert_read(row, {**read_by_the_graph(), "repetition_penalty": 1.5})
