@@ -343,7 +343,7 @@ def chain_case(rng: np.random.Generator, steps: int = 6) -> dict[str, Any]:
     """`chain_steps` with some filters, of a prompt with repetitions, and with the same logits at each step. `changed`
     holds the logits that the penalties changed."""
     parameters: dict[str, Any] = {
-        "penalty_last_n": int(rng.choice([0, 1, 3, 8, 20, 64, 2**31 - 1])),
+        "penalty_last_n": int(rng.choice([0, 1, 3, 8, 20, 64, 1000])),
         "repetition_penalty": _float32(rng.choice([1, rng.uniform(0.5, 2)])),
         "frequency_penalty": _float32(rng.choice([0, rng.uniform(-0.5, 1)])),
         "presence_penalty": _float32(rng.choice([0, rng.uniform(-1, 1)])),
