@@ -22,6 +22,7 @@ ELSEWHERE: Final = {
     **dict.fromkeys(("--max-num-seqs", "--parallel", "-np"), "--slots"),
     **dict.fromkeys(("--temp",), "--temperature"),
     **dict.fromkeys(("--repeat-penalty",), "--repetition-penalty"),
+    "--repeat-last-n": "--penalty-last-n",
     **dict.fromkeys(("--stop", "--reverse-prompt", "-r"), "--stop-string"),
     **dict.fromkeys(("--system-prompt", "-sys"), "--system"),
     **dict.fromkeys(("--file", "-f", "--input-file"), "--prompt-file"),

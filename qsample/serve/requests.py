@@ -250,8 +250,7 @@ class GenerationRequest(FilterFields):
     added to its logit. max_tokens: most tokens of an answer. stream: events as tokens come. stream_options: which token
     counts they have. response_format: the form of the answer. min_tokens: no stop token before this many.
     repetition_penalty: on prompt and sampled tokens; 1 is off. llama.cpp's repeat_penalty is the same.
-    penalty_last_n: newest tokens, prompt included, that the penalties count; -1 is off. llama.cpp's repeat_last_n is the
-    same.
+    penalty_last_n: newest tokens, prompt included, that the penalties count; -1 is off. The same as repeat_last_n.
     prompt_lookup_num_tokens: most tokens to guess in a step; 0 turns the server's guesses off. stop_token_ids: token
     ids that end an answer, in addition to the model's. ignore_eos: whether the model's own do not end it.
     structured_outputs: the form of the answer, in vLLM's words. guided_json, guided_regex, guided_choice,

@@ -80,7 +80,7 @@ def test_what_a_pool_knows(heated: bool) -> None:
         count = () if heated else (pool.count(),)
         pool.keep(form(SECOND))
         least, greatest = pool.least(pool.weights), pool.greatest(pool.weights)
-        numbers = pool.total(), pool.entropy(), pool.mean_log(), pool.weight_of(constant(PROBES))
+        numbers = pool.total(), pool.entropy(), pool.mean_log(), pool.at(pool.weights, constant(PROBES))
         return *before, *numbers, least, greatest, pool.largest_weight(), pool.row(pool.total()), *count
 
     kept = FIRST & ALSO & AND
@@ -202,7 +202,7 @@ def test_weight_beyond_the_candidates() -> None:
     def function(x: Tensor, complete: Tensor, whole: Tensor, share: Tensor) -> Tensors:
         ids = constant(np.array([[5, 1, 3], [5, 1, 3]]))
         pool = Candidates(x, ids, complete, whole)
-        return pool.total(), pool.nucleus(None, share), pool.weight_of(ids.columns(1, 2).to(INT64))
+        return pool.total(), pool.nucleus(None, share), pool.at(pool.weights, ids.columns(1, 2).to(INT64))
 
     arrays: Any = np.array([[True], [False]]), np.float32([[9], [4]]), np.float32([[0.6], [0.38]])
     total, threshold, weight = computed(function, x, *arrays)
