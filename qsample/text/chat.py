@@ -104,7 +104,8 @@ class ChatTemplates:
     def __init__(self, templates: Any, special_tokens: Mapping[str, str] | None = None) -> None:
         """templates: a text, texts by name, or the list of a tokenizer_config.json; None for none."""
         if isinstance(templates, list):
-            templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, Mapping)}
+            named = (entry for entry in templates if isinstance(entry, Mapping) and isinstance(entry.get("name"), str))
+            templates = {entry["name"]: entry.get("template") for entry in named}
         elif not isinstance(templates, Mapping):
             templates = {_DEFAULT: templates}
         self.templates: Mapping[str, str] = {name: text for name, text in templates.items() if isinstance(text, str)}
