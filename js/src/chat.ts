@@ -24,6 +24,23 @@ export interface ChatOptions {
 
 export const CHAT_OPTIONS = ["tools", "documents", "chatTemplate", "addGenerationPrompt", "chatTemplateKwargs"] as const;
 
+const RANGE = "range_of_qsample";
+const LONGEST_RANGE = 100_000; // of Jinja's sandbox, in which the Python runtime renders templates
+
+/** Have a parsed template call `range` below, which is bounded; the library's takes all memory that a template asks for. */
+function rename(node: any): void {
+  if (typeof node !== "object" || node === null) return;
+  if (node.type === "Identifier" && node.value === "range") node.value = RANGE;
+  for (const [key, part] of Object.entries(node)) if (!(node.type === "MemberExpression" && key === "property" && !node.computed)) rename(part);
+}
+
+function range(...given: number[]): number[] {
+  const [start, stop, step] = given.length > 1 ? [given[0], given[1], given[2] ?? 1] : [0, given[0], 1];
+  const count = Math.max(0, Math.ceil((stop - start) / step));
+  if (!(count <= LONGEST_RANGE)) throw new Error(`a range of ${count} numbers; ${LONGEST_RANGE} are the most`);
+  return Array.from({ length: count }, (_, index) => start + index * step);
+}
+
 export function isChat(value: unknown): value is Message[] {
   return Array.isArray(value) && value.length > 0 && value.every((item) => typeof item === "object" && item !== null && !Array.isArray(item));
 }
@@ -71,7 +88,9 @@ export class ChatTemplates {
       add_generation_prompt: options.addGenerationPrompt ?? true,
     };
     try {
-      return new Template(source).render({ ...variables, messages: messages.map(checked) });
+      const template = new Template(source);
+      rename(template.parsed);
+      return template.render({ ...variables, messages: messages.map(checked), [RANGE]: range });
     } catch (error) {
       if (error instanceof ArgumentError) throw error;
       throw new ArgumentError(`the model's chat template refuses these messages: ${(error as Error).message}`, "messages");

@@ -1,6 +1,6 @@
 // The files of a package, each checked against its sha256 in qsample.json before it is used.
 import { ArgumentError, PackageError, QsampleError, shown, translated } from "./errors.js";
-import { MANIFEST, type Manifest, parseManifest } from "./manifest.js";
+import { LARGEST_MANIFEST, MANIFEST, type Manifest, parseManifest } from "./manifest.js";
 
 /** How far the files are. `loaded` and `total` are bytes of all files; `cached`: `file` was in the browser's cache. */
 export interface Progress {
@@ -98,7 +98,7 @@ export async function openUrl(address: string | URL, options: FileOptions, meter
   const base = addressOf(String(address).replace(/\/?$/, "/"));
   const where = base.href;
   const response = await get(new URL(MANIFEST, base), where, MANIFEST, options.signal, "no-cache");
-  const manifest = parseManifest(await response.text(), where);
+  const manifest = parseManifest(decoder.decode(await read(response, where, MANIFEST, LARGEST_MANIFEST)), where);
   const cache = options.cache === false ? undefined : await openCache();
 
   async function bytes(name: string): Promise<Uint8Array<ArrayBuffer>> {
@@ -174,6 +174,30 @@ async function download(
   }
   if (loaded < size) throw damaged(where, name, `has ${loaded} bytes instead of ${size}`);
   return data;
+}
+
+/** A body of at most `most` bytes. */
+async function read(response: Response, where: string, name: string, most: number): Promise<Uint8Array> {
+  const pieces: Uint8Array[] = [];
+  let size = 0;
+  const reader = response.body!.getReader();
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) break;
+    pieces.push(value);
+    size += value.length;
+    if (size > most) {
+      await reader.cancel().catch(() => undefined);
+      throw damaged(where, name, `has more than ${most} bytes`);
+    }
+  }
+  const whole = new Uint8Array(size);
+  let start = 0;
+  for (const piece of pieces) {
+    whole.set(piece, start);
+    start += piece.length;
+  }
+  return whole;
 }
 
 async function sha256(data: Uint8Array<ArrayBuffer>): Promise<string> {

@@ -34,6 +34,7 @@ export interface Manifest {
 }
 
 export const MANIFEST = "qsample.json";
+export const LARGEST_MANIFEST = 1 << 23; // bytes; a model of a hundred layers needs 50 kB
 // Not 2.1, of packages with speculation or adapters: this host feeds neither.
 const VERSIONS = [CONTRACT_VERSION];
 
@@ -74,7 +75,7 @@ export function parseManifest(text: string, where: string): Manifest {
   if (!Array.isArray(data.interface.features.filters) || (data.compilation != null && !Array.isArray(data.compilation.execution_providers))) {
     throw new PackageError(`${MANIFEST} of ${where} lacks interface.features.filters or compilation.execution_providers; export the package again`);
   }
-  const unknown = data.interface.features.filters.find((name: unknown) => !Object.hasOwn(EXTRA_PARAMETERS, String(name)));
+  const unknown = data.interface.features.filters.find((name: unknown) => typeof name !== "string" || !Object.hasOwn(EXTRA_PARAMETERS, name));
   if (unknown !== undefined) {
     throw new PackageError(`the package ${where} has the filter ${shown(unknown)}, which this version of qsample does not know; install another version, or export the package again without it`);
   }

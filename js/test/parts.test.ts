@@ -1,7 +1,16 @@
 // What needs no package: options, stop strings, manifests.
+import { execFileSync } from "node:child_process";
+import { mkdtemp, rm, symlink, truncate, writeFile } from "node:fs/promises";
+import { createServer } from "node:http";
+import type { AddressInfo } from "node:net";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
 import { describe, expect, it } from "vitest";
+import { ChatTemplates } from "../src/chat.js";
 import { ArgumentError, DeviceError, fromData, OutOfMemoryError, PackageError, toData, translated } from "../src/errors.js";
+import { Meter, openUrl } from "../src/files.js";
 import { parseManifest } from "../src/manifest.js";
+import { openFolder } from "../src/node_files.js";
 import { checkNames, readableSeed, resolve, seedsOf } from "../src/options.js";
 import { StopStrings } from "../src/text.js";
 
@@ -77,11 +86,72 @@ it("manifests of strangers are refused", () => {
     [{ interface: { features: null } }, "lacks interface.features"], [{ interface: { features: { sampler: true } } }, "lacks interface.features.filters"],
     [{ interface: { features: { sampler: true, filters: ["min_p", "later"] } } }, 'has the filter "min_p"'],
     [{ compilation: "x" }, "compilation.execution_providers"],
+    ...["nothing", "constructor", "__proto__", 5, null].map(
+      (filter) => [{ interface: { features: { sampler: true, filters: [filter] } } }, "which this version of qsample does not know"] as const,
+    ),
   ] as const) {
     expect(() => parseManifest(JSON.stringify({ ...good, ...change }), "here")).toThrow(PackageError);
     expect(() => parseManifest(JSON.stringify({ ...good, ...change }), "here")).toThrow(message);
   }
   expect(() => parseManifest("{", "here")).toThrow("is not JSON");
+});
+
+describe("strangers", () => {
+  const file = { bytes: 2, sha256: "" };
+  const manifest = { contract_version: "2.0", interface: { features: { sampler: true, filters: [] } }, token_ids: {}, files: { "x.json": file } };
+
+  it("have no folder that leads elsewhere, waits, or takes all memory", async () => {
+    const folder = await mkdtemp(join(tmpdir(), "qsample-"));
+    const open = () => openFolder(folder, { verify: false }, new Meter(undefined));
+    try {
+      await writeFile(join(folder, "qsample.json"), JSON.stringify(manifest));
+      await writeFile(join(folder, "y.json"), "{}");
+      await symlink("y.json", join(folder, "x.json"));
+      expect(await (await open()).bytes("x.json")).toHaveLength(2);
+      await rm(join(folder, "x.json"));
+      await expect((await open()).bytes("x.json")).rejects.toThrow("lacks the file x.json");
+      await symlink("/etc/hostname", join(folder, "x.json"));
+      await expect((await open()).bytes("x.json")).rejects.toThrow("a link that leads out of the package");
+      await rm(join(folder, "x.json"));
+      execFileSync("mkfifo", [join(folder, "x.json")]);
+      await expect((await open()).bytes("x.json")).rejects.toThrow("is no plain file");
+      await truncate(join(folder, "qsample.json"), 1 << 30);
+      await expect(open()).rejects.toThrow("has more than 8388608 bytes");
+      await rm(join(folder, "qsample.json"));
+      execFileSync("mkfifo", [join(folder, "qsample.json")]);
+      await expect(open()).rejects.toThrow("is no plain file");
+    } finally {
+      await rm(folder, { recursive: true });
+    }
+  });
+
+  it("have no address whose manifest takes all memory", async () => {
+    const server = createServer((_, response) => {
+      const piece = Buffer.alloc(1 << 20, " ");
+      const more = () => void (response.destroyed || (response.write(piece) ? setImmediate(more) : response.once("drain", more)));
+      more();
+    });
+    await new Promise<void>((resolve) => void server.listen(0, "127.0.0.1", resolve));
+    try {
+      const address = `http://127.0.0.1:${(server.address() as AddressInfo).port}/`;
+      await expect(openUrl(address, {}, new Meter(undefined))).rejects.toThrow("has more than 8388608 bytes");
+    } finally {
+      server.closeAllConnections();
+      server.close();
+    }
+  });
+
+  it("have no template that asks for a hundred million numbers", async () => {
+    const files = { where: "here", manifest: { files: {} }, bytes: () => Promise.reject(new Error()) } as any;
+    const render = async (source: string): Promise<string> =>
+      (await ChatTemplates.of(files, { chat_template: source })).render([{ role: "user", content: "x", range: 7 }], {});
+    const parts = ["{% for i in range(3) %}{{ i }}{% endfor %}", "{{ range(7, 1, -2) | join(',') }}", "{{ messages[0].range }}"];
+    expect(await render(parts.join(";"))).toBe("012;7,5,3;7");
+    expect(await render("{{ range(100000) | length }}")).toBe("100000");
+    for (const source of ["{{ range(100000001) }}", "{% set r = range %}{{ r(100001) }}", "{{ range(1, 2, 0) }}"]) {
+      await expect(render(source)).rejects.toThrow(/refuses these messages: a range of (100000001|100001|Infinity) numbers/);
+    }
+  });
 });
 
 it("errors keep their kind on the way from a worker; lack of memory and of float16 is recognised", () => {
