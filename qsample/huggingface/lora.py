@@ -191,7 +191,9 @@ def _first_match(patterns: Sequence[tuple[re.Pattern[str], T]], path: str, other
 def _check_plain(options: Mapping[str, Any], path: Path) -> None:
     kind = options.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedModelError(f"{path}: an adapter of type {kind!s:.60} cannot be used here, only plain LoRA; {ADVICE}")
+        raise UnsupportedModelError(
+            f"{path}: an adapter of type {kind!s:.60} cannot be used here, only plain LoRA; {ADVICE}"
+        )
     asked = [name for name in sorted(options) if name not in (*_READ, *_WITHOUT_EFFECT) and options[name]]
     if options.get("bias", "none") != "none":
         asked.append("bias")
