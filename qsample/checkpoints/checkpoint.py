@@ -41,7 +41,7 @@ from qsample.checkpoints.gptq_awq import (
 from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.checkpoints.mapped_weights import INDEX, SINGLE, loading_in_this_thread, mapped_weights, weight_files
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
-from qsample.checkpoints.source import ADAPTER, ANOTHER_MODEL, CONFIG, HubOptions, check_exists, check_kind
+from qsample.checkpoints.source import ADAPTER, ANOTHER_MODEL, CONFIG, HubOptions, check_exists, check_kind, kind_of
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import check_free, full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError, listed
@@ -118,16 +118,14 @@ class Checkpoint:
         with self._config_errors():
             config: PretrainedConfig = AutoConfig.from_pretrained(self.model_id, **self.hub.loading())
         check_kind(self.model_id, config.to_dict())  # of a hub id, too
+        kind, problem = kind_of(config.to_dict()), ""
         if not self.hub.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             reads = f", which reads {_media(config)}" if _media(config) else ""
-            raise UnsupportedModelError(
-                f"{self.model_id} is a {_kind(config)}{reads}; transformers has no causal language model of type "
-                f"{config.model_type}; {ANOTHER_MODEL}"
-            )
-        if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
-            raise UnsupportedModelError(
-                f"{self.model_id} is an encoder ({_kind(config)}), which does not continue texts; {ANOTHER_MODEL}"
-            )
+            problem = f"a {kind}{reads}; transformers has no causal language model of type {config.model_type}"
+        elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
+            problem = f"an encoder ({kind}), which does not continue texts"
+        if problem:
+            raise UnsupportedModelError(f"{self.model_id} is {problem}; {ANOTHER_MODEL}")
         return config
 
     @cached_property
@@ -408,10 +406,6 @@ def _check_states(model: PreTrainedModel) -> None:
             raise
     except Exception:  # questions that need weights
         return
-
-
-def _kind(config: PretrainedConfig) -> str:
-    return str(next(iter(config.architectures or ()), config.model_type))
 
 
 def _media(config: PretrainedConfig) -> str:

@@ -105,10 +105,10 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
     folder is neither a file nor a folder, or if a file, other than weights, is a link that leads out.
     """
     path = Path(name)
+    if file == CONFIG and _holds_gguf(path):
+        raise UnsupportedModelError(f"{name} {_GGUF}")
     if os.path.isdir(path):
         if file == CONFIG and not (path / file).is_file():
-            if any(path.glob("*.gguf")):
-                raise UnsupportedModelError(f"{name} {_GGUF}")
             raise QsampleError(f"{name} has neither a {file} (a checkpoint) nor a qsample.json (a package)")
         entries = sorted([*path.iterdir(), *path.glob("*/*.jinja")])
         for entry in entries:
@@ -117,8 +117,6 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
         check_links((entry for entry in entries if entry.suffix not in _WEIGHTS), [path])
         return
     if os.path.exists(path):
-        if path.suffix == ".gguf":
-            raise UnsupportedModelError(f"{name} {_GGUF}")
         raise QsampleError(f"{name} is a file; give the folder that it is in, or a hub id")
     missing = f"{name:.200} does not exist{_similar(path)}"
     accepted = "a checkpoint folder, a package folder or a hub id" if file == CONFIG else "a folder or a hub id"
@@ -127,10 +125,14 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
     if name.startswith((".", "~")) or not _HUB_ID.fullmatch(name) or len(name) > _LONGEST_ID:
         example = ", such as Qwen/Qwen3-0.6B: names of ollama are unknown" if _OLLAMA_TAG.fullmatch(name) else ""
         raise QsampleError(f"{missing}; give {accepted}{example}")
-    if name.lower().endswith("gguf"):  # so are such repositories called
-        raise UnsupportedModelError(f"{name} {_GGUF}")
     if hub is not None:
         _ask_hub(name, missing, accepted, hub, file)
+
+
+def _holds_gguf(path: Path) -> bool:
+    """Whether a file, a folder, or a repository by its name, has weights of llama.cpp and no others."""
+    suffixes = {entry.suffix for entry in path.iterdir()} if os.path.isdir(path) else {path.name.lower()[-5:]}
+    return not suffixes.isdisjoint((".gguf", "-gguf")) and suffixes.isdisjoint(_WEIGHTS)
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -143,24 +145,26 @@ def check_checkpoint(folder: Path) -> None:
             f"{folder}: its {CONFIG} cannot be used ({error}); correct it, or download it again"
         ) from None
     check_kind(str(folder), config)
-    suffixes = {path.suffix for path in folder.iterdir()}
-    if suffixes.isdisjoint(_WEIGHTS) and "transformers_weights" not in config:
-        if ".gguf" in suffixes:
-            raise UnsupportedModelError(f"{folder} {_GGUF}")
+    if {path.suffix for path in folder.iterdir()}.isdisjoint(_WEIGHTS) and "transformers_weights" not in config:
         raise QsampleError(f"{folder} has a {CONFIG} and no weights; put the model's .safetensors files there")
 
 
 def check_kind(name: str, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError, with what to take instead, for a `config` (as in config.json) of a model that does
     not continue texts by itself. `name`: of the model, for the message."""
-    kinds = config.get("architectures")
-    kind = str(kinds[0] if isinstance(kinds, list) and kinds else config.get("model_type", ""))
+    kind = kind_of(config)
     if config.get("is_encoder_decoder") is True:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder{f' ({kind})' if kind else ''}, and the graph has no encoder; {ANOTHER_MODEL}"
         )
     if _OTHER_HEADS.fullmatch(kind) and config.get("is_decoder") is not True:
         raise UnsupportedModelError(f"{name} is a {kind}, which does not continue texts; {ANOTHER_MODEL}")
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """The model's class in a `config`, otherwise its type."""
+    kinds = config.get("architectures")
+    return str(kinds[0] if isinstance(kinds, list) and kinds else config.get("model_type", ""))
 
 
 def check_links(paths: Iterable[Path], folders: Iterable[Path]) -> None:

@@ -142,6 +142,15 @@ SAMPLING_FLAGS: Final[Mapping[str, Flag]] = {
     ),
     "greedy": _flag(bool, "Always take the likeliest token.", "--greedy", default=False, rich_help_panel=_PANEL),
 }
+_FORM: Final = "Form of the answers, for packages exported with --allowed-tokens or --for-serving"
+FORM_FLAGS: Final[Mapping[str, Flag]] = {
+    name: _flag(str | None, text, metavar=metavar, rich_help_panel=_FORM)
+    for name, metavar, text in (
+        ("json_schema", "JSON|FILE", "Answers are JSON of this schema; {} is any JSON."),
+        ("regex", "REGEX", "Answers match this expression."),
+        ("grammar", "TEXT|FILE", "Answers follow this grammar, Lark's or GBNF."),
+    )
+}
 CHAT_FLAGS: Final[Mapping[str, Flag]] = {
     "system": _flag(str | None, "System prompt, in front of every conversation."),
     "chat_template": Flag(Template),

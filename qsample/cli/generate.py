@@ -6,8 +6,8 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -16,6 +16,7 @@ import typer
 
 from qsample.cli.common import (
     CHAT_FLAGS,
+    FORM_FLAGS,
     LOAD_FLAGS,
     SAMPLING_FLAGS,
     Json,
@@ -32,7 +33,6 @@ from qsample.cli.common import (
 )
 from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
 from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
-from qsample.contract.tensors import RUNNING
 from qsample.errors import QsampleError
 from qsample.package.package import MANIFEST_NAME
 
@@ -50,10 +50,9 @@ EXAMPLES: Final = (
     "qsample generate qwen3-cpu --prompt-file prompts.jsonl --output answers.jsonl\n\n"
     "echo 'In the beginning' | qsample generate --top-p 0.9"
 )
-_FORM: Final = "Form of the answers, for packages exported with --allowed-tokens or --for-serving"
 
 
-@with_flags({**CHAT_FLAGS, **LOAD_FLAGS, **SAMPLING_FLAGS})
+@with_flags({**FORM_FLAGS, **CHAT_FLAGS, **LOAD_FLAGS, **SAMPLING_FLAGS})
 def generate(
     ctx: typer.Context,
     model: Annotated[
@@ -87,19 +86,6 @@ def generate(
     num_return_sequences: Annotated[
         int, typer.Option("--num-return-sequences", "-n", min=1, max=128, help="Answers to each --prompt.")
     ] = 1,
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON|FILE", help="Answers are JSON of this schema; {} is any JSON.", rich_help_panel=_FORM
-        ),
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Answers match this expression.", rich_help_panel=_FORM)
-    ] = None,
-    grammar: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT|FILE", help="Answers follow this grammar, Lark's or GBNF.", rich_help_panel=_FORM),
-    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     ctx_len: Annotated[
         int | None,
@@ -132,7 +118,7 @@ def generate(
         raise typer.BadParameter("--retry-errors goes with --output")
     if (chat_settings or system is not None) and not (chat or prompt_file):
         raise typer.BadParameter("--system, --chat-template, --chat-template-kwargs and --thinking go with --chat")
-    form = _form(json_schema, regex, grammar)
+    form = _form({f"--{name.replace('_', '-')}": given[name] for name in FORM_FLAGS})
     rows = []
     if prompt_file is not None:  # before a checkpoint is exported
         rows = read_rows(prompt_file, options, chat_settings, as_chat=chat, system=system)
@@ -159,7 +145,7 @@ def generate(
             chat=chat,
             as_json=as_json,
             form=form,
-            count=num_return_sequences,
+            num_return_sequences=num_return_sequences,
             **options,
             **chat_settings,
             **running,
@@ -185,9 +171,8 @@ def generate(
     )
 
 
-def _form(json_schema: str | None, regex: str | None, grammar: str | None) -> Form | None:
+def _form(given: Mapping[str, str | None]) -> Form | None:
     """The form that answers have to follow. Raises typer.BadParameter for several, and for an invalid one."""
-    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     named = {option: value for option, value in given.items() if value is not None}
     if not named:
         return None
@@ -206,22 +191,18 @@ def _form(json_schema: str | None, regex: str | None, grammar: str | None) -> Fo
     return form
 
 
-class _Guides:
-    """A guide for each row of a batch, as a single one."""
+def _guide(model: CausalLM, form: Form, rows: int) -> Callable[[Step | None, Array], None]:
+    """The guide of a batch."""
+    from qsample.serve.grammar import GrammarGuide, Grammars
 
-    def __init__(self, model: CausalLM, form: Form, rows: int) -> None:
-        from qsample.serve.grammar import GrammarGuide, Grammars
+    compiled = Grammars(model).compiled(form)
+    guides = [GrammarGuide(compiled, row) for row in range(rows)]
 
-        compiled = Grammars(model).compiled(form)
-        self._guides = [GrammarGuide(compiled) for _ in range(rows)]
+    def guide(step: Step | None, mask: Array) -> None:
+        for row, own in enumerate(guides):
+            own(step, mask[row : row + 1])
 
-    def __call__(self, step: Step | None, mask: Array) -> None:
-        for row, guide in enumerate(self._guides):
-            one = slice(row, row + 1)
-            if step is None:
-                guide(None, mask[one])
-            elif step.status[row] == RUNNING:
-                guide(replace(step, tokens=step.tokens[one], emitted=step.emitted[one]), mask[one])
+    return guide
 
 
 def _hash_of(adapter: str) -> str:
@@ -239,10 +220,8 @@ def _generate_prompts(
     chat: bool,
     as_json: bool,
     form: Form | None,
-    count: int,
     **options: Any,
 ) -> None:
-    """Generate `count` answers to each prompt, in a `form`, and print them."""
     from qsample.runtime import TextStreamer
 
     if model.tokenizer is None:
@@ -250,11 +229,9 @@ def _generate_prompts(
             'the package has no tokenizer, so it takes no text; give token ids, as "prompt" of a line in a '
             "--prompt-file, or export the model with a tokenizer"
         )
-    prompts = [prompt for prompt in prompts for _ in range(count)]
-    if count > 1:
-        options["num_return_sequences"] = count
+    prompts = [prompt for prompt in prompts for _ in range(options["num_return_sequences"])]
     if form is not None:
-        options["allowed_tokens"] = _Guides(model, form, len(prompts))
+        options["allowed_tokens"] = _guide(model, form, len(prompts))
     stops = options.pop("stop_strings", None) or model.generation_config.stop_strings
     streamer = (
         None if as_json or len(prompts) > 1 else TextStreamer(model.tokenizer, skip_prompt=chat, stop_strings=stops)

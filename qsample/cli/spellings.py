@@ -5,37 +5,38 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-ELSEWHERE: Final = {
-    **dict.fromkeys(("run", "talk"), "qsample chat MODEL` or `qsample generate MODEL -p TEXT"),
-    **dict.fromkeys(("complete", "completion", "cli"), "qsample generate"),
-    **dict.fromkeys(("list", "ls", "ps"), "qsample cache list"),
-    **dict.fromkeys(("rm", "remove", "delete"), "qsample cache clear"),
-    **dict.fromkeys(("show", "info"), "qsample inspect"),
-    **dict.fromkeys(("convert", "create", "build"), "qsample export` or `qsample compile"),
-    **dict.fromkeys(("quantize",), "qsample compile MODEL OUT --weights int4"),
-    **dict.fromkeys(("start", "server", "api-server"), "qsample serve"),
-    **dict.fromkeys(("download",), "qsample pull"),
-    **dict.fromkeys(("benchmark",), "qsample bench"),
-    **dict.fromkeys(("perplexity", "eval"), "qsample evaluate"),
-    **dict.fromkeys(("--max-model-len", "--ctx-size", "-c", "--num-ctx", "--max-seq-len"), "--ctx-len"),
-    **dict.fromkeys(("--max-tokens", "--n-predict", "-n", "--predict", "--num-predict"), "--max-new-tokens"),
-    **dict.fromkeys(("--max-num-seqs", "--parallel", "-np"), "--slots"),
-    **dict.fromkeys(("--temp",), "--temperature"),
-    **dict.fromkeys(("--repeat-penalty",), "--repetition-penalty"),
-    "--repeat-last-n": "--penalty-last-n",
-    **dict.fromkeys(("--stop", "--reverse-prompt", "-r"), "--stop-string"),
-    **dict.fromkeys(("--system-prompt", "-sys"), "--system"),
-    **dict.fromkeys(("--file", "-f", "--input-file"), "--prompt-file"),
-    **dict.fromkeys(("--chat-template-file",), "--chat-template"),
-    **dict.fromkeys(("--quantization", "-q"), "--weights"),
-    **dict.fromkeys(("--device", "--n-gpu-layers", "-ngl", "--gpu-layers"), "--provider"),
-    **dict.fromkeys(("-t",), "--threads"),
-    **dict.fromkeys(("--lora-modules", "--enable-lora"), "--lora"),
+_ELSEWHERE: Final = {
+    "qsample chat MODEL` or `qsample generate MODEL -p TEXT": "run talk",
+    "qsample generate": "complete completion cli",
+    "qsample cache list": "list ls ps",
+    "qsample cache clear": "rm remove delete",
+    "qsample inspect": "show info",
+    "qsample export` or `qsample compile": "convert create build",
+    "qsample compile MODEL OUT --weights int4": "quantize",
+    "qsample serve": "start server api-server",
+    "qsample pull": "download",
+    "qsample bench": "benchmark",
+    "qsample evaluate": "perplexity eval",
+    "--ctx-len": "--max-model-len --ctx-size -c --num-ctx --max-seq-len",
+    "--max-new-tokens": "--max-tokens --n-predict -n --predict --num-predict",
+    "--slots": "--max-num-seqs --parallel -np",
+    "--temperature": "--temp",
+    "--repetition-penalty": "--repeat-penalty",
+    "--penalty-last-n": "--repeat-last-n",
+    "--stop-string": "--stop --reverse-prompt -r",
+    "--system": "--system-prompt -sys",
+    "--prompt-file": "--file -f --input-file",
+    "--chat-template": "--chat-template-file",
+    "--weights": "--quantization -q",
+    "--provider": "--device --n-gpu-layers -ngl --gpu-layers",
+    "--threads": "-t",
+    "--lora": "--lora-modules --enable-lora",
 }
+HERE: Final = {word: ours for ours, words in _ELSEWHERE.items() for word in words.split()}
 
 
 def name_here(word: str, known: Collection[str]) -> str | None:
     """What an unknown command or option of a command line is called here; None if that is not known, or if it is an
     option that the running command, whose options are `known`, lacks."""
-    ours = ELSEWHERE.get(word)
+    ours = HERE.get(word)
     return ours if ours is not None and (not ours.startswith("-") or ours in known) else None

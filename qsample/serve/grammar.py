@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 import numpy as np
 
 from qsample.contract.arrays import Array
+from qsample.contract.tensors import RUNNING
 from qsample.serve.http import ApiError
 
 if TYPE_CHECKING:
@@ -322,11 +323,12 @@ class GrammarGuide:
 
     The first mask is computed early, with the grammar. Each later mask depends on the token before it, and the step
     that samples the next token needs it, because the graph filters and draws by itself: so it is written between the
-    two steps. llguidance releases Python's lock meanwhile, so the event loop goes on.
+    two steps. llguidance releases Python's lock meanwhile, so the event loop goes on. `row`: of the answer, in a batch.
     """
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, row: int = 0) -> None:
         self._compiled = compiled
+        self._row = row
         self._matcher: Any = None
 
     def __call__(self, step: Step | None, mask: Array) -> None:
@@ -335,8 +337,8 @@ class GrammarGuide:
             return
         if self._matcher is None:
             self._matcher = self._compiled.matcher.deep_copy()
-        if step.emitted[0]:
-            self._matcher.consume_token(int(step.tokens[0]))
+        if step.emitted[self._row] and step.status[self._row] == RUNNING:
+            self._matcher.consume_token(int(step.tokens[self._row]))
             check_matcher(self._matcher)
             fill_mask(self._matcher, mask)
 

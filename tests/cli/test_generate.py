@@ -99,7 +99,7 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
     status, _, err = run("generate", llama_package, "-p", "x", *flags)
     assert (status, err) == (1, "qsample: seen\n")
     seen.pop("streamer")
-    given |= {"double_buffering": False, "stop_strings": ("one", "two")}
+    given |= {"double_buffering": False, "stop_strings": ("one", "two"), "num_return_sequences": 1}
     texts = {"bad_words": ["one", "two"], "dry_sequence_breakers": ["."]}
     assert seen == {**given, **texts, "eos_token_id": [5, 6], "inputs": ["x"], "outputs": []}
     assert run("generate", llama_package, "-p", "x", "--greedy")[0] == 1

@@ -7,13 +7,13 @@ import re
 import pytest
 
 from qsample import cli
-from qsample.cli.spellings import ELSEWHERE, name_here
+from qsample.cli.spellings import HERE, name_here
 
 COMMANDS = cli.commands()
 OPTIONS = {name for command in COMMANDS.values() for parameter in command.params for name in parameter.opts}
 
 
-@pytest.mark.parametrize(("word", "ours"), ELSEWHERE.items())
+@pytest.mark.parametrize(("word", "ours"), HERE.items())
 def test_words(word: str, ours: str) -> None:
     assert word not in COMMANDS
     assert name_here(word, OPTIONS) == ours
