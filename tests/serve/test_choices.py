@@ -224,6 +224,13 @@ def test_tokens_of_a_completion(top: int) -> None:
     assert completion(logprobs=top).whole(ended())["logprobs"]["tokens"] == []
 
 
+def test_offsets_of_tokens_whose_text_is_held() -> None:
+    choice = completion("In ", logprobs=0)
+    pieces = [choice.piece(delta(*ids, text=text)) for ids, text in (((3, 2), ""), ((4,), "dddcé"), ((2,), "c"))]
+    assert [event["text"] for (event,) in pieces] == ["", "dddcé", "c"]
+    assert [event["logprobs"]["text_offset"] for (event,) in pieces] == [[3, 6], [7], [8]]
+
+
 def test_tokens_of_a_prompt_in_vllms_form() -> None:
     likeliest = {"logprob": -0.5, "rank": 1, "decoded_token": "<7>"}
     wanted = [
