@@ -76,8 +76,7 @@ def serve(
 ) -> None:
     """Serve packages with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models.
 
-    Also Anthropic's /v1/messages, vLLM's /tokenize, /detokenize, /metrics, /health, /ping and /version, a page to try
-    the models at /, and all endpoints with their fields at /docs.
+    Also Anthropic's /v1/messages, vLLM's /tokenize, /metrics, /health and /version. /docs has all; / is a page to try.
     """
     from qsample.serve.run import run
 

@@ -25,7 +25,6 @@ from qsample.serve.requests import (
     Count,
     GenerationRequest,
     JsonSchema,
-    Objects,
     ResponseFormat,
     Texts,
 )
@@ -69,7 +68,7 @@ class MessageTool(Body):
     type: Literal["custom"] = "custom"
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: StrictBool | None = None
-    input_examples: Objects | None = None
+    input_examples: list[dict[str, Any]] | None = None
 
 
 class ToolChoice(Body):
@@ -239,16 +238,9 @@ class MessageChoice(ChatChoice):
     def __init__(self, model: ServedModel, body: MessagesRequest, prompt: Sequence[int]) -> None:
         super().__init__(0, model, body.chat, prompt)
         self._limit = body.max_tokens
-        self._message: Event = {
-            "id": f"msg_{body.request_id or uuid.uuid4().hex}",
-            "type": "message",
-            "role": "assistant",
-            "model": model.name,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(len(prompt), 0, 0),
-        }
+        known = {"id": f"msg_{body.request_id or uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        open_: Event = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(len(prompt), 0, 0)}
+        self._message: Event = {**known, "model": model.name, **open_}
         self._blocks: list[Event] = []
         self._pieces: list[str] | None = None  # of the open block, the last one
 
