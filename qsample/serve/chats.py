@@ -109,6 +109,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     the package checks any."""
 
     refusals = CHAT
+    example = '{"messages": [{"role": "user", "content": "In the beginning"}], "max_tokens": 24}'
     top_field = "top_logprobs"
 
     max_completion_tokens: Count | None = None

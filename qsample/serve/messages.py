@@ -172,6 +172,7 @@ class CountTokensRequest(GenerationRequest):
     package by name. chat_template_kwargs: further variables of the template."""
 
     refusals = MESSAGES
+    example = ChatCompletionRequest.example
 
     messages: Annotated[list[dict[str, Any]], PlainValidator(_messages_of, json_schema_input_type=list[dict[str, Any]])]
     system: Annotated[str, PlainValidator(_text_of, json_schema_input_type=str | list[dict[str, Any]])] | None = None

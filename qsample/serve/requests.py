@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import secrets
@@ -154,6 +155,8 @@ def _describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
         schema["description"], *parts = pattern.split(" ".join((base.__doc__ or "").split()))
         for listed, text in zip(parts[::2], parts[1::2], strict=True):
             texts |= dict.fromkeys(listed.split(", "), f"{text[0].upper()}{text[1:]}".strip())
+    if (example := getattr(kind, "example", None)) is not None:
+        schema["examples"] = [json.loads(example)]
     for name, entry in schema.get("properties", {}).items():
         if name in texts:
             entry["description"] = texts[name]
@@ -165,6 +168,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, json_schema_extra=_describe)
     refusals: ClassVar[Refusals] = {}
+    example: ClassVar[str | None] = None  # JSON to try, in /docs
 
     @model_validator(mode="before")
     @classmethod
@@ -477,6 +481,7 @@ class CompletionRequest(GenerationRequest):
     0 writes nothing. suffix: only "". add_special_tokens: whether the tokenizer adds its special tokens to a text."""
 
     refusals = COMPLETIONS
+    example = '{"prompt": "In the beginning", "max_tokens": 24}'
     default_limit = 16  # OpenAI's
     top_field = "logprobs"
 

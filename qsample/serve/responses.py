@@ -160,6 +160,7 @@ class ResponsesRequest(GenerationRequest):
     variables of the template. metadata: returned. prompt_cache_options: ignored."""
 
     refusals = RESPONSES
+    example = '{"input": "In the beginning", "max_output_tokens": 24}'
 
     input: Annotated[
         list[dict[str, Any]], PlainValidator(_messages_of, json_schema_input_type=str | list[dict[str, Any]])

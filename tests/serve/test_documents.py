@@ -83,6 +83,17 @@ def test_sampling_parameters_have_the_words_of_the_command_line() -> None:
     assert completion["max_tokens"]["description"] != chat["max_tokens"]["description"]
 
 
+def test_examples_are_answered(server: ServerProcess) -> None:
+    document, tried = server.client.get("/openapi.json").json(), 0
+    for path, methods in document["paths"].items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {"application/json": {"schema": {}}})
+        name = content["application/json"]["schema"].get("$ref", "").rpartition("/")[2]
+        for example in document["components"]["schemas"].get(name, {}).get("examples", []):
+            assert server.client.post(path, json=example).status_code == 200, path
+            tried += 1
+    assert tried == 5
+
+
 def test_answers_have_the_described_fields(server: ServerProcess) -> None:
     client = server.client
     chat = {"messages": SAID, "max_tokens": 4, "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
