@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import socket
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -233,6 +235,36 @@ def test_a_slow_reader_holds_no_slot(server: ServerProcess) -> None:
         while b"[DONE]" not in received[-200:]:
             received += connection.recv(65536)
     assert received.count(b"data: ") > 1500
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes in folders")
+def test_prefixes_that_turn_hostile(
+    start_server: Callable[..., ServerProcess], served_model: CausalLM, tmp_path: Path
+) -> None:
+    """A file that is written to gave NaN, cut off it ended the process, and a pipe held the engine up for ever."""
+    rules, kept = "And the LORD spake unto Moses, saying, " * 20, tmp_path / "kept"
+    length = served_model.save_prefix(rules, tmp_path / "rules")
+
+    def ask(server: ServerProcess, prompt: str) -> int:
+        body = {"prompt": prompt, "max_tokens": 6, "seed": 1, "return_token_ids": True}
+        answer = server.client.post(COMPLETIONS, json=body, timeout=30).json()
+        wanted = served_model.generate(prompt, SamplingParams(max_new_tokens=6), seed=1).token_ids[0]
+        assert answer["choices"][0]["token_ids"] == wanted
+        return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+    with start_server("--slots", "1", "--prefix", str(tmp_path / "rules"), "--prefix-cache-dir", str(kept)) as server:
+        for number, size in enumerate((200_000, 4096)):
+            (tmp_path / "rules").write_bytes(b"\xff" * size)
+            ask(server, f"{number} In the beginning God created the heaven and the earth. " * 8)  # the slot forgets
+            assert ask(server, f"{rules}{number}") == length
+        wait_until(lambda: len(list(kept.glob("*.safetensors"))) > 0)
+        name = next(kept.glob("*.safetensors")).name
+        os.mkfifo(kept / f"{name[:17]}{'0' * 32}.safetensors")
+        header = b'{"__metadata__":' + b"[" * 100_000
+        (kept / f"{name[:17]}{'1' * 32}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        assert ask(server, rules + "2") == length
+        assert server.client.get("/health").status_code == 200
 
 
 @pytest.mark.ci
