@@ -40,6 +40,10 @@ VALUES: dict[str, list[float]] = {
     "dry_allowed_length": [1, 1, 2, 30, 2**31 - 1],
     "dry_penalty_last_n": [-1, -1, 0, 1, 10, 2**31 - 1],
     "no_repeat_ngram_size": [0, 0, 0, 1, 2, 7, 65],
+    "penalty_last_n": [-1, -1, 0, 1, 10, 2**31 - 1],
+    "adaptive_target": [-1, -1, -1, 0, LEAST, 0.3, 1],
+    "adaptive_decay": [0, LEAST, 0.9, 0.99],
+    "adaptive_error": [0, 0, 0.5, -0.5, 1, -1],
     "min_length": [0, 0, 20, 2**31 - 1],
     "max_length": [1, 25, 2**31 - 1, 2**31 - 1],
 }
@@ -213,6 +217,58 @@ def test_a_standard_deviation_beyond_sums_of_float32(captured: bool) -> None:
         "top_k": [0, 2, 0],
     }
     assert check_rows(face, logits, make_inputs(face, 3, **values)) == 0
+
+
+def row_of(logits: dict[int, float], rest: float) -> Array:
+    row = np.full(97, rest, np.float32)
+    row[list(logits)] = list(logits.values())
+    return row
+
+
+STEPS = {token: 0.0 if token < 40 else -2e37 for token in range(80)}
+# What is drawn from, parameters, and the tokens that may be drawn.
+ENDS_OF_RANGES: dict[str, tuple[Array, dict[str, Any], list[int]]] = {
+    "masked next to a low logit": (row_of({7: -2.9e38}, -np.inf), {"temperature": 1e36, "top_k": 5}, [7]),
+    "left, though far below": (row_of({3: 0, 5: -1}, -2e38), {"dynatemp_range": 0.5}, [3, 5]),
+    "of a deviation, though far below": (row_of(STEPS, -2e38), {"temperature": 1e36, "top_n_sigma": 0.3}, [*range(80)]),
+    "a range without end": (
+        row_of({3: 0, 5: -1}, -np.inf),
+        {"temperature": LARGEST, "dynatemp_range": LARGEST, "dynatemp_exponent": LARGEST},
+        [3],
+    ),
+    "a stop that a penalty makes infinite": (
+        row_of({5: 1e33, 6: 1.0}, -np.inf),
+        {"repetition_penalty": 1e-6, "min_length": 20, "stop_ids": 5},
+        [6],
+    ),
+    "a weight that reaches no threshold": (
+        row_of({3: 0, 5: -80}, -np.inf),
+        {"xtc_probability": 1, "xtc_threshold": 0},
+        [3, 5],
+    ),
+}
+
+
+@both_kinds
+@pytest.mark.parametrize("name", ENDS_OF_RANGES)
+def test_ends_of_ranges(name: str, captured: bool) -> None:
+    face = face_of(97, FILTER_ORDERS[0], captured)
+    logits, parameters, tokens = ENDS_OF_RANGES[name]
+    inputs = make_inputs(face, **parameters)
+    assert check_rows(face, logits[None], inputs) == 0
+    got = sampler(face, num_candidates=CANDIDATES)(logits[None], inputs)
+    assert got["status_RetainedState"] == 0
+    assert np.flatnonzero(got["probs"][0]).tolist() == tokens
+
+
+@both_kinds
+def test_an_even_distribution_of_any_size(captured: bool) -> None:
+    """Its entropy, rounded up, may exceed that of an even one: to a large power, infinity."""
+    face = face_of(97, FILTER_ORDERS[0], captured)
+    logits = np.where(np.arange(97) <= np.arange(1, 97)[:, None], 0, -np.inf).astype(np.float32)
+    inputs = make_inputs(face, 96, dynatemp_range=LEAST, dynatemp_exponent=LARGEST)
+    got = sampler(face, num_candidates=CANDIDATES)(logits, inputs)
+    np.testing.assert_allclose(got["probs"].sum(1), 1, rtol=1e-5)
 
 
 @both_kinds

@@ -177,6 +177,14 @@ def test_a_token_without_weight_is_never_drawn(u: float) -> None:
         assert tokens[1, 0] in ([400] if u == 0 else [600, 700])
 
 
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_a_row_without_weight_draws_an_id(blocks: int) -> None:
+    """It draws nothing, but an index beyond the blocks would stop the batch."""
+    uniform = np.full((2, 1), 0.5, np.float32)
+    for tokens in draw_from(np.zeros((2, blocks * SIZE), np.float32), uniform):
+        assert ((tokens >= 0) & (tokens < blocks * SIZE)).all()
+
+
 def test_a_draw_from_many_tokens_is_off_by_less_than_a_grain_of_u() -> None:
     """Plain float32 sums are off by 1e-7 of the whole, a hundredth of such a token's weight."""
     vocab, draws = 1500 * SIZE, 4000
