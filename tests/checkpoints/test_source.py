@@ -209,7 +209,7 @@ def test_names(name: str, message: str, tmp_path: Path, monkeypatch: pytest.Monk
         ('{"architectures": ["BertForMaskedLM"]}', "model.safetensors", "BertForMaskedLM, which does not continue"),
         ('{"architectures": ["ViTForImageClassification"]}', "model.safetensors", "does not continue texts"),
         ('{"architectures": ["BertForMaskedLM"], "is_decoder": true}', "model.safetensors", None),
-        ('{"architectures": ["Qwen3ForCausalLM"], "x": Infinity}', "model.safetensors", None),
+        ('{"architectures": ["Qwen3ForCausalLM"], "x": Infinity}', "model.safetensors model.gguf", None),
     ],
 )
 def test_folders_are_refused_without_torch(
@@ -218,7 +218,8 @@ def test_folders_are_refused_without_torch(
     for library in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, library, None)
     (tmp_path / "config.json").write_text(config)
-    (tmp_path / file).touch()
+    for name in file.split():
+        (tmp_path / name).touch()
     with nullcontext() if message is None else pytest.raises(QsampleError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
