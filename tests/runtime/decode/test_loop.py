@@ -28,7 +28,7 @@ from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import MAX_POSITIONS, POISON
-from tests.helpers.requests import make_sequence, random_params, random_prompt
+from tests.helpers.requests import make_sequence, random_params, random_prompt, wait_until
 
 CAPACITY = 64
 
@@ -528,7 +528,7 @@ def test_a_function_has_only_the_tokens_read_each_step(
     looks: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the guided row runs, a step is read at once, but its outputs after four steps, unless the function looks at
-    them; then steps are read by four again."""
+    them; then steps are read by four again. A row leaves while its outputs wait."""
     model = fake_model(allowed_tokens=True, **OUTPUTS)
     guided, other = (make_sequence(model, [5 + row], free(most), row, CAPACITY) for row, most in enumerate((10, 26)))
     seen: list[Step] = []
@@ -538,12 +538,15 @@ def test_a_function_has_only_the_tokens_read_each_step(
             seen.append(step)
             if looks:
                 assert step.outputs["logprobs"].shape == (1, 1)
+            if len(seen) == 2:
+                loop.leave(gone)
 
     alone = [make_sequence(model, [5 + row], free(most), row, CAPACITY) for row, most in enumerate((10, 26))]
     run(model, alone)
     read, tokens_read = reads_of_outputs(monkeypatch), []
     plain = Slots.read
     monkeypatch.setattr(Slots, "read", lambda *given: tokens_read.append(len(read)) or plain(*given))
+    gone = make_sequence(model, [7], free(20), 2, CAPACITY)
     guided.guided = True
     guide = Guide(follow, [guided], np.full((1, 10), -1, np.int32), 0)
 
@@ -553,17 +556,20 @@ def test_a_function_has_only_the_tokens_read_each_step(
             guide.update(loop.set_parameter, loop.read_outputs)
 
     config = SchedulerConfig.of(model.sessions, flush_every=4, interleave=False)
-    device = Slots(model.sessions, 2, CAPACITY, flush_every=4)
+    device = Slots(model.sessions, 3, CAPACITY, flush_every=4)
     guide.start()
-    with DecodeLoop(device, Scheduler(2, config), deliver, double_buffering=True) as loop:
+    with DecodeLoop(device, Scheduler(3, config), deliver, double_buffering=True) as loop:
         loop.add(guided)
         loop.add(other)
+        loop.add(gone)
         while loop.busy:
             loop.step()
     # The first token of both, nine steps of the guided row, four windows of the other.
     assert len(tokens_read) == 1 + 9 + 4
     probs = [(steps, rows) for name, steps, rows in read if name == "probs"]
-    assert probs == [(1, 2)] * looks * 10 + [(4, 2)] * (not looks) * 2 + [(2, 2)] * (not looks) + [(4, 1)] * 4
+    followed = [(1, 3)] * 2 + [(1, 2)] * 8 if looks else [(4, 2), (4, 2), (2, 2)]
+    assert probs == [*followed, *[(4, 1)] * 4]
+    assert len(gone.outputs) == (2 if looks else 0)
     for sequence, reference in zip((guided, other), alone, strict=True):
         assert sequence.sampled == reference.sampled
         for mine, its in zip(sequence.outputs, reference.outputs, strict=True):
@@ -592,35 +598,38 @@ def test_outputs_that_nobody_wants_are_not_read(
             model.generate([5], outputs=wrong)
 
 
-@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(("late", "flush_every"), [(True, 1), (False, 1), (True, 4)])
 def test_optional_outputs_are_those_of_their_own_step(
-    late: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+    late: bool, flush_every: int, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copied after the next step has written its own (late), or before it has begun; against the model in NumPy."""
     model = fake_model(logprobs=True, top_logprobs=3, probs=True)
-    done, copied = threading.Semaphore(0), threading.Semaphore(0)
-    plain_decode, plain_read, overlapped = Slots.decode, Slots.read, []
+    copied, overlapped = threading.Semaphore(0), []
+    plain_decode, plain_read, plain_outputs = Slots.decode, Slots.read, Slots.read_outputs
 
     def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
         if not late:
             assert copied.acquire(timeout=30)
         plain_decode(self, rows, wait=wait)
-        done.release()
 
     def read(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
         if step is not None:
             overlapped.append(step)
             if late:
-                assert done.acquire(timeout=30)
-        snapshot = plain_read(self, step)
+                wait_until(lambda: self.step > step)
+        return plain_read(self, step)
+
+    def read_outputs(self: Slots, *given: Any) -> Any:
+        values = plain_outputs(self, *given)
         copied.release()
-        return snapshot
+        return values
 
     monkeypatch.setattr(Slots, "decode", decode)
     monkeypatch.setattr(Slots, "read", read)
+    monkeypatch.setattr(Slots, "read_outputs", read_outputs)
     prompts = [[5, 6, 7], [9, 10, 11]]
-    output = model.generate(prompts, free(7), seed=1)
-    assert len(overlapped) == 6
+    output = model.generate(prompts, free(7), seed=1, flush_every=flush_every)
+    assert overlapped == ([0, 4] if flush_every == 4 else [*range(6)])
     assert output.logprobs is not None
     assert output.top_logprobs is not None
     assert output.top_logprob_ids is not None
