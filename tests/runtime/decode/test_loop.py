@@ -577,6 +577,31 @@ def test_a_function_has_only_the_tokens_read_each_step(
     assert [step.outputs["logprobs"][0, 0] for step in seen] == [one["logprobs"][0] for one in guided.outputs]
 
 
+@pytest.mark.parametrize("double_buffering", [True, False])
+def test_outputs_that_wait_when_the_guided_row_leaves(
+    double_buffering: bool, fake_model: Callable[..., CausalLM]
+) -> None:
+    """The windows after it may write all places."""
+    model = fake_model(allowed_tokens=True, **OUTPUTS)
+    guided, other, alone = (make_sequence(model, [5 + row], free(20), row, CAPACITY) for row in (0, 1, 1))
+    run(model, [alone])
+    guided.guided = True
+    device = Slots(model.sessions, 2, CAPACITY, flush_every=4)
+    scheduler = Scheduler(2, SchedulerConfig.of(model.sessions, flush_every=4, interleave=False))
+    with DecodeLoop(device, scheduler, lambda one: one.take(), double_buffering=double_buffering) as loop:
+        loop.add(guided)
+        loop.add(other)
+        while len(guided.sampled) < 3:
+            loop.step()
+        assert (len(other.sampled), other.outputs, other.token_ids) == (3, [], [])
+        loop.leave(guided)
+        while loop.busy:
+            loop.step()
+    assert other.sampled == alone.sampled == other.token_ids
+    for mine, its in zip(other.outputs, alone.outputs, strict=True):
+        assert all(mine[name].tobytes() == its[name].tobytes() for name in OUTPUT_NAMES)
+
+
 def test_outputs_that_nobody_wants_are_not_read(
     fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
