@@ -10,7 +10,6 @@ with the token at i + 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -85,30 +84,37 @@ def _add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
     return logits.scatter(where(valid, ids, 0).to(INT64), where(valid, bias, 0.0), reduction="add")
 
 
-class History(NamedTuple):
-    """Of `Call.history`: `ids` [B, h] int64, of which the first `length` columns are `tokens`."""
+def _newest_counts(call: Call, needed: Tensor) -> Tensor:
+    """How often each token is among the newest `penalty_last_n` of a row, [B, V] float32; a column of any numbers if no
+    row needs that. needed: [B] bool."""
 
-    ids: Tensor
-    length: Tensor
+    def counts() -> Tensors:
+        length = _longest(call, needed)
+        newest = call.newest(length, call["penalty_last_n"].unsqueeze())
+        none = op("Expand", 0.0, op("Shape", call["logits"]))
+        return (none.scatter(call.history(length), newest, reduction="add"),)
+
+    return call.branch(needed, counts, lambda: (call["temperature"].unsqueeze(),))[0]
 
 
-def _penalized(call: Call, seen: Tensor, ids: Tensor, history: History) -> Tensor:
-    """The logits `seen` [B, n] float32 of `ids` [B, n] int64 after the repetition, presence and frequency penalties.
+def _longest(call: Call, needed: Tensor) -> Tensor:
+    """How many columns of `tokens` to read for the rows that are `needed`, [B] bool: scalar int64."""
+    if call.captured:
+        return call.capacity
+    return minimum(where(needed, call.start, 0).max(keep=False).to(INT64), call.capacity)
+
+
+def _penalized(call: Call, seen: Tensor, ids: Tensor, newest: Tensor | None) -> Tensor:
+    """The logits `seen` [B, h] float32 of `ids` [B, h] int64 after the repetition, presence and frequency penalties.
+    newest: of `_newest_counts`; None: no row has `penalty_last_n`.
     The ids cover every non-zero count, because sampled tokens are in the history, too; duplicates get the same value.
     Repetition is Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, by sign: l * r if l < 0, else l / r."""
     output_counts, (repetition, presence, frequency) = call["output_counts"], call.columns(*_PENALTIES)
     counts = output_counts.gather(ids)
-    if call.uses("penalty_last_n"):
-        last_n = call["penalty_last_n"].unsqueeze()
-
-        def windowed() -> Tensors:
-            newest = op("Expand", 0.0, op("Shape", call["logits"])).scatter(
-                history.ids, call.newest(history.length, last_n), reduction="add"
-            )
-            found, on = newest.gather(ids), last_n >= 0
-            return where(on & found.equals(0.0), 1.0, repetition), where(on, found, counts)
-
-        repetition, counts = call.branch(last_n >= 0, windowed, lambda: (repetition, counts))
+    if newest is not None:
+        found = newest.gather(ids if call.captured else minimum(ids, size(newest, 1) - 1))
+        on = call["penalty_last_n"].unsqueeze() >= 0
+        repetition, counts = where(on & found.equals(0.0), 1.0, repetition), where(on, found, counts)
     seen = where(seen < 0, seen * repetition, seen / repetition)
     return seen - (frequency * counts + presence * minimum(counts, 1.0))
 
@@ -126,22 +132,23 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
     unpenalized = off[0] & off[1] & off[2]
     too_short = call.total < call["min_length"]
 
-    def seen() -> History:
+    newest = None
+    if call.uses("penalty_last_n"):
+        newest = _newest_counts(call, (call["penalty_last_n"] >= 0) & ~unpenalized)
+
+    def seen() -> Tensor:
         # The history is read as far as some row is penalized for it: not at all if no row is.
-        length = call.capacity
-        if not call.captured:
-            length = minimum(where(unpenalized, 0, call.start).max(keep=False).to(INT64), length)
-        return History(call.history(length), length)
+        return call.history(_longest(call, ~unpenalized))
 
     def without_stops() -> Tensors:
-        history = seen()
-        return history.ids, _penalized(call, logits.gather(history.ids), history.ids, history)
+        ids = seen()
+        return ids, _penalized(call, logits.gather(ids), ids, newest)
 
     def with_stops() -> Tensors:
-        history = seen()
+        ids = seen()
         stops = where(too_short.unsqueeze(), call["stop_ids"], -1).to(INT64)
-        ids = concat(history.ids, where(stops >= 0, stops, history.ids.last()))
-        return ids, _penalized(call, _blocked(logits.gather(ids), ids, stops), ids, history)
+        ids = concat(ids, where(stops >= 0, stops, ids.last()))
+        return ids, _penalized(call, _blocked(logits.gather(ids), ids, stops), ids, newest)
 
     def nothing() -> Tensors:
         return call["input_ids"].columns(0, 0), logits.columns(0, 0)

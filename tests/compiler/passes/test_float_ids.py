@@ -15,6 +15,7 @@ from qsample.sampler.tensor import BOOL, FLOAT, INT32, INT64, Tensor, branch, bu
 from tests.helpers.sampler_cases import PAD, opened, random_step
 
 Array = np.ndarray
+FILTERS = ("typical_p", "dry", "penalty_last_n", "adaptive_p")
 LACKING = {
     "Concat": ("bool",),
     "GatherElements": ("bool", "int32", "int64"),
@@ -86,9 +87,7 @@ def lacking(model: ir.Model) -> list[str]:
 
 def test_the_whole_sampler() -> None:
     """No operator that WebGPU lacks is left, on either side of the If; a step gives the same as before."""
-    face = Interface(
-        300, (), captured=True, features=Features(allowed_tokens=True, logit_bias=True, filters=("typical_p", "dry"))
-    )
+    face = Interface(300, (), captured=True, features=Features(allowed_tokens=True, logit_bias=True, filters=FILTERS))
     model = build_sampler(face, PAD, for_webgpu=True)
     before = opened(model)
     assert lacking(model)
