@@ -151,7 +151,8 @@ class Checkpoint:
                 return GenerationConfig.from_pretrained(
                     self.model_id, config_file_name=CONFIG, _from_model_config=True, **options
                 )
-        except (ValueError, TypeError, AttributeError) as error:  # not an object, or a value that transformers refuses
+        # Not an object, a value that transformers refuses, or nested deeply.
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             damage = error
         raise QsampleError(
             f"{self.model_id}: its generation_config.json cannot be used ({_first_line(damage)}); correct it, delete "

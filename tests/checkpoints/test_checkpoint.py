@@ -88,6 +88,7 @@ def test_weights_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
     [
         *('{"eos_token_id": 2,', "", "[2]", '"eos"', "\xff"),
         *('{"pad_token_id": [0]}', '{"max_new_tokens": 0}', '{"cache_implementation": "a drawer"}'),
+        pytest.param("[" * 100_000, id="nested"),
     ],
 )
 def test_a_damaged_generation_config_is_not_passed_over(content: str, tmp_path: Path) -> None:
