@@ -219,6 +219,14 @@ def test_a_standard_deviation_beyond_sums_of_float32(captured: bool) -> None:
     assert check_rows(face, logits, make_inputs(face, 3, **values)) == 0
 
 
+@both_kinds
+def test_a_row_with_nothing_above_a_mask_is_invalid(captured: bool) -> None:
+    face = face_of(97, FILTER_ORDERS[0], captured)
+    logits = np.full((2, 97), -3.3e38, np.float32)
+    logits[:, ::2] = -np.inf
+    assert check_rows(face, logits, make_inputs(face, 2, temperature=[0, 1], top_k=5)) == 0
+
+
 def row_of(logits: dict[int, float], rest: float) -> Array:
     row = np.full(97, rest, np.float32)
     row[list(logits)] = list(logits.values())
@@ -262,10 +270,11 @@ def test_ends_of_ranges(name: str, captured: bool) -> None:
 
 
 @both_kinds
-def test_an_even_distribution_of_any_size(captured: bool) -> None:
-    """Its entropy, rounded up, may exceed that of an even one: to a large power, infinity."""
+def test_nearly_even_distributions(captured: bool) -> None:
+    """Their entropy, rounded, may exceed that of an even distribution: to a large power, infinity."""
     face = face_of(97, FILTER_ORDERS[0], captured)
-    logits = np.where(np.arange(97) <= np.arange(1, 97)[:, None], 0, -np.inf).astype(np.float32)
+    noise = np.random.default_rng(0).normal(size=(96, 97)) * 1e-4
+    logits = np.where(np.arange(97) <= np.arange(1, 97)[:, None], noise, -np.inf).astype(np.float32)
     inputs = make_inputs(face, 96, dynatemp_range=LEAST, dynatemp_exponent=LARGEST)
     got = sampler(face, num_candidates=CANDIDATES)(logits, inputs)
     np.testing.assert_allclose(got["probs"].sum(1), 1, rtol=1e-5)
