@@ -66,7 +66,8 @@ def test_two_gpus(
         *model.interface.decoder.output_names
     }
     sizes = [ROWS * int(spec.axes[-1]) * 2 for spec in model.sessions.parts[0].spec.outputs if spec.name in hidden]
-    states = [4 * ROWS] * (2 if family == "olmo_hybrid" else 1)  # lengths, and whether a row runs
+    # Lengths; recurrent layers also read the numbers of tokens, and whether a row runs.
+    states = [4 * ROWS] * (3 if family == "olmo_hybrid" else 1)
     assert sorted(copies) == sorted(
         [("0", "1", size) for size in sizes] + [("1", "0", size) for size in [*states, 8 * ROWS]]
     )
