@@ -2,10 +2,10 @@
 
     python scripts/pages.py      # rewrites these blocks in README.md, which needs no files that a reader has
 
-Run it, with qsample installed, after a change of the bundled model or of the commands' output; tests/scripts/test_pages.py
-runs all pages. The blocks of a page run in sequence in a folder, in which `qsample` and `examples` are those of the
-checkout. Installations (pip, npm, python3 -m venv) are skipped. `qsample serve` goes on in the background until the page
-ends or serves again, on a free port in place of 8000. Comments may stand above a block:
+Run it, with qsample installed, after a change of the bundled model or of the commands' output; all pages are run by
+tests/scripts/test_pages.py. The blocks of a page run in sequence in a folder, in which `qsample` and `examples` are
+those of the checkout. Installations (pip, npm, python3 -m venv) are skipped. `qsample serve` goes on in the background
+until the page ends or serves again, on a free port in place of 8000. Comments may stand above a block:
 
     <!-- not run: it needs a GPU -->
     <!-- setup: prompt = "In the beginning" -->      what the reader of a program has; `continues` is the block before
