@@ -9,7 +9,8 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import with_objects
-from qsample.serve.requests import CHAT, Body, Count, GenerationRequest, Objects, TokenId
+from qsample.serve.refusals import CHAT
+from qsample.serve.requests import Body, Count, GenerationRequest, Objects, TokenId
 from qsample.text.chat import ChatOptions
 
 

@@ -18,16 +18,8 @@ from qsample.serve.http import MESSAGES_PATH, ApiError, json_bytes
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel
 from qsample.serve.parsers import ToolCalls
-from qsample.serve.requests import (
-    MESSAGE_TOOL,
-    MESSAGES,
-    Body,
-    Count,
-    GenerationRequest,
-    JsonSchema,
-    ResponseFormat,
-    Texts,
-)
+from qsample.serve.refusals import MESSAGE_TOOL, MESSAGES
+from qsample.serve.requests import Body, Count, GenerationRequest, JsonSchema, ResponseFormat, Texts
 
 _CHOICES: Final[dict[str, Any]] = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in OpenAI's words
 # Who writes which blocks, and what these have to have.

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
@@ -27,10 +26,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
-from qsample.request.refusals import Refusal, refusals
 from qsample.request.sampling_params import DRAWN_SEEDS, FILTER_FIELDS, HELP, OFF, SEEDS, SMALLEST_TOP_P
 from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
+from qsample.serve.refusals import COMPLETIONS, STRUCTURED_OUTPUTS, Refusals
 
 MOST_CHOICES: Final = 128  # OpenAI's limit for n
 MOST_TOKENS: Final = 2**31 - 1
@@ -61,90 +60,6 @@ Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 # Beyond, a logit times or over the penalty is no number of float32.
 Penalty = Annotated[Number, Field(ge=1e-6, le=1e6)]
-
-
-# Fields of OpenAI's, vLLM's and llama.cpp's requests that this server does not follow. Values that ask for nothing are
-# ignored; other values are refused by name, with a remedy.
-Refusals = Mapping[str, Refusal]
-_LEAVE_OUT: Final = "leave it out"
-_NO_BEAMS: Final = "answers are sampled token by token, without beams; leave it out"
-_TEXT_ONLY: Final = "the model reads text only; leave it out"
-_CUT: Final = "cut the input yourself; /tokenize counts its tokens"
-_ONE_LINE: Final = "JSON is written on one line, as json.dumps does; leave it out"
-
-# vLLM's and llama.cpp's, of both kinds of requests.
-_BOTH: Final[Refusals] = {
-    **refusals("use_beam_search early_stopping", _NO_BEAMS, False),
-    "length_penalty": Refusal(_NO_BEAMS, (1,)),
-    "skip_special_tokens": Refusal("return_token_ids returns special tokens, too", (True,)),
-    "spaces_between_special_tokens": Refusal(_LEAVE_OUT, (True, False)),  # answers contain no special tokens
-    "include_stop_str_in_output": Refusal("stop_reason has the stop string", (False,)),
-    "truncate_prompt_tokens": Refusal("cut the prompt yourself; /tokenize counts its tokens"),
-    "allowed_token_ids": Refusal("guided_choice, guided_regex and guided_grammar constrain an answer"),
-    "logits_processors": Refusal("a server runs no programs of its clients", ([],)),
-    "return_tokens_as_token_ids": Refusal("return_token_ids returns them next to the text", (False,)),
-    "cache_salt": Refusal("requests share cached prompts; start a server for each group that must not"),
-    **refusals("kv_transfer_params vllm_xargs", _LEAVE_OUT, {}),
-    "repetition_detection": Refusal("frequency_penalty keeps an answer from repeating itself"),
-    "thinking_token_budget": Refusal("max_tokens bounds thoughts and answer together"),
-    **refusals("mm_processor_kwargs media_io_kwargs", _TEXT_ONLY, {}),
-    "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),
-    "guided_decoding_backend": Refusal("llguidance does it; leave it out", ("auto", "guidance")),
-    "guided_whitespace_pattern": Refusal(_ONE_LINE),
-    "samplers": Refusal("a package has a fixed order of filters, which --filter-order of export chooses"),
-    "min_keep": Refusal("each filter keeps at least a token; leave it out", (0,)),
-}
-CHAT: Final[Refusals] = {
-    **_BOTH,
-    "audio": Refusal("the model writes text; leave it out"),
-    "functions": Refusal("give tools, which have taken their place", ([],)),
-    "function_call": Refusal("give tools and tool_choice, which have taken its place", ("none", "auto")),
-    "web_search_options": Refusal("search yourself, and put the results into messages"),
-    "moderation": Refusal(_LEAVE_OUT),
-    "echo": Refusal("put the message in front of the answer yourself", (False,)),
-    "add_special_tokens": Refusal("the chat template writes special tokens", (False,)),
-}
-COMPLETIONS: Final[Refusals] = {**_BOTH, "prompt_embeds": Refusal("give texts or token ids", ([],))}
-RESPONSES: Final[Refusals] = {
-    **_BOTH,
-    **refusals("previous_response_id conversation", "nothing is stored here; send the whole conversation in input"),
-    "store": Refusal("nothing is stored here; give store: false, and send the whole conversation each time", (False,)),
-    "background": Refusal("nothing is stored here; wait for the answer, or give stream: true", (False,)),
-    **refusals("background_options moderation access_programs", _LEAVE_OUT),
-    "prompt": Refusal("no prompts are stored here; give instructions and input"),
-    "max_tool_calls": Refusal("this server runs no tools itself; leave it out"),
-    "truncation": Refusal(_CUT, ("disabled",)),
-    "context_management": Refusal(_CUT, ([],)),
-    "image": Refusal(_TEXT_ONLY),
-    "messages": Refusal("give input"),
-    **refusals("n best_of", "send a request for each answer", 1),
-    **refusals("max_tokens max_completion_tokens", "give max_output_tokens"),
-    "response_format": Refusal("give text.format", ({"type": "text"},)),
-    "logprobs": Refusal('give include: ["message.output_text.logprobs"]', (False,)),
-    **refusals("prompt_logprobs return_token_ids", "/v1/chat/completions takes it", False),
-}
-MESSAGES: Final[Refusals] = {
-    **_BOTH,
-    **refusals("container mcp_servers", "this server runs no tools itself; leave it out", []),
-    "context_management": Refusal(_CUT, ({}, {"edits": []})),
-    **refusals("diagnostics inference_geo user_profile_id workspace_id", _LEAVE_OUT),
-    "speed": Refusal(_LEAVE_OUT, ("standard",)),
-    **refusals("n best_of", "send a request for each answer", 1),
-    "stop": Refusal("give stop_sequences", ([],)),
-    "response_format": Refusal("give output_config.format", ({"type": "text"},)),
-    **refusals("logprobs prompt_logprobs return_token_ids", "/v1/chat/completions takes it", False),
-}
-MESSAGE_TOOL: Final[Refusals] = {
-    "allowed_callers": Refusal("the model alone calls tools; leave it out", (["direct"],)),
-    "defer_loading": Refusal("the model sees all tools; leave it out", (False,)),
-}
-STRUCTURED_OUTPUTS: Final[Refusals] = {
-    # llguidance has no fallback, and blanks are always as json.dumps writes them.
-    **refusals("disable_fallback disable_any_whitespace", _LEAVE_OUT, True, False),
-    "disable_additional_properties": Refusal("give additionalProperties: false in the schema", (False,)),
-    "whitespace_pattern": Refusal(_ONE_LINE),
-    "structural_tag": Refusal("give tools, or a grammar"),
-}
 
 
 def _describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:

@@ -28,7 +28,8 @@ from qsample.serve.http import ApiError
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel
 from qsample.serve.parsers import ToolCalls
-from qsample.serve.requests import RESPONSES, Body, Count, GenerationRequest, JsonSchema, ResponseFormat
+from qsample.serve.refusals import RESPONSES
+from qsample.serve.requests import Body, Count, GenerationRequest, JsonSchema, ResponseFormat
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _ROLES: Final = ("user", "assistant", "system", "developer")
