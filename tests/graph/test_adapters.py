@@ -113,6 +113,42 @@ def test_taken_out_and_added_after_projections_are_joined(tmp_path: Path) -> Non
     check(model, weights, rng, tmp_path)
 
 
+@pytest.mark.parametrize("order", [None, [3, 0, 5, 1, 4, 2]])
+def test_layers_that_share_a_weight_get_what_is_theirs(order: list[int] | None, tmp_path: Path) -> None:
+    """order: of the weight's inputs, as act-order packs them; the weight is zeros. Adapters read the states as they
+    were before."""
+    x = ir.Value(name="x", shape=ir.Shape(["B", "S", IN]), type=ir.TensorType(ir.DataType.FLOAT))
+    weights, nodes = [constant_value("w", ir.tensor(np.zeros((IN, 5), np.float32)))], []
+    products = [ir.node("MatMul", [x, *weights]) for _ in range(2)]
+    if order:
+        zeros = {"w": np.full((5, 1, 8), 0x88, np.uint8), "scales": np.ones(5, np.float32), "order": np.array(order)}
+        weights = [constant_value(name, ir.tensor(array)) for name, array in zeros.items()]
+        nodes = [ir.node("Gather", [x, weights[2]], {"axis": -1})]
+        nodes[0].outputs[0].shape, nodes[0].outputs[0].dtype = x.shape, x.dtype
+        block = {"K": IN, "N": 5, "bits": 4, "block_size": 16}
+        given = [nodes[0].outputs[0], *weights[:2]]
+        products = [ir.node("MatMulNBits", given, block, domain="com.microsoft") for _ in range(2)]
+    outputs = [ir.node("Neg", [product.outputs[0]]) for product in products]
+    for node, name in zip((*products, *outputs), ("q", "k", "-q", "-k"), strict=True):
+        node.outputs[0].name, node.outputs[0].dtype = name, ir.DataType.FLOAT
+        node.outputs[0].shape = ir.Shape(["B", "S", 5])
+    results = [output.outputs[0] for output in outputs]
+    opsets, nodes = {"": 20, "com.microsoft": 1}, [*nodes, *products, *outputs]
+    graph = ir.Graph([x], results, nodes=nodes, initializers=weights, opset_imports=opsets, name="g")
+    model, targets = ir.Model(graph, ir_version=10), [AdapterTarget(f"{name}.p", IN, 5) for name in "qk"]
+    interface = Interface(9, (), features=Features(max_loras=2), adapters=tuple(targets))
+    join_adapters(model, interface, [(target.path, "w") for target in targets])
+    rng = np.random.default_rng(6)
+    feeds = {"x": rng.normal(size=(1, 2, IN)).astype(np.float32)}
+    feeds |= {"adapter": np.ones(1, np.int32), adapter_ids("p").name: np.ones(3, np.int32)}
+    for target in targets:
+        for name, size in zip(adapter_names(target.path), (IN, 5), strict=True):
+            feeds[name] = rng.normal(size=(3, size)).astype(np.float32)
+    for target, result in zip(targets, run(model, feeds, tmp_path), strict=True):
+        states, a, b = (feeds[name].astype(np.float64) for name in ("x", *adapter_names(target.path)))
+        np.testing.assert_allclose(-result, states @ a.T @ b, rtol=2e-5, atol=2e-5)
+
+
 def test_a_product_that_is_gone_is_named() -> None:
     model, _ = make_model(np.random.default_rng(4))
     cut = split_adapters(model, INTERFACE)

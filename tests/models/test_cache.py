@@ -285,11 +285,14 @@ def test_a_cache_that_is_only_read(folder: Path, source: Path) -> None:
         folder.chmod(0o700)
 
 
-def test_an_entry_follows_code_and_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_entry_follows_code_parts_and_onnxruntime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = {Recipe(name, parts).entry for name in ("a", "b") for parts in ({}, {"x": 1}, {"x": 2}, {"x": "1"})}
     assert len(names) == 8
     assert Recipe("../a b/é", {}).entry.startswith("a-b-é-")
     before = Recipe("a", {}).entry
+    with monkeypatch.context() as another:
+        another.setattr(cache, "version", lambda distribution: "9.9.9")
+        assert Recipe("a", {}).entry != before
     root = shutil.copytree(cache.PACKAGE_ROOT, tmp_path / "qsample", ignore=shutil.ignore_patterns("assets"))
     monkeypatch.setattr(cache, "PACKAGE_ROOT", root)
     assert Recipe("a", {}).entry == before

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from qsample.contract.interface import AdapterTarget, Features, Interface, KeyValueShape
 from qsample.errors import QsampleError
-from qsample.runtime.adapters import read_adapter
+from qsample.runtime.adapters import Adapter, read_adapter
 from tests.helpers.adapters import random_adapter
 
 ATTENTION, MLP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
@@ -64,6 +64,22 @@ def test_equal_numbers_have_the_same_hash(tmp_path: Path) -> None:
     one, same = (read_adapter(name, make_adapter(tmp_path / name), make_interface()) for name in "ab")
     assert one.sha256 == same.sha256
     assert one.sha256 != read_adapter("c", make_adapter(tmp_path / "c", use_rslora=True), make_interface()).sha256
+
+
+def test_equal_matrices_of_another_layer_are_another_adapter(tmp_path: Path) -> None:
+    targets = [AdapterTarget(f"model.layers.{layer}.self_attn.q_proj", 6, 10) for layer in (0, 1)]
+    both = make_interface(adapters=tuple(targets))
+    folders = [random_adapter(tmp_path / one.path, make_interface(adapters=(one,)), seed=1) for one in targets]
+    one, other = (read_adapter("a", folder, both) for folder in folders)
+    (pair,), (other_pair,) = one.matrices.values(), other.matrices.values()
+    assert all(map(np.array_equal, pair, other_pair))
+    assert one.sha256 != other.sha256
+
+
+def test_the_largest_rank_of_each_kind() -> None:
+    ranks = {"0.q_proj": 2, "1.q_proj": 4, "2.q_proj": 1, "0.down_proj": 3}
+    matrices = {path: (np.zeros((rank, 6)), np.zeros((rank, 10))) for path, rank in ranks.items()}
+    assert Adapter("a", Path("a"), "", matrices).ranks == {"q_proj": 4, "down_proj": 3}
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,11 @@ def check(face: Interface, rng: np.random.Generator, rows: int = 12) -> int:
 
 VERIFIED = [
     Interface(300, (), features=replace(features, num_speculative_tokens=GUESSES))
-    for features in (Features(), EVERYTHING, replace(EVERYTHING, seed=True, filter_order=FILTER_ORDERS[1]))
+    for features in (
+        Features(logprobs=True, top_logprobs=3),
+        EVERYTHING,
+        replace(EVERYTHING, seed=True, filter_order=FILTER_ORDERS[1]),
+    )
 ]
 
 

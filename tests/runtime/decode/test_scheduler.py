@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from qsample.ort.rounding import RowCounts
+from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode import scheduler as scheduler_module
 from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Window
+from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.prefixes import Pieces
 from qsample.runtime.decode.scheduler import SchedulerConfig, joined_slots
 from qsample.runtime.sequence import Sequence
@@ -420,6 +424,18 @@ def test_nothing_to_do() -> None:
     (one,) = admitted(scheduler, [1], most=1)
     read(one)  # its only token is on the way
     assert scheduler.next_job() is None
+
+
+def test_a_stored_prefix_is_for_requests_of_its_adapter() -> None:
+    base = PrefixFile(Path("base"), np.arange(4), 0, {}, "")
+    stored = [base, replace(base, path=Path("longer"), tokens=np.arange(8), adapter="its sha256")]
+    scheduler = Scheduler(2, max_loras=1)
+    plain, adapted = request([*range(9)]), request([*range(9)])
+    adapted.adapter = Adapter("a", Path("a"), "its sha256", {})
+    for one in (plain, adapted):
+        scheduler.add(one)
+    admissions = scheduler.admit(lambda: stored)
+    assert [(one.stored, one.copy.tokens) for one in admissions] == [(base, 4), (stored[1], 8)]
 
 
 def test_recurrent_states_that_were_not_saved_are_not_gone_on_from() -> None:
