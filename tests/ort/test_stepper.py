@@ -1,0 +1,39 @@
+"""Steps that a host decides on: the tokens of a row beside another, against a host that knows only the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from qsample.ort.session import open_sessions
+from qsample.ort.stepper import Stepper
+from qsample.package.package import Package
+from tests.helpers.plain_host import PlainHost
+
+PROMPT = [40, 41, 42, 43, 44, 45, 46]
+
+
+def test_a_row_that_is_filled_and_continued(fake: Callable[..., Package]) -> None:
+    package = fake()
+    host = PlainHost(package.path)
+    wanted = host.generate(host.start([0], 16), PROMPT, 5)
+    stepper = Stepper(replace(open_sessions(package), piece_size=4), rows=2, capacity=16)
+    for _ in range(2):  # the second time, over what the first one left
+        stepper.fill(1, np.array(PROMPT[:-1]))  # a piece, and the beginning of one
+        stepper.write("lengths", [0, len(PROMPT) - 1])
+        stepper.write("emit", [False, True])
+        stepper.write("temperature", 0)
+        token, found = PROMPT[-1], list[int]()
+        for _ in wanted:
+            stepper.write("input_ids", [[3], [token]])
+            stepper.run()
+            stepper.advance()
+            token = int(stepper.read("next_ids")[1, 0])
+            found.append(token)
+        assert found == wanted
+        assert stepper.read("lengths").tolist() == [5, len(PROMPT) + 4]
+        stepper.reset()
+        left = {name: stepper.read(name).tolist() for name in ("lengths", "temperature", "top_p", "input_lengths")}
+        assert left == {"lengths": [0, 0], "temperature": [1, 1], "top_p": [1, 1], "input_lengths": [1, 1]}
