@@ -17,7 +17,16 @@ import pytest
 
 from qsample.disk import locks
 from qsample.disk import scratch as module
-from qsample.disk.scratch import NEW, OWNER, REPLACED, ScratchFolder, remove_abandoned, scratch_for, scratch_near
+from qsample.disk.scratch import (
+    NEW,
+    OWNER,
+    REPLACED,
+    Destination,
+    ScratchFolder,
+    remove_abandoned,
+    scratch_for,
+    scratch_near,
+)
 from qsample.errors import PackageError
 from tests.helpers.writers import fork, status
 
@@ -324,3 +333,17 @@ def test_a_scratch_folder_for_a_place_makes_its_parents_and_takes_them_back(tmp_
     with scratch_for(target, 100, "the package") as scratch:
         assert (scratch.path.parent, scratch.replaced.name) == (target.parent, "package")
     assert os.listdir(target.parent) == []
+
+
+def test_a_temporary_destination_is_kept_or_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    with Destination(None) as destination:
+        destination.path.mkdir()
+    assert not any(tmp_path.iterdir())
+    with Destination(None) as destination:
+        destination.path.mkdir()
+        folder = destination.keep()
+    assert destination.path.is_dir()
+    assert folder is not None
+    folder.cleanup()
+    assert not any(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor
 
 from qsample.compiler.compile import compile_package
@@ -18,12 +21,14 @@ from qsample.compiler.options import CompileOptions
 from qsample.contract.arrays import Array
 from qsample.errors import ParityError
 from qsample.exporters import lowering
-from qsample.exporters.lowering import align_row_sums, lower_experts, outline_scans
+from qsample.exporters.lowering import align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.graph import moe
+from qsample.graph.edit import constant_value
 from qsample.runtime import SamplingParams, load
 from qsample.runtime.decode.slots import Slots
 from qsample.transforms import experts as transform
 from qsample.transforms import markers
+from qsample.transforms.deferred import defer
 from tests.helpers.mixtures import ROUTERS, experts_reference, mixture
 from tests.helpers.requests import make_sequence
 from tests.helpers.tiny_models import export_without_sampler
@@ -54,6 +59,27 @@ def only(graph: ir.Graph, op_type: str) -> ir.Node:
 
 def operators(graph: ir.Graph) -> list[str]:
     return sorted(node.op_type for node in graph)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_placeholders_and_their_views_become_the_numbers_of_a_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    stored = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    data = stored.view(torch.int16).numpy().tobytes()
+    (tmp_path / "weights").write_bytes(b"header, " + data)
+    place = SimpleNamespace(path=str(tmp_path / "weights"), offset=8)
+    weight = defer(stored.shape, dtype, lambda: stored, torch.bfloat16, place)
+    views: list[Callable[[Tensor], Tensor]] = [lambda w: w, lambda w: w[2:5], lambda w: w.T, lambda w: w[:, 1:3]]
+    values = [constant_value(f"w{i}", TorchTensor(view(weight), f"w{i}")) for i, view in enumerate(views)]
+    model = ir.Model(ir.Graph([], [], nodes=[], initializers=values), ir_version=10)
+    assert fill_placeholders(model)
+    assert not fill_placeholders(model)
+    for value, view in zip(values, views, strict=True):
+        assert value.const_value is not None
+        np.testing.assert_array_equal(value.const_value.numpy().astype(np.float32), view(stored).float().numpy())
+    in_file = [
+        isinstance(getattr(value.const_value, "stored", value.const_value), ir.ExternalTensor) for value in values
+    ]
+    assert in_file == [True, True, dtype == torch.float32, False]
 
 
 def test_a_graph_without_markers_stays_as_it_is() -> None:

@@ -22,6 +22,10 @@ def test_what_reaches_onnxruntime() -> None:
     assert options.log_severity_level == 4
 
 
+def test_a_single_thread_is_a_choice() -> None:
+    assert SessionOptions(1).intra_op_num_threads == 1
+
+
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])
 def test_wrong_counts(value: Any) -> None:
     with pytest.raises(ValueError, match=f"intra_op_num_threads is {value!r}"):

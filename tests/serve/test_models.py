@@ -10,13 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers.decoders import ByteFallback, ByteLevel, Fuse, Replace, Sequence, Strip
+from tokenizers.models import BPE
 
 from qsample.contract.interface import Features
 from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
-from qsample.serve.models import ServedModel, ServedModels
+from qsample.serve.models import ServedModel, ServedModels, TokenTexts
 from qsample.serve.settings import ServeSettings
 from qsample.text.chat import ChatOptions
+from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import fake_package
 
 
@@ -107,3 +111,25 @@ def test_what_a_form_needs(allowed: bool, tokenizer: object, ends: tuple[int, ..
     with pytest.raises(ApiError, match=message) as raised:
         ServedModel.guides(model, Form("regex", "a"))
     assert raised.value.status == 400
+
+
+def test_the_text_and_bytes_of_each_token() -> None:
+    """Parts of characters have bytes; a blank at the start stays, whatever a decoder does at the start of a text."""
+    by_bytes = tokenizers.Tokenizer(BPE({"a": 0, "Ġb": 1, "Ã": 2, "©": 3}, []))
+    by_bytes.decoder = ByteLevel()
+    by_bytes.add_special_tokens(["<s>"])
+    texts = TokenTexts(SimpleNamespace(tokenizer=Tokenizer(by_bytes)))  # type: ignore[arg-type]
+    wanted = [("a", b"a"), (" b", b" b"), ("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("<s>", b"<s>")]
+    assert [texts.of(token) for token in range(5)] == wanted
+    assert [texts.width(token) for token in range(5)] == [1, 2, 1, 1, 0]
+
+    by_pieces = tokenizers.Tokenizer(BPE({"<unk>": 0, "▁a": 1, "<0xC3>": 2}, [], unk_token="<unk>", byte_fallback=True))
+    by_pieces.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
+    texts = TokenTexts(SimpleNamespace(tokenizer=Tokenizer(by_pieces)))  # type: ignore[arg-type]
+    assert [texts.of(token) for token in (1, 2)] == [(" a", b" a"), ("\ufffd", b"\xc3")]
+
+
+@pytest.mark.parametrize("reasoning_parser", [None, "deepseek_r1"])
+def test_thoughts_are_split_off_if_asked_for(package: Path, reasoning_parser: str | None) -> None:
+    with served(package, reasoning_parser=reasoning_parser) as model:
+        assert (model.reasoning_reader([5]) is None) == (reasoning_parser is None)
