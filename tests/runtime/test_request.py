@@ -54,6 +54,26 @@ def test_deltas_join_to_the_output(model: CausalLM) -> None:
         assert [delta.seconds for delta in deltas] == sorted(delta.seconds for delta in deltas)
 
 
+def test_callbacks_at_the_end_and_after_it(model: CausalLM) -> None:
+    told: list[Request] = []
+
+    def stop(request: Request) -> None:
+        raise KeyboardInterrupt
+
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([9], ENDLESS)
+        request.add_done_callback(told.append)
+        assert not told
+        request.cancel()
+        wait_until(lambda: told == [request])
+    request.add_done_callback(told.append)
+    assert told == [request, request]
+    with pytest.warns(RuntimeWarning, match="a callback of a request raised .*division"):
+        request.add_done_callback(lambda request: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="KeyboardInterrupt"), pytest.raises(KeyboardInterrupt):
+        request.add_done_callback(stop)
+
+
 def test_optional_outputs_of_deltas(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(logprobs=True, top_logprobs=3, probs=True)
     with Engine(model, slots=3) as engine:

@@ -9,7 +9,13 @@ from qsample.contract.interface import KeyValueShape
 from qsample.errors import UnsupportedModelError
 from qsample.transforms.attention import NAME
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.decoder import LastTokenHead, apply_transforms, state_shapes, use_last_token_head
+from qsample.transforms.decoder import (
+    LastTokenHead,
+    apply_transforms,
+    linear_layers_marked,
+    state_shapes,
+    use_last_token_head,
+)
 from tests.helpers.tiny_models import VOCAB_SIZE, random_model
 
 
@@ -38,6 +44,18 @@ def test_head_takes_the_last_real_token_of_each_row_inside_a_call_only() -> None
     assert everywhere.shape == (3, 5, VOCAB_SIZE)
     expected = torch.stack([everywhere[0, 4], everywhere[1, 0], everywhere[2, 2]])[:, None]
     torch.testing.assert_close(last, expected)
+
+
+def test_all_linear_layers_but_the_head_are_marked_in_a_trace() -> None:
+    model = random_model("llama")
+    use_last_token_head(model, DecodeContext())
+
+    def marked() -> set[str]:
+        return {name.rpartition(".")[2] for name, module in model.named_modules() if module._forward_hooks}
+
+    with linear_layers_marked(model):
+        assert marked() == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert marked() == set()
 
 
 @pytest.mark.parametrize(
