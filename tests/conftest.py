@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import hashlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,12 @@ def made_once(path: Path, make: Callable[[Path], object]) -> Path:
     return path
 
 
+def named(model_type: str, features: Mapping[str, object]) -> str:
+    """A name for a package of a model with these features: a file system takes 255 bytes."""
+    given = "-".join(f"{key}={value}" for key, value in sorted(features.items()))
+    return f"{model_type}-{hashlib.sha256(given.encode()).hexdigest()[:16]}" if given else model_type
+
+
 @pytest.fixture(scope="session")
 def checkpoint(shared_folder: Path) -> Callable[[str], Path]:
     """model_type → a checkpoint folder of a random model of that type."""
@@ -124,7 +131,7 @@ def exported(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable
     from tests.helpers.tiny_models import with_features
 
     def make(model_type: str = "llama", **features: object) -> Path:
-        name = "-".join([model_type, *(f"{key}={value}" for key, value in sorted(features.items()))])
+        name = named(model_type, features)
         model = AutoModelForCausalLM.from_pretrained(checkpoint(model_type), **features)
         if not features:
             return made_once(shared_folder / f"{name}-package", model.export)
@@ -140,7 +147,7 @@ def adapted(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[
     from qsample import AutoModelForCausalLM
 
     def make(model_type: str = "llama", **features: object) -> Path:
-        name = "-".join([model_type, "adapted", *(f"{key}={value}" for key, value in sorted(features.items()))])
+        name = f"{named(model_type, features)}-adapted"
         return made_once(
             shared_folder / name,
             lambda path: AutoModelForCausalLM.from_pretrained(checkpoint(model_type), **features).export(path),
