@@ -145,6 +145,8 @@ def test_no_room_for_a_token() -> None:
         SamplingParams().lengths(100, 100)
     with pytest.raises(ValueError, match="max_length is 10 and the prompt already has 10 tokens"):
         SamplingParams(max_length=10).lengths(10, 100)
+    with pytest.raises(ValueError, match="already has 11 tokens; raise"):
+        SamplingParams(max_length=10).lengths(11, 100)
 
 
 def test_it_needs_the_standard_library_only() -> None:

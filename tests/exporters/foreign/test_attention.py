@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample.exporters.foreign import attention
-from qsample.graph.edit import initializer, insert
+from qsample.graph.edit import constant_value, initializer, insert
 from tests.helpers.foreign import edited, greedy_of_file, greedy_of_graph, read, rewritten, save
 
 Decoder = Callable[[str], tuple[Path, str | None]]
@@ -63,3 +63,13 @@ def test_an_attention_with_more_inputs_is_refused(slot: int, value: str, decoder
     folder = edited(decoder("transformers_webgpu_phi3")[0], tmp_path / "edited", edit, "decode.onnx")
     with pytest.raises(Exception, match="it attends through MultiHeadAttention"):
         read(folder)
+
+
+def test_numbers_are_given_constant_or_of_each_run() -> None:
+    runs = [{"y": np.ones(2)}, {"y": np.zeros(2)}]
+    for value, wanted in (
+        (3.0, [3.0]),
+        (constant_value("x", ir.tensor(np.array([4.0]))), [[4.0]]),
+        (ir.Value(name="y"), [[1, 1], [0, 0]]),
+    ):
+        assert [one.tolist() for one in attention._numbers(value, runs)] == wanted  # type: ignore[arg-type]

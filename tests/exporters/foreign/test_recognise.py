@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 
@@ -126,3 +127,13 @@ def test_errors_of_libraries_become_one_line() -> None:
     assert str(caught.value).startswith(start)
     assert str(caught.value).count("x") == 200 - len("'two\\nlines ") + 1  # and that of onnx
     assert str(refusal(Path("a"), "one\n two ")) == "a cannot be baked: one two"
+
+
+def test_sizes_that_are_written_as_names_are_numbers(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[B,2] x) => (float[B,2] y) { y = Neg (x) }'
+    model = onnx.parser.parse_model(text)
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "2"
+    onnx.save(model, tmp_path / "model.onnx")
+    shape = load(tmp_path / "model.onnx").graph.inputs[0].shape
+    assert shape is not None
+    assert (str(shape[0]), shape[1]) == ("B", 2)
