@@ -149,6 +149,7 @@ def test_keys_sizes_and_what_a_page_of_another_origin_reads(
         foreign = client.get("/health", headers={"Origin": "https://b.example"})
         assert (foreign.status_code, "access-control-allow-origin" in foreign.headers) == (200, False)
         text = client.get("/metrics").text
+        assert 'qsample:num_slots{model_name="tiny"}' in text
         for status, reason, count in (
             *((200, "", 2), (401, "invalid_api_key", 2), (413, "request_too_large", 2)),
             (400, "missing_required_parameter", 1),
