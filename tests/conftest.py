@@ -194,6 +194,20 @@ def guessing_package(bundled_package: Path, shared_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def adapted_server_package(shared_folder: Path) -> Path:
+    """The bundled model with the features for serving; it takes LoRA adapters."""
+    import qsample
+    from qsample import AutoModelForCausalLM
+
+    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+    features: Any = {"for_serving": True, "max_loras": 4, "max_lora_rank": 8}
+    return made_once(
+        shared_folder / "tiny_lm-adapted-package",
+        lambda path: AutoModelForCausalLM.from_pretrained(bundled, **features).export(path),
+    )
+
+
+@pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
     """features and options → a fake package."""
     from tests.helpers.fake_package import fake_package

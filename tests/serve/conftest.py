@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-import qsample
-from qsample import AutoModelForCausalLM
 from qsample.contract.interface import Features
 from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
@@ -28,17 +26,6 @@ def served_package(bundled_package: Path, shared_folder: Path) -> Path:
     return made_once(
         shared_folder / "tiny_lm-served-package",
         lambda path: with_features(read_package(bundled_package), path, features),
-    )
-
-
-@pytest.fixture(scope="session")
-def adapted_server_package(shared_folder: Path) -> Path:
-    """It takes LoRA adapters."""
-    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
-    features = {"allowed_tokens": True, "logprobs": True, "max_loras": 4, "max_lora_rank": 8}
-    return made_once(
-        shared_folder / "tiny_lm-adapted-package",
-        lambda path: AutoModelForCausalLM.from_pretrained(bundled, **features).export(path),
     )
 
 
