@@ -103,10 +103,10 @@ def _device(plan: CompilePlan, published: Package, target: Target, rows: int) ->
 
 def _written(device: GraphRunner | Published, plan: CompilePlan, rows: Sequence[int]) -> Text:
     """What the compiled graph writes after random prompts, in the rows numbered `rows`."""
-    width = min(_PROMPT, plan.ctx_len - 1) if isinstance(device, GraphRunner) else 1
+    width = 1 if isinstance(device, Published) else min(_PROMPT, plan.ctx_len - 1)
     ids = np.random.default_rng(0).integers(0, plan.source.interface.vocab_size, (_ROWS, width))[rows]
     lengths = np.array([width, 1, 1, width])[rows]
-    calls = min(_CALLS if isinstance(device, GraphRunner) else _CALLS_OF_SESSIONS, plan.ctx_len - width)
+    calls = min(_CALLS_OF_SESSIONS if isinstance(device, Published) else _CALLS, plan.ctx_len - width)
     step = partial(device.step, state=device.start(len(rows)), parameters=_parameters(plan, rows))
     return list(write(step, ids, lengths, calls))
 

@@ -91,8 +91,9 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
     given = {"max_new_tokens": 9, "temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.125, "seed": 11}
     given |= {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -0.5, "min_new_tokens": 2}
     given |= {"prompt_lookup_num_tokens": 6, "flush_every": 3}
-    # The filters' numbers: each takes a 1 or a 2.
+    # The filters' numbers: all but a decay take a 1 or a 2.
     given |= {name: 1.0 if isinstance(OFF[name], float) else 2 for name in FILTER_FIELDS if OFF[name] is not None}
+    given["adaptive_decay"] = 0.5
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     flags += ["--no-double-buffering", "--stop-string=one", "--stop-string=two", "--stop-id=5", "--stop-id=6"]
     flags += ["--bad-word=one", "--bad-word=two", "--dry-sequence-breaker=."]

@@ -17,7 +17,7 @@ from qsample.compiler import compile as compile_module
 from qsample.compiler import write as context
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.compiler.pipeline import WEIGHTS
+from qsample.compiler.pipeline import DECODER, WEIGHTS
 from qsample.compiler.targets.openvino import OpenVinoTarget
 from qsample.compiler.write import (
     RECORD,
@@ -117,8 +117,8 @@ def test_a_full_disk_or_an_interruption_while_weights_are_written(
 
 
 def test_nodes_off_the_device_are_named(tmp_path: Path) -> None:
-    path = saved(tmp_path / "graph.onnx")
-    build: Any = SimpleNamespace(model=ir.load(path), decoder=path, provider_options={})
+    path = saved(tmp_path / DECODER)
+    build: Any = SimpleNamespace(model=ir.load(path), folder=tmp_path, provider_options={})
     session = load_written(build, (CPU,), {})
     assert misplaced_nodes(build, session, CPU) == []
     assert sorted(misplaced_nodes(build, session, "Device")) == ["Cos node2", "Sin node0", "Sin node1"]
