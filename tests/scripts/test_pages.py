@@ -36,7 +36,6 @@ def _make(folder: Path) -> None:
     (decoder / "onnx").mkdir()
     for file in decoder.glob("model.onnx*"):
         file.rename(decoder / "onnx" / ("model_q4.onnx" if file.suffix == ".onnx" else file.name))
-    (decoder / "genai_config.json").unlink()
     portable = AutoModelForCausalLM.from_pretrained(MODEL, for_serving=True).export(folder / "qwen3")
     portable.compile(folder / "tiny-cpu", ctx_len=256)
     portable.compile(folder / "tiny-int4", ctx_len=256, weights="int4")
