@@ -72,11 +72,9 @@ def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Par
         outputs[sum(place >= border for border in later)].append(value)
     parts = []
     for number, (one, two) in enumerate(pairwise(chosen)):
-        own = {value for node in order[one.position : two.position] for value in reads(node)}
         # A value that crosses several borders goes from its part to each reader.
-        received = [value for value in one.crossing if value in own]
         given = [value for value in two.crossing if value not in one.crossing]
-        part = _extracted(model, received, [*outputs[number], *given])
+        part = _extracted(model, one.crossing, [*outputs[number], *given])
         nbytes = sum(map(_nbytes, all_initializers(part.graph)))
         parts.append(Part(part, range(max(one.layer, 0), two.layer), nbytes))
     return parts
