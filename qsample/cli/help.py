@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from qsample.cli.terminal import console
 
-_NAMES: Final = 24  # characters, of a name whose text stands beside it
+_NAMES: Final = 24  # characters; the text of a longer name comes below it
 _KIND: Final = re.compile(r"<(?:list\[)?(\w+)[^>]*>")
 
 

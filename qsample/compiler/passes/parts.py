@@ -112,7 +112,7 @@ def _is_matrix(value: ir.Value) -> bool:
 
 
 def _borders(order: Sequence[ir.Node], levels: Mapping[ir.Node, int], layer_of: Mapping[str, int]) -> Iterator[_Border]:
-    """The place with the least crossing bytes behind the states of each layer but the last, if any."""
+    """The place with the least crossing bytes behind the states of each layer except the last, if there is one."""
     place = {node: position for position, node in enumerate(order)}
     begin, spans = dict[int, int](), dict[ir.Value, tuple[int, int]]()  # from where to where a value is needed
     for position, node in enumerate(order):
