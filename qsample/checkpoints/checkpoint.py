@@ -31,16 +31,11 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from qsample.checkpoints.gptq_awq import (
-    QuantizedCheckpoint,
-    bytes_in_blocks,
-    conv1d_names,
-    quantization_of,
-    read_checkpoint,
-)
+from qsample.checkpoints.gptq_awq import bytes_in_blocks, quantization_of, read_checkpoint
 from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.checkpoints.mapped_weights import INDEX, SINGLE, loading_in_this_thread, mapped_weights, weight_files
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
+from qsample.checkpoints.quantized import QuantizedCheckpoint, conv1d_names
 from qsample.checkpoints.source import ADAPTER, ANOTHER_MODEL, CONFIG, HubOptions, check_exists, check_kind, kind_of
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import check_free, full_disk_named
@@ -229,7 +224,7 @@ class Checkpoint:
         Args:
             dtype: of the weights, in place of the checkpoint's `dtype`.
             scratch: an empty folder that lives as long as the model. GPTQ and AWQ weights are written there in blocks
-                (`gptq_awq`); other weights become placeholders for the numbers in the checkpoint's files
+                (`block_store`); other weights become placeholders for the numbers in the checkpoint's files
                 (`mapped_weights`), so that a model larger than the memory can be exported. None loads into memory.
             sources: takes note of these files.
 

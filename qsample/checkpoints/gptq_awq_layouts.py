@@ -1,5 +1,4 @@
-"""The stored tensors of a linear layer with GPTQ or AWQ weights enter; checked integers, scales and zero points leave,
-and from these the layer's float weight or the blocks of MatMulNBits.
+"""The stored tensors of a linear layer with GPTQ or AWQ weights enter; its checked integers leave.
 
 GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR 2023.
 AWQ: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024. AutoGPTQ,
@@ -10,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from qsample.checkpoints.integers import Bytes, IntegerWeight, StoredMatrix
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import BLOCK_SIZES
 from qsample.errors import QsampleError
-from qsample.graph.operators import pack_bits
 from qsample.huggingface.facade import dtype_name
-from qsample.transforms.quantized_linear import QuantizedWeight
 
-Bytes = npt.NDArray[np.uint8]
 Parts = Mapping[str, torch.Tensor]  # the stored tensors of a layer: qweight, scales and, if it has them, qzeros, g_idx
 ADVICE: Final = "export the unquantized checkpoint that it was made from, and compile that with weights='int4'"
 BITS: Final = {"gptq": (2, 3, 4, 8), "awq": (4,)}
@@ -59,20 +55,8 @@ class Quantization:
     mixed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedWeight:
-    """weight[n, k] = scales[n, groups[k]] * (levels[n, k] - zero_points[n, groups[k]]). levels: [N, K] uint8, below
-    2^bits. scales: [N, G] float32. zero_points: [N, G] uint8. groups: [K] int64."""
-
-    bits: int
-    levels: Bytes
-    scales: Array
-    zero_points: Bytes
-    groups: npt.NDArray[np.int64]
-
-
-def read_layer(layer: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
-    """Read the integers of a layer. Raises QsampleError if the parts do not fit one another or `quantization`.
+def stored_matrix(layer: str, parts: Parts, quantization: Quantization) -> StoredMatrix:
+    """The weight of a layer. Raises QsampleError if the parts do not fit one another or `quantization`.
 
     GPTQ stores qweight [K * bits / 32, N] int32, the levels of a column from the low bits up; qzeros [G, N * bits / 32]
     int32, along N; scales [G, N]; and g_idx [K], the group of each input, in order by default. AWQ's "gemm" layout has
@@ -84,63 +68,28 @@ def read_layer(layer: str, parts: Parts, quantization: Quantization) -> GroupedW
         raise QsampleError(
             f"the quantized layer {layer} cannot be read: {error}; download the checkpoint again, or {ADVICE}"
         ) from error
+    rows = len(parts["qweight"])
+    inputs = rows if quantization.method == "awq" else rows * WORD // bits
+    return StoredMatrix(layer, (parts["scales"].shape[1], inputs), partial(_read, parts, bits, quantization))
+
+
+def _read(parts: Parts, bits: int, quantization: Quantization, rows: slice) -> IntegerWeight:
+    """rows: of N, from a multiple of 32 on."""
     words = {name: tensor.numpy() for name, tensor in parts.items() if name != "scales"}
     scales = np.ascontiguousarray(parts["scales"].to(torch.float32).numpy().T)
     if quantization.method == "awq":
-        levels, zero_points = np.ascontiguousarray(_awq_columns(words["qweight"]).T), _awq_columns(words["qzeros"]).T
+        columns = slice(rows.start * bits // WORD, -(-rows.stop * bits // WORD))
+        levels = np.ascontiguousarray(_awq_columns(words["qweight"][:, columns]).T)
+        zero_points = _awq_columns(words["qzeros"]).T
     else:
-        levels = _unpack(words["qweight"].T, bits)
+        levels = _unpack(words["qweight"][:, rows].T, bits)
         zero_points = _gptq_zero_points(words.get("qzeros"), scales.shape, bits, quantization)
     if "g_idx" in words:
         groups = words["g_idx"].astype(np.int64)
     else:
-        groups = _in_order(levels.shape[1], quantization.group_size)
-    return GroupedWeight(bits, levels, scales, zero_points, groups)
-
-
-def dequantize(weight: GroupedWeight) -> npt.NDArray[np.float32]:
-    """[N, K] float32: exact if the scales are of half precision."""
-    result: npt.NDArray[np.float32] = weight.levels.astype(np.float32)
-    zero_points, scales = weight.zero_points, weight.scales
-    size, rest = divmod(len(weight.groups), scales.shape[1])
-    if rest == 0 and (weight.groups == _in_order(len(weight.groups), size)).all():  # several times faster
-        by_group = result.reshape(len(result), -1, size)
-        by_group -= zero_points[:, :, None]
-        by_group *= scales[:, :, None]
-    else:
-        result -= zero_points[:, weight.groups]
-        result *= scales[:, weight.groups]
-    return result
-
-
-def to_blocks(weight: GroupedWeight, dtype: torch.dtype) -> QuantizedWeight | None:
-    """The same integers as MatMulNBits reads them, scales in `dtype`; None if no block size fits the groups. Inputs
-    that are not in the order of their groups (GPTQ's act-order) are put in order, a group that is larger than a block
-    repeats its scale, and levels of 2 or 3 bits are stored in 4."""
-    groups, order = weight.groups, None
-    if (np.diff(groups) < 0).any():
-        order = np.argsort(groups, kind="stable")
-        groups = groups[order]
-    inputs = len(groups)
-    fitting = [size for size in BLOCK_SIZES if inputs % size == 0 and _uniform(groups.reshape(-1, size))]
-    if not fitting:
-        return None
-    size = max(fitting)
-    bits = max(4, weight.bits)
-    of_block = groups[::size]
-    levels = weight.levels if order is None else weight.levels[:, order]
-    outputs, count = len(levels), len(of_block)
-    blocks = pack_bits(levels, bits).reshape(outputs, count, size * bits // 8)
-    zero_points = weight.zero_points[:, of_block]
-    packed_zeros = None if (zero_points == 2 ** (bits - 1)).all() else pack_bits(zero_points, bits).reshape(-1)
-    return QuantizedWeight(
-        bits,
-        size,
-        torch.from_numpy(np.ascontiguousarray(blocks)),
-        torch.from_numpy(weight.scales[:, of_block].reshape(-1)).to(dtype),
-        None if packed_zeros is None else torch.from_numpy(np.ascontiguousarray(packed_zeros)),
-        None if order is None else torch.from_numpy(order),
-    )
+        inputs = levels.shape[1]
+        groups = np.arange(inputs) // (inputs if quantization.group_size == -1 else quantization.group_size)
+    return IntegerWeight(bits, levels, scales[rows], zero_points[rows], groups=groups)
 
 
 def _unpack(words: Array, bits: int) -> Bytes:
@@ -179,14 +128,6 @@ def _awq_columns(words: Array) -> Bytes:
     fields = _unpack(words, 4).reshape(len(words), -1, len(_AWQ_ORDER))
     columns: Bytes = fields[:, :, np.argsort(_AWQ_ORDER)].reshape(len(words), -1)
     return columns
-
-
-def _in_order(inputs: int, group_size: int) -> npt.NDArray[np.int64]:
-    return np.arange(inputs, dtype=np.int64) // (inputs if group_size == -1 else group_size)
-
-
-def _uniform(blocks: Array) -> bool:
-    return bool((blocks == blocks[:, :1]).all())
 
 
 def _check_layer(parts: Parts, quantization: Quantization) -> int:

@@ -1,4 +1,5 @@
-"""Linear layers with a quantized weight: traced they are one MatMulNBits on its blocks; run eagerly, such a layer
+"""Linear layers with a quantized weight: traced they are one MatMulNBits on its blocks, and a product of
+the blocks' sums with offsets; run eagerly, such a layer
 multiplies by its float weight as before, and the model computes the same with and without the blocks."""
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 _ATTRIBUTE: Final = "quantized_weight"
 _BLOCKS, _SCALES, _ZERO_POINTS, _ORDER = "packed_blocks", "packed_scales", "packed_zero_points", "packed_order"
+_OFFSETS: Final = "packed_offsets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class QuantizedWeight:
         scales: [N * K / block_size], of the layer's dtype.
         zero_points: [N * ceil(K / block_size * bits / 8)] uint8, packed like the levels; by default 2^(bits - 1).
         order: [K] int64, the input that each column belongs to; by default in order.
+        offsets: [K / block_size, N], added to each weight of a block, of the layer's dtype; by default none.
     """
 
     bits: int
@@ -34,6 +37,7 @@ class QuantizedWeight:
     scales: Tensor
     zero_points: Tensor | None = None
     order: Tensor | None = None
+    offsets: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -42,13 +46,19 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.blocks, self.scales, self.zero_points, self.order)
+        tensors = (self.blocks, self.scales, self.zero_points, self.order, self.offsets)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def set_quantized_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
     """Let `layer`, a Linear or a Conv1D of transformers, be traced with `weight` in place of its float weight."""
-    tensors = {_BLOCKS: weight.blocks, _SCALES: weight.scales, _ZERO_POINTS: weight.zero_points, _ORDER: weight.order}
+    tensors = {
+        _BLOCKS: weight.blocks,
+        _SCALES: weight.scales,
+        _ZERO_POINTS: weight.zero_points,
+        _ORDER: weight.order,
+        _OFFSETS: weight.offsets,
+    }
     for name, tensor in tensors.items():
         layer.register_buffer(name, tensor, persistent=False)  # a state_dict stays the same
     setattr(layer, _ATTRIBUTE, weight)
@@ -82,4 +92,7 @@ def _forward(layer: Any, states: Tensor) -> Tensor:
         shape=(*states.shape[:-1], outputs),
         version=1,
     )
+    if (offsets := getattr(layer, _OFFSETS)) is not None:
+        sums = states.unflatten(-1, (inputs // weight.block_size, weight.block_size)).sum(-1)
+        result = result + sums @ offsets
     return result if layer.bias is None else result + layer.bias

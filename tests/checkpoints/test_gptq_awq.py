@@ -22,14 +22,14 @@ from transformers import AutoConfig, PreTrainedModel
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints import checkpoint as checkpoint_module
 from qsample.checkpoints.checkpoint import Checkpoint
-from qsample.checkpoints.gptq_awq import BlockStore, quantization_of
+from qsample.checkpoints.gptq_awq import quantization_of
 from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.errors import PackageError, QsampleError, UnsupportedModelError
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.models.model import PackagedModel
 from qsample.package.package import Package
-from qsample.transforms.quantized_linear import QuantizedWeight, quantized_layers
+from qsample.transforms.quantized_linear import quantized_layers
 from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.quantized_checkpoints import Layer, Scheme, quantized_layer, save_quantized, stored_levels
 from tests.helpers.tiny_models import random_model, save_checkpoint
@@ -107,23 +107,6 @@ def check(quantized: Quantized) -> None:
         layer.weight.size for layer in quantized.layers.values()
     )
     assert package.file("decoder.onnx.data").stat().st_size < 4 * floats + summary["bytes"] + 200_000
-
-
-def test_a_block_store_returns_what_it_was_given(tmp_path: Path) -> None:
-    store = BlockStore(tmp_path / "blocks")
-    blocks, scales = torch.arange(8 * 2 * 16, dtype=torch.uint8).reshape(8, 2, 16), torch.rand(16)
-    plain = QuantizedWeight(4, 32, blocks, scales)
-    ordered = QuantizedWeight(8, 16, blocks + 1, scales + 1, torch.ones(16, dtype=torch.uint8), torch.randperm(32))
-    assert "first" not in store
-    store.add("first", plain)
-    store.add("second", ordered)
-    store.flush()
-    for key, weight in (("first", plain), ("second", ordered)):
-        assert key in store
-        copy = store.read(key)
-        assert (copy.bits, copy.block_size) == (weight.bits, weight.block_size)
-        for part in ("blocks", "scales", "zero_points", "order"):
-            torch.testing.assert_close(getattr(copy, part), getattr(weight, part), rtol=0, atol=0)
 
 
 @pytest.mark.ci

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qsample.checkpoints.gptq_awq_layouts import GroupedWeight, Quantization, dequantize, read_layer, to_blocks
+from qsample.checkpoints.gptq_awq_layouts import Quantization, stored_matrix
+from qsample.checkpoints.integers import IntegerWeight
 from qsample.errors import QsampleError
 from qsample.transforms.quantized_linear import QuantizedWeight
 from tests.helpers.quantized_checkpoints import Layer, Scheme, quantized_layer, stored_levels
@@ -34,7 +35,19 @@ SCHEMES = [
 ]
 
 
-def read(layer: Layer, scheme: Scheme) -> GroupedWeight:
+def read_layer(layer: str, parts: dict[str, Tensor], quantization: Quantization) -> IntegerWeight:
+    """All rows, and the same in two parts."""
+    matrix = stored_matrix(layer, parts, quantization)
+    outputs = matrix.shape[0]
+    weight = matrix.read(slice(0, outputs))
+    assert weight.levels.shape == matrix.shape
+    if outputs > 32:
+        parts_of_it = np.concatenate([matrix.read(rows).floats() for rows in (slice(0, 32), slice(32, outputs))])
+        np.testing.assert_array_equal(parts_of_it, weight.floats())
+    return weight
+
+
+def read(layer: Layer, scheme: Scheme) -> IntegerWeight:
     version = scheme.stated_version or scheme.version
     quantization = Quantization(scheme.method, scheme.bits, scheme.group_size, scheme.symmetric, version)
     return read_layer("some.layer", layer.tensors, quantization)
@@ -62,9 +75,9 @@ def test_a_layer_means_what_its_format_says(scheme: Scheme) -> None:
     layer = quantized_layer(np.random.default_rng(1), OUTPUTS, INPUTS, scheme)
     grouped = read(layer, scheme)
     np.testing.assert_array_equal(grouped.levels, layer.levels)
-    np.testing.assert_array_equal(dequantize(grouped), layer.weight)
+    np.testing.assert_array_equal(grouped.floats(), layer.weight)
 
-    blocks = to_blocks(grouped, torch.float32)
+    blocks = grouped.blocks(torch.float32)
     assert blocks is not None
     assert blocks.bits == max(4, scheme.bits)
     assert blocks.block_size == (256 if scheme.group_size == -1 else scheme.group_size)
@@ -77,7 +90,7 @@ def test_a_layer_means_what_its_format_says(scheme: Scheme) -> None:
 
 def test_the_blocks_of_plain_gptq_are_the_bytes_of_the_checkpoint() -> None:
     layer = quantized_layer(np.random.default_rng(2), OUTPUTS, INPUTS, Scheme())
-    blocks = to_blocks(read(layer, Scheme()), torch.float32)
+    blocks = read(layer, Scheme()).blocks(torch.float32)
     assert blocks is not None
     assert blocks.blocks.numpy().tobytes() == layer.tensors["qweight"].numpy().T.tobytes()
 
@@ -85,7 +98,7 @@ def test_the_blocks_of_plain_gptq_are_the_bytes_of_the_checkpoint() -> None:
 def test_a_symmetric_checkpoint_that_states_the_wrong_version() -> None:
     scheme = Scheme(symmetric=True, version=2, stated_version=1)
     layer = quantized_layer(np.random.default_rng(3), OUTPUTS, INPUTS, scheme)
-    np.testing.assert_array_equal(dequantize(read(layer, scheme)), layer.weight)
+    np.testing.assert_array_equal(read(layer, scheme).floats(), layer.weight)
 
 
 def test_zero_points_of_zero_borrowed_from_their_neighbours() -> None:
@@ -102,13 +115,13 @@ def test_zero_points_of_zero_borrowed_from_their_neighbours() -> None:
 @pytest.mark.parametrize("group_size", [8, 24, 40])
 def test_groups_that_no_block_lies_within(group_size: int) -> None:
     weight = quantized_layer(np.random.default_rng(4), 8, 480, Scheme(group_size=group_size))
-    assert to_blocks(read(weight, Scheme(group_size=group_size)), torch.float32) is None
+    assert read(weight, Scheme(group_size=group_size)).blocks(torch.float32) is None
 
 
 def test_no_zero_points() -> None:
     layer = quantized_layer(np.random.default_rng(6), OUTPUTS, INPUTS, Scheme(symmetric=True))
     del layer.tensors["qzeros"]
-    np.testing.assert_array_equal(dequantize(read(layer, Scheme(symmetric=True))), layer.weight)
+    np.testing.assert_array_equal(read(layer, Scheme(symmetric=True)).floats(), layer.weight)
 
 
 ROWS, COLUMNS = 32, 128
@@ -219,7 +232,7 @@ def test_layers_of_their_own_bits_and_group_size(act_order: bool) -> None:
     own = Scheme(bits=8, group_size=64, act_order=act_order)
     layer = quantized_layer(np.random.default_rng(1), ROWS, COLUMNS, own)
     mixed = Quantization("gptq", 4, 128, symmetric=False, mixed=True)
-    np.testing.assert_array_equal(dequantize(read_layer("layer", layer.tensors, mixed)), layer.weight)
+    np.testing.assert_array_equal(read_layer("layer", layer.tensors, mixed).floats(), layer.weight)
     with pytest.raises(QsampleError, match="group_size of 128"):
         read_layer("layer", layer.tensors, Quantization("gptq", 4, 128, symmetric=False))
 
@@ -256,5 +269,5 @@ def test_any_shape_is_an_error_or_means_a_weight(
     except QsampleError as error:
         assert "the quantized layer layer cannot be read" in str(error)  # noqa: PT017 - which of the two is the point
     else:
-        assert dequantize(weight).shape == weight.levels.shape
+        assert weight.floats().shape == weight.levels.shape
         assert weight.scales.shape == weight.zero_points.shape == parts["scales"].T.shape
