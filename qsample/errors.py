@@ -16,11 +16,15 @@ what is accepted and what to do.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
+
+DISTRIBUTION: Final = "qsample-onnx"  # its name on PyPI and npm; `qsample` there is another project's
 
 _CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -115,6 +119,19 @@ def causes_of(error: BaseException) -> list[BaseException]:
             seen.append(link)
             unseen += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
     return seen
+
+
+def install_hint(extra: str) -> str:
+    """The command that adds `extra` to this installation: to the checkout that it runs from, otherwise by name."""
+    from importlib.metadata import PackageNotFoundError, distribution  # slow to import
+
+    try:
+        origin = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+        checkout = origin.get("dir_info", {}).get("editable", False)
+    except PackageNotFoundError:  # a checkout on the path
+        checkout = True
+    target = f'-e "{Path(__file__).parents[1]}[{extra}]"' if checkout else f'"{DISTRIBUTION}[{extra}]"'
+    return f"pip install {target}"
 
 
 def shown(value: object, most: int = 80) -> str:

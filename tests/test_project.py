@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from qsample.errors import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -182,7 +185,35 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
     import qsample
 
     versions = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
-    assert versions[0] == qsample.__version__
+    npm = json.loads((ROOT / "js" / "package.json").read_text("utf-8"))
+    assert versions[0] == qsample.__version__ == npm["version"]
+
+
+def test_one_name_everywhere() -> None:
+    """`qsample` on PyPI is another project: an instruction to install it would install that."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["name"] == json.loads((ROOT / "js" / "package.json").read_text("utf-8"))["name"] == DISTRIBUTION
+    others = [
+        re.compile(
+            r"(?:pip3?|uv|npm|pnpm|yarn) [^\n`&|;]*\b(?:install|add|i) (?:[^\n`&|;]* )?['\"]?qsample(?![\w/.-])"
+        ),
+        re.compile(r"qsample\[[a-z]+[],]"),  # an extra
+        re.compile(r"from ['\"]qsample(?:/\w+)?['\"]"),  # an import in JavaScript
+    ]
+    for wrong in ("pip install -U 'qsample[cpu]'", "uv pip install qsample", "npm i qsample", 'from "qsample";'):
+        assert any(other.search(wrong) for other in others), wrong
+    for right in (
+        "pip install 'qsample-onnx[cpu]'",
+        "pip install -e '.[cpu]' && qsample serve",
+        "from qsample import x",
+    ):
+        assert not any(other.search(right) for other in others), right
+    texts = {path: path.read_bytes().decode("utf-8", "replace") for path in files() if path != Path(__file__)}
+    assert [
+        (str(path), found[0]) for path, text in texts.items() for other in others if (found := other.search(text))
+    ] == []
+    code = [text for path, text in texts.items() if {ROOT / "qsample", ROOT / "js" / "src"} & {*path.parents}]
+    assert [text for text in code if re.search(r"install[^\n]*qsample-onnx", text)] == []  # `install_hint` says it
 
 
 def test_the_licence_is_the_apache_licence() -> None:

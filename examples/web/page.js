@@ -1,5 +1,5 @@
 // The page: a package, opened once; prompts, and what the model writes after them.
-import { ArgumentError, load, PackageError, webGpuProblem } from "qsample";
+import { ArgumentError, load, PackageError, webGpuProblem } from "qsample-onnx";
 import { Bars } from "./bars.js";
 import { at, fromLink, link, make, options } from "./settings.js";
 

@@ -7,7 +7,7 @@ import type { WebOptions } from "./web_runtime.js";
 export interface LoadOptions extends FileOptions, WebOptions {
   /** "webgpu", "wasm", or in Node "cpu". Absent: in Node "cpu", or "wasm" without onnxruntime-node; in a browser "webgpu" if it is there, otherwise "wasm". */
   device?: Device;
-  /** In a browser: compute in a worker, so that the page stays responsive; true, or a Worker that runs qsample/worker. */
+  /** In a browser: compute in a worker, so that the page stays responsive; true, or a Worker that runs qsample-onnx/worker. */
   worker?: boolean | object;
 }
 

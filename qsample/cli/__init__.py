@@ -27,6 +27,7 @@ import qsample
 from qsample.cli import build, chat, generate, inspect, measure, serve
 from qsample.cli.help import Command
 from qsample.cli.terminal import DEBUG_VARIABLE, name_options, no_escapes, note, options_of, report
+from qsample.errors import DISTRIBUTION
 
 # `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
 _ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -53,7 +54,14 @@ class Terminated(SystemExit):
 
 def _version(value: bool) -> None:
     if value:
+        from importlib.metadata import PackageNotFoundError, version  # slow to import
+
         typer.echo(f"qsample {qsample.__version__}")
+        with suppress(PackageNotFoundError):
+            note(
+                f"the distribution qsample {version('qsample')} is here, too: another project, or a checkout under its "
+                f"former name. Both bring a module qsample: uninstall both, then install {DISTRIBUTION} again"
+            )
         raise typer.Exit
 
 

@@ -20,7 +20,7 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from qsample.cli.spellings import name_here
-from qsample.errors import QsampleError, printable
+from qsample.errors import QsampleError, install_hint, printable
 from qsample.progress import Progress, Stage, unreported
 
 DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
@@ -28,7 +28,7 @@ Options = Mapping[str, tuple[str, str | None]]  # Python's name → the option, 
 
 # Module → the extra that brings it; "export" brings all the rest.
 _EXTRAS: Final = {
-    "onnxruntime": "cpu' or 'gpu",
+    "onnxruntime": "cpu",
     **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"), "serve"),
     "llguidance": "guided",
     "matplotlib": "plot",
@@ -199,7 +199,8 @@ def name_options(text: str, options: Options, argument: str | None = None) -> st
 def _message(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         extra = _EXTRAS.get(error.name.partition(".")[0], "export")
-        return f"this needs {error.name}, which is not installed; install qsample with its extra '{extra}'"
+        either = ", or with gpu in place of cpu" if extra == "cpu" else ""
+        return f"this needs {error.name}, which is not installed: `{install_hint(extra)}`{either}"
     parsed = getattr(error, "format_message", None)  # of the command line's parser
     text = printable(" ".join(_ESCAPE.sub("", str(parsed() if parsed else error)).split()))
     if parsed:  # its sentences have a beginning and a stop; ours lack both

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.errors import QsampleError
+from qsample.errors import QsampleError, install_hint
 from qsample.evaluation.evaluate import Evaluation, PackageQuality
 from qsample.evaluation.statistics import Estimate
 from qsample.evaluation.verify import Verification
@@ -24,7 +24,7 @@ def check_plot(path: str | Path) -> None:
     if not path.parent.is_dir() or path.is_dir():
         raise ValueError(f"plot is {str(path)!r}, which is a folder or in none; give a file in a folder that is there")
     if find_spec("matplotlib") is None:
-        raise QsampleError("a plot needs matplotlib, which is not installed; install qsample with its extra 'plot'")
+        raise QsampleError(f"a plot needs matplotlib, which is not installed: `{install_hint('plot')}`")
 
 
 def draw(evaluation: Evaluation, path: str | Path) -> None:

@@ -17,7 +17,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Features, Interface
 from qsample.disk.scratch import Destination, ScratchFolder, scratch_near
-from qsample.errors import QsampleError
+from qsample.errors import QsampleError, install_hint
 from qsample.huggingface.facade import (
     Device,
     GenerationConfig,
@@ -468,4 +468,4 @@ def bake_installed() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in ("onnx", "onnx_ir"):
             raise
-        raise QsampleError(f"decoder files need {error.name}; install it: pip install 'qsample[bake]'") from error
+        raise QsampleError(f"decoder files need {error.name}: `{install_hint('bake')}`") from error

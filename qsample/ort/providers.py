@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import onnxruntime as ort
 
-from qsample.errors import PackageError, QsampleError
+from qsample.errors import PackageError, QsampleError, install_hint
 from qsample.ort.options import session_options
 from qsample.package.package import Package
 
@@ -33,12 +33,13 @@ TARGETS: Final = "qsample.targets"  # the group of entry points of installed com
 
 
 class Provider(NamedTuple):
-    """What qsample knows of an execution provider. install: advice on its installation. options: precision and the
-    options that compile's targets write, each with a pattern of its whole value: a manifest may set them; None: no
-    manifest may name the provider. memory: the device of a session's buffers. fallbacks: providers before the CPU's for
-    the nodes that it leaves over."""
+    """What qsample knows of an execution provider. extra: of qsample, brings it; advice: the rest of that sentence.
+    options: precision and the options that compile's targets write, each with a pattern of its whole value: a manifest
+    may set them; None: no manifest may name the provider. memory: the device of a session's buffers. fallbacks:
+    providers before the CPU's for the nodes that it leaves over."""
 
-    install: str = ""
+    extra: str = ""
+    advice: str = ""
     options: Mapping[str, str] | None = None
     memory: str = "cpu"
     fallbacks: tuple[str, ...] = ()
@@ -47,23 +48,25 @@ class Provider(NamedTuple):
 # The best first.
 PROVIDERS: Final[Mapping[str, Provider]] = {
     CUDA: Provider(
-        "`pip install qsample[gpu]`, in place of qsample[cpu], brings CUDA",
+        "gpu",
+        ", in place of the extra cpu, brings CUDA",
         {"enable_cuda_graph": "[01]", "use_tf32": "[01]"},
         memory="cuda",
     ),
     WEBGPU: Provider(
-        "`pip install qsample[webgpu]` brings WebGPU",
+        "webgpu",
+        " brings WebGPU",
         {"enableInt64": "[01]", ON_HOST: r"[\w.:/ -]*"},
         memory="webgpu",
     ),
     OPENVINO: Provider(
-        "`pip install qsample[openvino]` brings OpenVINO",
+        "openvino",
+        " brings OpenVINO",
         {DEVICE: "CPU|GPU|NPU", "INFERENCE_PRECISION_HINT": "f32|f16|bf16"},
     ),
     CPU: Provider(options={}),
     TENSORRT: Provider(
-        "`pip install qsample[gpu]`, in place of qsample[cpu], and NVIDIA's TensorRT libraries bring TensorRT",
-        fallbacks=(CUDA,),
+        "gpu", ", in place of the extra cpu, and NVIDIA's TensorRT libraries bring TensorRT", fallbacks=(CUDA,)
     ),
 }
 _SUFFIX: Final = "ExecutionProvider"
@@ -145,8 +148,10 @@ def _plugin_providers(module: str) -> list[str]:
 
 
 def _install_advice(provider: str) -> str:
-    general = f"Install an onnxruntime that is built with it, or its plugin, the module {_plugin_module(provider)}"
-    return _known(provider).install or general
+    known = _known(provider)
+    if known.extra:
+        return f"`{install_hint(known.extra)}`{known.advice}"
+    return f"Install an onnxruntime that is built with it, or its plugin, the module {_plugin_module(provider)}"
 
 
 def check_manifest_options(package: Package, provider: object, chosen: Mapping[str, str]) -> None:

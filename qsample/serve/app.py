@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 import qsample
+from qsample.errors import DISTRIBUTION
 from qsample.serve import documents
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
@@ -169,7 +170,7 @@ class _Server:
     async def docs(self) -> Response:
         """The endpoints, to read and to try, without files from the internet."""
         if _docs_folder() is None:
-            text = "this server lacks fastapi-offline, which /docs needs; install qsample[serve]; or see /openapi.json"
+            text = f"this server lacks fastapi-offline, of the extra serve of {DISTRIBUTION}; see /openapi.json"
             raise ApiError(501, text, code="missing_module")
         return get_swagger_ui_html(
             openapi_url="openapi.json",  # relative: the server may be behind a prefix
@@ -363,8 +364,9 @@ class _Server:
         # A template is a program of the model; on the event loop, a slow template would delay everybody.
         try:
             text = await asyncio.to_thread(render)
-        except ImportError as error:  # jinja2 is missing, or too old to be safe
-            raise ApiError(501, f"this server cannot take messages: {error}", code="missing_module") from None
+        except ImportError:  # jinja2 is missing, or too old to be safe
+            text = f"this server cannot take messages: it lacks a jinja2 of the extra serve of {DISTRIBUTION}"
+            raise ApiError(501, text, code="missing_module") from None
         check(text)
         return (await self._encode(model, [text], False))[0]  # the template spells the special tokens out
 

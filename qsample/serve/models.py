@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.disk.untrusted import leads_out
-from qsample.errors import QsampleError, shown
+from qsample.errors import DISTRIBUTION, QsampleError, shown
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.call import Call
@@ -199,7 +199,7 @@ class ServedModel:
         if not self.model.package.manifest.token_ids.eos:
             raise ApiError(400, "this model has no stop token, with which an answer that follows a schema ends")
         if importlib.util.find_spec("llguidance") is None:
-            text = f"this server lacks llguidance{needed}; install qsample[serve] on its machine"
+            text = f"this server lacks llguidance{needed}; its machine needs the extra serve of {DISTRIBUTION}"
             raise ApiError(501, text, code="missing_module")
         return partial(self.grammars.guide, grammar_of(form))
 

@@ -1,6 +1,6 @@
 """A package and the page that runs it in a browser → a server on this machine: files, and nothing but files.
 
-The browser computes: the page (examples/web) loads the package with the npm package `qsample`, over ONNX Runtime's
+The browser computes: the page (examples/web) loads the package with the npm package `qsample-onnx`, over ONNX Runtime's
 build for browsers. This server sends only the page's files and the files of the package's manifest.
 """
 

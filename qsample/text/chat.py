@@ -17,7 +17,7 @@ from typing import Any, Final, TypeGuard
 import numpy as np
 
 from qsample.checks import check_fields, checked, flag, instance, refuse
-from qsample.errors import PackageError, shown
+from qsample.errors import PackageError, install_hint, shown
 from qsample.package.package import Package
 from qsample.text.tool_schemas import tool_schema
 
@@ -337,7 +337,7 @@ def compile_template(source: str) -> Any:
         import jinja2.ext
         import jinja2.sandbox
     except ImportError:
-        raise ImportError("chat templates need jinja2: `pip install 'qsample[chat]'`, or give plain text") from None
+        raise ImportError(f"chat templates need jinja2: `{install_hint('chat')}`, or give plain text") from None
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
     if version < _SAFE_JINJA:
         raise ImportError(

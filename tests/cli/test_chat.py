@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from qsample.cli.chat import Conversation, TurnError
+from qsample.errors import install_hint
 from qsample.package.package import Package
 from qsample.runtime import CausalLM, Engine, load
 from tests.helpers.command_line import ROOT
@@ -257,7 +258,7 @@ def test_a_missing_library_is_told_before_a_model_is_looked_for(run: Any, monkey
     for command in (["chat", "no-such"], ["generate", "no-such", "-p", "x", "--chat"]):
         status, _, err = run(*command)
         assert status == 1
-        assert "pip install 'qsample[chat]'" in err
+        assert f"`{install_hint('chat')}`" in err
 
 
 def test_a_model_that_gives_nan(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

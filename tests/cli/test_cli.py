@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from qsample import __version__, cli
+from qsample.errors import install_hint
 from tests.helpers.command_line import COMMAND, ROOT, qsample
 
 
@@ -40,6 +41,17 @@ def test_the_examples_in_the_help_use_options_that_exist() -> None:
 
 def test_version(run: Any) -> None:
     assert run("--version")[:2] == (0, f"qsample {__version__}\n")
+
+
+def test_version_tells_another_distribution_with_the_same_module(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qsample-0.0.2.dist-info").mkdir()
+    (tmp_path / "qsample-0.0.2.dist-info" / "METADATA").write_text("Name: qsample\nVersion: 0.0.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, out, err = run("--version")
+    assert (status, out) == (0, f"qsample {__version__}\n")
+    assert "the distribution qsample 0.0.2 is here, too" in err
 
 
 def test_without_a_command_the_help_is_all(run: Any) -> None:
@@ -74,7 +86,7 @@ def test_a_missing_dependency_says_what_to_install(run: Any, monkeypatch: pytest
     (tmp_path / "model.safetensors").touch()
     status, _, err = run("export", tmp_path, tmp_path / "out")
     assert status == 1
-    assert "install qsample with its extra 'export'" in err
+    assert install_hint("export") in err
 
 
 def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

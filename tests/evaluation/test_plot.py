@@ -52,5 +52,5 @@ def test_where_none_can_be_written(name: str, tmp_path: Path) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(QsampleError, match="extra 'plot'"):
+    with pytest.raises(QsampleError, match=r"\[plot\]"):
         plots.draw(evaluation(), tmp_path / "plot.png")

@@ -128,7 +128,7 @@ def test_an_installed_plugin_is_available(monkeypatch: pytest.MonkeyPatch) -> No
     assert OPENVINO in providers.available_providers()
     providers.check_available([OPENVINO, "CPUExecutionProvider"])
     monkeypatch.setattr(providers, "find_spec", lambda name: None)
-    with pytest.raises(QsampleError, match=r"has no OpenVINO.*qsample\[openvino\]` brings OpenVINO"):
+    with pytest.raises(QsampleError, match=r"has no OpenVINO.*\[openvino\]\"` brings OpenVINO"):
         providers.check_available([OPENVINO, "CPUExecutionProvider"])
 
 

@@ -74,7 +74,7 @@ def test_a_package_in_half_precision_is_not_rounded_again(small: Package, tmp_pa
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
-        ("openvino", {}, r"has no OpenVINOExecutionProvider; .*`pip install qsample\[openvino\]` brings OpenVINO"),
+        ("openvino", {}, r"has no OpenVINOExecutionProvider; .*`pip install .*\[openvino\]\"` brings OpenVINO"),
         ("cuda", {"dtype": "bfloat16"}, "no CUDAExecutionProvider"),
     ],
 )
