@@ -96,7 +96,7 @@ class IntegerWeight:
             bits,
             size,
             _tensor(pack_bits(levels, bits).reshape(outputs, len(of_block), size * bits // 8)),
-            _tensor(self.scales[:, of_block].reshape(-1)).to(dtype),
+            _tensor(self.scales[:, of_block]).to(dtype),
             None if packed_zeros is None else packed_zeros.reshape(-1),
             None if order is None else _tensor(order),
             None if offsets is None else _tensor(offsets[:, of_block].T).to(dtype),

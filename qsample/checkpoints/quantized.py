@@ -47,31 +47,30 @@ class QuantizedCheckpoint:
     def attach(self, model: PreTrainedModel) -> int:
         """Give each layer of `model` whose weight was read from blocks those blocks, still mapped from their file.
         Warns of layers that stay float; returns how many layers have blocks."""
-        attached = 0
+        attached = set()  # a tied table counts once
         for layer in model.modules():
             weight = getattr(layer, "weight", None)
             found = deferred(weight) if isinstance(weight, Tensor) else None
             if found not in self.layers or found is None or weight is None:
                 continue
             key = self.layers[found]
-            multiplies = type(layer).forward in (nn.Linear.forward, Conv1D.forward)  # subclasses may do more than that
-            if multiplies and key in self.blocks and weight.is_contiguous():
+            if _takes_blocks(layer) and key in self.blocks and weight.is_contiguous():
                 set_quantized_weight(layer, self.blocks.read(key))
-                attached += 1
+                attached.add(key)
             elif weight.numel() < SMALLEST:
                 layer.weight = nn.Parameter(numbers(weight.detach()), requires_grad=False)
         reasons = []
         if self.without_blocks:
             count = len(self.without_blocks)
             reasons.append(f"{count} because no block of {min(BLOCK_SIZES)} inputs lies within one group")
-        if (rest := len(self.layers) - len(self.without_blocks) - attached) > 0:
+        stay = len(self.layers) - len(attached)
+        if (rest := stay - len(self.without_blocks)) > 0:
             reasons.append(f"{rest} because they were merged into other weights, or changed by an adapter")
         if reasons:
-            stay = len(self.layers) - attached
             warnings.warn(
                 f"{stay} of {len(self.layers)} quantized matrices become float: {'; '.join(reasons)}", stacklevel=2
             )
-        return attached
+        return len(attached)
 
     def check_loaded(self, missing: Collection[str], unexpected: Collection[str]) -> None:
         """Raise QsampleError if the checkpoint lacks weights of the model, or has a layer or bias too many."""
@@ -115,6 +114,12 @@ def read_quantized(
         if not blocks.add(matrix.layer, (part.blocks(dtype) for part in matrix.parts())):
             without_blocks.append(matrix.layer)
     return QuantizedCheckpoint(weights, layers, tuple(without_blocks), frozenset(biases), blocks)
+
+
+def _takes_blocks(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Embedding):
+        return layer.max_norm is None  # such a table changes when it is read
+    return type(layer).forward in (nn.Linear.forward, Conv1D.forward)  # subclasses may do more than that
 
 
 def conv1d_names(model: nn.Module) -> frozenset[str]:

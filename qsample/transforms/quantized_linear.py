@@ -1,16 +1,20 @@
-"""Linear layers with a quantized weight: traced they are one MatMulNBits on its blocks, and a product of
-the blocks' sums with offsets; run eagerly, such a layer
-multiplies by its float weight as before, and the model computes the same with and without the blocks."""
+"""Layers with a quantized weight. Traced, a linear layer is one MatMulNBits on its blocks, and a product of the blocks'
+sums with offsets if there are any; an embedding is one GatherBlockQuantized on the same blocks. Run eagerly, such a
+layer uses its float weight as before, and the model computes the same with and without the blocks."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qsample.transforms.deferred import numbers
 
 _ATTRIBUTE: Final = "quantized_weight"
 _BLOCKS, _SCALES, _ZERO_POINTS, _ORDER = "packed_blocks", "packed_scales", "packed_zero_points", "packed_order"
@@ -25,7 +29,7 @@ class QuantizedWeight:
         bits: 4 or 8, of a stored level.
         block_size: levels that share a scale and a zero point; it divides K.
         blocks: [N, K / block_size, block_size * bits / 8] uint8, the first level in the low bits.
-        scales: [N * K / block_size], of the layer's dtype.
+        scales: [N, K / block_size], of the layer's dtype.
         zero_points: [N * ceil(K / block_size * bits / 8)] uint8, packed like the levels; by default 2^(bits - 1).
         order: [K] int64, the input that each column belongs to; by default in order.
         offsets: [K / block_size, N], added to each weight of a block, of the layer's dtype; by default none.
@@ -49,20 +53,33 @@ class QuantizedWeight:
         tensors = (self.blocks, self.scales, self.zero_points, self.order, self.offsets)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
+    def row_offsets(self) -> Tensor | None:
+        """[N, K / block_size], to be added to scale * (level - 2^(bits - 1)): kernels of different devices read other
+        zero points of a GatherBlockQuantized in different ways. None: nothing."""
+        if self.zero_points is None:
+            return None if self.offsets is None else numbers(self.offsets).T.contiguous()
+        rows, blocks = self.blocks.shape[:2]
+        packed = numbers(self.zero_points).reshape(rows, -1)
+        zeros = packed if self.bits == 8 else torch.stack([packed & 15, packed >> 4], -1).reshape(rows, -1)[:, :blocks]
+        shift = 2 ** (self.bits - 1) - zeros.to(torch.float64)
+        result = numbers(self.scales).reshape(rows, blocks) * shift
+        return (result if self.offsets is None else result + numbers(self.offsets).T).to(self.scales.dtype)
+
 
 def set_quantized_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
-    """Let `layer`, a Linear or a Conv1D of transformers, be traced with `weight` in place of its float weight."""
-    tensors = {
-        _BLOCKS: weight.blocks,
-        _SCALES: weight.scales,
-        _ZERO_POINTS: weight.zero_points,
-        _ORDER: weight.order,
-        _OFFSETS: weight.offsets,
-    }
+    """Let `layer`, a Linear, a Conv1D of transformers or an Embedding, be traced with `weight` in place of its float
+    weight."""
+    tensors = {_BLOCKS: weight.blocks, _SCALES: weight.scales, _OFFSETS: weight.offsets}
+    if isinstance(layer, nn.Embedding):
+        tensors |= {_SCALES: weight.scales.reshape(*weight.blocks.shape[:2], 1), _OFFSETS: weight.row_offsets()}
+        forward = _look_up
+    else:
+        tensors |= {_ZERO_POINTS: weight.zero_points, _ORDER: weight.order}
+        forward = _multiply
     for name, tensor in tensors.items():
         layer.register_buffer(name, tensor, persistent=False)  # a state_dict stays the same
     setattr(layer, _ATTRIBUTE, weight)
-    layer.forward = functools.partial(_forward, layer)
+    layer.forward = functools.partial(forward, layer)
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[nn.Module, QuantizedWeight]]:
@@ -72,7 +89,7 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[nn.Module, QuantizedWei
             yield module, weight
 
 
-def _forward(layer: Any, states: Tensor) -> Tensor:
+def _multiply(layer: Any, states: Tensor) -> Tensor:
     """states: [.., K]. Returns [.., N]."""
     if not torch.onnx.is_in_onnx_export():
         eager: Tensor = type(layer).forward(layer, states)
@@ -93,6 +110,42 @@ def _forward(layer: Any, states: Tensor) -> Tensor:
         version=1,
     )
     if (offsets := getattr(layer, _OFFSETS)) is not None:
-        sums = states.unflatten(-1, (inputs // weight.block_size, weight.block_size)).sum(-1)
+        sums = states.reshape(*states.shape[:-1], -1, weight.block_size).sum(-1)
         result = result + sums @ offsets
     return result if layer.bias is None else result + layer.bias
+
+
+def _look_up(layer: Any, ids: Tensor) -> Tensor:
+    """ids: [..]. Returns [.., K], after all that the layer's class does with the rows of its table, such as scaling."""
+    with _RowsOfBlocks(layer) if torch.onnx.is_in_onnx_export() else nullcontext():
+        rows: Tensor = type(layer).forward(layer, ids)
+    return rows
+
+
+class _RowsOfBlocks(TorchFunctionMode):
+    """While open, lookups in the float table of `layer` read its blocks."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.embedding and args[1] is self._layer.weight:
+            return self._rows(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        weight: QuantizedWeight = getattr(self._layer, _ATTRIBUTE)
+        inputs = weight.sizes[1]
+        scales, offsets = getattr(self._layer, _SCALES), getattr(self._layer, _OFFSETS)
+        rows: Tensor = torch.onnx.ops.symbolic(
+            "com.microsoft::GatherBlockQuantized",
+            [getattr(self._layer, _BLOCKS), ids, scales],
+            {"bits": weight.bits, "block_size": weight.block_size, "gather_axis": 0, "quantize_axis": 2},
+            dtype=scales.dtype,
+            shape=(*ids.shape, inputs // weight.block_size, weight.block_size),
+            version=1,
+        )
+        if offsets is not None:
+            rows = rows + nn.functional.embedding(ids, offsets)[..., None]
+        return rows.reshape(*ids.shape, inputs)
