@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -77,6 +78,8 @@ class Checkpoint:
         adapter: a folder or hub id of a LoRA adapter to merge into the weights.
         tokenizer_id: "auto" for the checkpoint's, another id or folder, or None for token ids only.
     """
+
+    _configured_by: ClassVar[str] = CONFIG  # for messages
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class Checkpoint:
             )
         torch_dtype = getattr(torch, dtype or self.dtype)
         sources = sources or SourceFiles()
-        if self.outline.quantization is None or scratch is not None:
+        if scratch is not None or not self._needs_scratch:
             return self._load(torch_dtype, scratch, sources)
         own = Path(tempfile.mkdtemp(prefix="qsample-"))
         try:
@@ -261,24 +264,19 @@ class Checkpoint:
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,  # `_check_complete` refuses them by name
         }
-        quantized: QuantizedCheckpoint | None = None
         with self._weight_errors():
-            is_mapped = outline.quantization is not None or (scratch is not None and self._can_be_mapped())
-            files = self._weight_files() if is_mapped else []
-            sources.add(files)
-            if outline.quantization is not None:
-                assert scratch is not None
-                quantized = self._read_quantized(files, scratch, dtype)
-            if quantized is None and not files:
+            stored = self._stored(dtype, scratch, sources)
+            if stored is None:
                 loaded: Any = AutoModelForCausalLM.from_pretrained(self.model_id, **options, **self.hub.loading())
             else:
                 assert outline.kind is not None
-                weights = mapped_weights(files) if quantized is None else quantized.weights
+                weights = stored.weights if isinstance(stored, QuantizedCheckpoint) else stored
                 options["config"] = copy.deepcopy(outline.model_config)
                 with deferring(), loading_in_this_thread():  # merged weights are computed when needed
                     loaded = outline.kind.from_pretrained(None, state_dict=weights, **options)
         model: PreTrainedModel = loaded[0]
         info: dict[str, Any] = loaded[1]
+        quantized = stored if isinstance(stored, QuantizedCheckpoint) else None
         self._check_complete(model, info["mismatched_keys"], info["missing_keys"] if quantized is None else ())
         model.generation_config = copy.deepcopy(self.generation_config)
         model.requires_grad_(False)
@@ -290,6 +288,39 @@ class Checkpoint:
             quantized.check_loaded(info["missing_keys"], info["unexpected_keys"])
             quantized.attach(model)
         return model  # from_pretrained returns it in eval mode
+
+    @property
+    def _needs_scratch(self) -> bool:
+        """Whether `_stored` writes blocks."""
+        return self.outline.quantization is not None
+
+    def _stored(
+        self, dtype: torch.dtype, scratch: Path | None, sources: SourceFiles
+    ) -> QuantizedCheckpoint | dict[str, Tensor] | None:
+        """The weights by name, as far as possible in their files; None if transformers has to load them itself."""
+        quantization = self.outline.quantization
+        if quantization is None and (scratch is None or not self._can_be_mapped()):
+            return None
+        files = self._weight_files()
+        sources.add(files)
+        if quantization is None:
+            return mapped_weights(files) if files else None
+        if not files:
+            raise UnsupportedModelError(
+                f"{self.model_id} holds its quantized weights in another format than safetensors, the only format "
+                "that can be read; save it as safetensors first"
+            )
+        assert scratch is not None
+        shapes, transposed = self.outline.shapes, self.outline.transposed
+        with self._room_for_blocks(scratch, bytes_in_blocks(files, quantization, dtype)):
+            return read_checkpoint(files, scratch, quantization, dtype=dtype, shapes=shapes, transposed=transposed)
+
+    @contextmanager
+    def _room_for_blocks(self, scratch: Path, needed: int) -> Iterator[None]:
+        """Raises QsampleError, before or when the disk is full, if `needed` bytes have no room."""
+        check_free(scratch, needed, _IN_BLOCKS)
+        with full_disk_named(scratch, needed, _IN_BLOCKS):
+            yield
 
     def _can_be_mapped(self) -> bool:
         """Whether float weights can become placeholders; otherwise transformers has to load this checkpoint itself."""
@@ -312,21 +343,6 @@ class Checkpoint:
                 return weight_files(Path(file).parent)
         return []
 
-    def _read_quantized(self, files: list[Path], scratch: Path, dtype: torch.dtype) -> QuantizedCheckpoint:
-        outline = self.outline
-        assert outline.quantization is not None
-        if not files:
-            raise UnsupportedModelError(
-                f"{self.model_id} holds its quantized weights in another format than safetensors, the only format "
-                "that can be read; save it as safetensors first"
-            )
-        needed = bytes_in_blocks(files, outline.quantization, dtype)
-        check_free(scratch, needed, _IN_BLOCKS)
-        with full_disk_named(scratch, needed, _IN_BLOCKS):
-            return read_checkpoint(
-                files, scratch, outline.quantization, dtype=dtype, shapes=outline.shapes, transposed=outline.transposed
-            )
-
     def _check_complete(
         self, model: PreTrainedModel, mismatched: Collection[tuple[str, Any, Any]], missing: Collection[str]
     ) -> None:
@@ -337,7 +353,7 @@ class Checkpoint:
             others = f", and {len(mismatched) - 1} more do not fit" if len(mismatched) > 1 else ""
             raise QsampleError(
                 f"{self.model_id} holds {name} of shape {list(found)}, and {kind} has {list(wanted)} by its "
-                f"config.json{others}; give weights and configuration of one model"
+                f"{self._configured_by}{others}; give weights and configuration of one model"
             )
         made_up = set(missing) & {name for name, _ in model.named_parameters()}
         if made_up:
@@ -360,7 +376,7 @@ class Checkpoint:
         except Exception as error:  # transformers checks the values in half a dozen ways
             said = " ".join(str(error).split())
             raise UnsupportedModelError(
-                f"{self.model_id}: transformers makes no model of its config.json ({type(error).__name__}: "
+                f"{self.model_id}: transformers makes no model of its {self._configured_by} ({type(error).__name__}: "
                 f"{said:.300}); correct it, or download the checkpoint again"
             ) from error
 

@@ -18,7 +18,10 @@ PACKED = [kind for kind in KINDS.values() if kind.name not in FLOATS]
 HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ2_0": (64,)},
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ2_0": (64,),
 }
 SPECIAL = np.array([0.0, -0.0, 6e-8, -6e-8, 65504, -65504, 1e-5], np.float16)
 
