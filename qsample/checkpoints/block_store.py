@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from qsample.checkpoints.mapped_weights import Place
-from qsample.contract.tensors import BLOCK_SIZES
 from qsample.graph.operators import middle_zero_points
 from qsample.transforms.deferred import SMALLEST, defer
 from qsample.transforms.quantized_linear import QuantizedWeight
@@ -85,14 +84,6 @@ class BlockStore:
         with self._file.open("ab") as file:
             file.write(tensor.contiguous().view(torch.uint8).numpy().data)
         return tensor.nbytes
-
-
-def block_bytes(outputs: int, inputs: int, bits: int, group: int, dtype: torch.dtype, *, offsets: bool = False) -> int:
-    """About how many bytes a weight of N `outputs` and K `inputs` takes in a store, with zero points. bits: of a level.
-    group: inputs that share a scale. dtype: of scales and offsets."""
-    block = max((size for size in BLOCK_SIZES if group % size == 0), default=min(BLOCK_SIZES))
-    a_block = dtype.itemsize * (2 if offsets else 1) + 1
-    return outputs * inputs * (4 if bits <= 4 else 8) // 8 + outputs * inputs // block * a_block
 
 
 def _mapped(file: Path, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

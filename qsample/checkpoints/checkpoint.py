@@ -32,11 +32,10 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from qsample.checkpoints.gptq_awq import bytes_in_blocks, quantization_of, read_checkpoint
-from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.checkpoints.mapped_weights import INDEX, SINGLE, loading_in_this_thread, mapped_weights, weight_files
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
-from qsample.checkpoints.quantized import QuantizedCheckpoint, conv1d_names
+from qsample.checkpoints.packed import Format, packing_of, read_packed
+from qsample.checkpoints.quantized import QuantizedCheckpoint, conv1d_names, read_quantized
 from qsample.checkpoints.source import ADAPTER, ANOTHER_MODEL, CONFIG, HubOptions, check_exists, check_kind, kind_of
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import check_free, full_disk_named
@@ -56,14 +55,14 @@ class Outline:
 
     Attributes:
         config: to load the checkpoint with; it lacks a quantization that transformers cannot undo.
-        quantization: of GPTQ or AWQ weights; None for float weights, or weights that transformers turns into float.
+        packing: the format of packed weights; None for float weights, or weights that transformers turns into float.
         kind: the model's class; None if it is the repository's code, because making a model may then need memory.
         model_config: the configuration of `kind`: of the text model, if `config` describes several models.
         transposed: last names of the layers that hold their weight as [in, out].
     """
 
     config: PretrainedConfig
-    quantization: Quantization | None
+    packing: Format | None
     kind: type[PreTrainedModel] | None
     model_config: PretrainedConfig
     shapes: Mapping[str, torch.Size]
@@ -194,9 +193,7 @@ class Checkpoint:
         questions that need weights. Raises UnsupportedModelError for a state in a place that no retained buffer can
         take, a quantization that cannot be read, or a configuration of which transformers makes no model."""
         config = copy.deepcopy(self.config)
-        quantization = quantization_of(config, self.model_id)
-        if quantization is not None:
-            del config.quantization_config  # transformers would ask for the library that made it
+        packing = packing_of(config, self.model_id)
         remote = self.hub.trust_remote_code
         with self._config_errors():
             try:
@@ -205,12 +202,12 @@ class Checkpoint:
                         copy.deepcopy(config), attn_implementation="eager", trust_remote_code=remote
                     ).eval()
             except Exception:
-                if remote and quantization is None:  # the model's code may need memory
+                if remote and packing is None:  # the model's code may need memory
                     return Outline(config, None, None, config, {}, frozenset())
                 raise
             outline = Outline(
                 config,
-                quantization,
+                packing,
                 type(model),
                 copy.deepcopy(model.config),
                 {name: weight.shape for name, weight in model.state_dict().items()},
@@ -292,18 +289,18 @@ class Checkpoint:
     @property
     def _needs_scratch(self) -> bool:
         """Whether `_stored` writes blocks."""
-        return self.outline.quantization is not None
+        return self.outline.packing is not None
 
     def _stored(
         self, dtype: torch.dtype, scratch: Path | None, sources: SourceFiles
     ) -> QuantizedCheckpoint | dict[str, Tensor] | None:
         """The weights by name, as far as possible in their files; None if transformers has to load them itself."""
-        quantization = self.outline.quantization
-        if quantization is None and (scratch is None or not self._can_be_mapped()):
+        packing = self.outline.packing
+        if packing is None and (scratch is None or not self._can_be_mapped()):
             return None
         files = self._weight_files()
         sources.add(files)
-        if quantization is None:
+        if packing is None:
             return mapped_weights(files) if files else None
         if not files:
             raise UnsupportedModelError(
@@ -311,9 +308,18 @@ class Checkpoint:
                 "that can be read; save it as safetensors first"
             )
         assert scratch is not None
+        packed = read_packed(files, packing)
         shapes, transposed = self.outline.shapes, self.outline.transposed
-        with self._room_for_blocks(scratch, bytes_in_blocks(files, quantization, dtype)):
-            return read_checkpoint(files, scratch, quantization, dtype=dtype, shapes=shapes, transposed=transposed)
+        with self._room_for_blocks(scratch, packed.bytes_in_blocks(dtype)):
+            return read_quantized(
+                packed.others,
+                packed.matrices,
+                scratch,
+                dtype=dtype,
+                shapes=shapes,
+                transposed=transposed,
+                biases=packed.biases,
+            )
 
     @contextmanager
     def _room_for_blocks(self, scratch: Path, needed: int) -> Iterator[None]:

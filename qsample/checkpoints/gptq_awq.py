@@ -1,55 +1,18 @@
-"""The safetensors files of a checkpoint with GPTQ or AWQ weights enter; a `QuantizedCheckpoint` leaves."""
+"""The configuration of a checkpoint with GPTQ or AWQ weights enters; how its weights are stored leaves."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import PretrainedConfig
-
-from qsample.checkpoints.block_store import block_bytes
-from qsample.checkpoints.gptq_awq_layouts import ADVICE, BITS, WORD, Quantization, stored_matrix
-from qsample.checkpoints.integers import StoredMatrix
-from qsample.checkpoints.mapped_weights import in_float32, open_weights, places
-from qsample.checkpoints.quantized import QuantizedCheckpoint, read_quantized
+from qsample.checkpoints.gptq_awq_layouts import BITS, Quantization
+from qsample.checkpoints.methods import ADVICE
 from qsample.checks import is_integer
-from qsample.errors import QsampleError, UnsupportedModelError, listed
-
-_STORED_PARTS: Final = ("qweight", "qzeros", "scales", "g_idx")
-_DEQUANTIZED: Final = ("fp8", "mxfp4")  # transformers turns these into float if it is asked to
+from qsample.errors import UnsupportedModelError
 
 
-def quantization_of(config: PretrainedConfig, model_id: str) -> Quantization | None:
-    """The quantization that `config` states; None for float weights, and if transformers undoes it: `config` then asks
-    for that. Raises UnsupportedModelError for a method, format or number of bits that cannot be read."""
-    stated = getattr(config, "quantization_config", None)
-    if stated is None:
-        return None
-    if not isinstance(stated, dict) and not hasattr(stated, "to_dict"):
-        raise UnsupportedModelError(
-            f"{model_id}: quantization_config is {stated!r}; it must be an object with a quant_method"
-        )
-    options: Mapping[str, Any] = stated if isinstance(stated, dict) else stated.to_dict()
-    method = str(getattr(options.get("quant_method"), "value", options.get("quant_method"))).lower()
-    if method in _DEQUANTIZED:
-        if method == "fp8" and find_spec("accelerate") is None:
-            raise UnsupportedModelError(
-                f"{model_id} is quantized with {method}, which transformers turns into float with the help of "
-                f"accelerate; `pip install accelerate`, or {ADVICE}"
-            )
-        config.quantization_config = {**options, "dequantize": True}
-        return None
-    if method not in BITS:
-        raise UnsupportedModelError(
-            f"{model_id} is quantized with {method}; only float weights, gptq and awq can be read (and "
-            f"{' and '.join(_DEQUANTIZED)}, which become float); {ADVICE}"
-        )
+def read_options(method: str, options: Mapping[str, Any], model_id: str) -> Quantization:
+    """Raises UnsupportedModelError for a format or number of bits that cannot be read. method: "gptq" or "awq"."""
     version = _format_version(options, method)
     bits = _integer(options, ("bits", "w_bit"), 4, model_id)
     if version is None or bits not in BITS[method] or options.get("pack_dtype", "int32") != "int32":
@@ -93,90 +56,3 @@ def _format_version(options: Mapping[str, Any], method: str) -> int | None:
         return 1 if layout == "gemm" and options.get("backend") != "llm-awq" else None
     layout = str(options.get("checkpoint_format") or options.get("format") or "gptq").lower()
     return {"gptq": 1, "gptq_v2": 2}.get(layout) if not options.get("is_marlin_format") else None
-
-
-def read_checkpoint(
-    files: list[Path],
-    scratch: Path,
-    quantization: Quantization,
-    *,
-    dtype: torch.dtype,
-    shapes: Mapping[str, torch.Size],
-    transposed: Collection[str],
-) -> QuantizedCheckpoint:
-    """Read the safetensors `files` of a checkpoint with quantized weights, one layer at a time in memory.
-
-    Args:
-        scratch: a folder that lives as long as the result; the blocks are written into a new folder inside it.
-        dtype: of weights and scales.
-        shapes, transposed: of the model that the checkpoint will be loaded into, as in `checkpoint.Outline`.
-
-    Raises QsampleError if a layer is incomplete, or its tensors do not fit one another or the model.
-    """
-    weights: dict[str, Tensor] = {}
-    biases: set[str] = set()
-    with ExitStack() as stack:
-        opened = {file: stack.enter_context(open_weights(file)) for file in files}
-        file_of = {name: file for file, tensors in opened.items() for name in tensors.keys()}  # noqa: SIM118
-        places_of = {name: place for file in files for name, place in places(file).items()}
-        quantized = {name.removesuffix(".qweight") for name in file_of if name.endswith(".qweight")}
-        _check_names(file_of, quantized, files[0].parent)
-
-        def stored() -> Iterator[StoredMatrix]:
-            for layer in sorted(quantized):
-                names = {part: f"{layer}.{part}" for part in _STORED_PARTS if f"{layer}.{part}" in file_of}
-                yield stored_matrix(
-                    layer, {part: opened[file_of[name]].get_tensor(name) for part, name in names.items()}, quantization
-                )
-
-        for name, file in file_of.items():
-            layer, _, part = name.rpartition(".")
-            if layer in quantized and part in _STORED_PARTS:
-                continue
-            tensor = opened[file].get_tensor(name)
-            if layer in quantized and part == "bias" and tensor.any():
-                biases.add(name)
-            weights[name] = in_float32(tensor, places_of[name])
-        return read_quantized(
-            weights, stored(), scratch, dtype=dtype, shapes=shapes, transposed=transposed, biases=biases
-        )
-
-
-def bytes_in_blocks(files: list[Path], quantization: Quantization, dtype: torch.dtype) -> int:
-    """About how many bytes `read_checkpoint` writes for the quantized layers in `files`, by their shapes."""
-    total = 0
-    for file in files:
-        with open_weights(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                if name.endswith(".qweight"):
-                    shape = tensors.get_slice(name).get_shape()
-                    total += _layer_bytes(math.prod(shape), shape[0] if shape else 0, quantization, dtype)
-    return total
-
-
-def _layer_bytes(words: int, rows: int, quantization: Quantization, dtype: torch.dtype) -> int:
-    """words: of 32 bits, in each of `rows`."""
-    levels = words * WORD // quantization.bits
-    inputs = rows if quantization.method == "awq" else rows * WORD // quantization.bits
-    group = inputs if quantization.group_size == -1 else quantization.group_size
-    return block_bytes(levels // max(1, inputs), inputs, quantization.bits, group, dtype)
-
-
-def _check_names(names: Collection[str], layers: set[str], source: Path) -> None:
-    """Every part of quantized weights must be known: a scale that is never applied would go unnoticed."""
-    incomplete = sorted(layer for layer in layers if f"{layer}.scales" not in names)
-    known = {f"{layer}.{part}" for layer in layers for part in _STORED_PARTS}
-    strays = sorted(name for name in names if name.rpartition(".")[2] in _STORED_PARTS and name not in known)
-    if not layers:
-        raise QsampleError(f"{source} says that it is quantized, and holds no qweight; download the checkpoint again")
-    if twice := sorted(layer for layer in layers if f"{layer}.weight" in names):
-        raise QsampleError(
-            f"{source} holds both a qweight and a weight for {listed(twice)}; download the checkpoint again"
-        )
-    if incomplete:
-        raise QsampleError(f"{source} holds no scales for {listed(incomplete)}; download the checkpoint again")
-    if strays:
-        raise UnsupportedModelError(
-            f"{source} scales more than the weights of its linear layers ({listed(strays)}), which cannot be "
-            f"exported; {ADVICE}"
-        )

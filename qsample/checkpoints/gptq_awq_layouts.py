@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import torch
 
-from qsample.checkpoints.integers import Bytes, IntegerWeight, StoredMatrix
+from qsample.checkpoints.integers import Bytes, IntegerWeight, StoredMatrix, check_part, unpack_bits
 from qsample.contract.arrays import Array
-from qsample.errors import QsampleError
-from qsample.huggingface.facade import dtype_name
 
 Parts = Mapping[str, torch.Tensor]  # the stored tensors of a layer: qweight, scales and, if it has them, qzeros, g_idx
-ADVICE: Final = "export the unquantized checkpoint that it was made from, and compile that with weights='int4'"
 BITS: Final = {"gptq": (2, 3, 4, 8), "awq": (4,)}
 WORD: Final = 32  # bits of a stored integer
 # AWQ's "gemm" layout: four bits number i of a word belong to column _AWQ_ORDER[i] of its eight.
@@ -53,28 +50,24 @@ class Quantization:
     symmetric: bool = True
     version: int = 1
     mixed: bool = False
+    mark: ClassVar = "qweight"
+    parts: ClassVar = ("qweight", "qzeros", "scales", "g_idx")
+
+    def matrix(self, layer: str, parts: Parts) -> StoredMatrix:
+        """The weight of a layer. Raises ValueError if the parts do not fit one another or the configuration."""
+        bits = _check_layer(parts, self)
+        rows = len(parts["qweight"])
+        inputs = rows if self.method == "awq" else rows * WORD // bits
+        return StoredMatrix(layer, (parts["scales"].shape[1], inputs), partial(_read, parts, bits, self))
 
 
-def stored_matrix(layer: str, parts: Parts, quantization: Quantization) -> StoredMatrix:
-    """The weight of a layer. Raises QsampleError if the parts do not fit one another or `quantization`.
+def _read(parts: Parts, bits: int, quantization: Quantization, rows: slice) -> IntegerWeight:
+    """rows: of N, from a multiple of 32 on.
 
     GPTQ stores qweight [K * bits / 32, N] int32, the levels of a column from the low bits up; qzeros [G, N * bits / 32]
     int32, along N; scales [G, N]; and g_idx [K], the group of each input, in order by default. AWQ's "gemm" layout has
     4 bits: qweight [K, N / 8], qzeros [G, N / 8] and scales [G, N].
     """
-    try:
-        bits = _check_layer(parts, quantization)
-    except ValueError as error:
-        raise QsampleError(
-            f"the quantized layer {layer} cannot be read: {error}; download the checkpoint again, or {ADVICE}"
-        ) from error
-    rows = len(parts["qweight"])
-    inputs = rows if quantization.method == "awq" else rows * WORD // bits
-    return StoredMatrix(layer, (parts["scales"].shape[1], inputs), partial(_read, parts, bits, quantization))
-
-
-def _read(parts: Parts, bits: int, quantization: Quantization, rows: slice) -> IntegerWeight:
-    """rows: of N, from a multiple of 32 on."""
     words = {name: tensor.numpy() for name, tensor in parts.items() if name != "scales"}
     scales = np.ascontiguousarray(parts["scales"].to(torch.float32).numpy().T)
     if quantization.method == "awq":
@@ -82,7 +75,7 @@ def _read(parts: Parts, bits: int, quantization: Quantization, rows: slice) -> I
         levels = np.ascontiguousarray(_awq_columns(words["qweight"][:, columns]).T)
         zero_points = _awq_columns(words["qzeros"]).T
     else:
-        levels = _unpack(words["qweight"][:, rows].T, bits)
+        levels = unpack_bits(words["qweight"][:, rows].T, bits)
         zero_points = _gptq_zero_points(words.get("qzeros"), scales.shape, bits, quantization)
     if "g_idx" in words:
         groups = words["g_idx"].astype(np.int64)
@@ -92,40 +85,26 @@ def _read(parts: Parts, bits: int, quantization: Quantization, rows: slice) -> I
     return IntegerWeight(bits, levels, scales[rows], zero_points[rows], groups=groups)
 
 
-def _unpack(words: Array, bits: int) -> Bytes:
-    """[R, W] int32 as [R, W * 32 / bits]: a row is a stream of bits, lowest first, also for 3."""
-    rows = np.ascontiguousarray(words, dtype="<i4").view(np.uint8).reshape(len(words), -1)
-    if bits == 8:
-        return rows
-    if bits == 3:
-        stream = np.unpackbits(rows, axis=1, bitorder="little")
-        fields = stream[:, : stream.shape[1] // 3 * 3].reshape(len(rows), -1, 3)
-        three: Bytes = fields @ np.array([1, 2, 4], np.uint8)
-        return three
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return ((rows[:, :, None] >> shifts) & np.uint8(2**bits - 1)).reshape(len(rows), -1)
-
-
 def _gptq_zero_points(qzeros: Array | None, shape: tuple[int, ...], bits: int, quantization: Quantization) -> Bytes:
     """[N, G], the `shape` of the scales. Some checkpoints say version 1 and store version 2's numbers
     (vllm-project/vllm#38966), so in a symmetric checkpoint the stored number itself decides."""
     middle, outputs = 2 ** (bits - 1), shape[0]
     if qzeros is None:
         return np.full(shape, middle, np.uint8)
-    stored = _unpack(qzeros, bits)[:, :outputs]
+    stored = unpack_bits(qzeros, bits)[:, :outputs]
     if quantization.symmetric and (stored == stored.flat[0]).all() and stored.flat[0] in (middle - 1, middle):
         return np.full(shape, middle, np.uint8)
     if quantization.version == 2:
         return stored.T
     if bits in _ONES:
         words = (qzeros.view(np.uint32) + np.uint32(_ONES[bits])).view(np.int32)
-        return _unpack(words, bits)[:, :outputs].T
+        return unpack_bits(words, bits)[:, :outputs].T
     return ((stored + np.uint8(1)) & np.uint8(2**bits - 1)).T
 
 
 def _awq_columns(words: Array) -> Bytes:
     """[R, N / 8] int32 as [R, N]."""
-    fields = _unpack(words, 4).reshape(len(words), -1, len(_AWQ_ORDER))
+    fields = unpack_bits(words, 4).reshape(len(words), -1, len(_AWQ_ORDER))
     columns: Bytes = fields[:, :, np.argsort(_AWQ_ORDER)].reshape(len(words), -1)
     return columns
 
@@ -133,8 +112,8 @@ def _awq_columns(words: Array) -> Bytes:
 def _check_layer(parts: Parts, quantization: Quantization) -> int:
     """The bits of a level: the configuration's, unless g_idx and qweight agree on another number, as in mixed
     checkpoints. Raises ValueError before anything is unpacked, with a tensor's actual and accepted dtype and shape."""
-    _check("qweight", parts["qweight"], _WORDS, (None, None), "words by outputs")
-    _check("scales", parts["scales"], _SCALES, (None, None), "groups by outputs")
+    check_part("qweight", parts["qweight"], _WORDS, (None, None), "words by outputs")
+    check_part("scales", parts["scales"], _SCALES, (None, None), "groups by outputs")
     bits = _check_awq(parts, quantization) if quantization.method == "awq" else _check_gptq(parts, quantization)
     if not torch.isfinite(parts["scales"]).all():
         raise ValueError("its scales hold numbers that are infinite or none")
@@ -150,8 +129,8 @@ def _check_awq(parts: Parts, quantization: Quantization) -> int:
         raise ValueError("it has no qzeros")
     groups = _groups(inputs, quantization.group_size)
     why = _because(inputs, outputs, quantization.group_size)
-    _check("scales", parts["scales"], _SCALES, (groups, outputs), why)
-    _check("qzeros", parts["qzeros"], _WORDS, (groups, words), why)
+    check_part("scales", parts["scales"], _SCALES, (groups, outputs), why)
+    check_part("qzeros", parts["qzeros"], _WORDS, (groups, words), why)
     return quantization.bits
 
 
@@ -159,7 +138,7 @@ def _check_gptq(parts: Parts, quantization: Quantization) -> int:
     rows, outputs = parts["qweight"].shape
     bits, g_idx = quantization.bits, parts.get("g_idx")
     if g_idx is not None:
-        _check("g_idx", g_idx, _INDICES, (None,), "the group of each input")
+        check_part("g_idx", g_idx, _INDICES, (None,), "the group of each input")
         bits = _bits(rows, len(g_idx), parts, quantization)
     if rows * WORD % bits:
         raise ValueError(f"its qweight has {rows} rows of {WORD} bits, which {bits}-bit levels do not fill")
@@ -167,9 +146,9 @@ def _check_gptq(parts: Parts, quantization: Quantization) -> int:
     mixed = quantization.mixed and g_idx is not None
     groups = len(parts["scales"]) if mixed else _groups(inputs, quantization.group_size)
     why = _because(inputs, outputs, "its own" if mixed else quantization.group_size)
-    _check("scales", parts["scales"], _SCALES, (groups, outputs), why)
+    check_part("scales", parts["scales"], _SCALES, (groups, outputs), why)
     if "qzeros" in parts:
-        _check("qzeros", parts["qzeros"], _WORDS, (groups, -(-outputs * bits // WORD)), why)
+        check_part("qzeros", parts["qzeros"], _WORDS, (groups, -(-outputs * bits // WORD)), why)
     elif not quantization.symmetric:
         raise ValueError("it has no qzeros, and the checkpoint is not symmetric")
     if g_idx is not None:
@@ -207,23 +186,6 @@ def _check_groups(g_idx: torch.Tensor, groups: int, group_size: int) -> None:
             f"its g_idx gives groups of {min(counts)} to {max(counts)} inputs, and every group must have {size}"
             + (f", but for one of {rest}" if rest != size else "")
         )
-
-
-def _check(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], why: str
-) -> None:
-    """shape: the required sizes; None for 1 or more."""
-    fits = tensor.ndim == len(shape) and all(
-        size > 0 if wanted is None else size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
-    )
-    if fits and tensor.dtype in dtypes:
-        return
-    sizes = ", ".join("1 or more" if size is None else str(size) for size in shape)
-    kinds = " or ".join(dtype_name(dtype) for dtype in dtypes)
-    raise ValueError(
-        f"its parts do not fit: {name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, and must be {kinds} "
-        f"[{sizes}]: {why}"
-    )
 
 
 def _groups(inputs: int, group_size: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import BLOCK_SIZES
 from qsample.graph.operators import pack_bits
+from qsample.huggingface.facade import dtype_name
 from qsample.transforms.quantized_linear import QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]
@@ -145,6 +146,15 @@ class StoredMatrix:
         for rows in self._slices():
             yield self.read(rows)
 
+    def bytes_in_blocks(self, dtype: torch.dtype) -> int:
+        """About how many bytes `IntegerWeight.blocks` of all rows take, by the first rows; 0 if no block size fits."""
+        rows = min(_ROWS, self.shape[0])
+        sample = self.read(slice(0, rows)).blocks(dtype)
+        if sample is None:
+            return 0
+        once = 0 if sample.order is None else sample.order.nbytes
+        return (sample.nbytes - once) * self.shape[0] // rows + once
+
     def floats(self) -> Floats:
         """[N, K]."""
         result = np.empty(self.shape, np.float32)
@@ -165,3 +175,34 @@ def _uniform(blocks: Array) -> bool:
 
 def _tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def unpack_bits(words: Array, bits: int) -> Bytes:
+    """[R, W] integers of any width as [R, W * width / bits]: a row is a stream of bits, lowest first."""
+    rows = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
+    if bits == 8:
+        return rows
+    if 8 % bits == 0:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        return ((rows[:, :, None] >> shifts) & np.uint8(2**bits - 1)).reshape(len(rows), -1)
+    stream = np.unpackbits(rows, axis=1, bitorder="little")
+    fields = stream[:, : stream.shape[1] // bits * bits].reshape(len(rows), -1, bits)
+    levels: Bytes = fields @ (1 << np.arange(bits, dtype=np.uint8))
+    return levels
+
+
+def check_part(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], why: str
+) -> None:
+    """Raise ValueError for a stored tensor of another dtype or shape. shape: the required sizes; None for 1 or more."""
+    fits = tensor.ndim == len(shape) and all(
+        size > 0 if wanted is None else size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if fits and tensor.dtype in dtypes:
+        return
+    sizes = ", ".join("1 or more" if size is None else str(size) for size in shape)
+    kinds = " or ".join(dtype_name(dtype) for dtype in dtypes)
+    raise ValueError(
+        f"its parts do not fit: {name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, and must be {kinds} "
+        f"[{sizes}]: {why}"
+    )

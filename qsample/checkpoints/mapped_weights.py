@@ -19,6 +19,7 @@ from torch import Tensor
 from qsample.disk.tensor_file import read_header
 from qsample.disk.untrusted import open_plain, problem_of_name, read_json
 from qsample.errors import QsampleError
+from qsample.huggingface.facade import dtype_name
 from qsample.transforms.deferred import SMALLEST, defer
 
 INDEX: Final = "model.safetensors.index.json"
@@ -82,14 +83,25 @@ def open_weights(file: Path) -> Any:
 
 
 def mapped_weights(files: list[Path]) -> dict[str, Tensor]:
-    """Every tensor of the files by name; float32 and half precision become float32, as placeholders unless small."""
+    """Every tensor of the files by name; float32 and half precision become float32, as placeholders unless small.
+    Raises QsampleError for weights that are quantized."""
     weights: dict[str, Tensor] = {}
     for file in files:
         with open_weights(file) as tensors:
             places_of = places(file)
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                weights[name] = in_float32(tensors.get_tensor(name), places_of[name])
+                weights[name] = named_in_float32(name, tensors.get_tensor(name), places_of[name])
     return weights
+
+
+def named_in_float32(name: str, tensor: Tensor, place: Place) -> Tensor:
+    """`in_float32`. Raises QsampleError for a weight of small numbers: its scales would be passed over."""
+    if name.endswith(".weight") and (tensor.itemsize == 1 or not tensor.is_floating_point()):
+        raise QsampleError(
+            f"{place.path} holds {name} as {dtype_name(tensor.dtype)}, and the config.json beside it does not say how "
+            "it is quantized; give the checkpoint with its own config.json"
+        )
+    return in_float32(tensor, place)
 
 
 def in_float32(tensor: Tensor, place: Place) -> Tensor:

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from qsample.checkpoints.block_store import BlockStore
 from qsample.checkpoints.integers import StoredMatrix
+from qsample.checkpoints.small_floats import FloatMatrix
 from qsample.contract.tensors import BLOCK_SIZES
 from qsample.errors import QsampleError, listed
 from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
@@ -82,7 +83,7 @@ class QuantizedCheckpoint:
 
 def read_quantized(
     weights: dict[str, Tensor],
-    matrices: Iterable[StoredMatrix],
+    matrices: Iterable[StoredMatrix | FloatMatrix],
     scratch: Path,
     *,
     dtype: torch.dtype,
@@ -108,6 +109,10 @@ def read_quantized(
         weight = _float_weight(matrix, dtype, turned)
         _check_shape(matrix.layer, weight, shapes)
         weights[f"{matrix.layer}.weight"] = weight
+        if isinstance(matrix, FloatMatrix):
+            if weight.numel() < SMALLEST:
+                weights[f"{matrix.layer}.weight"] = numbers(weight)
+            continue
         found = deferred(weight)
         assert found is not None
         layers[found] = matrix.layer
@@ -127,7 +132,7 @@ def conv1d_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Conv1D))
 
 
-def _float_weight(matrix: StoredMatrix, dtype: torch.dtype, turned: bool) -> Tensor:
+def _float_weight(matrix: StoredMatrix | FloatMatrix, dtype: torch.dtype, turned: bool) -> Tensor:
     """A placeholder for the float weight of a layer; `turned`: the model has it as [K, N]."""
 
     def compute() -> Tensor:

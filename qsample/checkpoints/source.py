@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
+from qsample.checkpoints.methods import stated_quantization
 from qsample.disk.untrusted import leads_out, read_json
 from qsample.errors import QsampleError, UnsupportedModelError
 
@@ -151,7 +152,7 @@ def check_checkpoint(folder: Path) -> None:
 
 def check_kind(name: str, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError, with what to take instead, for a `config` (as in config.json) of a model that does
-    not continue texts by itself. `name`: of the model, for the message."""
+    not continue texts by itself, or whose quantized weights cannot be read. `name`: of the model, for the message."""
     kind = kind_of(config)
     if config.get("is_encoder_decoder") is True:
         raise UnsupportedModelError(
@@ -159,6 +160,7 @@ def check_kind(name: str, config: Mapping[str, Any]) -> None:
         )
     if _OTHER_HEADS.fullmatch(kind) and config.get("is_decoder") is not True:
         raise UnsupportedModelError(f"{name} is a {kind}, which does not continue texts; {ANOTHER_MODEL}")
+    stated_quantization(config, name)
 
 
 def kind_of(config: Mapping[str, Any]) -> str:

@@ -22,8 +22,8 @@ from transformers import AutoConfig, PreTrainedModel
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints import checkpoint as checkpoint_module
 from qsample.checkpoints.checkpoint import Checkpoint
-from qsample.checkpoints.gptq_awq import quantization_of
 from qsample.checkpoints.gptq_awq_layouts import Quantization
+from qsample.checkpoints.packed import packing_of
 from qsample.errors import PackageError, QsampleError, UnsupportedModelError
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
@@ -292,7 +292,11 @@ def test_a_refusal_comes_before_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model.layers.0.mlp.up_proj.scales": None}, QsampleError, "holds no scales for model.layers.0.mlp.up_proj"),
+        (
+            {"model.layers.0.mlp.up_proj.scales": None},
+            QsampleError,
+            r"layer model\.layers\.0\.mlp\.up_proj cannot be read: it has no scales",
+        ),
         ({"model.layers.0.mlp.up_proj.qweight": None}, UnsupportedModelError, r"scales more than .*up_proj\.g_idx"),
         ({"model.layers.0.mlp.act.scales": torch.ones(4)}, UnsupportedModelError, r"scales more .*mlp\.act\.scales"),
         ({"model.layers.0.mlp.up_proj.bias": torch.ones(256)}, QsampleError, r"has .*up_proj\.bias, which the model"),
@@ -371,10 +375,9 @@ def config(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "is quantized with bitsandbytes; only float weights, gptq and awq can"),
         (
-            {"quant_method": "compressed-tensors"},
-            "is quantized with compressed-tensors; .* compile that with weights='int4'",
+            {"quant_method": "hqq"},
+            "is quantized with hqq; only float weights, gptq, awq, .* compile that with weights=",
         ),
         ({"bits": 5}, r"is quantized with gptq in a form .*'bits': 5.*; accepted is gptq or gptq_v2"),
         ({"checkpoint_format": "marlin"}, "is quantized with gptq .*'checkpoint_format': 'marlin'"),
@@ -410,7 +413,7 @@ def test_what_cannot_be_read_is_refused(stated: Any, message: str) -> None:
     if isinstance(stated, dict):
         stated = {"quant_method": "gptq", "bits": 4} | stated
     with pytest.raises(UnsupportedModelError, match=rf"^some/model:? {message}|^some/model: .*{message}"):
-        quantization_of(SimpleNamespace(quantization_config=stated), "some/model")  # type: ignore[arg-type]
+        packing_of(SimpleNamespace(quantization_config=stated), "some/model")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -428,8 +431,8 @@ def test_what_cannot_be_read_is_refused(stated: Any, message: str) -> None:
     ],
 )
 def test_what_is_read(options: dict[str, Any], read: Quantization) -> None:
-    assert quantization_of(config(**options), "some/model") == read
+    assert packing_of(config(**options), "some/model") == read
 
 
 def test_a_model_without_quantization() -> None:
-    assert quantization_of(AutoConfig.for_model("llama"), "some/model") is None
+    assert packing_of(AutoConfig.for_model("llama"), "some/model") is None

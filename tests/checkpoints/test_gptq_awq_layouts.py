@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qsample.checkpoints.gptq_awq_layouts import Quantization, stored_matrix
+from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.checkpoints.integers import IntegerWeight
-from qsample.errors import QsampleError
 from qsample.transforms.quantized_linear import QuantizedWeight
 from tests.helpers.quantized_checkpoints import Layer, Scheme, quantized_layer, stored_levels
 
@@ -37,7 +36,7 @@ SCHEMES = [
 
 def read_layer(layer: str, parts: dict[str, Tensor], quantization: Quantization) -> IntegerWeight:
     """All rows, and the same in two parts."""
-    matrix = stored_matrix(layer, parts, quantization)
+    matrix = quantization.matrix(layer, parts)
     outputs = matrix.shape[0]
     weight = matrix.read(slice(0, outputs))
     assert weight.levels.shape == matrix.shape
@@ -200,7 +199,7 @@ def test_parts_that_do_not_fit(scheme: Scheme, part: str, change: Any, message: 
     parts = stored(scheme)
     changed = change(parts.get(part))
     parts = {name: tensor for name, tensor in (parts | {part: changed}).items() if tensor is not None}
-    with pytest.raises(QsampleError, match=rf"the quantized layer some\.layer cannot be read: .*{message}.*; download"):
+    with pytest.raises(ValueError, match=message):
         read_layer("some.layer", parts, stated(scheme))
 
 
@@ -222,7 +221,7 @@ def test_a_configuration_that_the_layer_contradicts(scheme: Scheme, changes: dic
     if "bits" in changes:
         del parts["g_idx"]
     quantization = Quantization(**({"method": scheme.method, "bits": 4, "group_size": 32} | changes))
-    with pytest.raises(QsampleError, match=message):
+    with pytest.raises(ValueError, match=message):
         read_layer("some.layer", parts, quantization)
 
 
@@ -233,7 +232,7 @@ def test_layers_of_their_own_bits_and_group_size(act_order: bool) -> None:
     layer = quantized_layer(np.random.default_rng(1), ROWS, COLUMNS, own)
     mixed = Quantization("gptq", 4, 128, symmetric=False, mixed=True)
     np.testing.assert_array_equal(read_layer("layer", layer.tensors, mixed).floats(), layer.weight)
-    with pytest.raises(QsampleError, match="group_size of 128"):
+    with pytest.raises(ValueError, match="group_size of 128"):
         read_layer("layer", layer.tensors, Quantization("gptq", 4, 128, symmetric=False))
 
 
@@ -266,8 +265,8 @@ def test_any_shape_is_an_error_or_means_a_weight(
     quantization = Quantization(scheme.method, method_bits, size, symmetric=scheme.symmetric)
     try:
         weight = read_layer("layer", parts, quantization)
-    except QsampleError as error:
-        assert "the quantized layer layer cannot be read" in str(error)  # noqa: PT017 - which of the two is the point
+    except ValueError as error:
+        assert str(error).startswith("its ")  # noqa: PT017 - which of the two is the point
     else:
         assert weight.floats().shape == weight.levels.shape
         assert weight.scales.shape == weight.zero_points.shape == parts["scales"].T.shape

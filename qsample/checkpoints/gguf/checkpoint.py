@@ -91,7 +91,7 @@ class GgufCheckpoint(Checkpoint):
             else:
                 read = functools.partial(_rows, self.file, tensor, weight)
                 matrices.append(StoredMatrix(layer, (tensor.shape[0], tensor.shape[1]), read))
-        with self._room_for_blocks(scratch, sum(map(_bytes_in_blocks, matrices))):
+        with self._room_for_blocks(scratch, sum(matrix.bytes_in_blocks(dtype) for matrix in matrices)):
             return read_quantized(
                 weights, matrices, scratch, dtype=dtype, shapes=self.outline.shapes, biases=frozenset(weights)
             )
@@ -99,11 +99,6 @@ class GgufCheckpoint(Checkpoint):
 
 def _rows(file: GgufFile, tensor: GgufTensor, weight: Weight, rows: slice) -> IntegerWeight:
     return read_rows(file, tensor, rows if weight.order is None else weight.order[rows])
-
-
-def _bytes_in_blocks(matrix: StoredMatrix) -> int:
-    row = matrix.read(slice(0, 1)).blocks(torch.float32)
-    return 0 if row is None else row.nbytes * matrix.shape[0]
 
 
 def _float(file: GgufFile, weight: Weight) -> Tensor:
