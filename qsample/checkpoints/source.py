@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from qsample.checkpoints.methods import stated_quantization
-from qsample.disk.untrusted import leads_out, read_json
+from qsample.disk.untrusted import leads_out, problem_of_name, read_json
 from qsample.errors import QsampleError, UnsupportedModelError
 
 CONFIG: Final = "config.json"
@@ -30,17 +30,17 @@ _ADDRESS: Final = re.compile(
     r"(?:https?://|hf://)?(?:www\.)?(?:huggingface\.co/|hf\.co/|(?<=hf://))([\w.-]+/[\w.-]+).*"
 )
 _OLLAMA_TAG: Final = re.compile(r"[\w.-]+(/[\w.-]+)?:[\w.-]+")
-_GGUF: Final = (
-    "holds GGUF, the quantized weights of llama.cpp; give the checkpoint that they were made from, a folder or hub id "
-    "with config.json and .safetensors files. `qsample compile --weights int4` quantizes it"
-)
+GGUF: Final = ".gguf"
+_LISTED: Final = 40  # files in a message
+MAGIC: Final = b"GGUF"  # a GGUF file begins with it
+_PART: Final = re.compile(r".+-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 # Heads that do not continue texts, as the last part of a class's name.
 _OTHER_HEADS: Final = re.compile(
     r".*For(MaskedLM|\w*Classification|\w*QuestionAnswering|\w*Detection|MultipleChoice|CTC)"
 )
 ANOTHER_MODEL: Final = "take a decoder-only language model; docs/architectures.md lists the types that can be exported"
 # Weights may lie on another disk: nothing else than numbers is read of them.
-_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
+_WEIGHTS: Final = frozenset((".safetensors", ".bin", ".pt", ".pth"))
 _SECONDS: Final = 10  # to wait for the hub
 _READ_WHOLE: Final = 1 << 24  # bytes; of larger files, the weights, size, time of change and a sample are looked at
 _SAMPLES: Final = 16  # from a large file
@@ -106,8 +106,6 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
     folder is neither a file nor a folder, or if a file, other than weights, is a link that leads out.
     """
     path = Path(name)
-    if file == CONFIG and _holds_gguf(path):
-        raise UnsupportedModelError(f"{name} {_GGUF}")
     if os.path.isdir(path):
         if file == CONFIG and not (path / file).is_file():
             raise QsampleError(f"{name} has neither a {file} (a checkpoint) nor a qsample.json (a package)")
@@ -130,10 +128,79 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
         _ask_hub(name, missing, accepted, hub, file)
 
 
-def _holds_gguf(path: Path) -> bool:
-    """Whether a file, a folder, or a repository by its name, has weights of llama.cpp and no others."""
-    suffixes = {entry.suffix for entry in path.iterdir()} if os.path.isdir(path) else {path.name.lower()[-5:]}
-    return not suffixes.isdisjoint((".gguf", "-gguf")) and suffixes.isdisjoint(_WEIGHTS)
+def find_gguf(name: str, file: str | None, hub: HubOptions) -> tuple[str, str | None] | None:
+    """The GGUF file that `name` means: a path and None, or a hub id and the file's name; None if it means none.
+
+    A file, whatever its name, if it begins as GGUF does; a folder with .gguf files and no other weights; a hub id with
+    "gguf" in it, or with the name of a file behind it (OWNER/NAME/FILE.gguf). file: which of several. Raises
+    QsampleError if the file is missing, or if there are several.
+    """
+    path = Path(name)
+    if file is not None and not file.lower().endswith(GGUF):
+        return None
+    if os.path.isfile(path):
+        return (name, None) if file is None and (is_gguf(path) or path.suffix.lower() == GGUF) else None
+    if os.path.isdir(path):
+        names = {entry.name: entry.suffix for entry in path.iterdir()}
+        if file is None and (GGUF not in names.values() or not _WEIGHTS.isdisjoint(names.values())):
+            return None
+        if file is not None and problem_of_name(file) is None and (path / file).is_file():
+            return str(path / file), None
+        return str(path / _choose_gguf(name, names, file)), None
+    parts = name.split("/", 2)
+    if file is None and len(parts) == 3 and name.lower().endswith(GGUF):
+        name, file = "/".join(parts[:2]), parts[2]
+    if not _HUB_ID.fullmatch(name) or (file is None and "gguf" not in name.lower()):
+        return None
+    file = file or _choose_gguf(name, _names_on_hub(name, hub), None)
+    check_whole(file)
+    return name, file
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a file that begins as GGUF does, whatever its name."""
+    if not os.path.isfile(path):
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def check_whole(name: str, parts: Any = None) -> None:
+    """Raise UnsupportedModelError for a part of a model. parts: how many it has; by default, `name` tells."""
+    if parts is None:
+        parts = int(part[1]) if (part := _PART.fullmatch(name)) else 1
+    if parts not in (0, 1):
+        raise UnsupportedModelError(
+            f"{name} is one of {parts!s:.20} parts of a model; join them: `llama-gguf-split --merge` with the first "
+            "part and a name for the whole"
+        )
+
+
+def _choose_gguf(name: str, names: Iterable[str], file: str | None) -> str:
+    """One of the files `names` of a folder or hub id, if it is the only whole model: projectors of images are none."""
+    files = [one for one in sorted(names) if one.lower().endswith(GGUF)]
+    models = [one for one in files if "mmproj" not in one.lower() and not _PART.fullmatch(one)]
+    if file is None and len(models) == 1:
+        return models[0]
+    found = f"{', '.join(files[:_LISTED]) or f'no {GGUF} file'}{' and more' if len(files) > _LISTED else ''}"
+    if file is None and models:
+        raise QsampleError(f"{name} has several models, {found}; say which with file=, or give a path to the file")
+    raise QsampleError(f"{name} has no {file or 'whole model of GGUF'}, but {found}; give another file")
+
+
+def _names_on_hub(name: str, hub: HubOptions) -> list[str]:
+    """The files of a hub id; of the snapshot that was downloaded last, if the hub may not be asked."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    try:
+        if not (hub.local_files_only or constants.HF_HUB_OFFLINE):
+            return HfApi().list_repo_files(name, revision=hub.revision, token=hub.token)
+        folder = Path(snapshot_download(name, **hub.downloading() | {"local_files_only": True}))
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    except Exception as error:  # of the hub and of the network
+        raise QsampleError(
+            f"{name} is not a folder here, and the hub does not give it ({' '.join(str(error).split())!s:.300})"
+        ) from error
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -201,10 +268,14 @@ def newest_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str:
     try:
         return _commit_of(hf_hub_download(name, file, **hub.downloading()))
     except Exception as error:  # of the hub and of the network
-        raise QsampleError(
-            f"the hub does not give {file} of {name} ({' '.join(str(error).split())!s:.300}); download the model to a "
-            "folder, or give a token if it is gated"
-        ) from error
+        raise _not_given(name, file, error) from error
+
+
+def _not_given(name: str, file: str, error: Exception) -> QsampleError:
+    return QsampleError(
+        f"the hub does not give {file} of {name} ({' '.join(str(error).split())!s:.300}); download the model to a "
+        "folder, or give a token if it is gated"
+    )
 
 
 def _commit_of(path: str) -> str:
@@ -247,13 +318,27 @@ def _ask_hub(name: str, missing: str, accepted: str, hub: HubOptions, file: str)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """The arguments of `checkpoints.Checkpoint`, whose import needs torch."""
+    """The arguments of `checkpoints.Checkpoint`, whose import needs torch; `file` and a `model_id` of a file: those of
+    `GgufCheckpoint`."""
 
     model_id: str
     dtype: str
     tokenizer: str | None
     adapter: str | None
     hub: HubOptions
+    file: str | None = None
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file, downloaded if need be; None for another checkpoint."""
+        if self.file is None:
+            return Path(self.model_id) if os.path.isfile(self.model_id) else None
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(self.model_id, self.file, **self.hub.downloading()))
+        except Exception as error:  # of the hub and of the network
+            raise _not_given(self.model_id, self.file, error) from error
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -264,14 +349,15 @@ class CheckpointSource:
         """The same at a commit of the hub; a folder by its full name."""
         if os.path.exists(self.model_id):
             return replace(self, model_id=os.path.abspath(self.model_id))
-        return replace(self, hub=replace(self.hub, revision=commit_of(self.model_id, self.hub)))
+        return replace(self, hub=replace(self.hub, revision=commit_of(self.model_id, self.hub, self.file or CONFIG)))
 
     def identity(self) -> dict[str, Any]:
         """All inputs of the loading, JSON-ready; see `identity_of`."""
         others = self.hub.for_another_repository()
         own = self.tokenizer in ("auto", None)
         return {
-            "checkpoint": identity_of(self.model_id, self.hub),
+            "checkpoint": identity_of(self.model_id, self.hub, self.file or CONFIG),
+            "file": self.file,
             "dtype": self.dtype,
             "tokenizer": self.tokenizer if own else identity_of(str(self.tokenizer), others, "tokenizer_config.json"),
             "adapter": None if self.adapter is None else identity_of(self.adapter, others, ADAPTER),
@@ -316,6 +402,8 @@ class DecoderSource:
 def identity_of(source: str, hub: HubOptions, file: str = CONFIG) -> list[Any]:
     """Distinguishes the states of a model, adapter or tokenizer, JSON-ready, without loading it: by names and content
     of a folder or file, or by a hub id's commit (`commit_of`). file: a file that the repository has."""
+    if is_gguf(Path(source)):
+        return _state(Path(source))
     if os.path.exists(source):
         return [[name, *_state(path)] for name, path in sorted(_files(Path(source)))]
     return [source, commit_of(source, hub, file)]

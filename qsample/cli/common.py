@@ -285,7 +285,7 @@ def check_jinja() -> None:
 
 def quieten(model: str) -> None:
     """Keep libraries' own messages off the terminal; downloads from the hub still show their progress."""
-    if os.path.isdir(model):
+    if os.path.exists(model):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", ".* holds a decoder file; ")  # of `from_pretrained`

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from qsample.checkpoints.gguf.models import read_model
 from qsample.checkpoints.source import (
     ADAPTER,
     CheckpointSource,
@@ -20,6 +21,7 @@ from qsample.checkpoints.source import (
     HubOptions,
     check_checkpoint,
     check_exists,
+    find_gguf,
 )
 from qsample.contract.interface import DEFAULT_LORA_RANK, Features
 from qsample.contract.tensors import HUGGING_FACE
@@ -75,9 +77,10 @@ class AutoModelForCausalLM:
         trust_remote_code: bool = False,
         adapter: str | Path | None = None,
         file: str | None = None,
+        gguf_file: str | None = None,
         **others: Any,
     ) -> SourceModel | PackagedModel:
-        """Open a hub id, a checkpoint folder, an exported package, or a decoder file of another exporter.
+        """Open a hub id, a checkpoint folder, a GGUF file, an exported package, or a decoder file of another exporter.
 
         Checkpoints and decoder files load nothing until they are used.
 
@@ -99,7 +102,8 @@ class AutoModelForCausalLM:
                 for, otherwise "cpu".
             revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers, see `HubOptions`.
             adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
-            file: which decoder of a folder or repository of decoder files; see `qsample.bake`.
+            file: which GGUF file of a folder or repository; or which decoder, see `qsample.bake`.
+            gguf_file: transformers' name of `file`, for GGUF.
             others: keywords of transformers and QEfficient, accepted if they are off; docs/transformers.md and
                 docs/qefficient.md have the replacements. `qaic_config` sets features.
 
@@ -148,7 +152,8 @@ class AutoModelForCausalLM:
                 features = replace(features, filter_order=package.interface.features.filter_order)
             check_features(package, features, None if chosen == "auto" else chosen)
             return PackagedModel(package, provider).place(device_map)
-        if file is not None or is_decoder(path):
+        gguf = find_gguf(str(pretrained_model_name_or_path), gguf_file or file, hub)
+        if gguf is None and (file is not None or is_decoder(path)):
             if adapter is not None or chosen is not None:
                 given = "adapter" if adapter is not None else "dtype"
                 raise QsampleError(f"{path} is a decoder file, whose weights are as they are; leave {given} out")
@@ -156,7 +161,8 @@ class AutoModelForCausalLM:
             decoder = DecoderSource(str(path), file, tokenizer, hub=hub)
             return SourceModel(decoder, features, provider).place(device_map)
         checkpoint = _checkpoint(
-            str(pretrained_model_name_or_path),
+            *(gguf or (str(pretrained_model_name_or_path), None)),
+            is_gguf=gguf is not None,
             dtype=chosen or "float32",
             tokenizer=tokenizer,
             adapter=None if adapter is None else str(adapter),
@@ -230,15 +236,26 @@ def is_decoder(path: Path) -> bool:
 
 
 def _checkpoint(
-    model_id: str, *, dtype: str, tokenizer: str | None, adapter: str | None, hub: HubOptions
+    model_id: str,
+    file: str | None,
+    *,
+    is_gguf: bool,
+    dtype: str,
+    tokenizer: str | None,
+    adapter: str | None,
+    hub: HubOptions,
 ) -> CheckpointSource:
-    """The checkpoint of a folder or hub id. Raises QsampleError for a name that cannot be one; the hub is asked only if
-    the extra `export` is missing."""
-    is_folder = os.path.exists(model_id)
-    # A mistyped package needs nothing that is not installed.
-    check_exists(model_id, hub if find_spec("transformers") is None and not is_folder else None)
-    if is_folder:
-        check_checkpoint(Path(model_id))
+    """The checkpoint of a folder, hub id or GGUF file (`find_gguf`). Raises QsampleError for a name that cannot be one;
+    the hub is asked only if the extra `export` is missing."""
+    exists = os.path.exists(model_id)
+    if is_gguf:
+        if exists:
+            read_model(Path(model_id))
+    else:
+        # A mistyped package needs nothing that is not installed.
+        check_exists(model_id, hub if find_spec("transformers") is None and not exists else None)
+        if exists:
+            check_checkpoint(Path(model_id))
     if adapter is not None:
         check_exists(adapter, file=ADAPTER)
-    return CheckpointSource(model_id, check_export_dtype(dtype), tokenizer, adapter, hub)
+    return CheckpointSource(model_id, check_export_dtype(dtype), tokenizer, adapter, hub, file)

@@ -12,6 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
+from qsample.checkpoints.gguf.models import read_model
 from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.compiler.options import CompileOptions
 from qsample.contract.arrays import Array
@@ -370,11 +371,15 @@ class SourceModel(Model):
         source = self.source
         if isinstance(source, DecoderSource):
             return None
+        options = {"tokenizer": source.tokenizer, "adapter": source.adapter, "hub": source.hub}
+        if (path := source.gguf) is not None:
+            file = read_model(path)
+            with young_collections():
+                from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
+            return GgufCheckpoint(file, "/".join(filter(None, (source.model_id, source.file))), source.dtype, **options)
         with young_collections():
             from qsample.checkpoints.checkpoint import Checkpoint
-        return Checkpoint(
-            source.model_id, source.dtype, tokenizer=source.tokenizer, adapter=source.adapter, hub=source.hub
-        )
+        return Checkpoint(source.model_id, source.dtype, **options)
 
     @property
     def _described(self) -> Checkpoint | PackagedModel:
@@ -394,6 +399,7 @@ class SourceModel(Model):
                 from qsample.exporters.foreign.bake import bake
             compare = None if self.source.reference is None else partial(self._compare, self.source)
             return bake(self.source, path, self.features, overwrite=overwrite, compare=compare, progress=progress)
+        _ = self._checkpoint  # what is not read is refused before torch is imported
         from qsample.exporters.export import export_model
 
         with scratch_near(path) as scratch:

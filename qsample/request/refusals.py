@@ -188,7 +188,7 @@ FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
     **refusals("tp_plan tp_size device_mesh distributed_config", _ONE_DEVICE),
     **refusals("subfolder", _DOWNLOAD, ""),
     **refusals("force_download", _DOWNLOAD, False),
-    **refusals("variant gguf_file code_revision mirror", _DOWNLOAD),
+    **refusals("variant code_revision mirror", _DOWNLOAD),
     **refusals("proxies", "set HTTPS_PROXY in the environment"),
     **refusals("use_auth_token", "it is called token here, as in transformers today"),
     **refusals("from_tf from_flax", "save it with transformers as safetensors first", False),

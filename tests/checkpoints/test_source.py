@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints import checkpoint as checkpoint_module
-from qsample.checkpoints.source import CheckpointSource, HubOptions, check_exists, identity_of
+from qsample.checkpoints.source import CheckpointSource, HubOptions, check_exists, find_gguf, identity_of
 from qsample.errors import QsampleError
 
 GIVEN = {
@@ -175,17 +175,10 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
         ("hf.co/Qwen/Qwen3-0.6B", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
         ("hf://Qwen/Qwen3-0.6B", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
         ("qwen3:0.6b", "does not exist; .* hub id, such as Qwen/Qwen3-0.6B: names of ollama are unknown"),
-        ("unsloth/Qwen3-0.6B-GGUF", r"GGUF holds GGUF, .* config\.json and \.safetensors files"),
-        ("one/model.gguf", r"model\.gguf holds GGUF, .* config\.json and \.safetensors files"),
-        ("ggufs", r"ggufs holds GGUF, .* config\.json and \.safetensors files"),
     ],
 )
 def test_names(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "model.gguf").touch()
-    (tmp_path / "ggufs").mkdir()
-    (tmp_path / "ggufs" / "model-Q4_K_M.gguf").touch()
     (tmp_path / "tiny-cpu").mkdir()
     (tmp_path / "models" / "qwen3").mkdir(parents=True)
     (tmp_path / "file").touch()
@@ -196,7 +189,7 @@ def test_names(name: str, message: str, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("config", "file", "message"),
     [
-        ('{"model_type": "qwen3"}', "model.gguf", "holds GGUF"),
+        ('{"model_type": "qwen3"}', "model.gguf", r"model\.gguf is no GGUF file that can be read"),
         ('{"model_type": "qwen3"}', "README.md", r"has a config.json and no weights; put .* there$"),
         ('{"model_type": ', "model.safetensors", "its config.json cannot be used"),
         ("[]", "model.safetensors", None),  # transformers says it
@@ -222,6 +215,79 @@ def test_folders_are_refused_without_torch(
         (tmp_path / name).touch()
     with nullcontext() if message is None else pytest.raises(QsampleError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_names_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = ["README.md", "mmproj-F16.gguf", "m-Q4_0.gguf", "BF16/m-00001-of-00002.gguf"]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda api, name, **options: listed)
+
+    def find(name: str, file: str | None = None) -> tuple[str, str | None] | None:
+        return find_gguf(name, file, HubOptions())
+
+    blob = tmp_path / "sha256-1"  # of ollama
+    blob.write_bytes(b"GGUF and more")
+    other = tmp_path / "model.bin"
+    other.touch()
+    assert find("sha256-1") == ("sha256-1", None)
+    assert find("model.bin") is None
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert find("folder") is None
+    for name in ("a.gguf", "mmproj-a.gguf"):
+        (folder / name).touch()
+    assert find("folder") == ("folder/a.gguf", None)
+    assert find("folder", "mmproj-a.gguf") == ("folder/mmproj-a.gguf", None)
+    (folder / "b.gguf").touch()
+    several = r"folder has several models, a\.gguf, b\.gguf, mmproj-a\.gguf; say which with file=, or give a path"
+    with pytest.raises(QsampleError, match=several):
+        find("folder")
+    for file in ("c.gguf", "../folder/a.gguf"):
+        with pytest.raises(QsampleError, match=rf"folder has no {file}, but a\.gguf"):
+            find("folder", file)
+    assert find("folder", "decoder.onnx") is None
+    (folder / "model.safetensors").touch()
+    assert find("folder") is None
+    assert find("me/m-GGUF") == ("me/m-GGUF", "m-Q4_0.gguf")
+    assert find("me/m") is None
+    assert find("me/m", "q.gguf") == find("me/m/q.gguf") == ("me/m", "q.gguf")
+    assert find("me/m/deep/q.gguf") == ("me/m", "deep/q.gguf")
+    with pytest.raises(QsampleError, match="is one of 2 parts of a model; join them"):
+        find("me/m", listed[-1])
+    listed[2:2] = ["m-Q8_0.gguf"]
+    with pytest.raises(QsampleError, match=r"m-GGUF has several models, BF16/m-00001.*, m-Q4_0\.gguf, m-Q8_0\.gguf"):
+        find("me/m-GGUF")
+    del listed[2:4]
+    with pytest.raises(QsampleError, match="m-GGUF has no whole model of GGUF, but BF16"):
+        find("me/m-GGUF")
+
+
+def test_the_identity_of_a_gguf_file_is_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    source = CheckpointSource(str(path), "float32", "auto", None, HubOptions())
+    before = source.identity()
+    (tmp_path / "config.json").touch()
+    assert source.identity() == before
+    assert source.pinned().gguf == path
+    path.write_bytes(b"GGUF 2")
+    assert source.identity() != before
+
+
+def test_a_gguf_file_of_a_hub_id_is_its_downloaded_commit(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--me--m" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    (snapshot / "m.gguf").write_bytes(b"GGUF")
+    hub = HubOptions(cache_dir=tmp_path, local_files_only=True)
+    assert find_gguf("me/m-GGUF", "m.gguf", hub) == ("me/m-GGUF", "m.gguf")
+    source = CheckpointSource("me/m", "float32", "auto", None, hub, "m.gguf")
+    assert source.identity()["checkpoint"] == ["me/m", "a" * 40]
+    assert source.pinned().hub.revision == "a" * 40
+    assert source.gguf == snapshot / "m.gguf"
+    with pytest.raises(QsampleError, match=r"the hub does not give n\.gguf of me/m"):
+        _ = replace(source, file="n.gguf").gguf
 
 
 def test_what_is_there(tmp_path: Path) -> None:

@@ -197,9 +197,8 @@ def add_tokens(writer: gguf.GGUFWriter, model: PreTrainedModel, text: str) -> No
         **{token["content"]: token["id"] for token in tokenizer["added_tokens"]},
     }
     special = {token["id"] for token in tokenizer["added_tokens"]}
-    tokens = {i: token for token, i in vocabulary.items()}
-    kinds = gguf.TokenType
-    size = model.config.vocab_size
+    kinds, size = gguf.TokenType, model.config.vocab_size
+    tokens = {size - 1: "zq"} | {i: token for token, i in vocabulary.items()}  # a file has a merge at least
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(size)])
@@ -207,7 +206,7 @@ def add_tokens(writer: gguf.GGUFWriter, model: PreTrainedModel, text: str) -> No
         [kinds.CONTROL if i in special else kinds.NORMAL if i in tokens else kinds.UNUSED for i in range(size)]
     )
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
-    writer.add_token_merges(merges or ["a b"])
+    writer.add_token_merges(merges or ["z q"])
     for name in ("bos", "eos", "pad"):
         if (token := getattr(model.config, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -84,13 +85,20 @@ class GgufCheckpoint(Checkpoint):
         sources.add([self.file.path])
         weights: dict[str, Tensor] = {}
         matrices = []
-        for name, weight in weights_of(self.file, self._settings).items():
+        stored = weights_of(self.file, self._settings)
+        for name, weight in stored.items():
             tensor, layer = weight.tensors[0], name.removesuffix(".weight")
             if tensor.type in FLOATS or len(tensor.shape) != 2 or weight.experts or layer == name:
                 weights[name] = _float(self.file, weight)
             else:
                 read = functools.partial(_rows, self.file, tensor, weight)
                 matrices.append(StoredMatrix(layer, (tensor.shape[0], tensor.shape[1]), read))
+        if any(name.endswith("experts.down_proj") and w.tensors[0].type not in FLOATS for name, w in stored.items()):
+            warnings.warn(
+                f"{self.model_id}: its experts are computed as float32, in memory layer by layer; a portable package "
+                "holds them so, and compile's weights='int4' or 'int8' rounds them",
+                stacklevel=2,
+            )
         with self._room_for_blocks(scratch, sum(matrix.bytes_in_blocks(dtype) for matrix in matrices)):
             return read_quantized(
                 weights, matrices, scratch, dtype=dtype, shapes=self.outline.shapes, biases=frozenset(weights)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,19 +17,18 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from qsample.checkpoints.source import MAGIC, check_whole
 from qsample.checks import is_integer
 from qsample.contract.arrays import Array
 from qsample.disk.untrusted import open_plain
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 
-MAGIC: Final = b"GGUF"
 _LARGEST_HEADER: Final = 100 << 20  # bytes, as of safetensors; vocabularies of 262,144 tokens take a tenth
 _MOST_VALUES: Final = 1 << 22  # in all arrays; the same vocabularies have a third
 _MOST_NAMES: Final = 1 << 16  # of metadata, and of tensors
 _LARGEST_RANK: Final = 4
 _SCALARS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
-_PART: Final = re.compile(r".+-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 _OTHER_KINDS: Final = {  # general.architecture or general.type
     "clip": "a projector of images or audio; give the file of the language model, beside it",
     "mmproj": "a projector of images or audio; give the file of the language model, beside it",
@@ -115,25 +113,6 @@ class GgufFile:
         """[rows, bytes of a row] uint8, mapped: the last axis of `tensor` is a row."""
         rows = math.prod(tensor.shape[:-1])
         return np.memmap(self.path, np.uint8, "c", tensor.offset, (rows, tensor.length // rows)).view(np.ndarray)
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether `path` is a file that begins as GGUF does, whatever its name."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
-
-
-def check_whole(name: str, parts: Any = None) -> None:
-    """Raise UnsupportedModelError for a part of a model. parts: how many it has; by default, `name` tells."""
-    if parts is None:
-        parts = int(part[1]) if (part := _PART.fullmatch(name)) else 1
-    if parts not in (0, 1):
-        raise UnsupportedModelError(
-            f"{name} is one of {shown(parts)} parts of a model; join them: `llama-gguf-split --merge` with the first "
-            "part and a name for the whole"
-        )
 
 
 def read_gguf(path: Path) -> GgufFile:

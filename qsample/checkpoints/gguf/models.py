@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from qsample.checkpoints.gguf.file import GgufFile, GgufTensor
+from qsample.checkpoints.gguf.file import GgufFile, GgufTensor, read_gguf
 from qsample.checks import is_integer, is_number
 from qsample.contract.arrays import Array
 from qsample.errors import QsampleError, UnsupportedModelError, listed, shown
@@ -91,6 +92,13 @@ class Weight:
     order: Array | None = None
     shift: float = 0.0
     experts: str | None = None
+
+
+def read_model(path: Path) -> GgufFile:
+    """The header of a file whose model can be read. Raises as `read_gguf` and `configuration` do."""
+    file = read_gguf(path)
+    configuration(file)
+    return file
 
 
 def family_of(file: GgufFile) -> Family:

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qsample.checkpoints.gguf.file import KINDS, is_gguf, read_gguf
+from qsample.checkpoints.gguf.file import KINDS, read_gguf
+from qsample.checkpoints.source import is_gguf
 from qsample.errors import QsampleError, UnsupportedModelError
 
 gguf = pytest.importorskip("gguf")

@@ -1,0 +1,206 @@
+"""GGUF files as checkpoints: the weights and logits of the models that they were written of."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from qsample import AutoModelForCausalLM
+from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
+from qsample.checkpoints.gguf.models import read_model
+from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.transforms.deferred import computing, deferred, numbers
+from tests.helpers.tiny_models import byte_tokenizer, random_model
+
+gguf = pytest.importorskip("gguf")
+from tests.helpers.gguf_files import tiny_lm_gguf, write_gguf  # noqa: E402
+
+IDS = torch.randint(5, 300, (2, 48), generator=torch.Generator().manual_seed(1))
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+BETAS = {"beta_fast": 16.0, "beta_slow": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
+    "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+    "original_max_position_embeddings": 128,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+LOCAL = {"rope_type": "default", "rope_theta": 2e4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, of Llama 3": ("llama", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "llama, with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}),
+    "llama, of Mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
+    "mistral3": (
+        "ministral3",
+        {"rope_parameters": YARN | BETAS | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+    ),
+    "qwen2": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": 40}),
+    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
+    "granite": (
+        "granite",
+        {
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "gpt-oss": ("gpt_oss", {"rope_parameters": YARN | {"rope_theta": 1.5e5, "truncate": False}}),
+}
+
+ALWAYS = ("llama, of Llama 3", "gemma3", "phi3, longrope", "gpt-oss")
+
+
+def with_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """Norms and biases that are not all the same."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def opened(path: Path, **options: Any) -> GgufCheckpoint:
+    return GgufCheckpoint(read_model(path), str(path), **options)
+
+
+def logits(model: PreTrainedModel) -> np.ndarray:
+    with torch.no_grad(), computing():
+        return np.asarray(model(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.ci) for name in MODELS]
+)
+def test_a_file_is_the_model_that_it_was_written_of(name: str, tmp_path: Path, nothing_is_small: None) -> None:
+    kind, settings = MODELS[name]
+    model = with_norms(random_model(kind, **settings))
+    checkpoint = opened(write_gguf(tmp_path / "model.gguf", model, lambda name: "F16" if "ffn" in name else "F32"))
+    assert checkpoint.file.architecture == name.partition(",")[0]
+    wanted = logits(model)
+    loaded = checkpoint.load(scratch=tmp_path)
+    assert {key: parameter.shape for key, parameter in loaded.named_parameters()} == {
+        key: parameter.shape for key, parameter in model.named_parameters()
+    }
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(numbers(loaded.get_parameter(key).data), parameter.data, rtol=0, atol=0)
+    np.testing.assert_allclose(logits(loaded), wanted, atol=2e-5 * np.abs(wanted).max())
+    if "mlp.down_proj.weight" in str(list(checkpoint.outline.shapes)):
+        mapped = deferred(loaded.get_parameter("model.layers.1.mlp.down_proj.weight"))
+        assert mapped is not None
+        assert (mapped.dtype, mapped.place.path) == (torch.float16, checkpoint.file.path)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "BF16"])
+def test_rows_in_another_order(kind: str, tmp_path: Path) -> None:
+    """Of queries and keys; and a tied table."""
+    model = random_model("llama", tie_word_embeddings=True)
+    path = write_gguf(tmp_path / "model.gguf", model, lambda name: kind)
+    loaded = opened(path).load()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(key).data, parameter.data, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_experts_of_integers(kind: str, tmp_path: Path) -> None:
+    model = random_model(kind, intermediate_size=64)
+    path = write_gguf(tmp_path / "model.gguf", model, lambda name: "MXFP4" if "exps" in name else "F32")
+    with pytest.warns(UserWarning, match="its experts are computed as float32"):
+        loaded = opened(path).load()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(key).data, parameter.data, rtol=0, atol=0)
+
+
+def test_settings_of_generate_and_tokens(tmp_path: Path) -> None:
+    def add(writer: Any) -> None:
+        writer.add_float32("general.sampling.temp", 0.6)
+        writer.add_int32("general.sampling.top_k", 20)
+
+    checkpoint = opened(write_gguf(tmp_path / "model.gguf", random_model("qwen2"), add=add))
+    settings = checkpoint.generation_config
+    assert (settings.temperature, settings.top_k, settings.top_p, settings.do_sample) == (0.6, 20, None, True)
+    assert (settings.bos_token_id, settings.pad_token_id) == (1, 0)
+    assert 2 in settings.eos_token_id
+    tokenizer = checkpoint.tokenizer
+    assert tokenizer is not None
+    assert tokenizer("Töne").input_ids[1:] == byte_tokenizer().encode("Töne", add_special_tokens=False)
+    other = GgufCheckpoint(checkpoint.file, "model.gguf", tokenizer=None)
+    assert other.tokenizer is None
+
+
+def test_what_a_file_lacks_or_has_too_many(tmp_path: Path) -> None:
+    model = random_model("llama")
+    path = write_gguf(tmp_path / "model.gguf", model)
+    whole = read_model(path)
+
+    def load(tensors: dict[str, Any]) -> None:
+        GgufCheckpoint(type(whole)(whole.path, whole.metadata, tensors), "some.gguf").load()
+
+    rest = copy.copy(whole.tensors)
+    norm = rest.pop("blk.1.ffn_norm.weight")
+    with pytest.raises(QsampleError, match=r"lacks model\.layers\.1\.post_attention_layernorm\.weight"):
+        load(rest)
+    with pytest.raises(UnsupportedModelError, match=r"tensors that llama is not known to have \(blk\.0\.attn_gate\.w"):
+        load(whole.tensors | {"blk.0.attn_gate.weight": norm})
+    with pytest.raises(QsampleError, match=r"has model\.layers\.2\.post_attention_layernorm\.weight, which the model"):
+        load(whole.tensors | {"blk.2.ffn_norm.weight": norm})
+    with pytest.raises(QsampleError, match=r"holds model\.norm\.weight of shape .* by its metadata"):
+        load(whole.tensors | {"output_norm.weight": whole.tensors["blk.0.ffn_up.weight"]})
+
+
+def test_float16_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", random_model("llama"))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float16")
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.gguf: dtype is float16, and the scales .* leave dtype out"
+    ):
+        model.export(tmp_path / "package")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_a_file_is_exported_with_its_integers(kind: str, tmp_path: Path) -> None:
+    """The tokens are those of transformers on the dequantized weights."""
+    import onnx_ir as ir
+
+    path = tiny_lm_gguf(tmp_path / "model.gguf", kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing becomes float
+        package = AutoModelForCausalLM.from_pretrained(path).export(tmp_path / "package")
+    operators = [node.op_type for node in ir.load(package.package.file("decoder.onnx")).graph]
+    assert "GatherBlockQuantized" in operators
+    assert operators.count("MatMulNBits") == 4 * 7 + 1
+    model = opened(path).load()
+    prompt = opened(path).tokenizer("And the LORD spake unto", return_tensors="pt")
+    wanted = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    made = package.generate("And the LORD spake unto", max_new_tokens=24, do_sample=False)
+    assert made.token_ids[0] == wanted.tolist()
