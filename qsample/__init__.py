@@ -10,6 +10,7 @@ Nothing heavy is imported until it is used: `import qsample` needs neither torch
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from qsample.evaluation import evaluate
     from qsample.models.auto_model import AutoModelForCausalLM, bake
     from qsample.request.sampling_params import SamplingParams
+
+# ONNX Runtime's own builds send events to Microsoft, and read this as they are imported; docs/security.md.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.2.0"
 __all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__version__", "bake", "evaluate"]

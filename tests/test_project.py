@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -37,9 +38,10 @@ SKIPPED = {
 HEAVY = ["torch", "transformers", "onnx", "onnxscript", "onnx_ir"]
 
 
-def python(code: str) -> str:
+def python(code: str, **environment: str) -> str:
     """The standard output of `code` in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment or None)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -60,6 +62,24 @@ def test_importing_loads_nothing_heavy() -> None:
     heavy = [*HEAVY, "onnxruntime", "numpy", "tokenizers"]
     code = f"import sys, qsample.cli, qsample.models.bundled; print([name for name in {heavy} if name in sys.modules])"
     assert python(code) == "[]\n"
+
+
+def test_nothing_is_sent_and_no_id_is_kept(llama_package: Path, tmp_path: Path) -> None:
+    """Neither by Python, nor by ONNX Runtime, whose builds keep an id in the cache folder and look for a host."""
+    code = f"""
+import os, sys
+seen = []
+sys.addaudithook(lambda event, arguments: event.startswith("socket.") and seen.append(event))
+import qsample.cli
+from qsample.runtime import load
+load({str(llama_package)!r}).generate([[5, 6, 7]], max_new_tokens=3)
+links = [f"/proc/self/fd/{{number}}" for number in range(256)]  # on Linux
+print(seen, [link for link in links if os.path.lexists(link) and os.readlink(link).startswith("socket:")])
+"""
+    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "ORT_DISABLE_TELEMETRY")}
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert python(code, **{**kept, **home}) == "[] []\n"
+    assert [path.name for path in tmp_path.rglob("*") if "microsoft" in str(path).lower()] == []
 
 
 def import_without(missing: list[str], modules: str) -> None:

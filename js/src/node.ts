@@ -25,6 +25,7 @@ async function openRuntime(device: string | undefined, options: LoadOptions): Pr
   if (device !== undefined && device !== "cpu" && device !== "webgpu") {
     throw new ArgumentError(`device is ${shown(device)}; give "cpu", "wasm" or "webgpu"`, "device");
   }
+  process.env.ORT_DISABLE_TELEMETRY ??= "1"; // ONNX Runtime's builds send events to Microsoft, and read this as they start
   try {
     const ort = ((await import("onnxruntime-node")) as unknown as { default: Ort }).default;
     return { ort, device: device ?? "cpu", native: true, threads: options.threads };

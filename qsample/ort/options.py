@@ -69,6 +69,7 @@ def session_options(
 ) -> ort.SessionOptions:
     """ONNX Runtime's options, from the fields of `SessionOptions`, without its log: warnings are about optimisations,
     errors are exceptions, and both print a graph's names as they are: such names could command a terminal."""
+    ort.disable_telemetry_events()  # if onnxruntime was imported before qsample
     options = ort.SessionOptions()
     options.log_severity_level = 4
     threads = chosen_threads(intra_op_num_threads)
