@@ -1,14 +1,14 @@
-"""Records what llama.cpp makes of GGUF files, for the tests: tests/fixtures/gguf_tokenizers.json.
+"""Records what llama.cpp makes of GGUF files, for the tests: tests/fixtures/gguf_*.json.
 
-    pip install llama-cpp-python gguf sentencepiece
-    python scripts/gguf_fixtures.py tokenizers
-
-The vocabularies of the tokenizers are learned here; `python scripts/gguf_fixtures.py compare FILE ...` compares qsample
-with llama.cpp on vocabularies of any files.
+pip install llama-cpp-python gguf sentencepiece
+python scripts/gguf_fixtures.py tokenizers      # of vocabularies that are learned here: tokens of 2,000 texts
+python scripts/gguf_fixtures.py logits          # of small float files of each family, and greedy tokens
+python scripts/gguf_fixtures.py compare FILE ...    # prints texts of which qsample makes other tokens
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import sys
@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from qsample.checkpoints.gguf.file import read_gguf  # noqa: E402
 from qsample.checkpoints.gguf.tokenizer import stop_ids, tokenizer_of  # noqa: E402
+from tests.helpers import gguf_files  # noqa: E402
 from tests.helpers import gguf_vocabularies as vocabularies  # noqa: E402
 
 _SILENT = llama_cpp.llama_log_callback(lambda *_: None)
@@ -126,6 +127,24 @@ def tokenizers(folder: Path) -> None:
     vocabularies.FIXTURE.write_text(json.dumps(content, indent=0, ensure_ascii=False) + "\n")
 
 
+def logits(folder: Path) -> None:
+    recorded = {}
+    for name in gguf_files.MODELS:
+        path = gguf_files.write_gguf(folder / "model.gguf", gguf_files.settled_model(name))
+        of_the_file = {f"yarn_{name}": -1.0 for name in ("attn_factor", "beta_fast", "beta_slow")}
+        exact: dict[str, Any] = {"type_k": 0, "type_v": 0, "logits_all": True, "n_threads": 1}
+        model = llama_cpp.Llama(str(path), n_ctx=64, verbose=False, **exact, **of_the_file)
+        model.eval(gguf_files.PROMPT)
+        chosen = model.scores[list(gguf_files.RECORDED_AT)].astype("<f4")
+        tokens = []
+        for _ in range(16):
+            tokens.append(int(model.scores[model.n_tokens - 1].argmax()))
+            model.eval(tokens[-1:])
+        recorded[name] = {"logits": base64.b64encode(chosen.tobytes()).decode(), "tokens": tokens}
+    content = {"llama_cpp_python": version("llama-cpp-python"), "models": recorded}
+    gguf_files.RECORDED.write_text(json.dumps(content, indent=0) + "\n")
+
+
 def compare(path: Path) -> None:
     """Print the texts whose tokens differ, and the stop tokens."""
     file, llama = read_gguf(path), LlamaCpp(path)
@@ -144,4 +163,4 @@ if __name__ == "__main__":
             compare(Path(name))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            tokenizers(Path(folder))
+            {"tokenizers": tokenizers, "logits": logits}[sys.argv[1]](Path(folder))

@@ -20,63 +20,9 @@ from qsample.transforms.deferred import computing, deferred, numbers
 from tests.helpers.tiny_models import byte_tokenizer, random_model
 
 gguf = pytest.importorskip("gguf")
-from tests.helpers.gguf_files import tiny_lm_gguf, write_gguf  # noqa: E402
+from tests.helpers.gguf_files import MODELS, tiny_lm_gguf, write_gguf  # noqa: E402
 
 IDS = torch.randint(5, 300, (2, 48), generator=torch.Generator().manual_seed(1))
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
-BETAS = {"beta_fast": 16.0, "beta_slow": 2.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "partial_rotary_factor": 0.75,
-    "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
-    "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
-    "original_max_position_embeddings": 128,
-}
-LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
-LOCAL = {"rope_type": "default", "rope_theta": 2e4}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, of Llama 3": ("llama", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
-    "llama, with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}),
-    "llama, of Mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
-    "mistral3": (
-        "ministral3",
-        {"rope_parameters": YARN | BETAS | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
-    ),
-    "qwen2": ("qwen2", {"rope_parameters": YARN}),
-    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
-    "gemma3": (
-        "gemma3_text",
-        {
-            "num_hidden_layers": 7,
-            "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
-            "query_pre_attn_scalar": 16,
-            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
-        },
-    ),
-    "phi3": ("phi3", {"sliding_window": 40}),
-    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
-    "granite": (
-        "granite",
-        {
-            "attention_multiplier": 0.015625,
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-        },
-    ),
-    "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
-    "gpt-oss": ("gpt_oss", {"rope_parameters": YARN | {"rope_theta": 1.5e5, "truncate": False}}),
-}
-
 ALWAYS = ("llama, of Llama 3", "gemma3", "phi3, longrope", "gpt-oss")
 
 
