@@ -70,7 +70,8 @@ class RequestFailedError(QsampleError):
 
 
 class ArgumentError(ValueError):
-    """A value that an argument does not accept. argument: the name, for doors that have another name for it."""
+    """A value that an argument does not accept. message: with the value and the remedy. argument: the name, for doors
+    that have another name for it."""
 
     def __init__(self, message: str, argument: str | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/contract.md, docs/command-line.md and README.md, and js/src/contract.ts, from the contract.
+"""Writes the tables of docs/contract.md, docs/command-line.md, docs/migrating.md and README.md, and js/src/contract.ts.
 
     python scripts/contract_tables.py           rewrites the tables in place
     python scripts/contract_tables.py --check   exits with 1 if a table is out of date
@@ -16,12 +16,13 @@ from pathlib import Path
 
 import contract_typescript
 
+from qsample.cli.spellings import ELSEWHERE
 from qsample.contract import tensors as contract
 from qsample.contract.interface import AdapterTarget, Features, Interface, KeyValueShape, adapter_ids
 from qsample.contract.tensors import TensorSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "docs" / "contract.md", ROOT / "docs" / "command-line.md", ROOT / "README.md")
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("contract", "command-line", "migrating")), ROOT / "README.md")
 TYPESCRIPT = ROOT / "js" / "src" / "contract.ts"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
@@ -115,6 +116,14 @@ def adapters() -> str:
     return tensors((contract.ADAPTER, replace(adapter_ids("{kind}"), axes=("P.{kind}",)), *matrices))
 
 
+def spellings() -> str:
+    """What other programs call the commands and options."""
+    return markdown(
+        ("elsewhere", "here"),
+        ([", ".join(f"`{word}`" for word in words.split()), f"`{ours}`"] for ours, words in ELSEWHERE.items()),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "axes": lambda: markdown(("axis", "size"), ([f"`{k}`", v] for k, v in contract.AXIS_MEANINGS.items())),
     "tokens": lambda: tensors((contract.INPUT_IDS, contract.INPUT_LENGTHS, contract.EMIT)),
@@ -129,6 +138,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "states": states,
     "outputs": outputs,
     "initial_state": lambda: tensors((contract.SEED, contract.CAPACITY_INPUT)),
+    "spellings": spellings,
     "status": lambda: markdown(("value", "name"), ([str(k), v] for k, v in contract.STATUS_NAMES.items())),
 }
 

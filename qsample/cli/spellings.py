@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-_ELSEWHERE: Final = {
+ELSEWHERE: Final = {
     "qsample chat MODEL` or `qsample generate MODEL -p TEXT": "run talk",
     "qsample generate": "complete completion cli",
     "qsample cache list": "list ls ps",
@@ -32,7 +32,7 @@ _ELSEWHERE: Final = {
     "--threads": "-t",
     "--lora": "--lora-modules --enable-lora",
 }
-HERE: Final = {word: ours for ours, words in _ELSEWHERE.items() for word in words.split()}
+HERE: Final = {word: ours for ours, words in ELSEWHERE.items() for word in words.split()}
 
 
 def name_here(word: str, known: Collection[str]) -> str | None:

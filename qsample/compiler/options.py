@@ -165,7 +165,7 @@ class CompileOptions:
                 )
 
     def override(self, **changes: Any) -> CompileOptions:
-        """These options with some fields replaced. TypeError names an unknown field, and the closest that exists."""
+        """These options with `changes` of fields. TypeError names an unknown field, and the closest that exists."""
         names = [entry.name for entry in fields(self)]
         for name in changes:
             if name not in names:

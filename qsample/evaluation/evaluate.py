@@ -112,7 +112,8 @@ def evaluate(
         stride: tokens from a window to the next, 1 to max_length, by default half of it. A smaller stride gives tokens
             more context and takes longer; see `texts.cut_windows`.
         batch_size: windows that are read at once, at least 1; fewer if a package was compiled for fewer rows.
-        confidence: of the intervals, in (0, 1); `statistics` has the method. seed: of their resamples.
+        confidence: of the intervals, in (0, 1); `statistics` has the method.
+        seed: of their resamples, an integer.
         step_time: time decode steps of a single row, too, with prompts of up to 64 tokens.
         intra_op_num_threads: of ONNX Runtime, by default its choice.
         progress: called with a stage's name and the fraction done, in [0, 1].

@@ -95,11 +95,12 @@ def verify(
 
     Args:
         package: a folder, a `Package`, or a result of `export` or `compile`.
-        against: the same, or a function from rows of token ids to the logits of each row, [n, V]; `name` is its name.
+        against: the same, or a function from rows of token ids to the logits of each row, [n, V].
         text: as in `evaluate`, cut into prompts and scored tokens; by default random ids, the same for any model.
         positions: tokens to score, at least 1.
         max_length: tokens of a row, at least 2, of which half are scored; by default 64, or the most that both hold.
         batch_size: rows of a batch, at least 1; fewer if a package was compiled for fewer.
+        name: of that function, in messages.
         intra_op_num_threads, progress: as in `evaluate`.
 
     Raises as `evaluate` does, and ValueError for a text that is too short.

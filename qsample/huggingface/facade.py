@@ -233,7 +233,7 @@ class ModelMethods(ABC):
         return self.train(requires_grad)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The model itself, if it has that device and dtype. Raises ValueError otherwise."""
+        """The model itself, if it has every device and dtype in `args` and `kwargs`. Raises ValueError otherwise."""
         for wanted in (*args, *kwargs.values()):
             if wanted is None or isinstance(wanted, bool):
                 continue
@@ -272,16 +272,21 @@ class ModelMethods(ABC):
         raise ValueError(f"{here}; docs/devices.md has the devices, which compile and from_pretrained call provider=")
 
     def cpu(self) -> Self:
+        """As `to`, with "cpu"."""
         return self.to("cpu")
 
     def cuda(self, device: Any = None) -> Self:
+        """As `to`, with `device`, by default "cuda"."""
         return self.to("cuda" if device is None else device)
 
     def float(self) -> Self:
+        """As `to`, with float32."""
         return self.to(dtype="torch.float32")
 
     def half(self) -> Self:
+        """As `to`, with float16."""
         return self.to(dtype="torch.float16")
 
     def bfloat16(self) -> Self:
+        """As `to`, with bfloat16."""
         return self.to(dtype="torch.bfloat16")

@@ -98,7 +98,7 @@ class Model(ModelMethods):
         return self.runtime.adapters
 
     def load_adapter(self, adapter_name: str, path: str | Path, *, hotswap: bool = False) -> Adapter:
-        """Load a LoRA adapter into a model with max_loras; see `runtime.CausalLM.load_adapter`."""
+        """Load a LoRA adapter, see `runtime.CausalLM.load_adapter`. Raises ValueError for a model without max_loras."""
         if not self.features.max_loras:  # before an export
             raise ValueError(NO_ADAPTERS)
         return self.runtime.load_adapter(adapter_name, path, hotswap=hotswap)
@@ -223,7 +223,8 @@ class PackagedModel(Model):
         return self._runtime
 
     def save_pretrained(self, path: str | Path, *, overwrite: bool = False) -> PackagedModel:
-        """Copy the package to `path` and return the copy, opened."""
+        """Copy the package to `path`, with `overwrite` over a package, and return the copy, opened. Raises PackageError
+        if it cannot be written."""
         return PackagedModel(copy_package(self.package, path, overwrite=overwrite), self._provider)
 
     export = save_pretrained
@@ -250,6 +251,7 @@ class SourceModel(Model):
     def __init__(
         self, source: CheckpointSource | DecoderSource, features: Features, provider: str | None = None
     ) -> None:
+        """source: what is exported. features: of its graph. provider: of `generate`; by default "cpu"."""
         super().__init__(provider)
         self.source = source
         self.features = features

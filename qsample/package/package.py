@@ -77,6 +77,7 @@ class Package:
 
     @property
     def interface(self) -> Interface:
+        """The dimensions and features that fix its graphs."""
         return self.manifest.interface
 
     def has(self, name: str) -> bool:
@@ -90,7 +91,7 @@ class Package:
         return self.path / name
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file; {} if the package has no such file; PackageError if that is not an object."""
+        """The JSON object in the file `name`; {} if the package has no such file; PackageError if it is no object."""
         if not self.has(name):
             return {}
         try:
@@ -102,7 +103,7 @@ class Package:
         return data
 
     def check_graph(self, name: str) -> None:
-        """Raise PackageError if a file is not ONNX, or refers to a file that the manifest does not list."""
+        """Raise PackageError if the file `name` is not ONNX, or refers to a file that the manifest does not list."""
         try:
             check_references(self.path, name, self.manifest.files)
         except (OSError, ValueError) as error:

@@ -98,9 +98,10 @@ def build_processor(
     preprocess: Callable[[Row], Row] | None = None,
     postprocess: Callable[[Row], Row] | None = None,
 ) -> Callable[[Dataset], Dataset]:
-    """A function of a dataset that continues the prompt of each of its rows, as `config` says.
+    """A function of a dataset that continues the prompt of each of its rows.
 
     Args:
+        config: the package, its actors, and how they run it.
         preprocess: its result is added to a row. Then a row has `prompt` (a text or token ids) or `messages`, and may
             have `sampling_params` (a mapping) and `seed`. Its tokens depend on these alone: a row without a seed gets
             the seed of its id, so it comes out the same if it runs again because a machine failed. A row with neither

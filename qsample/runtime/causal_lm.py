@@ -104,7 +104,8 @@ class CausalLM(ModelMethods):
         *,
         loaded_with: Mapping[str, Any] | None = None,
     ) -> None:
-        """loaded_with: the arguments of `load` but the path; without them, the model cannot be pickled."""
+        """ctx_len: of a portable package, see `load`. loaded_with: the arguments of `load` but the path; without them,
+        the model cannot be pickled."""
         self.package = package
         self.interface: Interface = package.interface
         self.features = self.interface.features
@@ -307,7 +308,7 @@ class CausalLM(ModelMethods):
         return adapter
 
     def unload_adapter(self, adapter_name: str) -> None:
-        """Forget a LoRA adapter; requests that run with it go on. Raises ValueError for an unknown name."""
+        """Forget the LoRA adapter `adapter_name`; requests that run with it go on. ValueError for an unknown name."""
         if not isinstance(adapter_name, str) or self._adapters.pop(adapter_name, None) is None:
             there = ", ".join([*self._adapters]) or "none"
             raise ValueError(f"adapter_name is {shown(adapter_name)}; give the name of a loaded adapter: {there}")

@@ -42,7 +42,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """cached_tokens: prompt tokens that were not read again. drafts: all zeros without guessed tokens."""
+    """Numbers of tokens of a request, `prompt_tokens` and `completion_tokens`. cached_tokens: prompt tokens that were
+    not read again. drafts: all zeros without guessed tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -52,7 +53,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Seconds from its addition to its slot, its first token and its end; None for an event that never came."""
+    """Seconds from a request's addition to its slot (`queue_seconds`), its first token (`first_token_seconds`) and its
+    end (`total_seconds`); None for an event that never came."""
 
     queue_seconds: float | None
     first_token_seconds: float | None
@@ -69,6 +71,7 @@ class RequestOutput:
         finish_reason: as in `GenerateOutput`, or "cancelled".
         stop_string: the stop string that ended it, or None.
         seed: reproduces the tokens.
+        usage, timing: numbers of tokens, and seconds.
         outputs: the optional outputs of the package by name, an entry a token.
     """
 
@@ -87,6 +90,7 @@ class EngineStats:
     """The requests of an engine at one moment.
 
     Attributes:
+        slots, max_waiting: most requests that run, and that wait.
         running, waiting: requests in slots, and without a slot.
         running_adapters, waiting_adapters: the names of the adapters of these requests, sorted.
         prefixes: the prompt tokens so far that were not read again.
@@ -130,10 +134,12 @@ class Request:
 
     @property
     def seed(self) -> int:
+        """Reproduces the tokens."""
         return self._sequence.seed
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
         return len(self._sequence.prompt)
 
     @property
@@ -215,7 +221,7 @@ class Request:
             self._publish(tokens, text, self._sequence.outputs[known : known + len(tokens)])
 
     def finish(self, reason: str) -> None:
-        """End it with the tokens so far."""
+        """End it with the tokens so far; `reason` is its finish reason."""
         try:
             outcome: RequestOutput | Failure = self._make_output(reason)
         except BaseException as error:  # a tokenizer's
@@ -223,7 +229,7 @@ class Request:
         self._end(outcome)
 
     def fail(self, failure: Failure) -> None:
-        """End it with an error for its readers."""
+        """End it with the error `failure` for its readers."""
         self._end(failure)
 
     def _end(self, outcome: RequestOutput | Failure) -> None:

@@ -72,6 +72,8 @@ _DOCS_PACKAGE: Final = "fastapi_offline"  # it brings the files of Swagger UI; F
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
     """An ASGI application that loads its models at its start, unless `models` has them, and closes them at its end.
 
+    settings: the models and the limits. Raises QsampleError at its start if a model cannot be loaded.
+
     >>> app = make_app(ServeSettings(models={"tiny": "tiny-cpu"}))  # uvicorn.run(app)
     """
 

@@ -278,8 +278,9 @@ class TextStreamer:
         stop_strings: str | Sequence[str] | None = None,
     ) -> None:
         """Write to `file`, by default standard output.
-        skip_prompt: write the sampled tokens only. stop_strings: write the sampled tokens up to the first of them, as
-        `generate` cuts its texts. Raises ValueError without a tokenizer."""
+        skip_prompt: write the sampled tokens only. skip_special_tokens: leave special tokens out. stop_strings: write
+        the sampled tokens up to the first of them, as `generate` cuts its texts. Raises ValueError without a
+        tokenizer."""
         if tokenizer is None:
             raise ValueError("a TextStreamer needs a tokenizer, and the package has none; stream token ids instead")
         self._tokenizer = tokenizer
@@ -291,6 +292,7 @@ class TextStreamer:
         self._decoder: IncrementalDecoder | None = None
 
     def put(self, value: Any) -> None:
+        """Write the text that is certain. value: the prompt's token ids first, [1, n] or [n]; then those sampled."""
         tokens = [int(token) for token in np.asarray(value).reshape(-1)]
         if self._decoder is not None:
             self._write("".join(self._stops.put(self._decoder.put(token)) for token in tokens))

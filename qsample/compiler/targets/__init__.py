@@ -57,7 +57,7 @@ class Target(ABC):
     self_contained = False
 
     def check(self, plan: CompilePlan) -> None:  # noqa: B027  # a target may take everything
-        """Raise CompileError, before any work, if the target cannot serve this package or these options."""
+        """Raise CompileError, before any work, if the target cannot serve the package or the options of `plan`."""
 
     def check_installed(self) -> None:
         """Raise CompileError if a provider is missing: a graph is tested on the device that it is for."""
@@ -71,7 +71,7 @@ class Target(ABC):
         return replace(plan.interface, kv_cache_dtype=plan.kv_cache_dtype)
 
     def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
-        """The size of each named axis that the graph fixes, in addition to the capacity."""
+        """The size of each named axis that the graph of `plan` fixes, in addition to the capacity."""
         return {BATCH: 1} if plan.batch_size == 1 else {}
 
     @abstractmethod
