@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -189,14 +190,17 @@ def _choose_gguf(name: str, names: Iterable[str], file: str | None) -> str:
 
 
 def _names_on_hub(name: str, hub: HubOptions) -> list[str]:
-    """The files of a hub id; of the snapshot that was downloaded last, if the hub may not be asked."""
-    from huggingface_hub import HfApi, constants, snapshot_download
+    """The files of a hub id that were downloaded, if a GGUF file is among them; otherwise all, as the hub says."""
+    from huggingface_hub import HfApi, snapshot_download
 
-    try:
-        if not (hub.local_files_only or constants.HF_HUB_OFFLINE):
-            return HfApi().list_repo_files(name, revision=hub.revision, token=hub.token)
+    names: list[str] = []
+    with suppress(Exception):  # nothing was downloaded
         folder = Path(snapshot_download(name, **hub.downloading() | {"local_files_only": True}))
-        return [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF}")]
+    if names or hub.local_files_only:
+        return names
+    try:
+        return HfApi().list_repo_files(name, revision=hub.revision, token=hub.token)
     except Exception as error:  # of the hub and of the network
         raise QsampleError(
             f"{name} is not a folder here, and the hub does not give it ({' '.join(str(error).split())!s:.300})"

@@ -47,7 +47,7 @@ def inspect(
         Path,
         typer.Argument(
             metavar="PACKAGE",
-            help="Folder of a package or a bundle; or decoder files of another exporter: an .onnx file, a folder.",
+            help="Folder of a package or a bundle; a GGUF file; or decoder files of another exporter.",
         ),
     ],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with its sha256.")] = True,
@@ -55,14 +55,18 @@ def inspect(
 ) -> None:
     """Show a package: its graphs' inputs, states and outputs, its source, and the devices of its operators.
 
-    Of a bundle, it shows the packages; of decoder files of another exporter, what they are and whether `qsample bake`
-    takes them.
+    Of a bundle, it shows the packages; of a GGUF file and of decoder files of another exporter, what they are and
+    whether they can become a package.
     """
+    from qsample.checkpoints.source import HubOptions, find_gguf
     from qsample.models.auto_model import is_decoder
     from qsample.ort.model_package import variants_in
 
     if variants := variants_in(package):
         _show_bundle(package, {name: read_package(path, verify=verify) for name, path in variants.items()}, as_json)
+        return
+    if not is_package(package) and package.exists() and (gguf := find_gguf(str(package), None, HubOptions())):
+        _show_gguf(Path(gguf[0]), as_json)
         return
     if not is_package(package) and is_decoder(package):
         _show_decoders(package, as_json)
@@ -86,6 +90,17 @@ def _show_bundle(path: Path, variants: Mapping[str, Package], as_json: bool) -> 
         shown.add_row(name, escape(place), escape(package.manifest.source.model_id), size)
     console(width_of_a_file=_WIDTH_OF_A_FILE).print(shown)
     note(f"`qsample inspect {path}/NAME` shows a package; commands load the variant of this machine, or of --provider")
+
+
+def _show_gguf(path: Path, as_json: bool) -> None:
+    from qsample.checkpoints.gguf.models import describe_gguf
+
+    facts = describe_gguf(path)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    rows = {name: _counts(value) if isinstance(value, dict) else str(value or "") for name, value in facts.items()}
+    console(width_of_a_file=_WIDTH_OF_A_FILE).print(_facts_table(str(path), rows))
 
 
 def _show_decoders(path: Path, as_json: bool) -> None:
@@ -329,12 +344,13 @@ def pull(
 ) -> None:
     """Download the newest version of a model and compile it into the cache, for commands that name the same model and
     options. Prints the package's folder."""
-    from qsample.checkpoints.source import HubOptions, newest_commit
+    from qsample.checkpoints.source import CONFIG, HubOptions, find_gguf, newest_commit
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; commands take it as it is")
     if not os.path.exists(model):
-        newest_commit(model, HubOptions())
+        name, file = find_gguf(model, None, HubOptions()) or (model, None)
+        newest_commit(name, HubOptions(), file or CONFIG)
     opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, for_serving=for_serving)
     print(opened.package.path)
 

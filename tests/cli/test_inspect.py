@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qsample.models.model import SourceModel
 from qsample.package.package import Package, read_package
+from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import fake_package
 
 
@@ -151,3 +153,46 @@ def test_list_and_clear(run: Any, made: list[Any], tmp_path: Path, monkeypatch: 
     assert run("cache", "clear", "--yes")[2] == "1 removed\n"
     assert run("cache", "clear")[2] == "0 removed\n"
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".locks"]
+
+
+def test_inspect_shows_a_gguf_file(run: Any, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "blob", "gemma3n")
+    writer.add_name("Some [model]")
+    writer.add_tensor("token_embd.weight", np.zeros((3, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    status, out, _ = run("inspect", tmp_path / "blob")
+    assert status == 0
+    for row in (
+        "architecture +gemma3n",
+        r"name +Some \[model\]",
+        "weights +F32 12",
+        "refusal +.*architecture 'gemma3n'",
+    ):
+        assert re.search(row, out), row
+    assert json.loads(run("inspect", tmp_path / "blob", "--json")[1])["weights"] == {"F32": 12}
+    status, _, told = run("generate", tmp_path / "blob", "-p", "x")
+    assert (status, "torch" in told, "llama, qwen2, qwen3" in told) == (1, False, True)
+
+
+@pytest.mark.ci
+def test_a_gguf_file_is_given_directly(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.helpers.gguf_files import tiny_lm_gguf
+
+    path = tiny_lm_gguf(tmp_path / "sha256-0123", "Q4_0").rename(tmp_path / "blob")
+    variables = {"QSAMPLE_CACHE": str(tmp_path / "cache")}
+    command = ["generate", path, "-p", "And the LORD spake unto", "--temperature", "0", "--max-new-tokens", "12"]
+    first = qsample(*command, **variables)
+    assert first.stdout.startswith("And the LORD spake unto Moses, saying,"), first.stderr
+    assert "Loading weights" not in first.stderr, "no notices of the libraries"
+    assert f"{path} is in the cache now (" in first.stderr
+    again = qsample(*command, **variables)
+    assert (again.stdout, "cache" in again.stderr) == (first.stdout, False)
+    path.rename(tmp_path / "other")
+    assert qsample(*command[:1], tmp_path / "other", *command[2:], **variables).stdout == first.stdout
+    verified = qsample("verify", tmp_path / "other", "--against", tmp_path / "other", "--max-mean", "0.05", **variables)
+    assert verified.returncode == 0, verified.stderr

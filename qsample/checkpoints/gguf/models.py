@@ -5,7 +5,9 @@ which computes them. Needs NumPy only: what is not read is refused before the li
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +101,23 @@ def read_model(path: Path) -> GgufFile:
     file = read_gguf(path)
     configuration(file)
     return file
+
+
+def describe_gguf(path: Path) -> dict[str, Any]:
+    """What a file is, JSON-ready: numbers of weights by type, the model's kind, and why it is not read, if so. Raises
+    as `read_gguf` does."""
+    file = read_gguf(path)
+    types = Counter[str]()
+    for tensor in file.tensors.values():
+        types[tensor.type] += math.prod(tensor.shape)
+    try:
+        problem = None
+        weights_of(file, configuration(file))
+    except QsampleError as error:
+        problem = str(error)
+    known = {name: file.metadata.get(f"general.{name}") for name in ("architecture", "name")}
+    sizes = {name: file.value(name) for name in ("block_count", "embedding_length", "context_length")}
+    return {**known, **sizes, "weights": dict(types), "refusal": problem}
 
 
 def family_of(file: GgufFile) -> Family:
