@@ -237,8 +237,9 @@ def quantize(source: Path, path: Path, kind: str) -> None:
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     options.nthread = 2
-    # By default the quantizer keeps the head in 6 bits; here all systems read the same number of bytes.
-    options.pure = True
+    # By default the quantizer keeps the head in 6 bits; here all systems read the same number of bytes. Mixtures of
+    # types, such as Q4_K_M, are its own.
+    options.pure = "_K_" not in kind
     status = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
     if status:
         raise RuntimeError(f"llama.cpp's quantizer failed with status {status}")

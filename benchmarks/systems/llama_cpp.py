@@ -21,13 +21,15 @@ _SILENCE = lib.llama_log_callback(lambda level, text, data: None)
 
 
 class Model:
-    """A loaded file."""
+    """A loaded file. repack: let llama.cpp lay weights out anew for its fastest kernels."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, repack: bool = True) -> None:
         self._threads = threads
         lib.llama_backend_init()
         lib.llama_log_set(_SILENCE, None)
-        self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+        options = lib.llama_model_default_params()
+        options.use_extra_bufts = repack
+        self.model = lib.llama_model_load_from_file(str(path).encode(), options)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model)))
@@ -113,8 +115,8 @@ class LlamaCpp(Generator):
 
     library = "llama_cpp"
 
-    def __init__(self, model: Path, threads: int) -> None:
-        self._model = Model(model, threads)
+    def __init__(self, model: Path, threads: int, repack: bool = True) -> None:
+        self._model = Model(model, threads, repack)
         self.vocab_size = self._model.vocab_size
 
     def run(self, prompts: Ids, new_tokens: int, sampling: Sampling) -> tuple[list[float], list[list[int]]]:
