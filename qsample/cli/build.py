@@ -93,7 +93,7 @@ _WRITING_FLAGS: Final = {
 @with_flags({**FEATURE_FLAGS, **_WRITING_FLAGS})
 def export(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or checkpoint folder.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder or GGUF file.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
     dtype: Annotated[str, typer.Option(help="Of weights and cache: float32 or float16.")] = "float32",
     tokenizer: Annotated[

@@ -334,7 +334,7 @@ def _meaning(spec: TensorSpec, graph: GraphSpec) -> str:
 
 
 def pull(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder or decoder file.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder, GGUF or decoder file.")],
     weights: Weights = None,
     ctx_len: CtxLen = None,
     provider: Provider = None,
