@@ -17,6 +17,8 @@ from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
 from qsample.checkpoints.gguf.models import read_model
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.transforms.deferred import computing, deferred, numbers
+from qsample.transforms.quantized_linear import quantized_layers
+from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.tiny_models import byte_tokenizer, random_model
 
 gguf = pytest.importorskip("gguf")
@@ -150,3 +152,15 @@ def test_a_file_is_exported_with_its_integers(kind: str, tmp_path: Path) -> None
     wanted = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt.input_ids.shape[1] :]
     made = package.generate("And the LORD spake unto", max_new_tokens=24, do_sample=False)
     assert made.token_ids[0] == wanted.tolist()
+
+
+def test_an_adapter_makes_the_matrices_that_it_changes_float(tmp_path: Path) -> None:
+    model = random_model("qwen3")
+    path = write_gguf(tmp_path / "model.gguf", model, lambda name: "Q8_0")
+    save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 96, 64))
+    with pytest.warns(UserWarning, match="1 of 16 quantized matrices become float"):
+        loaded = opened(path, adapter=str(tmp_path / "adapter")).load(scratch=tmp_path)
+    assert len(list(quantized_layers(loaded))) == 15
+    changed = numbers(loaded.get_parameter("model.layers.0.mlp.up_proj.weight").data)
+    a, b = lora_pair("model.layers.0.mlp.up_proj", 96, 64).values()
+    torch.testing.assert_close(changed, model.get_parameter("model.layers.0.mlp.up_proj.weight").data + 3 * b @ a)
