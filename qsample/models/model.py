@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from qsample.checkpoints.gguf.models import read_model
+from qsample.checkpoints.private_parts import check_private_parts
 from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.compiler.options import CompileOptions
 from qsample.contract.arrays import Array
@@ -377,9 +378,11 @@ class SourceModel(Model):
         if (path := source.gguf) is not None:
             file = read_model(path)
             with young_collections():
+                check_private_parts()
                 from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
             return GgufCheckpoint(file, "/".join(filter(None, (source.model_id, source.file))), source.dtype, **options)
         with young_collections():
+            check_private_parts()
             from qsample.checkpoints.checkpoint import Checkpoint
         return Checkpoint(source.model_id, source.dtype, **options)
 
@@ -460,6 +463,7 @@ class SourceModel(Model):
         source: DecoderSource, folder: Path, interface: Interface, tolerance: float | None
     ) -> Mapping[str, Any]:
         """See `exporters.foreign.bake.Comparison`."""
+        check_private_parts()
         from qsample.checkpoints.checkpoint import Checkpoint
         from qsample.exporters.huggingface_reference import compare_with_checkpoint
 

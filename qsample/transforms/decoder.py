@@ -131,6 +131,8 @@ class _Mark:
         return marked
 
 
+# transformers 5.24 calls the cache of every model `cache`; before, Mamba and its like had another name for it.
+_CACHE_NAMES: Final = ("cache", "cache_params")
 _ELSE: Final = "choose a model of a type that docs/architectures.md lists as passed"
 
 
@@ -199,7 +201,7 @@ def run_model(
 ) -> Any:
     """The output of `model` over `cache`, by default a new cache of `context`. ids, positions: [B, S] int64."""
     parameters = inspect.signature(model.forward).parameters
-    name = "cache_params" if "cache_params" in parameters else "past_key_values"
+    name = next((name for name in _CACHE_NAMES if name in parameters), "past_key_values")
     inputs: dict[str, Any] = {"input_ids": ids, name: cache or _cache(model, context), "use_cache": True}
     if _takes_positions(model):
         inputs["position_ids"] = positions + _first_position(model)

@@ -1,0 +1,63 @@
+"""The parts of transformers, torch and onnxscript that are not public and that an export uses: a list, and its check.
+
+Some parts have no name to look for. If they change, the comparison with the model refuses the export:
+
+- the names under which a model takes its cache, and the attributes that it has of its experts, rotations and positions;
+- the methods of the cache that recurrent layers call, and the functions that `recurrent_operators` replaces by name;
+- classes that a transform knows by name: `experts` and `positions` have a few;
+- the numbers that torch.export asserts and onnxscript folds.
+
+`transformers.exporters.onnxruntime_fusions` may be absent: `compiler.passes.fusions` has a stand-in.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from operator import attrgetter
+from typing import Final
+
+from qsample.errors import QsampleError
+
+# What pyproject.toml says. The tests ran with the ends of each range: scripts/versions.
+RANGES: Final = {"transformers": ">=5.23,<5.25", "torch": ">=2.11,<2.16", "onnxscript": ">=0.7.2"}
+_RULES: Final = "onnxscript.rewriter"
+PARTS: Final = {
+    "transformers.activations": "ACT2FN",
+    "transformers.cache_utils": "Cache CacheLayerMixin LinearAttentionLayer.update_conv_state "
+    "LinearAttentionLayer.update_recurrent_state",
+    "transformers.integrations.moe": "ExpertsInterface batched_mm_experts_forward",
+    "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.modeling_rope_utils": "ROPE_INIT_FUNCTIONS",
+    "transformers.modeling_utils": "PreTrainedModel._can_set_attn_implementation "
+    "PreTrainedModel._can_set_experts_implementation PreTrainedModel.set_experts_implementation",
+    "transformers.models.gpt_neo.modeling_gpt_neo": "GPTNeoSelfAttention._attn",
+    "transformers.pytorch_utils": "Conv1D",
+    "transformers.utils.hub": "cached_file get_checkpoint_shard_files",
+    "torch.export._trace": "__name__",
+    "torch.onnx.ops": "symbolic symbolic_multi_out",
+    "torch.utils._python_dispatch": "TorchDispatchMode",
+    "torch.utils._pytree": "TreeSpec tree_flatten tree_map tree_unflatten",
+    f"{_RULES}.ort_fusions.bias_gelu": "fuse_bias_gelu",
+    f"{_RULES}.ort_fusions.erfgelu": "fuse_erfgelu",
+    f"{_RULES}.ort_fusions.fused_matmul_rule_sets": "fused_matmul_rule_sets",
+    f"{_RULES}.ort_fusions.gelu": "fuse_gelu",
+    f"{_RULES}.ort_fusions.rms_normalization": "fuse_rms_normalization",
+    f"{_RULES}.ort_fusions.skip_normalization": "fuse_skip_layer_normalization fuse_skip_rms_normalization",
+    f"{_RULES}.pattern": "Constant MatchResult RewriteRule RewriteRuleSet SimplePatternMatcher.match",
+    f"{_RULES}.rules": "common.materialize_reshape_shape_rule",  # the newest that `trace` names
+}
+
+
+def check_private_parts() -> None:
+    """Raise QsampleError for a part that an installed library lacks, ModuleNotFoundError for a missing library."""
+    for module, names in PARTS.items():
+        library = module.partition(".")[0]
+        import_module(library)
+        try:
+            attrgetter(*names.split())(import_module(module))
+        except (ImportError, AttributeError) as error:
+            raise QsampleError(
+                f"qsample cannot export with {library} {version(library)} ({error}); "
+                f"install a version that it knows: pip install '{library}{RANGES[library]}'"
+            ) from error
