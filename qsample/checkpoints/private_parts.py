@@ -17,7 +17,7 @@ from importlib.metadata import version
 from operator import attrgetter
 from typing import Final
 
-from qsample.errors import QsampleError
+from qsample.errors import QsampleError, install_hint
 
 # What pyproject.toml says. The tests ran with the ends of each range: scripts/versions.
 RANGES: Final = {"transformers": ">=5.23,<5.25", "torch": ">=2.11,<2.16", "onnxscript": ">=0.7.2"}
@@ -59,5 +59,5 @@ def check_private_parts() -> None:
         except (ImportError, AttributeError) as error:
             raise QsampleError(
                 f"qsample cannot export with {library} {version(library)} ({error}); "
-                f"install a version that it knows: pip install '{library}{RANGES[library]}'"
+                f"it takes {library}{RANGES[library]}: {install_hint('export')}"
             ) from error
