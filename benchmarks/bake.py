@@ -56,7 +56,7 @@ def timed(command: list[str], log: Path) -> dict[str, float]:
     """Run a command; returns its seconds and its peak memory in bytes, including mapped files (0 = unknown)."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
-    log.write_text(done.stdout + done.stderr)
+    log.write_text(done.stdout + done.stderr, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr[-1000:]}")
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss

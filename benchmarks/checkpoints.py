@@ -281,10 +281,10 @@ def run_quietly(command: list[str], log: Path) -> None:
     # Another interpreter has its own packages.
     left_out = () if command[0] == sys.executable else ("PYTHONPATH",)
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment)
     if done.returncode:
-        lines = log.read_text().splitlines()
+        lines = log.read_text(encoding="utf-8").splitlines()
         raise RuntimeError("\n".join([f"{' '.join(command[:3])} … failed; the end of {log}:", *lines[-12:]]))
 
 

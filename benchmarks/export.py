@@ -125,7 +125,7 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
     environment |= {"HF_HUB_OFFLINE": "1", "TMPDIR": str(log.parent)}
     peaks, stopped, written, output = {"VmHWM": 0, "RssAnon": 0}, "", 0, log.with_suffix(".out")
     before = disk = disk_bytes(log.parent)
-    with log.open("w") as errors, output.open("w") as results:
+    with log.open("w", encoding="utf-8") as errors, output.open("w") as results:
         begun = time.perf_counter()
         process = subprocess.Popen(command, stdout=results, stderr=errors, env=environment)
         try:
@@ -150,7 +150,7 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
                 process.kill()
                 process.wait()
     if stopped or process.returncode:
-        said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         raise RuntimeError(stopped or (said[-1].strip() if said else f"ended with {process.returncode}"))
     return {
         "seconds": seconds,
@@ -176,7 +176,7 @@ def disk_bytes(folder: Path) -> int:
 def _figures(process: int, file: str, names: Iterable[str]) -> dict[str, int]:
     """The numbers in the lines of /proc/PROCESS/FILE that begin with `names`; those that it lacks are left out."""
     try:
-        lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
+        lines = Path(f"/proc/{process}/{file}").read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     fields = {name: words.split() for name, _, words in (line.partition(":") for line in lines)}
@@ -395,7 +395,7 @@ def main() -> None:
 def _available() -> float:
     """Nine tenths of the memory that Linux has available, in GB; elsewhere 1,000."""
     file = Path("/proc/meminfo")
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 0)
     return round(0.9 * kilobytes * 1024 / 1e9, 1) or 1000.0
 

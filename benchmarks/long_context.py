@@ -81,7 +81,7 @@ class Cell:
 def available_bytes() -> float:
     """The available memory; infinite if Linux does not report it."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return float("inf")
     return 1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))

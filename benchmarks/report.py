@@ -29,7 +29,7 @@ def describe_machine(threads: int) -> str:
     """The processor with its vector extensions (if Linux lists them), the cores, and `threads`."""
     facts: dict[str, str] = {}
     cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
+    for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []:
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())
     flags = f"{facts.get('flags', '')} {facts.get('Features', '')}".split()
@@ -94,7 +94,7 @@ class Kept:
         self._path, self.data = path, data
         path.parent.mkdir(parents=True, exist_ok=True)  # for the page and the plot next to it, too
         if path.exists():
-            earlier = json.loads(path.read_text())
+            earlier = json.loads(path.read_text(encoding="utf-8"))
             if all(earlier.get(name) == data[name] for name in same):
                 self.data = earlier
 

@@ -131,7 +131,7 @@ class Server:
             given = os.environ.get("PYTHONPATH")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), given]))
         command = [part.format(port=port) for part in command]
-        with log.open("w") as file:
+        with log.open("w", encoding="utf-8") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
         try:
             self._wait()

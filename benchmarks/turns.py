@@ -56,7 +56,7 @@ class Worker:
         command = [python, str(Path(__file__).with_name("worker.py")), work, system, str(model)]
         command += ["--threads", str(threads), "--options", json.dumps(options)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
         )

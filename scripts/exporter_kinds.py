@@ -125,7 +125,7 @@ def cell(form: str, python: str, folder: Path) -> str:
 
 def for_any_transformers(config: Path) -> None:
     """Rewrite a config.json so that transformers 4 (optimum) reads it, too."""
-    fields = json.loads(config.read_text())
+    fields = json.loads(config.read_text(encoding="utf-8"))
     rope = fields["rope_parameters"]
     if "full_attention" in rope:
         del fields["rope_parameters"]
@@ -134,7 +134,7 @@ def for_any_transformers(config: Path) -> None:
     fields["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] != "default":
         fields["rope_scaling"] = rope
-    config.write_text(json.dumps(fields))
+    config.write_text(json.dumps(fields), encoding="utf-8")
 
 
 def prepare(kind: str, folder: Path) -> None:

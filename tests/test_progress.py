@@ -79,7 +79,7 @@ def test_a_bar_for_callers_without_a_callback_on_a_terminal(monkeypatch: pytest.
 
 
 def bytes_written() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
+    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith("write_bytes")).split()[1])
 
 

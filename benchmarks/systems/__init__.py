@@ -114,7 +114,7 @@ def prompt_ids(rows: int, tokens: int, vocab_size: int) -> Ids:
 def memory() -> dict[str, int]:
     """The memory of this process in bytes, "anonymous" and "mapped"; {} without /proc."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     fields = dict(line.split(":", 1) for line in lines)

@@ -20,7 +20,7 @@ class EngineAlone:
 
     def __init__(self, model: Path, threads: int, requests: str, slots: int) -> None:
         config = {"session.intra_op.allow_spinning": "0"}
-        asked = json.loads(Path(requests).read_text())
+        asked = json.loads(Path(requests).read_text(encoding="utf-8"))
         body, self._prompts = asked["body"], asked["prompts"]
         self._params = SamplingParams(
             max_new_tokens=body["max_tokens"], temperature=body["temperature"], eos_token_id=()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ def sparse_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     gather the pages: up to a second a row was measured."""
     count = math.prod(shape)
     size = count * np.dtype(dtype).itemsize
-    if size < _OWN_MAPPING_FROM or not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows has none
+    if size < _OWN_MAPPING_FROM or sys.platform == "win32":  # Windows maps no memory like this
         return np.zeros(shape, dtype)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -55,6 +56,6 @@ def sparse_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
             f"a tensor {list(shape)} takes {size / 1e9:.1f} GB, which this system does not have; take fewer rows or "
             "slots, or fewer tokens a row (ctx_len, or max_new_tokens)"
         ) from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux, where huge pages may be given unasked
+    if sys.platform == "linux":  # where huge pages may be given unasked
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -17,6 +17,7 @@ from qsample.errors import PackageError
 
 _AT_FDCWD: Final = -100  # Linux: paths are relative to the working directory
 _SWAP: Final = 2  # RENAME_EXCHANGE of Linux's renameat2(2), RENAME_SWAP of macOS's renamex_np(2)
+_IN_USE: Final = ", or end the program that has a file of the package there open: Windows moves no open file"
 # The answers of a system, a file system or a sandbox that lacks the call. EPERM may also be meant: then the renames in
 # its place fail as well, and say so.
 _UNSUPPORTED: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
@@ -51,7 +52,7 @@ def put_in_place(scratch: ScratchFolder, target: Path, check: Callable[[Path], N
     except OSError as error:
         raise PackageError(
             f"cannot move the package to {target}: {error.strerror}; choose another folder on the same disk, whose "
-            "parent folder can be written to"
+            f"parent folder can be written to{_IN_USE if os.name == 'nt' else ''}"
         ) from error
     if os.name == "posix":  # elsewhere a folder cannot be opened
         with suppress(OSError):  # the package is there; some file systems cannot flush a folder

@@ -122,7 +122,7 @@ def evaluate(
     vocabularies or tokenizers differ, a package has no tokenizer for a text, or a model gives logits that are not
     numbers; PackageError for a folder that is not a package.
 
-    >>> evaluate("tiny-int4", Path("book.txt").read_text(), against="tiny-cpu").packages[0].comparisons[0].kl
+    >>> evaluate("tiny-int4", Path("book.txt").read_text("utf-8"), against="tiny-cpu").packages[0].comparisons[0].kl
     """
     report = progress or unreported
     chosen, references = opened(packages, "package"), opened(against, "reference")

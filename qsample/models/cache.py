@@ -123,7 +123,7 @@ def open_cached(
                 made = scratch.new / path.name  # compile would keep a refused package next to another place
                 make(made)
                 seal = {"entry": path.name, "manifest": sha256_of(made / MANIFEST_NAME), "files": _states(made)}
-                (made / _SEAL).write_text(json.dumps(seal))
+                (made / _SEAL).write_text(json.dumps(seal), "utf-8")
                 made.rename(path)
             found = _use(path)
         if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -129,7 +130,7 @@ class DeviceThread:
 
 
 def _work(tasks: _Tasks, processors: Collection[int] | None) -> None:
-    if processors is not None:
+    if sys.platform == "linux" and processors is not None:
         os.sched_setaffinity(0, processors)  # of this thread
     while (task := tasks.get()) is not None:
         future, run = task

@@ -162,10 +162,10 @@ def measure(
 
 def peak_memory_bytes() -> int:
     """The most memory that this process has held at once, mapped files included; 0 if that is unknown."""
-    try:
-        import resource
-    except ImportError:  # Windows has none
+    if sys.platform == "win32":
         return 0
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -367,12 +367,14 @@ def _serve() -> None:
 
 def _limit() -> None:
     """Bound the process's memory and stack, on systems that can."""
-    try:
-        import resource
+    if sys.platform != "linux":
+        return
+    import resource
 
+    try:
         with open("/proc/self/statm", encoding="ascii") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):  # not Linux
+    except OSError:  # no /proc
         return
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.RLIM_INFINITY))

@@ -7,6 +7,7 @@ import logging
 import math
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -191,10 +192,10 @@ def close_late(connections: Iterable[Any]) -> None:
 
 def _raise_open_files() -> None:
     """Raise the process's limit of open files to the system's."""
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":  # has none
         return
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MOST_CONNECTIONS)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -68,7 +68,7 @@ def write_document(rows: Mapping[str, Row], path: Path) -> None:
     text += "".join(f"{_line(row)}\n" for row in found)
     counts = Counter(row.result for row in found)
     text += "\nIn all: " + ", ".join(f"{count} {result}" for result, count in counts.most_common()) + ".\n"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def _line(row: Row) -> str:

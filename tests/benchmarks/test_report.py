@@ -74,7 +74,7 @@ def test_a_page_says_what_its_figures_say(
 ) -> None:
     """Written again from its JSON file, a page is what it is, to the letter."""
     file = Path(shutil.copy(DOCS / f"{name}.json", tmp_path))
-    given: Any = json.loads(file.read_text())
+    given: Any = json.loads(file.read_text(encoding="utf-8"))
     module, decoders = benchmark(name), benchmark("decoders")
     for part in (module, decoders):
         for function in ("plot", "print_table"):

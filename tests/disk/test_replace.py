@@ -78,7 +78,7 @@ def test_readers_while_a_package_is_replaced(times: int, readers: int, tmp_path:
 
 
 def a_file(target: Path) -> None:
-    target.write_text("mine")
+    target.write_text("mine", encoding="utf-8")
 
 
 def a_folder(target: Path) -> None:
@@ -362,6 +362,24 @@ def test_systems_without_the_call(
     monkeypatch.setattr(sys, "platform", platform)
     assert exchange(*folders) is False
     assert numbers(*folders) == ["0", "1"]
+
+
+def test_windows_moves_no_folder_with_an_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write(tmp_path / "package").path
+    move = Path.rename
+
+    def rename(self: Path, to: Path) -> Path:
+        if self == target:
+            raise PermissionError(errno.EACCES, "Access is denied")
+        return move(self, to)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(module, "os", SimpleNamespace(**{**vars(os), "name": "nt"}))
+    monkeypatch.setattr(module, "exchange", lambda first, second: False)
+    with pytest.raises(PackageError, match=r"Access is denied; .*end the program that has a file"):
+        write(target, overwrite=True)
+    assert os.listdir(tmp_path) == ["package"]
+    assert read_package(target).path == target
 
 
 def test_a_file_arrives_whole_or_leaves_the_old_one(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_one_weight_at_a_time_is_made_float32(tmp_path: Path) -> None:
         disabled_optimizers=["ConstantFolding"],
     )
     session.run(None, {"x": np.ones((1, 8), np.float32)})
-    events = json.loads(Path(session.end_profiling()).read_text())
+    events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     ran = [event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
     ran.sort(key=lambda event: event["ts"])
     assert [event["args"]["op_name"] for event in ran] == ["Cast", "MatMul", "Tanh"] * count

@@ -9,4 +9,4 @@ _STATM = Path("/proc/self/statm")
 
 def resident() -> int:
     """Bytes of this process in memory; 0 where nothing says so."""
-    return int(_STATM.read_text().split()[1]) * 4096 if _STATM.exists() else 0
+    return int(_STATM.read_text(encoding="utf-8").split()[1]) * 4096 if _STATM.exists() else 0

@@ -34,7 +34,7 @@ def allocate() -> mmap.mmap:
 def huge_pages_of(memory: mmap.mmap) -> int:
     """How many pages the mapping that `memory` is in has."""
     address, inside = np.frombuffer(memory, np.uint8).ctypes.data, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if "-" in line.split()[0]:
             start, _, end = line.split()[0].partition("-")
             inside = int(start, 16) <= address < int(end, 16)
@@ -113,7 +113,7 @@ def test_the_decoder_is_loaded_into_them(fake: Callable[..., Package], monkeypat
 def resident(path: Path) -> int:
     """KiB of `path` in this process's memory."""
     total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if "-" in line.split()[0]:
             inside = line.endswith(str(path))
         elif inside and line.startswith("Rss:"):

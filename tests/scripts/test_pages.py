@@ -55,7 +55,7 @@ def _make(folder: Path) -> None:
 
 
 def _change(config: Path, **fields: object) -> None:
-    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+    config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), **fields}), encoding="utf-8")
 
 
 @pytest.mark.ci

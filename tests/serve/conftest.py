@@ -63,7 +63,11 @@ def local_app(served_package: Path, chat_template: Path) -> Callable[..., TestCl
     as a context."""
 
     def make(**settings: Any) -> TestClient:
-        fixed = {"models": {"tiny": str(served_package)}, "chat_template": chat_template.read_text(), "threads": 1}
+        fixed = {
+            "models": {"tiny": str(served_package)},
+            "chat_template": chat_template.read_text(encoding="utf-8"),
+            "threads": 1,
+        }
         return TestClient(make_app(ServeSettings(**{**fixed, **settings})), raise_server_exceptions=False)
 
     return make

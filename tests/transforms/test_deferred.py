@@ -152,7 +152,7 @@ def test_an_address_that_is_used_again_is_no_placeholder() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_it_takes_no_memory() -> None:
     def anonymous() -> int:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
         return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) * 1024
 
     before = anonymous()

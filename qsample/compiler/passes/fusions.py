@@ -1,7 +1,6 @@
 """Fuses a graph into ONNX Runtime's own operators for a provider, and joins its matrix products.
 
-Only this module uses transformers' private fusion passes, so transformers is pinned to 5.23; they also cover attention
-that a model writes out. Without transformers, onnxscript's fusions of norms, activations and transposed products run:
+Only this module uses transformers' private fusion passes; they also cover attention that a model writes out. Without transformers, onnxscript's fusions of norms, activations and transposed products run:
 enough for a decode graph. Both run onnxscript's optimizer. It takes a number for 0 within 1e-8 and for 1 within 1e-5
 and drops additions and products with it: a norm's eps, a scale close to 1, the factor below 1 of the sampler's draw.
 These numbers are hidden from it.
