@@ -1,9 +1,9 @@
 """Fuses a graph into ONNX Runtime's own operators for a provider, and joins its matrix products.
 
-Only this module uses transformers' private fusion passes; they also cover attention that a model writes out. Without transformers, onnxscript's fusions of norms, activations and transposed products run:
-enough for a decode graph. Both run onnxscript's optimizer. It takes a number for 0 within 1e-8 and for 1 within 1e-5
-and drops additions and products with it: a norm's eps, a scale close to 1, the factor below 1 of the sampler's draw.
-These numbers are hidden from it.
+Only this module uses transformers' private fusion passes; they also cover attention that a model writes out. Without
+transformers, onnxscript's fusions of norms, activations and transposed products run: enough for a decode graph. Both
+run onnxscript's optimizer. It takes a number for 0 within 1e-8 and for 1 within 1e-5 and drops additions and products
+with it: a norm's eps, a scale close to 1, the factor below 1 of the sampler's draw. These numbers are hidden from it.
 
 Query, key and value projections become one MatMul, gate and up another: fewer and longer kernels. The joint matrix is
 put together when it is read, so that weights stay mapped from their files; ONNX Runtime's own fusion would read them.
