@@ -202,8 +202,9 @@ class _Header:
         return struct.unpack_from(form, self.data, begin)
 
     def text(self, what: str) -> str:
-        (length,) = self.numbers("<Q")
-        begin = self.pass_over(length, what)
+        begin = self.at + 8
+        length = int.from_bytes(self.data[self.at : begin], "little")
+        self.pass_over(8 + length, what)
         try:
             return self.data[begin : self.at].decode()
         except UnicodeDecodeError:

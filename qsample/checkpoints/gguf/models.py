@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,34 +26,26 @@ _FREQUENCIES: Final = "rope_freqs.weight"
 _LONGROPE: Final = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 _OF_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _MODULES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ATTENTION: Final = {
+_LAYER: Final = {  # modules by the names of their tensors, where a family has no other
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
-_HEAD_NORMS: Final = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_DENSE: Final = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_LAYER: Final = _ATTENTION | _DENSE
 _GEMMA3: Final = {
-    **(_LAYER | _HEAD_NORMS),
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
-}
-_PHI3: Final = {
-    **_ATTENTION,
-    "attn_qkv": "self_attn.qkv_proj",
-    "ffn_up": "mlp.gate_up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GPT_OSS: Final = {
-    **_ATTENTION,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.router",
-    "attn_sinks": "self_attn.sinks",
 }
 _EXPERTS: Final = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 
@@ -64,16 +56,16 @@ class Family:
 
     Attributes:
         model_type: of the configuration.
-        modules: of a layer, by the names of its tensors.
         settings: of the configuration, besides those of all families, which it gets.
+        modules: of a layer, besides `_LAYER` or in its place.
         is_interleaved: whether the halves of a rotated head take turns in the rows of queries and keys.
         norm_shift: what the file adds to the weights of norms.
         experts: None; "joined" for gate above up; "alternating" for rows of gate and up in turns, then transposed.
     """
 
     model_type: str
-    modules: Mapping[str, str]
     settings: Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]] = lambda file, config: {}
+    modules: Mapping[str, str] = field(default_factory=dict)
     is_interleaved: bool = False
     norm_shift: float = 0.0
     experts: str | None = None
@@ -144,7 +136,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     layers = _integer(file, "block_count")
     if layers > len(file.tensors):
         raise QsampleError(f"{file.path} has {len(file.tensors)} tensors for {layers} layers; download it again")
-    if _integer(file, "attention.value_length", size) != size or (rotated != size and family.modules is not _PHI3):
+    if _integer(file, "attention.value_length", size) != size or (rotated != size and family.model_type != "phi3"):
         raise UnsupportedModelError(
             f"{file.path} has keys, values and rotations of different lengths, which is not read"
         )
@@ -198,8 +190,9 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Weight]:
 
 def _target(family: Family, name: str) -> str | None:
     """The model's name of a tensor; None if it has none."""
-    if (match := _OF_LAYER.fullmatch(name)) and match[2] in family.modules:
-        module = f"model.layers.{int(match[1])}.{family.modules[match[2]]}"
+    modules = {**_LAYER, **family.modules}
+    if (match := _OF_LAYER.fullmatch(name)) and match[2] in modules:
+        module = f"model.layers.{int(match[1])}.{modules[match[2]]}"
         return module if module.endswith(".sinks") else f"{module}.{match[3]}"
     module, _, part = name.partition(".")
     return f"{_MODULES[module]}.{part}" if module in _MODULES and part in ("weight", "bias") else None
@@ -293,20 +286,17 @@ def _factors(file: GgufFile, name: str, rotated: int) -> list[float]:
 def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     window, layers = _integer(file, "attention.sliding_window", 0, least=0), config["num_hidden_layers"]
     period = _integer(file, "attention.sliding_window_pattern", 6)
+    kinds = ["sliding_attention" if window and i % period else "full_attention" for i in range(1, layers + 1)]
     local = {"rope_type": "default", "rope_theta": _number(file, "rope.freq_base_swa", 1e4)}
-    softcap = file.value("final_logit_softcapping")
+    # The model of 62 layers, 27B, scales by the width (llama_model_gemma3 in llama.cpp).
+    scaled_by = config["hidden_size"] // config["num_attention_heads"] if layers == 62 else config["head_dim"]
     return {
         "sliding_window": window or None,
-        "layer_types": [
-            "sliding_attention" if window and (i + 1) % period else "full_attention" for i in range(layers)
-        ],
+        "layer_types": kinds,
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
-        # The model of 62 layers, 27B, scales by the width (llama_model_gemma3 in llama.cpp).
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if layers == 62
-        else config["head_dim"],
+        "query_pre_attn_scalar": scaled_by,
         "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": None if softcap is None else _number(file, "final_logit_softcapping"),
+        "final_logit_softcapping": _number(file, "final_logit_softcapping", 0.0) or None,
     }
 
 
@@ -354,18 +344,21 @@ def _gpt_oss(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-FAMILIES: Final[dict[str, Family]] = {
-    "llama": Family("llama", _LAYER, is_interleaved=True),
-    "qwen2": Family("qwen2", _LAYER),
-    "qwen3": Family("qwen3", _LAYER | _HEAD_NORMS),
-    "gemma3": Family("gemma3_text", _GEMMA3, _gemma3, norm_shift=1.0),
-    "mistral3": Family("mistral", _LAYER, _mistral3, is_interleaved=True),
-    "phi3": Family("phi3", _PHI3, _phi3),
-    "granite": Family("granite", _LAYER, _granite, is_interleaved=True),
-    "qwen3moe": Family(
-        "qwen3_moe", _ATTENTION | _HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}, _qwen3moe, experts="joined"
+FAMILIES: Final = {
+    "llama": Family("llama", is_interleaved=True),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3"),
+    "gemma3": Family("gemma3_text", _gemma3, _GEMMA3, norm_shift=1.0),
+    "mistral3": Family("mistral", _mistral3, is_interleaved=True),
+    "phi3": Family("phi3", _phi3, {"ffn_up": "mlp.gate_up_proj"}),
+    "granite": Family("granite", _granite, is_interleaved=True),
+    "qwen3moe": Family("qwen3_moe", _qwen3moe, experts="joined"),
+    "gpt-oss": Family(
+        "gpt_oss",
+        _gpt_oss,
+        {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        experts="alternating",
     ),
-    "gpt-oss": Family("gpt_oss", _GPT_OSS, _gpt_oss, experts="alternating"),
 }
 
 
