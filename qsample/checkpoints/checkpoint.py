@@ -282,7 +282,7 @@ class Checkpoint:
         if self.adapter_files is not None:
             merge_adapter(model, *self.adapter_files)
         if quantized is not None:
-            quantized.check_loaded(info["missing_keys"], info["unexpected_keys"])
+            quantized.check_loaded(self.model_id, info["missing_keys"], info["unexpected_keys"])
             quantized.attach(model)
         return model  # from_pretrained returns it in eval mode
 

@@ -73,12 +73,12 @@ class QuantizedCheckpoint:
             )
         return len(attached)
 
-    def check_loaded(self, missing: Collection[str], unexpected: Collection[str]) -> None:
+    def check_loaded(self, model_id: str, missing: Collection[str], unexpected: Collection[str]) -> None:
         """Raise QsampleError if the checkpoint lacks weights of the model, or has a layer or bias too many."""
         lost = sorted(set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases))
         if missing or lost:
             problem = f"lacks {listed(missing)}" if missing else f"has {listed(lost)}, which the model does not know"
-            raise QsampleError(f"the quantized checkpoint {problem}; it is damaged, or of another model than it says")
+            raise QsampleError(f"{model_id} {problem}; it is damaged, or of another model than it says")
 
 
 def read_quantized(

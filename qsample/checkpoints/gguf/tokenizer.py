@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from qsample.checks import is_integer, is_number
-from qsample.errors import QsampleError, UnsupportedModelError, shown, unknown
+from qsample.errors import QsampleError, UnsupportedModelError, shown
 
 if TYPE_CHECKING:
     from qsample.checkpoints.gguf.file import GgufFile
@@ -188,8 +188,9 @@ def stop_ids(file: GgufFile) -> list[int]:
 
 def _byte_level(metadata: _Metadata, pre: str) -> Tokenizer:
     if pre not in _EXPRESSIONS:
-        known = unknown("of an unknown kind", pre, _EXPRESSIONS)
-        raise UnsupportedModelError(f"{metadata.path}: {_KEYS}pre, which cuts texts into words, is {known}; {_REMEDY}")
+        raise UnsupportedModelError(
+            f"{metadata.path}: {_KEYS}pre is {shown(pre)}, and how that cuts texts into words is not known; {_REMEDY}"
+        )
     ids = metadata.ids
     merges = {}
     for text in metadata.needed("merges", str):
