@@ -72,11 +72,17 @@ class IntegerWeight:
     def blocks(self, dtype: torch.dtype) -> QuantizedWeight | None:
         """The same integers as MatMulNBits reads them, scales and offsets in `dtype`; None if no block size fits the
         groups. Inputs that are not in the order of their groups (GPTQ's act-order) are put in order, a group that is
-        larger than a block repeats its scale, and levels are stored in 4 or 8 bits.
+        larger than a block repeats its scale, and levels are stored in 4 or 8 bits. Without zero points, they fill
+        these from the highest bit down (over a scale in float32, which then becomes smaller exactly): their middle is
+        that of the stored bits, and offsets find a zero point nearby.
 
         With offsets, the zero point is the integer nearest to the number that stands for a weight of 0, so that
         activations in 8 bits lose as little as with symmetric weights; the offset is the rest.
         """
+        bits = 4 if self.bits <= 4 else 8
+        if self.bits < bits and self.zero_points is None and dtype == torch.float32:
+            levels, scales = self.levels << (bits - self.bits), self.scales / np.float32(2 ** (bits - self.bits))
+            return replace(self, bits=bits, levels=levels, scales=scales).blocks(dtype)
         outputs, inputs = self.levels.shape
         groups = self.groups if self.groups is not None else np.arange(inputs) // (inputs // self.scales.shape[1])
         order = None
@@ -87,7 +93,6 @@ class IntegerWeight:
         if not fitting:
             return None
         size = max(fitting)
-        bits = 4 if self.bits <= 4 else 8
         of_block = groups[::size]
         levels = self.levels if order is None else self.levels[:, order]
         zero_points, offsets = self._zero_points(bits)

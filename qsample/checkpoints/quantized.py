@@ -24,7 +24,7 @@ from qsample.checkpoints.small_floats import FloatMatrix
 from qsample.contract.tensors import BLOCK_SIZES
 from qsample.errors import QsampleError, listed
 from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
-from qsample.transforms.quantized_linear import set_quantized_weight
+from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,9 @@ class QuantizedCheckpoint:
             if found not in self.layers or found is None or weight is None:
                 continue
             key = self.layers[found]
-            if _takes_blocks(layer) and key in self.blocks and weight.is_contiguous():
-                set_quantized_weight(layer, self.blocks.read(key))
+            blocks = self.blocks.read(key) if key in self.blocks and weight.is_contiguous() else None
+            if blocks is not None and _takes(layer, blocks):
+                set_quantized_weight(layer, blocks)
                 attached.add(key)
             elif weight.numel() < SMALLEST:
                 layer.weight = nn.Parameter(numbers(weight.detach()), requires_grad=False)
@@ -121,9 +122,9 @@ def read_quantized(
     return QuantizedCheckpoint(weights, layers, tuple(without_blocks), frozenset(biases), blocks)
 
 
-def _takes_blocks(layer: nn.Module) -> bool:
+def _takes(layer: nn.Module, blocks: QuantizedWeight) -> bool:
     if isinstance(layer, nn.Embedding):
-        return layer.max_norm is None  # such a table changes when it is read
+        return layer.max_norm is None and blocks.order is None  # with a norm, a table changes when it is read
     return type(layer).forward in (nn.Linear.forward, Conv1D.forward)  # subclasses may do more than that
 
 

@@ -30,6 +30,7 @@ from qsample.disk.space import check_free
 from qsample.graph.adapters import join_adapters, split_adapters
 from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.join import split_at_logits
+from qsample.graph.packed import in_bytes
 from qsample.graph.save import save_graph
 from qsample.graph.weights import load_graph, widen_weights
 from qsample.package.manifest import GraphPart
@@ -146,6 +147,7 @@ def start(plan: CompilePlan, stages: Stages, folder: Path, scratch: Path) -> Bui
     texts = calibration_sequences(plan) if plan.calibrated else []  # before the work: it may be refused
     model = load_graph(plan.decoder)
     widen_weights(model)
+    in_bytes(model)
     return Build(plan, stages, folder, scratch, model, texts=texts)
 
 

@@ -21,6 +21,7 @@ from qsample.errors import ParityError, QsampleError
 from qsample.exporters import parity
 from qsample.graph.join import append_sampler
 from qsample.graph.operators import OPSET, is_matmul_nbits
+from qsample.graph.packed import in_nibbles, offsets_of
 from qsample.graph.weights import narrow_weights, save_beside
 from qsample.package.manifest import Manifest, Source, TokenIds
 from qsample.progress import Stage, Stages
@@ -64,6 +65,7 @@ def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = Fal
     interface = draft.interface
     stages.begin(Stage.WRITING_WEIGHTS)
     packed = packed_weights(draft.model)
+    in_nibbles(draft.model)
     write_graphs(draft.model, interface, draft.token_ids.pad, folder, refer=refer)
     stages.begin(Stage.COMPARING)
     try:
@@ -116,9 +118,10 @@ def write_graphs(
 def packed_weights(model: ir.Model) -> dict[str, Any] | None:
     """The manifest's figures of weights that came quantized; None without them."""
     packed = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
-    weights = {value: node for node in packed for value in node.inputs[1:4] if value is not None}
     if not packed:
         return None
+    weights = {value for node in packed for value in node.inputs[1:4] if value is not None}
+    weights |= {found.offsets for found in map(offsets_of, packed) if found is not None}
     return {
         "matrices": len(packed),
         "bits": sorted({node.attributes.get_int("bits", 4) for node in packed}),

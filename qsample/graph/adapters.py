@@ -23,6 +23,7 @@ from qsample.contract.tensors import ADAPTER, BATCH
 from qsample.errors import CompileError
 from qsample.graph.edit import copy_node, initializer, insert, producer, put_behind, replace_outputs, reshape_target
 from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib, is_matmul_nbits
+from qsample.graph.packed import offsets_of
 from qsample.graph.weights import JoinedTensor
 
 _NOBODY: Final = -(2**31)  # the number of no adapter
@@ -158,6 +159,8 @@ def join_adapters(model: ir.Model, interface: Interface, weights: Iterable[tuple
 
 def _layers(node: ir.Node, paths: Sequence[str | None]) -> list[Layer]:
     states, result = node.inputs[0], node.outputs[0]
+    if (offsets := offsets_of(node)) is not None:
+        result = offsets.total.outputs[0]
     gather = producer(states)
     if gather is not None and is_matmul_nbits(node) and gather.op_type == "Gather":  # act-order
         states = gather.inputs[0]

@@ -54,16 +54,17 @@ class QuantizedWeight:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def row_offsets(self) -> Tensor | None:
-        """[N, K / block_size], to be added to scale * (level - 2^(bits - 1)): kernels of different devices read other
-        zero points of a GatherBlockQuantized in different ways. None: nothing."""
+        """[N, K / block_size, 1], to be added to scale * (level - 2^(bits - 1)); None: nothing. Kernels of different
+        devices read other zero points of a GatherBlockQuantized in different ways."""
         if self.zero_points is None:
-            return None if self.offsets is None else numbers(self.offsets).T.contiguous()
+            return None if self.offsets is None else numbers(self.offsets).T[..., None].contiguous()
         rows, blocks = self.blocks.shape[:2]
         packed = numbers(self.zero_points).reshape(rows, -1)
         zeros = packed if self.bits == 8 else torch.stack([packed & 15, packed >> 4], -1).reshape(rows, -1)[:, :blocks]
         shift = 2 ** (self.bits - 1) - zeros.to(torch.float64)
         result = numbers(self.scales).reshape(rows, blocks) * shift
-        return (result if self.offsets is None else result + numbers(self.offsets).T).to(self.scales.dtype)
+        result = result if self.offsets is None else result + numbers(self.offsets).T
+        return result.to(self.scales.dtype)[..., None]
 
 
 def set_quantized_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
@@ -147,5 +148,5 @@ class _RowsOfBlocks(TorchFunctionMode):
             version=1,
         )
         if offsets is not None:
-            rows = rows + nn.functional.embedding(ids, offsets)[..., None]
+            rows = rows + offsets[ids]
         return rows.reshape(*ids.shape, inputs)

@@ -42,6 +42,7 @@ from qsample.graph.edit import (
     reshape_target,
 )
 from qsample.graph.operators import is_matmul_nbits, middle_zero_points
+from qsample.graph.packed import Offsets, block_sums, offsets_of
 from qsample.graph.rewriting import operators_first
 from qsample.graph.weights import JoinedTensor
 
@@ -194,13 +195,15 @@ class _Projection(NamedTuple):
     output_size: int
     kind: Hashable
     operands: list[ir.TensorProtocol]
+    offsets: Offsets | None = None
 
 
 def join_projections(model: ir.Model) -> bool:
     """Join the projections that read the same value, in the graph and, with constants of the graph, in bodies of Scans.
 
     1. MatMuls by initializers [K, N] are joined if their dtype is one.
-    2. MatMulNBits are joined if bits, block size, accuracy and dtype are; if any has zero points, all get them.
+    2. MatMulNBits are joined if bits, block size, accuracy and dtype are; if any has zero points or offsets, all get
+       them.
     3. MatMulNBits that read a value's columns in the same order (act-order) read the same Gather first.
     """
     graph, modified = model.graph, _share_orders(model.graph)
@@ -246,9 +249,10 @@ def _projection(node: ir.Node) -> _Projection | None:
         inputs, outputs = tensors[0].shape.numpy()
         return _Projection(node, int(outputs), (node.op_type, int(inputs), tensors[0].dtype), tensors)
     if is_matmul_nbits(node) and len(tensors) in (2, 3):  # with a zero point or without
+        offsets = offsets_of(node)
         sizes = tuple(node.attributes.get_int(name, 0) for name in ("K", "bits", "block_size", "accuracy_level"))
         outputs = node.attributes.get_int("N", 0)
-        return _Projection(node, outputs, (node.op_type, *sizes, tensors[1].dtype), tensors)
+        return _Projection(node, outputs, (node.op_type, *sizes, tensors[1].dtype), tensors, offsets)
     return None
 
 
@@ -279,11 +283,18 @@ def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None
     nodes = {sibling.node for sibling in siblings}
     first = next(node for node in one.graph if node in nodes)  # `value` is computed by then
     one.graph.insert_before(first, [joint, split])
+    if any(sibling.offsets is not None for sibling in siblings):
+        sums = block_sums(joint, value, one.attributes.get_int("block_size", 0))
+        offsets = _joined(graph, f"{name}_offsets", [_offsets(sibling) for sibling in siblings], axis=1)
+        product = insert(joint, "MatMul", [sums, offsets], output.shape)
+        split.replace_input_with(0, insert(split, "Add", [output, product], output.shape))
     for sibling, part in zip(siblings, split.outputs, strict=True):
-        old = sibling.node.outputs[0]
+        found = sibling.offsets
+        old = (sibling.node if found is None else found.total).outputs[0]
         part.type, part.shape = old.type, old.shape
         old.replace_all_uses_with(part, replace_graph_outputs=True)
-        _remove(graph, sibling.node)
+        for node in (sibling.node,) if found is None else (found.total, found.product, sibling.node):
+            _remove(graph, node)
         part.name = old.name
 
 
@@ -307,6 +318,14 @@ def _zero_points(sibling: _Projection) -> ir.TensorProtocol:
     """Those of a projection that has none."""
     bits, blocks = sibling.node.attributes.get_int("bits", 4), int(sibling.operands[0].shape.numpy()[1])
     return ir.Tensor(middle_zero_points(sibling.output_size, blocks, bits))
+
+
+def _offsets(sibling: _Projection) -> ir.TensorProtocol:
+    """[blocks, N]: its offsets, or zeros."""
+    if sibling.offsets is not None and (tensor := sibling.offsets.offsets.const_value) is not None:
+        return tensor
+    blocks = int(sibling.operands[0].shape.numpy()[1])
+    return ir.Tensor(np.zeros((blocks, sibling.output_size), sibling.operands[1].dtype.numpy()))
 
 
 def _joined(graph: ir.Graph, name: str, parts: list[ir.TensorProtocol], axis: int) -> ir.Value:

@@ -15,6 +15,7 @@ from qsample.contract.arrays import Array
 from qsample.graph import gqa, moe
 from qsample.graph.edit import constant_value
 from qsample.graph.operators import is_contrib, is_matmul_nbits, pack_bits
+from qsample.graph.packed import offsets_of, row_offsets_of
 from qsample.graph.pieces import PIECE, Piece, PiecewiseTensor, read, readable
 
 Shape = tuple[int, ...]
@@ -221,8 +222,11 @@ def float_bytes(model: ir.Model) -> int:
 
 
 def _scales_and_tables(node: ir.Node) -> list[ir.Value | None]:
-    if is_matmul_nbits(node) or node.op_type == "GatherBlockQuantized":
-        return [node.inputs[2]]
+    if is_matmul_nbits(node):
+        found = offsets_of(node)
+        return [node.inputs[2], *([] if found is None else [found.offsets])]
+    if node.op_type == "GatherBlockQuantized":
+        return [node.inputs[2], row_offsets_of(node)]
     if is_contrib(node, moe.QUANTIZED_OP_TYPE):
         return [node.inputs[moe.QuantizedSlot.FC1_SCALES], node.inputs[moe.QuantizedSlot.FC2_SCALES]]
     if node.op_type == gqa.OP_TYPE:

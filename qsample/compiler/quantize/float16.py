@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.quantize.blocks import QuantizationReport, report_quantization
-from qsample.compiler.quantize.weights import matrix_of
+from qsample.compiler.quantize.weights import matrix_of, offset_products
 from qsample.contract.arrays import Array
 from qsample.graph import moe
 from qsample.graph.edit import lazy_initializer, with_loop_bodies
@@ -21,7 +21,9 @@ def store_as_float16(model: ir.Model) -> bool:
     the model is saved, one by one. `model` is optimised already: ONNX Runtime's offline optimisation would fold the
     casts. Returns whether there was a matrix; `quantization_report` has the figures."""
     graph = model.graph
-    matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, with_loop_bodies(graph)) if matrix is not None}
+    kept = offset_products(graph)
+    nodes = (node for node in with_loop_bodies(graph) if node not in kept)
+    matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, nodes) if matrix is not None}
     experts = [node.inputs[slot] for node in moe.mixtures(graph) for slot in (moe.Slot.FC1, moe.Slot.FC2)]
     matrices |= {value: value.const_value for value in experts if value is not None and value.const_value is not None}
     matrices = {value: tensor for value, tensor in matrices.items() if tensor.dtype == ir.DataType.FLOAT}

@@ -38,6 +38,7 @@ from qsample.graph.operators import (
     MATMUL_NBITS,
     is_matmul_nbits,
 )
+from qsample.graph.packed import offsets_of
 
 WIDE_BITS: Final = 8
 _STATE: Final = "past_key_values."
@@ -57,7 +58,7 @@ def quantize_weights(
        the last block of each row is filled up with zeros if `pads` (the device's MatMulNBits takes such a block) and no
        rows are looked up; otherwise it stays as it is.
     3. Matrices that score experts stay as they are: a thousandth of a mixture's weights, and their rounding would
-       decide which experts run. So do tables that are looked up by position, sines say.
+       decide which experts run. So do tables that are looked up by position, sines say, and offsets of packed weights.
     4. `sensitive_products` says which have 8 bits in a mixed quantization.
     5. The numbers are computed when the model is saved; before, by `calibrate`, for the matrices in the graph itself,
        except for the head and lookup tables.
@@ -131,7 +132,7 @@ def _ways(
     graph: ir.Graph, quantization: WeightQuantization, pads: bool
 ) -> dict[ir.Node, tuple[_Matrix, WeightQuantization]]:
     """The nodes to quantize, with their matrix and its quantization, the same for all nodes of a matrix."""
-    kept, found = moe.routers(graph), {}
+    kept, found = moe.routers(graph) | offset_products(graph), {}
     for node in with_loop_bodies(graph):
         matrix = matrix_of(node)
         stays = matrix is None or node in kept or looks_up_positions(node)
@@ -146,6 +147,11 @@ def _ways(
         node: (matrix, replace(way, bits=WIDE_BITS) if matrix.value in values else way)
         for node, (matrix, way) in found.items()
     }
+
+
+def offset_products(graph: ir.Graph) -> set[ir.Node]:
+    """The products by offsets of packed weights."""
+    return {found.product for node in with_loop_bodies(graph) if (found := offsets_of(node)) is not None}
 
 
 def looks_up_positions(node: ir.Node) -> bool:
@@ -289,7 +295,8 @@ def check_quantized(model: ir.Model, quantization: WeightQuantization) -> None:
     report = quantization_report(model)
     if report is not None and (report.matrices or report.experts):
         return
-    nodes = list(with_loop_bodies(model.graph))
+    kept = offset_products(model.graph)
+    nodes = [node for node in with_loop_bodies(model.graph) if node not in kept]
     sizes = {matrix.input_size for node in nodes if (matrix := matrix_of(node)) is not None}
     if sizes:
         smallest = f"{BLOCK_SIZES[0]}, the smallest block"

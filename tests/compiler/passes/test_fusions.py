@@ -212,9 +212,14 @@ def test_no_weight_is_read() -> None:
 Orders = tuple[list[int], list[int]]
 
 
-def quantized(bits: int, zero_points: tuple[bool, bool], orders: Orders | None = None) -> ir.Model:
-    """x [B, 48] → Identity → two MatMulNBits of 6 and 4 outputs. zero_points: which of them has some. orders: those of
-    the columns of x that they read."""
+def quantized(
+    bits: int,
+    zero_points: tuple[bool, bool],
+    orders: Orders | None = None,
+    offsets: tuple[bool, bool] = (False, False),
+) -> ir.Model:
+    """x [B, 48] → Identity → two MatMulNBits of 6 and 4 outputs. zero_points, offsets: which of them has some. orders:
+    those of the columns of x that they read."""
     rng = np.random.default_rng(0)
     result = small_graph("copy (float[B,48] x) => (float[B,48] states) { states = Identity (x) }")
     graph = result.graph
@@ -237,8 +242,35 @@ def quantized(bits: int, zero_points: tuple[bool, bool], orders: Orders | None =
         node = ir.node("MatMulNBits", inputs, attributes, domain="com.microsoft", name=name)
         node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, states.type, ir.Shape(["B", rows])
         graph.append(node)
-        graph.outputs.append(node.outputs[0])
+        graph.outputs.append(with_offsets(node, rng) if offsets[index] else node.outputs[0])
     return result
+
+
+def with_offsets(product: ir.Node, rng: np.random.Generator) -> ir.Value:
+    """The result of `product` plus random offsets of its blocks, behind it, as a trace has them."""
+    graph, size = product.graph, product.attributes.get_int("block_size", 0)
+    assert isinstance(graph, ir.Graph)
+    rows, blocks = product.attributes.get_int("N", 0), product.attributes.get_int("K", 0) // size
+    numbers = rng.normal(size=(blocks, rows)).astype(np.float32)
+    shape = initializer(graph, "blocks_shape", np.array([-1, blocks, size]))
+    parts = ir.node("Reshape", [product.inputs[0], shape])
+    sums = ir.node("ReduceSum", [parts.outputs[0], initializer(graph, "last", np.array([-1]))], {"keepdims": 0})
+    added = ir.node("MatMul", [sums.outputs[0], initializer(graph, f"{product.name}_offsets", numbers)])
+    total = ir.node("Add", [product.outputs[0], added.outputs[0]], name=f"{product.name}_total")
+    graph.extend([parts, sums, added, total])
+    old, new = product.outputs[0], total.outputs[0]
+    new.name, new.type, new.shape = f"{product.name}_total", old.type, old.shape
+    return new
+
+
+@pytest.mark.parametrize("offsets", [(True, True), (True, False), (False, True)])
+def test_offsets_are_joined_with_their_weights(offsets: tuple[bool, bool]) -> None:
+    plain, joint = (quantized(4, (True, True), offsets=offsets) for _ in range(2))
+    assert apply(joint, join_projections)
+    expected = ["Identity", "MatMulNBits", "Reshape", "ReduceSum", "MatMul", "Add", "Split"]
+    assert sorted(operators(joint)) == sorted(expected)
+    feeds = {"x": normal(3, 48)}
+    check_same(joint, plain, feeds, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

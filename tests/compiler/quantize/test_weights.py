@@ -15,7 +15,8 @@ from qsample import AutoModelForCausalLM
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize import weights
-from qsample.compiler.quantize.blocks import quantization_report
+from qsample.compiler.quantize.blocks import float_bytes, quantization_report
+from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.compiler.quantize.weights import check_quantized, head_products, quantize_weights, sensitive_products
 from qsample.errors import CompileError
@@ -420,3 +421,45 @@ def test_a_packages_block_sizes(small: Package, tmp_path: Path) -> None:
     compilation = read_package(tmp_path / "out").manifest.compilation
     assert compilation.quantization["block_size"] == 128
     assert compilation.quantization["block_sizes"] == [16]
+
+
+OFFSETS = """
+packed (int64[B,S] ids, float[B,S,512] x, uint8[64,32,8] blocks, float[64,32] scales, float[32,64] offsets,
+    float[512,64] plain, uint8[48,32,8] table, float[48,32,1] table_scales, float[48,32,1] table_offsets)
+    => (float[B,S,64] result, float[B,S,64] other, float[B,S,32,16] rows) {
+    parts = Reshape (x, shape)
+    sums = ReduceSum <keepdims=0> (parts, last)
+    added = MatMul (sums, offsets)
+    product = com.microsoft.MatMulNBits <K=512, N=64, bits=4, block_size=16> (x, blocks, scales)
+    result = Add (product, added)
+    other = MatMul (x, plain)
+    found = com.microsoft.GatherBlockQuantized <bits=4, block_size=16, gather_axis=0, quantize_axis=2>
+        (table, ids, table_scales)
+    more = Gather (table_offsets, ids)
+    rows = Add (found, more)
+}
+"""
+
+
+def test_offsets_of_packed_weights_stay_float() -> None:
+    """They are matrices that blocks of 16 and 32 would fit."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "blocks": rng.integers(0, 256, (64, 32, 8), dtype=np.uint8),
+        "table": rng.integers(0, 256, (48, 32, 8), dtype=np.uint8),
+        "shape": np.array([0, 0, 32, 16]),
+        "last": np.array([-1]),
+    }
+    shapes = {"scales": (64, 32), "offsets": (32, 64), "plain": (512, 64), "table_scales": (48, 32, 1)}
+    shapes["table_offsets"] = (48, 32, 1)
+    arrays |= {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    text = OFFSETS.replace("table_offsets)\n", "table_offsets, int64[4] shape, int64[1] last)\n", 1)
+    for quantize in (lambda model: quantize_weights(model, WeightQuantization(4)), store_as_float16):
+        model = small_graph(text, {"sums": ["B", "S", 32], "product": ["B", "S", 64]}, constants=arrays)
+        assert float_bytes(model) == arrays["plain"].nbytes
+        assert quantize(model)
+        report = quantization_report(model)
+        assert report is not None
+        assert report.matrices == 1
+        for name in ("offsets", "table_offsets", "scales"):
+            np.testing.assert_array_equal(model.graph.initializers[name].const_value.numpy(), arrays[name])

@@ -1,0 +1,129 @@
+"""Matrices of integers: what they mean in float, and in blocks, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qsample.checkpoints import integers
+from qsample.checkpoints.integers import IntegerWeight, StoredMatrix
+from qsample.transforms.quantized_linear import QuantizedWeight
+from tests.helpers.integer_models import random_integers
+from tests.helpers.quantized_checkpoints import stored_levels
+
+OUTPUTS, INPUTS = 6, 512
+FORMS: list[dict[str, Any]] = [
+    {"bits": 1, "block": 16},
+    {"bits": 2, "block": 16, "offsets": True},
+    {"bits": 3, "block": 32, "zero_points": True},
+    {"bits": 4, "block": 64},
+    {"bits": 4, "block": 32, "offsets": True},
+    {"bits": 4, "block": 128, "zero_points": True, "offsets": True, "act_order": True},
+    {"bits": 5, "block": 32, "offsets": True},
+    {"bits": 6, "block": 16},
+    {"bits": 7, "block": 16, "zero_points": True},
+    {"bits": 8, "block": 256, "zero_points": True, "act_order": True},
+    {"bits": 8, "block": 512, "offsets": True},
+]
+
+
+def meaning(weight: IntegerWeight) -> np.ndarray:
+    """[N, K] float64, one number at a time, as the form is defined."""
+    outputs, inputs = weight.levels.shape
+    size = inputs // weight.scales.shape[1]
+    result = np.zeros((outputs, inputs))
+    for n in range(outputs):
+        for k in range(inputs):
+            g = k // size if weight.groups is None else int(weight.groups[k])
+            zero = 2 ** (weight.bits - 1) if weight.offsets is None else 0
+            zero = zero if weight.zero_points is None else int(weight.zero_points[n, g])
+            offset = 0.0 if weight.offsets is None else float(weight.offsets[n, g])
+            result[n, k] = float(weight.scales[n, g]) * (int(weight.levels[n, k]) - zero) + offset
+    return result
+
+
+def meaning_of_blocks(weight: QuantizedWeight) -> np.ndarray:
+    """[N, K] float64, its inputs in their own order: as MatMulNBits' documentation has it, plus offsets."""
+    outputs, inputs = weight.sizes
+    count = inputs // weight.block_size
+    levels = stored_levels(weight.blocks.numpy().reshape(outputs, -1), weight.bits).reshape(outputs, count, -1)
+    zeros = np.full((outputs, count), 2 ** (weight.bits - 1))
+    if weight.zero_points is not None:
+        zeros = stored_levels(weight.zero_points.numpy().reshape(outputs, -1), weight.bits)[:, :count]
+    floats = (levels.astype(np.int64) - zeros[:, :, None]) * weight.scales.numpy().astype(np.float64)[:, :, None]
+    if weight.offsets is not None:
+        floats += weight.offsets.numpy().astype(np.float64).T[:, :, None]
+    floats = floats.reshape(outputs, inputs)
+    return floats if weight.order is None else floats[:, np.argsort(weight.order.numpy())]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_floats_and_blocks_mean_the_same(form: dict[str, Any]) -> None:
+    weight = random_integers(np.random.default_rng(0), OUTPUTS, INPUTS, **form)
+    wanted = meaning(weight)
+    largest = np.abs(wanted).max()
+    np.testing.assert_allclose(weight.floats(), wanted, rtol=1e-6, atol=1e-7 * largest)
+    blocks = weight.blocks(torch.float32)
+    assert blocks is not None
+    assert (blocks.bits, blocks.block_size) == (4 if form["bits"] <= 4 else 8, min(form["block"], 256))
+    np.testing.assert_allclose(meaning_of_blocks(blocks), wanted, rtol=1e-6, atol=1e-7 * largest)
+    assert (blocks.offsets is not None) == form.get("offsets", False)
+    # Symmetric levels need no zero points, whatever their bits.
+    assert (blocks.zero_points is None) == (not form.get("zero_points") and not form.get("offsets"))
+    if blocks.offsets is None:  # an offset is rounded; scale * (level - zero point) is not
+        np.testing.assert_array_equal(meaning_of_blocks(blocks).astype(np.float32), weight.floats())
+    rows = np.array([3, 0, 5])
+    np.testing.assert_array_equal(weight.rows(rows).floats(), weight.floats()[rows])
+
+
+def test_floats_are_rounded_like_products_and_sums_of_float32() -> None:
+    weight = random_integers(np.random.default_rng(1), OUTPUTS, INPUTS, bits=4, offsets=True)
+    assert weight.offsets is not None
+    size = INPUTS // weight.scales.shape[1]
+    scales, offsets = weight.scales.repeat(size, 1), weight.offsets.repeat(size, 1)
+    np.testing.assert_array_equal(weight.floats(), scales * weight.levels.astype(np.float32) + offsets)
+
+
+def test_the_zero_point_is_the_nearest_within_the_bits() -> None:
+    """-offset / scale: within the levels, below, above, and of a block whose scale is 0."""
+    scales = np.array([[0.5, 0.5, 0.5, 0.0, -0.5]], np.float32)
+    offsets = np.array([[-3.4, 1.0, -20.0, 0.7, 2.6]], np.float32)
+    levels = np.tile(np.arange(16, dtype=np.uint8), (1, 5))
+    blocks = IntegerWeight(4, levels, scales, offsets=offsets).blocks(torch.float32)
+    assert blocks is not None
+    assert blocks.zero_points is not None
+    assert blocks.offsets is not None
+    assert stored_levels(blocks.zero_points.numpy()[None], 4)[0, :5].tolist() == [7, 0, 15, 0, 5]
+    np.testing.assert_allclose(blocks.offsets[:, 0], [0.1, 1.0, -12.5, 0.7, 0.1], rtol=1e-6)
+
+
+def test_half_precision_keeps_the_levels() -> None:
+    """Smaller scales would not fit."""
+    weight = random_integers(np.random.default_rng(2), OUTPUTS, INPUTS, bits=5)
+    blocks = weight.blocks(torch.float16)
+    assert blocks is not None
+    np.testing.assert_array_equal(blocks.blocks.numpy().reshape(OUTPUTS, INPUTS), weight.levels)
+    np.testing.assert_allclose(meaning_of_blocks(blocks), meaning(weight), rtol=1e-3)
+
+
+@pytest.mark.parametrize("block", [8, 24, 40])
+def test_groups_that_no_block_lies_within(block: int) -> None:
+    assert random_integers(np.random.default_rng(4), 8, 480, block=block).blocks(torch.float32) is None
+
+
+def test_parts_are_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_integers(np.random.default_rng(5), 100, 64, zero_points=True)
+    monkeypatch.setattr(integers, "_PART", 64 * 40)
+    read: list[slice] = []
+
+    def rows(index: slice) -> IntegerWeight:
+        read.append(index)
+        return weight.rows(index)
+
+    matrix = StoredMatrix("layer", (100, 64), rows)
+    np.testing.assert_array_equal(matrix.floats(), weight.floats())
+    assert read == [slice(0, 32), slice(32, 64), slice(64, 96), slice(96, 100)]
+    np.testing.assert_array_equal(np.concatenate([part.levels for part in matrix.parts()]), weight.levels)
