@@ -57,7 +57,8 @@ def integer_model(
     model_type: str, scratch: Path, make: Callable[..., Mapping[str, Any]] | None = None, **overrides: Any
 ) -> IntegerModel:
     """A random `model_type` whose matrices are all integers. make: layer → arguments of `random_integers`; by default
-    none. scratch: an empty folder that lives as long as the model."""
+    none. scratch: a new folder that lives as long as the model."""
+    scratch.mkdir()
     floats = random_model(model_type, **overrides)
     rng, integers, weights, turned = np.random.default_rng(0), {}, {}, conv1d_names(floats)
     for name, tensor in floats.state_dict().items():
