@@ -81,8 +81,9 @@ class IntegerWeight:
         """
         bits = 4 if self.bits <= 4 else 8
         if self.bits < bits and self.zero_points is None and dtype == torch.float32:
-            levels, scales = self.levels << (bits - self.bits), self.scales / np.float32(2 ** (bits - self.bits))
-            return replace(self, bits=bits, levels=levels, scales=scales).blocks(dtype)
+            factor = 2 ** (bits - self.bits)
+            wide, scales = self.levels * np.uint8(factor), self.scales / np.float32(factor)
+            return replace(self, bits=bits, levels=wide, scales=scales).blocks(dtype)
         outputs, inputs = self.levels.shape
         groups = self.groups if self.groups is not None else np.arange(inputs) // (inputs // self.scales.shape[1])
         order = None

@@ -80,9 +80,8 @@ def in_nibbles(model: ir.Model) -> bool:
     read: dict[tuple[ir.Value, int], tuple[ir.Value, ir.Value]] = {}
     nodes = [node for node in graph if _is_slow(node)]
     for node in nodes:
-        states, blocks, scales, *zero_points = node.inputs
+        states, blocks, scales, *zero_points = (value for value in node.inputs if value is not None)
         size = node.attributes.get_int("block_size", 0)
-        assert states is not None
         if (states, size) not in read:
             read[states, size] = _in_turns(node, states), block_sums(node, states, size)
         twice, sums = read[states, size]
@@ -119,8 +118,9 @@ def _is_slow(node: ir.Node) -> bool:
     if not is_matmul_nbits(node) or node.attributes.get_int("bits", 4) != 8 or len(node.inputs) > 4:
         return False
     scales, exact = node.inputs[2], node.attributes.get_int("accuracy_level", 0) != INT8_ACTIVATIONS
-    is_table = scales is not None and scales.shape is not None and len(scales.shape) == 2
-    return exact and is_table and scales.dtype == ir.DataType.FLOAT
+    if scales is None or scales.shape is None or len(scales.shape) != 2:  # as FusedMatMul takes them
+        return False
+    return exact and scales.dtype == ir.DataType.FLOAT
 
 
 def _product(old: ir.Node, inputs: Sequence[ir.Value | None], bits: int, factor: float, name: str | None) -> ir.Node:
@@ -150,7 +150,8 @@ def _factors(graph: ir.Graph, scales: ir.Value, zero_points: ir.Value) -> ir.Val
 
     def compute() -> Array:
         shift = _ZERO - zeros.numpy().reshape(shape).astype(np.float64)
-        return (steps.numpy() * shift).astype(np.float32)
+        factors: Array = (steps.numpy() * shift).astype(np.float32)
+        return factors
 
     return _once(graph, lazy_initializer(f"{scales.name}_factors", shape, ir.DataType.FLOAT, compute))
 

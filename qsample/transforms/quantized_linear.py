@@ -62,25 +62,23 @@ class QuantizedWeight:
         packed = numbers(self.zero_points).reshape(rows, -1)
         zeros = packed if self.bits == 8 else torch.stack([packed & 15, packed >> 4], -1).reshape(rows, -1)[:, :blocks]
         shift = 2 ** (self.bits - 1) - zeros.to(torch.float64)
-        result = numbers(self.scales).reshape(rows, blocks) * shift
+        result = numbers(self.scales) * shift
         result = result if self.offsets is None else result + numbers(self.offsets).T
-        return result.to(self.scales.dtype)[..., None]
+        return result.to(self.scales.dtype).unsqueeze(-1)
 
 
 def set_quantized_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
     """Let `layer`, a Linear, a Conv1D of transformers or an Embedding, be traced with `weight` in place of its float
     weight."""
-    tensors = {_BLOCKS: weight.blocks, _SCALES: weight.scales, _OFFSETS: weight.offsets}
-    if isinstance(layer, nn.Embedding):
-        tensors |= {_SCALES: weight.scales.reshape(*weight.blocks.shape[:2], 1), _OFFSETS: weight.row_offsets()}
-        forward = _look_up
+    if looks_up := isinstance(layer, nn.Embedding):
+        tensors = {_SCALES: weight.scales.unsqueeze(-1), _OFFSETS: weight.row_offsets()}
     else:
+        tensors = {_SCALES: weight.scales, _OFFSETS: weight.offsets}
         tensors |= {_ZERO_POINTS: weight.zero_points, _ORDER: weight.order}
-        forward = _multiply
-    for name, tensor in tensors.items():
+    for name, tensor in {_BLOCKS: weight.blocks, **tensors}.items():
         layer.register_buffer(name, tensor, persistent=False)  # a state_dict stays the same
     setattr(layer, _ATTRIBUTE, weight)
-    layer.forward = functools.partial(forward, layer)
+    layer.forward = functools.partial(_look_up if looks_up else _multiply, layer)
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[nn.Module, QuantizedWeight]]:
