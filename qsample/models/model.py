@@ -374,7 +374,7 @@ class SourceModel(Model):
         source = self.source
         if isinstance(source, DecoderSource):
             return None
-        options = {"tokenizer": source.tokenizer, "adapter": source.adapter, "hub": source.hub}
+        options: dict[str, Any] = {"tokenizer": source.tokenizer, "adapter": source.adapter, "hub": source.hub}
         if (path := source.gguf) is not None:
             file = read_model(path)
             with young_collections():
