@@ -104,8 +104,8 @@ class Checkpoint:
 
     @property
     def revision(self) -> str | None:
-        """The revision of the hub; None for a folder."""
-        return None if os.path.isdir(self.model_id) else self.hub.revision
+        """The revision of the hub; None for a folder or file."""
+        return None if os.path.exists(self.model_id) else self.hub.revision
 
     @cached_property
     def config(self) -> PretrainedConfig:

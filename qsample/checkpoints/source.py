@@ -151,7 +151,7 @@ def find_gguf(name: str, file: str | None, hub: HubOptions) -> tuple[str, str | 
     parts = name.split("/", 2)
     if file is None and len(parts) == 3 and name.lower().endswith(GGUF):
         name, file = "/".join(parts[:2]), parts[2]
-    if not _HUB_ID.fullmatch(name) or (file is None and "gguf" not in name.lower()):
+    if os.path.exists(path) or not _HUB_ID.fullmatch(name) or (file is None and "gguf" not in name.lower()):
         return None
     file = file or _choose_gguf(name, _names_on_hub(name, hub), None)
     check_whole(file)
@@ -160,7 +160,7 @@ def find_gguf(name: str, file: str | None, hub: HubOptions) -> tuple[str, str | 
 
 def is_gguf(path: Path) -> bool:
     """Whether `path` is a file that begins as GGUF does, whatever its name."""
-    if not os.path.isfile(path):
+    if not os.path.isfile(path) or not os.access(path, os.R_OK):
         return False
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import qsample
@@ -334,3 +335,29 @@ def test_models_show_themselves_in_a_line(checkpoint: Callable[[str], Path], tmp
     assert (
         repr(AutoModelForCausalLM.from_pretrained(folder)) == f"SourceModel({folder}, checkpoint to export or compile)"
     )
+
+
+def test_gguf_files_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of a folder, as transformers names it, too; what is no model is refused without torch."""
+    gguf = pytest.importorskip("gguf")
+    for library in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for name, architecture in (("a.gguf", "qwen2"), ("b.gguf", "clip")):
+        writer = gguf.GGUFWriter(tmp_path / name, architecture)
+        for setting in ("context_length", "embedding_length", "block_count", "feed_forward_length", "head_count"):
+            getattr(writer, f"add_{setting}")(1)
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_tensor("token_embd.weight", np.zeros((3, 1), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    for options in ({"file": "a.gguf"}, {"gguf_file": "a.gguf"}):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        assert model.source.model_id == str(tmp_path / "a.gguf")  # type: ignore[union-attr]
+    with pytest.raises(QsampleError, match=r"b\.gguf is a projector of images or audio; give the file of the language"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "b.gguf")
+    with pytest.raises(QsampleError, match=r"has several models, a\.gguf, b\.gguf; say which with file="):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained("me/m-GGUF", gguf_file="q.gguf", revision="v2")
+    assert (model.source.model_id, model.source.file) == ("me/m-GGUF", "q.gguf")  # type: ignore[union-attr]
