@@ -2,8 +2,8 @@
 
     python scripts/platforms.py --uv PATH    some minutes; downloads metadata, no wheels
 
-Nothing is installed: the table tells whether there is a set of wheels that fit each other. uv resolves for other systems
-than its own (`pip install uv`).
+Nothing is installed: the table tells whether there is a set of wheels that fit each other. uv resolves for any system
+(`pip install uv`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import typer
 import qsample
 from qsample.cli import build, chat, generate, inspect, measure, serve
 from qsample.cli.help import Command
-from qsample.cli.terminal import DEBUG_VARIABLE, name_options, no_escapes, note, options_of, report
+from qsample.cli.terminal import DEBUG_VARIABLE, name_options, no_escapes, note, options_of, report, use_utf_8
 from qsample.errors import DISTRIBUTION
 
 # `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
@@ -122,6 +122,7 @@ def main() -> None:
     for number in _ENDING:
         if signal.getsignal(number) == signal.SIG_DFL:  # a signal that `nohup` ignores stays ignored
             signal.signal(number, _terminate)
+    use_utf_8()
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()

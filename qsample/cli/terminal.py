@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any, Final
 
 from rich import box
@@ -47,6 +48,15 @@ _ARGUMENT: Final = re.compile(
 def no_escapes() -> bool:
     """Whether the terminal gets plain text: NO_COLOR (no-color.org) or a terminal that does not know escapes."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+
+
+def use_utf_8() -> None:
+    """Let every text be printed: as UTF-8 in a pipe or file on Windows, whose code pages lack most characters; in an
+    encoding that the user chose (PYTHONIOENCODING, the locale), "?" stands for characters that it lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            ours = os.name == "nt" and "PYTHONIOENCODING" not in os.environ
+            stream.reconfigure(encoding="utf-8" if ours else None, errors="replace")
 
 
 def console(*, stderr: bool = False, width_of_a_file: int | None = None) -> Console:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +28,35 @@ def test_no_bar_where_standard_error_is_no_terminal(capsys: pytest.CaptureFixtur
     with progress() as report:
         report("tracing", 0.5)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("system", "chosen", "printed"),
+    [("nt", None, "日本 → ─"), ("nt", "cp1252", "?? ? ?"), ("posix", None, "?? ? ?")],
+    ids=["Windows", "Windows, chosen", "a locale"],
+)
+def test_texts_that_an_encoding_lacks(
+    system: str, chosen: str | None, printed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        terminal, "os", SimpleNamespace(name=system, environ={"PYTHONIOENCODING": chosen} if chosen else {})
+    )
+    pipe = TextIOWrapper(BytesIO(), "cp1252", write_through=True)
+    monkeypatch.setattr("sys.stdout", pipe)
+    terminal.use_utf_8()
+    print("日本 → ─", end="")
+    assert pipe.buffer.getvalue().decode(pipe.encoding) == printed  # type: ignore[attr-defined]
+
+
+@pytest.mark.ci
+def test_commands_print_in_a_code_page(bundled_package: Path) -> None:
+    """Box characters of tables, and a prompt that Windows' code page lacks."""
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}
+    for command in (["inspect"], ["generate", "-p", "日本", "--max-new-tokens", "2"]):
+        line = [sys.executable, "-c", "import qsample.cli; qsample.cli.main()", *command, str(bundled_package)]
+        done = subprocess.run(line, env=environment, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.decode("cp1252")
 
 
 @pytest.mark.parametrize(
