@@ -22,6 +22,7 @@ from qsample.checkpoints.gguf.types import FLOATS, read_rows
 from qsample.checkpoints.integers import IntegerWeight, StoredMatrix
 from qsample.checkpoints.mapped_weights import Place, in_float32
 from qsample.checkpoints.quantized import QuantizedCheckpoint, read_quantized
+from qsample.checks import is_number
 from qsample.disk.source_files import SourceFiles
 from qsample.errors import UnsupportedModelError
 from qsample.transforms.deferred import SMALLEST, defer
@@ -58,8 +59,10 @@ class GgufCheckpoint(Checkpoint):
     def generation_config(self) -> GenerationConfig:
         """The tokens that begin and end texts, and the sampling that the file recommends."""
         stated = {ours: self.file.metadata.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
-        settings: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
-        if settings:
+        settings: dict[str, Any] = {name: value for name, value in stated.items() if is_number(value, 0, 1e6)}
+        if settings.get("temperature") == 0:  # llama.cpp's greedy tokens
+            settings = {"do_sample": False}
+        elif settings:
             settings["do_sample"] = True
         tokens = {name: getattr(self.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         with self._config_errors():

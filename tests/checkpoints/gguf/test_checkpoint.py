@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,14 @@ def test_settings_of_generate_and_tokens(tmp_path: Path) -> None:
     def add(writer: Any) -> None:
         writer.add_float32("general.sampling.temp", 0.6)
         writer.add_int32("general.sampling.top_k", 20)
+        writer.add_string("general.sampling.min_p", "much")
 
     checkpoint = opened(write_gguf(tmp_path / "model.gguf", random_model("qwen2"), add=add))
     settings = checkpoint.generation_config
-    assert (settings.temperature, settings.top_k, settings.top_p, settings.do_sample) == (0.6, 20, None, True)
+    assert (settings.temperature, settings.top_k, settings.min_p, settings.do_sample) == (0.6, 20, None, True)
+    metadata = checkpoint.file.metadata | {"general.sampling.temp": 0.0}
+    greedy = GgufCheckpoint(replace(checkpoint.file, metadata=metadata), "model.gguf").generation_config
+    assert (greedy.do_sample, greedy.temperature, greedy.top_k) == (False, None, None)
     assert (settings.bos_token_id, settings.pad_token_id) == (1, 0)
     assert 2 in settings.eos_token_id
     tokenizer = checkpoint.tokenizer
