@@ -149,8 +149,7 @@ def _factors(graph: ir.Graph, scales: ir.Value, zero_points: ir.Value) -> ir.Val
     shape = tuple(map(int, steps.shape.numpy()))
 
     def compute() -> Array:
-        shift = _ZERO - zeros.numpy().reshape(shape).astype(np.float64)
-        factors: Array = (steps.numpy() * shift).astype(np.float32)
+        factors: Array = steps.numpy() * (_ZERO - zeros.numpy().reshape(shape).astype(np.float32))
         return factors
 
     return _once(graph, lazy_initializer(f"{scales.name}_factors", shape, ir.DataType.FLOAT, compute))
@@ -163,8 +162,8 @@ def _zero_points(graph: ir.Graph, scales: ir.Value, factors: ir.Value) -> ir.Val
     assert products is not None
 
     def compute() -> Array:
-        divisors = steps.numpy().astype(np.float64).reshape(-1)
-        shift = np.full(len(divisors), float(_ZERO - _MIDDLE))
+        divisors = steps.numpy().reshape(-1)
+        shift = np.full(len(divisors), _ZERO - _MIDDLE, np.float32)
         np.divide(products.numpy().reshape(-1), divisors, out=shift, where=divisors != 0)
         return np.rint(_ZERO - shift).astype(np.uint8)
 
