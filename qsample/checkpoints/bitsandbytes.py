@@ -25,6 +25,7 @@ class Int8:
 
     mark: ClassVar = "SCB"
     parts: ClassVar = ("weight", "SCB", "weight_format")
+    unread: ClassVar = ()
 
     def matrix(self, layer: str, parts: Mapping[str, Tensor]) -> StoredMatrix:
         """The weight of a layer. Raises ValueError if the parts do not fit one another."""
@@ -53,6 +54,7 @@ class Float4:
         *("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
         *(_STATE + "nf4", _STATE + "fp4"),
     )
+    unread: ClassVar = ()
 
     def matrix(self, layer: str, parts: Mapping[str, Tensor]) -> FloatMatrix:
         """The weight of a layer. Raises ValueError if the parts do not fit one another."""

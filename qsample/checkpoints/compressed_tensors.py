@@ -50,6 +50,9 @@ class CompressedTensors:
         *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
         "weight_global_scale",
     )
+    unread: ClassVar = tuple(  # of activations and caches
+        f"{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")
+    )
 
     def matrix(self, layer: str, parts: Mapping[str, Tensor]) -> StoredMatrix | FloatMatrix:
         """The weight of a layer. Raises ValueError if the parts do not fit one another, or no scheme.
@@ -57,9 +60,7 @@ class CompressedTensors:
         weight_packed [N, K * bits / 32] int32 holds levels along K, weight_zero_point [N * bits / 32, G] along N; in
         8 bits, weight and weight_zero_point may be int8. weight_scale: [N, G], [N, 1] or [1].
         """
-        scales = parts["weight_scale"]
-        if scales.ndim < 2:
-            scales = scales.reshape(-1, 1)
+        scales = _matrix(parts["weight_scale"])
         check_part("weight_scale", scales, (*_FLOATS, _E4M3, torch.uint8), (None, None), "rows by groups")
         if not torch.isfinite(floats_of(scales)).all():
             raise ValueError("its scales hold numbers that are infinite or none")
@@ -75,7 +76,7 @@ class CompressedTensors:
     def _integers(self, layer: str, parts: Mapping[str, Tensor], scales: Tensor) -> StoredMatrix:
         if (packed := parts.get("weight_packed")) is not None:
             check_part("weight_packed", packed, (torch.int32,), (None, None), "outputs by words")
-            check_part("weight_shape", parts.get("weight_shape", packed[:0]), (torch.int64, torch.int32), (2,), "N, K")
+            check_part("weight_shape", parts["weight_shape"], (torch.int64, torch.int32), (2,), "N, K")
             outputs, inputs = (int(size) for size in parts["weight_shape"])
             fitting = [bits for bits in range(2, 9) if packed.shape[1] == -(-inputs * bits // _WORD)]
         else:
@@ -83,13 +84,12 @@ class CompressedTensors:
         if packed is not None and (len(packed) != outputs or not fitting):
             raise ValueError(f"weight_packed is {list(packed.shape)}, and its weight_shape says {[outputs, inputs]}")
         groups, g_idx, zeros = scales.shape[1], parts.get("weight_g_idx"), parts.get("weight_zero_point")
+        zeros = None if zeros is None else _matrix(zeros)
         bits, _ = self._scheme("int", fitting, (outputs, inputs), scales, zeros)
         if zeros is not None:
-            rows = outputs if zeros.dtype == torch.int8 else -(-outputs * bits // _WORD)
-            rows = rows if len(scales) > 1 else len(zeros)
-            check_part(
-                "weight_zero_point", zeros.reshape(len(zeros), -1), (torch.int8, torch.int32), (rows, groups), ""
-            )
+            rows = len(scales) if zeros.dtype == torch.int8 else -(-outputs * bits // _WORD)
+            why = f"one for each of the scales {list(scales.shape)}"
+            check_part("weight_zero_point", zeros, (torch.int8, torch.int32), (rows, groups), why)
         indices = None
         if g_idx is not None and (g_idx >= 0).all():  # -1: not in use
             check_part("weight_g_idx", g_idx, (torch.int32, torch.int64), (inputs,), "the group of each input")
@@ -104,7 +104,7 @@ class CompressedTensors:
                 levels = unpack_bits(packed[rows].numpy(), bits)[:, :inputs]
             zero_points = None
             if zeros is not None and zeros.dtype == torch.int8:
-                zero_points = _unsigned(zeros.reshape(len(zeros), -1).expand(outputs, -1)[rows])
+                zero_points = _unsigned(zeros.expand(outputs, -1)[rows])
             elif zeros is not None:
                 words = zeros[rows.start * bits // _WORD : -(-rows.stop * bits // _WORD)].numpy()
                 zero_points = unpack_bits(words.T, bits)[:, : rows.stop - rows.start].T
@@ -118,7 +118,10 @@ class CompressedTensors:
         check_part("weight_packed", packed, (torch.uint8,), (None, None), "outputs by pairs of inputs")
         self._scheme("float", [4], (len(packed), packed.shape[1] * 2), scales)
         if step is not None:
+            step = step.reshape(-1)
             check_part("weight_global_scale", step, (torch.float32,), (1,), "of the matrix")
+            if not torch.isfinite(floats_of(scales) / step).all():
+                raise ValueError("its weight_global_scale is no step")
 
         def of_rows(rows: slice) -> Tensor:
             found = floats_of(scales[rows])
@@ -200,7 +203,11 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
     size, block = weights.get("group_size"), weights.get("block_structure")
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-    if not is_integer(bits, 2 if kind == "int" else 4, 8) or (kind == "float" and bits not in (4, 8)):
+    if (
+        kind not in ("int", "float")
+        or not is_integer(bits, 2 if kind == "int" else 4, 8)
+        or (kind == "float" and bits not in (4, 8))
+    ):
         return None
     if strategy in ("group", "tensor_group") and is_integer(size, 1):
         return Scheme(kind, bits, (1, size), symmetric)
@@ -214,6 +221,11 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
 def _described(weights: Mapping[str, Any]) -> str:
     names = ("type", "num_bits", "strategy", "group_size", "block_structure")
     return shown({name: weights[name] for name in names if weights.get(name) is not None}, 120)
+
+
+def _matrix(numbers: Tensor) -> Tensor:
+    """One number, or one for each row, as [N, 1]."""
+    return numbers.reshape(-1, 1) if numbers.ndim < 2 else numbers
 
 
 def _unsigned(numbers: Tensor) -> Any:

@@ -52,6 +52,7 @@ class Quantization:
     mixed: bool = False
     mark: ClassVar = "qweight"
     parts: ClassVar = ("qweight", "qzeros", "scales", "g_idx")
+    unread: ClassVar = ()
 
     def matrix(self, layer: str, parts: Parts) -> StoredMatrix:
         """The weight of a layer. Raises ValueError if the parts do not fit one another or the configuration."""

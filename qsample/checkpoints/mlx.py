@@ -45,6 +45,7 @@ class Mlx:
     layers: Mapping[str, LayerOptions]
     mark: ClassVar = "scales"
     parts: ClassVar = ("weight", "scales", "biases")
+    unread: ClassVar = ()
 
     def matrix(self, layer: str, parts: Mapping[str, Tensor]) -> StoredMatrix | FloatMatrix:
         """The weight of a layer. Raises ValueError if the parts do not fit one another or the configuration.
@@ -53,7 +54,8 @@ class Mlx:
         weight is scales * level + biases, both [N, G].
         """
         options = self.layers.get(layer, self.default)
-        weight, scales, biases = parts["weight"], parts["scales"], parts.get("biases")
+        weight, scales = parts["weight"], parts["scales"]
+        biases = parts["biases"] if options.mode == _AFFINE else None
         if weight.ndim == 3:
             raise ValueError("it holds stacked experts, which cannot be read in mlx's layout")
         check_part("weight", weight, (torch.uint32,), (None, None), "outputs by words")
@@ -63,13 +65,12 @@ class Mlx:
         if inputs % options.group_size:
             raise ValueError(why)
         shape = (outputs, inputs // options.group_size)
-        is_affine = options.mode == _AFFINE
-        dtypes = (torch.float16, torch.bfloat16, torch.float32) if is_affine else (torch.uint8,)
+        dtypes = (torch.uint8,) if biases is None else (torch.float16, torch.bfloat16, torch.float32)
         check_part("scales", scales, dtypes, shape, why)
-        if is_affine:
-            check_part("biases", scales[:0] if biases is None else biases, dtypes, shape, why)
-        else:
+        if biases is None:
             scales = scales.view(_FLOATS[options.mode][2])
+        else:
+            check_part("biases", biases, dtypes, shape, why)
         for numbers in (scales, biases):
             if numbers is not None and not torch.isfinite(floats_of(numbers)).all():
                 raise ValueError("its scales or biases hold numbers that are infinite or none")
@@ -102,7 +103,7 @@ def _layer_options(options: Mapping[str, Any], model_id: str) -> LayerOptions:
     given = options.get("bits", bits), options.get("group_size", group_size)
     is_affine = mode == _AFFINE and is_integer(given[0], 2, 8) and given[0] in _BITS and is_integer(given[1], 1)
     if is_affine or (mode in _FLOATS and given == (bits, group_size)):
-        return LayerOptions(mode, *given)
+        return LayerOptions(mode, *(given if is_affine else (bits, group_size)))
     raise UnsupportedModelError(
         f"{model_id} is quantized with mlx in a form that cannot be read ({shown(mode, 40)}, bits {given[0]!r:.40}, "
         f"group_size {given[1]!r:.40}); accepted are affine with {', '.join(map(str, _BITS))} bits and "

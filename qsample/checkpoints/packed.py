@@ -37,6 +37,10 @@ class Format(Protocol):
     def parts(self) -> tuple[str, ...]:
         """The ends of the names of all tensors of such weights."""
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The ends of the names of tensors that change no weight."""
+
     def matrix(self, layer: str, parts: Mapping[str, Tensor]) -> StoredMatrix | FloatMatrix:
         """The weight of a layer. Raises ValueError for a missing part, or parts that do not fit."""
 
@@ -86,6 +90,11 @@ def packing_of(config: PretrainedConfig, model_id: str) -> Format | None:
         case "compressed-tensors":
             return compressed_tensors.read_options(options, model_id)
         case "mlx":
+            if any("vision" in part or "audio" in part for part in config.sub_configs):
+                raise UnsupportedModelError(
+                    f"{model_id} is a {config.model_type} in mlx's layout, which lacks parts of the model or turns "
+                    f"their axes; {ADVICE}"
+                )
             return mlx.read_options(options, model_id)
         case "bitsandbytes":
             return bitsandbytes.Int8() if options.get("load_in_8bit") else bitsandbytes.Float4()
@@ -116,7 +125,12 @@ def read_packed(files: list[Path], packing: Format) -> PackedWeights:
                 raise QsampleError(
                     f"the quantized layer {layer} cannot be read: {error}; download the checkpoint again, or {ADVICE}"
                 ) from error
-        others = {name: named_in_float32(name, read(), places_of[name]) for name, read in tensor.items()}
+        unread = tuple(f".{end}" for end in packing.unread)
+        others = {
+            name: named_in_float32(name, read(), places_of[name])
+            for name, read in tensor.items()
+            if not name.endswith(unread)
+        }
     floats = [matrix for matrix in matrices if isinstance(matrix, FloatMatrix)]
     if floats:
         count = sum(matrix.shape[0] * matrix.shape[1] for matrix in floats)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from qsample import AutoModelForCausalLM
@@ -103,6 +103,7 @@ def test_floats_are_announced_with_their_size(tmp_path: Path) -> None:
 
 Q, GATE = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
 K, O = "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.o_proj"
+NVFP4 = "model.layers.1.self_attn.q_proj"
 NF4 = "weight.quant_state.bitsandbytes__nf4"
 
 
@@ -120,7 +121,7 @@ def state(**changes: Any) -> Any:
     ("name", "changes", "message"),
     [
         ("compressed_tensors", {f"{Q}.weight_packed": None}, f"layer {Q} cannot be read: it has no weight;"),
-        ("compressed_tensors", {f"{Q}.weight_shape": None}, "weight_shape is int32"),
+        ("compressed_tensors", {f"{Q}.weight_shape": None}, "it has no weight_shape"),
         ("compressed_tensors", {f"{Q}.weight_scale": None}, rf"scales more than .*{Q}\.weight_packed"),
         (
             "compressed_tensors",
@@ -133,7 +134,8 @@ def state(**changes: Any) -> Any:
         ("compressed_tensors", {f"{K}.weight_zero_point": lambda t: t[:3]}, r"weight_zero_point is int32 \[3, 2\]"),
         ("compressed_tensors", {f"{GATE}.weight": lambda t: t.short()}, "weight is int16 .* must be int8 or float8"),
         ("compressed_tensors", {"model.embed_tokens.weight": lambda t: t.char()}, "embed_tokens.weight as int8"),
-        ("mlx", {f"{Q}.biases": None}, r"biases is bfloat16 \[0, 2\], and must be"),
+        ("mlx", {f"{Q}.biases": None}, "it has no biases"),
+        ("compressed_tensors", {f"{NVFP4}.weight_global_scale": lambda t: t * 0}, "weight_global_scale is no step"),
         ("mlx", {f"{Q}.weight": lambda t: t[:, :3]}, "48 inputs in 2 bits, in groups of 32"),
         ("mlx", {f"{Q}.weight": lambda t: t.view(1, 64, 4)}, "experts"),
         ("mlx", {f"{Q}.scales": None}, rf"scales more than .*{Q}\.biases"),
@@ -160,6 +162,21 @@ def test_damaged_layers(name: str, changes: dict[str, Any], message: str | None,
     change_tensors(folder, changes)
     with pytest.raises(QsampleError, match=message) if message else nullcontext():
         read(folder)
+
+
+def test_scales_of_activations_and_caches_are_left_out(tmp_path: Path) -> None:
+    folder = unpack("compressed_tensors", tmp_path)
+    before = set(read(folder).others)
+    tensors = load_file(folder / "model.safetensors")
+    more = {f"{Q}.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
+    assert set(read(folder).others) == before
+
+
+def test_a_model_of_images_in_the_layout_of_mlx() -> None:
+    config = AutoConfig.for_model("gemma3", quantization={"bits": 4, "group_size": 64})
+    with pytest.raises(UnsupportedModelError, match="some/model is a gemma3 in mlx's layout, which lacks parts"):
+        packing_of(config, "some/model")
 
 
 def test_quantized_weights_without_a_configuration(tmp_path: Path) -> None:
