@@ -2,13 +2,14 @@
 
 pip install llama-cpp-python gguf sentencepiece
 python scripts/gguf_fixtures.py tokenizers      # of vocabularies that are learned here: tokens of 2,000 texts
-python scripts/gguf_fixtures.py logits          # of small float files of each family, and greedy tokens
+python scripts/gguf_fixtures.py logits          # of small files, and greedy tokens; a file that it quantized
 python scripts/gguf_fixtures.py compare FILE ...    # prints texts of which qsample makes other tokens
 """
 
 from __future__ import annotations
 
 import base64
+import ctypes
 import io
 import json
 import sys
@@ -30,6 +31,17 @@ from qsample.checkpoints.gguf.tokenizer import stop_ids, tokenizer_of  # noqa: E
 from tests.helpers import gguf_files  # noqa: E402
 from tests.helpers import gguf_vocabularies as vocabularies  # noqa: E402
 
+_defaults = llama_cpp.llama_model_default_params
+
+
+def _without_amx() -> Any:
+    """Its kernels for AMX end a process that may not use AMX."""
+    options = _defaults()
+    options.use_extra_bufts = False
+    return options
+
+
+llama_cpp.llama_cpp.llama_model_default_params = _without_amx
 _SILENT = llama_cpp.llama_log_callback(lambda *_: None)
 _TYPES = {bool: "bool", int: "uint32", float: "float32", str: "string"}
 
@@ -128,9 +140,7 @@ def tokenizers(folder: Path) -> None:
 
 
 def logits(folder: Path) -> None:
-    recorded = {}
-    for name in gguf_files.MODELS:
-        path = gguf_files.write_gguf(folder / "model.gguf", gguf_files.settled_model(name))
+    def recorded(path: Path) -> dict[str, Any]:
         of_the_file = {f"yarn_{name}": -1.0 for name in ("attn_factor", "beta_fast", "beta_slow")}
         exact: dict[str, Any] = {"type_k": 0, "type_v": 0, "logits_all": True, "n_threads": 1}
         model = llama_cpp.Llama(str(path), n_ctx=64, verbose=False, **exact, **of_the_file)
@@ -140,8 +150,19 @@ def logits(folder: Path) -> None:
         for _ in range(16):
             tokens.append(int(model.scores[model.n_tokens - 1].argmax()))
             model.eval(tokens[-1:])
-        recorded[name] = {"logits": base64.b64encode(chosen.tobytes()).decode(), "tokens": tokens}
-    content = {"llama_cpp_python": version("llama-cpp-python"), "models": recorded}
+        return {"logits": base64.b64encode(chosen.tobytes()).decode(), "tokens": tokens}
+
+    path = folder / "model.gguf"
+    models_ = {
+        name: recorded(gguf_files.write_gguf(path, gguf_files.settled_model(name))) for name in gguf_files.MODELS
+    }
+    gguf_files.write_gguf(path, gguf_files.settled_model("llama, of Mistral", **gguf_files.NARROW))
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, 1
+    quantized = gguf_files.QUANTIZED
+    assert not llama_cpp.llama_model_quantize(str(path).encode(), str(quantized).encode(), ctypes.byref(options))
+    models_[quantized.name] = recorded(quantized)
+    content = {"llama_cpp_python": version("llama-cpp-python"), "models": models_}
     gguf_files.RECORDED.write_text(json.dumps(content, indent=0) + "\n")
 
 

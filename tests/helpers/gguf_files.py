@@ -18,6 +18,14 @@ from tests.helpers.small_packages import byte_tokenizer
 from tests.helpers.tiny_models import random_model
 
 Kind = gguf.GGMLQuantizationType
+NARROW = {
+    "hidden_size": 256,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+NARROW |= {"tie_word_embeddings": True}
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
@@ -95,13 +103,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "gguf_logits.json"  # by scripts/gguf_fixtures.py
 PROMPT = [1, *(5 + 41 * i % 295 for i in range(23))]  # with 16 tokens more, no longer than the window of phi3
-RECORDED_AT = (0, 8, 16, 23)  # positions
+RECORDED_AT = (8, 23)  # positions
+QUANTIZED = RECORDED.with_name("gguf_q4_k_m.gguf")  # by llama.cpp: Q4_K, Q6_K, and Q5_0 and Q8_0 for narrow matrices
 
 
-def settled_model(name: str) -> PreTrainedModel:
+def settled_model(name: str, **changed: Any) -> PreTrainedModel:
     """The model of `MODELS` with the weights that llama.cpp's logits were recorded of, the same on every torch."""
     kind, settings = MODELS[name]
-    model = random_model(kind, **settings)
+    model = random_model(kind, **(settings | changed))
     draw = np.random.RandomState(47)
     with torch.no_grad():
         for key, parameter in sorted(model.named_parameters()):
