@@ -148,9 +148,12 @@ def find_gguf(name: str, file: str | None, hub: HubOptions) -> tuple[str, str | 
         if file is not None and problem_of_name(file) is None and (path / file).is_file():
             return str(path / file), None
         return str(path / _choose_gguf(name, names, file)), None
-    parts = name.split("/", 2)
-    if file is None and len(parts) == 3 and name.lower().endswith(GGUF):
-        name, file = "/".join(parts[:2]), parts[2]
+    if file is None and name.lower().endswith(GGUF) and not os.path.exists(path):
+        owner, _, rest = name.partition("/")
+        if "/" not in rest or owner[:1] in ("", ".", "~") or os.path.exists(owner):
+            raise QsampleError(f"{name:.200} does not exist; give a GGUF file, or OWNER/NAME/FILE{GGUF} of the hub")
+        repository, _, file = rest.partition("/")
+        name = f"{owner}/{repository}"
     if os.path.exists(path) or not _HUB_ID.fullmatch(name) or (file is None and "gguf" not in name.lower()):
         return None
     file = file or _choose_gguf(name, _names_on_hub(name, hub), None)
@@ -200,7 +203,8 @@ def _names_on_hub(name: str, hub: HubOptions) -> list[str]:
     if names or hub.local_files_only:
         return names
     try:
-        return HfApi().list_repo_files(name, revision=hub.revision, token=hub.token)
+        found = HfApi().model_info(name, revision=hub.revision, timeout=_SECONDS, token=hub.token)
+        return [one.rfilename for one in found.siblings or ()]
     except Exception as error:  # of the hub and of the network
         raise QsampleError(
             f"{name} is not a folder here, and the hub does not give it ({' '.join(str(error).split())!s:.300})"

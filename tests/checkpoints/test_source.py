@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,7 +221,11 @@ def test_folders_are_refused_without_torch(
 def test_names_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     listed = ["README.md", "mmproj-F16.gguf", "m-Q4_0.gguf", "BF16/m-00001-of-00002.gguf"]
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda api, name, **options: listed)
+
+    def model_info(api: Any, name: str, **options: Any) -> Any:
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=one) for one in listed])
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
 
     def find(name: str, file: str | None = None) -> tuple[str, str | None] | None:
         return find_gguf(name, file, HubOptions())
@@ -252,6 +257,17 @@ def test_names_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert find("me/m") is None
     assert find("me/m", "q.gguf") == find("me/m/q.gguf") == ("me/m", "q.gguf")
     assert find("me/m/deep/q.gguf") == ("me/m", "deep/q.gguf")
+    for missing in (
+        "m.gguf",
+        "./m.gguf",
+        "../me/m/q.gguf",
+        "/me/m/q.gguf",
+        "~/me/q.gguf",
+        "folder/m/q.gguf",
+        "me/q.gguf",
+    ):
+        with pytest.raises(QsampleError, match=rf"^{missing} does not exist; give a GGUF file, or OWNER/NAME/FILE"):
+            find(missing)
     with pytest.raises(QsampleError, match="is one of 2 parts of a model; join them"):
         find("me/m", listed[-1])
     listed[2:2] = ["m-Q8_0.gguf"]
