@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import os
 import sys
 import threading
@@ -19,8 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qsample.package.manifest import Manifest
-from qsample.package.package import read_package
 from qsample.progress import (
     Progress,
     Stage,
@@ -152,22 +149,6 @@ def test_parts_make_one_whole() -> None:
     ]
     assert [cost.stage for cost in meter.costs] == ["starting", "first", "second"]
     assert meter.costs[1].seconds >= 0.1, "a stage that comes again"
-
-
-def test_the_manifest_has_the_stages_before_the_publishing(llama_package: Path) -> None:
-    manifest = read_package(llama_package).manifest
-    assert [cost.stage for cost in manifest.timing] == [
-        Stage.STARTING,
-        Stage.OPENING,
-        Stage.CHECKING,
-        Stage.TRACING,
-        Stage.WRITING_WEIGHTS,
-        Stage.COMPARING,
-    ]
-    assert all(cost.seconds >= 0 for cost in manifest.timing)
-    older = json.loads(manifest.to_json())
-    del older["timing"]
-    assert Manifest.from_json(json.dumps(older)) == replace(manifest, timing=())
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 import tempfile
 import warnings
@@ -36,7 +35,18 @@ from qsample.checkpoints.mapped_weights import INDEX, SINGLE, loading_in_this_th
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
 from qsample.checkpoints.packed import Format, packing_of, read_packed
 from qsample.checkpoints.quantized import QuantizedCheckpoint, conv1d_names, read_quantized
-from qsample.checkpoints.source import ADAPTER, ANOTHER_MODEL, CONFIG, HubOptions, check_exists, check_kind, kind_of
+from qsample.checkpoints.source import (
+    ADAPTER,
+    ANOTHER_MODEL,
+    CONFIG,
+    HubOptions,
+    check_exists,
+    check_kind,
+    files_of,
+    kind_of,
+    license_of,
+    origin_of,
+)
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import check_free, full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError, listed
@@ -97,15 +107,18 @@ class Checkpoint:
         self.hub = hub or HubOptions()
         self._dtype = dtype
 
-    @property
-    def name(self) -> str:
-        """The model's and the adapter's ids, for the manifest."""
-        return " + ".join(filter(None, (self.model_id, self.adapter)))
+    def origin(self, sources: SourceFiles) -> dict[str, Any]:
+        """Name, revision, licence and files of the loaded model for the manifest: arguments of `export_model`. sources:
+        has the files of the weights, if they are known, and takes note of the rest."""
+        (name, revision), files = self._origin(sources)
+        if self.adapter is not None:
+            name = f"{name} + {origin_of(self.adapter)[0]}"
+            files |= {f"adapter/{path.name}": path for path in self.adapter_files or ()}
+        sources.add(files.values())
+        return {"model_id": name, "revision": revision, "license": license_of(files), "files": files}
 
-    @property
-    def revision(self) -> str | None:
-        """The revision of the hub; None for a folder or file."""
-        return None if os.path.exists(self.model_id) else self.hub.revision
+    def _origin(self, sources: SourceFiles) -> tuple[tuple[str, str | None], dict[str, Path]]:
+        return origin_of(self.model_id, self.hub), files_of(self.model_id, self.hub, sources.paths)
 
     @cached_property
     def config(self) -> PretrainedConfig:

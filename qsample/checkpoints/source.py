@@ -12,14 +12,14 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from qsample.checkpoints.methods import stated_quantization
-from qsample.disk.untrusted import leads_out, problem_of_name, read_json
+from qsample.disk.untrusted import leads_out, problem_of_name, read_json, read_text
 from qsample.errors import QsampleError, UnsupportedModelError
 
 CONFIG: Final = "config.json"
@@ -52,6 +52,7 @@ _FOLDERS: Final = (
 )  # whose files belong to a model, besides the files of its folder
 _BESIDE: Final = re.compile(r".*config\.json|token.*|.*\.jinja|special_tokens_map\.json")  # of a decoder in `onnx/`
 _IGNORED: Final = (".md", ".lock")
+_LICENSE: Final = re.compile(r"^license: *[\"']?([\w.+-]{1,64})[\"']? *$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,16 @@ class HubOptions:
         options = self.loading()
         del options["trust_remote_code"]
         return options
+
+
+def license_of(files: Mapping[str, Path]) -> str | None:
+    """The licence of a model, in the hub's words, as the README.md beside its `files` begins; None if it does not."""
+    first = min(files.values(), key=lambda path: len(path.parts), default=Path())
+    try:
+        _, front, _ = read_text(first.with_name("README.md")).split("---\n", 2)
+        return match[1] if (match := _LICENSE.search(front)) else None
+    except (OSError, ValueError):
+        return None
 
 
 def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG) -> None:
@@ -257,14 +268,41 @@ def check_links(paths: Iterable[Path], folders: Iterable[Path]) -> None:
 
 def downloaded_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str | None:
     """The commit of a hub id that was downloaded last; None if `file` of it was not. Uses no network."""
-    from huggingface_hub import try_to_load_from_cache
-
     if _COMMIT.fullmatch(hub.revision or ""):
         return hub.revision
+    found = _downloaded(name, hub, file)
+    return None if found is None else _commit_of(found)
+
+
+def _downloaded(name: str, hub: HubOptions, file: str) -> str | None:
+    """The path of a file of a hub id in the hub's cache; None if it was not downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
     if len(name) > _LONGEST_ID or not _HUB_ID.fullmatch(name):
         return None
     found = try_to_load_from_cache(name, file, cache_dir=hub.cache_dir, revision=hub.revision)
-    return _commit_of(found) if isinstance(found, str) else None
+    return found if isinstance(found, str) else None
+
+
+def origin_of(name: str, hub: HubOptions | None = None, file: str = CONFIG) -> tuple[str, str | None]:
+    """The model's name and revision for a manifest, the same on every machine: a hub id with its commit, also of a
+    folder in the hub's cache; otherwise the last name of the folder, and None."""
+    if os.path.exists(name):
+        path = Path(os.path.abspath(name))
+        folder = path if path.is_dir() else path.parent.parent if path.parent.name in _FOLDERS else path.parent
+        kind, *repository = folder.parent.parent.name.split("--", 2)
+        if folder.parent.name == "snapshots" and kind == "models":
+            return "/".join(repository), folder.name
+        return folder.name or name, None
+    hub = hub or HubOptions()
+    return name, downloaded_commit(name, hub, file) or hub.revision
+
+
+def files_of(name: str, hub: HubOptions, read: Collection[Path]) -> dict[str, Path]:
+    """The files of a folder or of a downloaded hub id by name; of weights, those that were `read`, or else all."""
+    folder = name if os.path.exists(name) else os.path.dirname(_downloaded(name, hub, CONFIG) or "")
+    found = sorted(_files(Path(folder))) if folder else []
+    return {key: path for key, path in found if path.suffix not in _WEIGHTS or not read or path in read}
 
 
 def newest_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str:

@@ -1,13 +1,13 @@
-"""The command line: `qsample export | compile | bake | generate | chat | serve | web | evaluate | verify | bench |
-inspect | prefix | policy | bundle | pull | cache`.
+"""The command line: `qsample export | compile | bake | generate | chat | serve | web | evaluate | verify | sign |
+sbom | bench | inspect | prefix | policy | bundle | pull | cache`.
 
 build.py has the commands that write packages, prefixes and components; measure.py bench, evaluate and verify; serve.py
-web, too; inspect.py pull and cache, too; the rest have a module each. prompt_file.py has the prompt files of generate,
-common.py shared options, help.py the help of a command, spellings.py the names that other programs have for commands
-and options, terminal.py what is printed, errors included. Heavy modules are imported inside the commands, so that
-`qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error
-also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong
-usage, 130 interrupted, 143 terminated.
+web, too; inspect.py pull and cache, too; trust.py sign and sbom; the rest have a module each. prompt_file.py has the
+prompt files of generate, common.py shared options, help.py the help of a command, spellings.py the names that other
+programs have for commands and options, terminal.py what is printed, errors included. Heavy modules are imported inside
+the commands, so that `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr;
+with --json an error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0
+done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import qsample
-from qsample.cli import build, chat, generate, inspect, measure, serve
+from qsample.cli import build, chat, generate, inspect, measure, serve, trust
 from qsample.cli.help import Command
 from qsample.cli.terminal import DEBUG_VARIABLE, name_options, no_escapes, note, options_of, report, use_utf_8
 from qsample.errors import DISTRIBUTION
@@ -88,6 +88,8 @@ app.command(cls=Command, epilog=serve.WEB_EXAMPLES)(serve.web)
 app.command(cls=Command, epilog=build.PREFIX_EXAMPLES)(build.prefix)
 app.command(cls=Command, epilog=measure.EVALUATE_EXAMPLES)(measure.evaluate)
 app.command(cls=Command, epilog=measure.VERIFY_EXAMPLES)(measure.verify)
+app.command(cls=Command, epilog=trust.SIGN_EXAMPLES)(trust.sign)
+app.command(cls=Command, epilog=trust.SBOM_EXAMPLES)(trust.sbom)
 app.command(cls=Command, epilog=build.POLICY_EXAMPLES)(build.policy)
 app.command(cls=Command, epilog=measure.BENCH_EXAMPLES)(measure.bench)
 app.command(cls=Command, epilog=inspect.INSPECT_EXAMPLES)(inspect.inspect)

@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import GenericAlias
@@ -59,6 +59,11 @@ Template = Annotated[
 Lora = Annotated[
     list[str] | None,
     typer.Option("--lora", metavar="NAME=DIR", help="Load this LoRA adapter, a folder of PEFT's; may be repeated."),
+]
+
+TrustedKeys = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Refuse packages that none of these signed: PEM files, folders; repeatable."),
 ]
 
 
@@ -163,6 +168,7 @@ LOAD_FLAGS: Final[Mapping[str, Flag]] = {
     "provider": Flag(Provider),
     "threads": Flag(Threads),
     "batch_invariant": Flag(BatchInvariant, True),
+    "trusted_keys": Flag(TrustedKeys),
 }
 
 
@@ -322,6 +328,7 @@ def load_given(opened: PackagedModel, given: Mapping[str, Any]) -> CausalLM:
         intra_op_num_threads=given["threads"],
         batch_invariant=given["batch_invariant"],
         verify=False,
+        trusted_keys=given["trusted_keys"] or None,
     )
     for name, folder in read_loras(given["lora"]).items():
         model.load_adapter(name, folder)
@@ -337,6 +344,7 @@ def open_given(model: str | None, given: Mapping[str, Any], *, allowed_tokens: b
         ctx_len=given.get("ctx_len"),
         allowed_tokens=allowed_tokens,
         loras=read_loras(given["lora"]),
+        trusted_keys=given["trusted_keys"],
     )
 
 
@@ -350,6 +358,7 @@ def open_exported(
     allowed_tokens: bool = False,
     loras: Mapping[str, str] | None = None,
     max_loras: int = 0,
+    trusted_keys: Sequence[str] | None = None,
 ) -> PackagedModel:
     """A package as it is; a checkpoint or decoder file compiled, from the user's cache; by default the bundled model.
     It stays in the cache as long as the returned object. Raises typer.BadParameter for a package with `weights`.
@@ -358,6 +367,7 @@ def open_exported(
     - `provider`: by default the package's, otherwise the CPU.
     - `weights`, `ctx_len`: of the compiled package, as in `CompileOptions`; a package has a fixed one.
     - `for_serving`: a compiled package gets all that a server's requests may ask for. `allowed_tokens`: it takes masks.
+    - `trusted_keys`: the caller loads the package with them; anything else than a package is refused.
     - `loras`: adapters by name. A compiled package takes all of them, with their ranks, and at least `max_loras`.
     """
     from qsample.models.bundled import TINY_LM
@@ -374,10 +384,12 @@ def open_exported(
         from qsample.package.package import faster_way, read_package
 
         with progress():
-            package = read_package(name)
+            package = read_package(name, verify=not trusted_keys)  # loading verifies it
         if advice := faster_way(package):
             note(advice)
         return PackagedModel(package, provider)
+    if trusted_keys:
+        raise typer.BadParameter(f"--trusted-keys is for packages, and {name} is none; compile and sign it first")
     with progress(logged=True) as shown:
         stages = set[str]()
 

@@ -23,6 +23,7 @@ from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
 from qsample.package.manifest import GraphPart
 from qsample.package.package import Package, read_package
+from qsample.package.signature import signer_of
 
 if TYPE_CHECKING:
     from qsample.models.cache import Entry
@@ -207,19 +208,22 @@ def _facts(package: Package) -> dict[str, str]:
         "source": source.model_id + (f" @ {source.revision}" if source.revision else ""),
         "architecture": f"{source.architecture} ({source.model_type}), {layers} layers, vocabulary "
         f"{interface.vocab_size}",
-        "weights": f"{interface.dtype}, sha256 {source.weight_hash[:16]}…",
+        "made from": ", ".join(f"{name} (sha256 {digest[:16]}…)" for name, digest in sorted(source.files.items())),
+        "dtype": interface.dtype,
         "contract": manifest.contract_version,
         "features": ", ".join(_feature(name, value) for name, value in asdict(interface.features).items() if value),
         "end tokens": ", ".join(map(str, manifest.token_ids.eos)) or "none",
         "longest context": str(manifest.max_position_embeddings or "unlimited"),
-        "made with": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
+        "made with": _pairs(manifest.versions),
         "parity": figures_in_words(manifest.parity or {}),
+        "signature": str(signer_of(package.path) or "none"),
     }
     if packed := manifest.packed_weights:
         facts["packed"] = _or_raw(_packed, packed)
     if compilation:
         rows = compilation.batch_size or "any number of"
         facts["compiled for"] = f"{compilation.provider} ({', '.join(compilation.execution_providers)})"
+        facts["compiled with"] = ", ".join(filter(None, (_pairs(compilation.versions), _pairs(compilation.options))))
         facts["rows, context"] = f"{rows} rows, {compilation.ctx_len} tokens"
         facts["devices"] = "; ".join(_part(number, part) for number, part in enumerate(compilation.parts))
         facts["self-test"] = figures_in_words(compilation.self_test)
@@ -227,6 +231,10 @@ def _facts(package: Package) -> dict[str, str]:
             facts["quantized"] = _or_raw(quantization_in_words, quantization)
             facts["divergence"] = _or_raw(figures_in_words, quantization.get("divergence"))
     return {**facts, "rows here": _rounding(package)}
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in sorted(values.items()))
 
 
 def _part(number: int, part: GraphPart) -> str:
@@ -404,9 +412,9 @@ def clear_entries(
         found = entries()
         named = [os.path.abspath(name) if os.path.exists(name) else name for name in model]
         for name in named:
-            if not any(entry.manifest.source.model_id == name for entry in found):
+            if not any(entry.model == name for entry in found):
                 raise typer.BadParameter(f"{name} is not in the cache; `qsample cache list` has the names")
-        done = [remove(entry.path) for entry in found if entry.manifest.source.model_id in named]
+        done = [remove(entry.path) for entry in found if entry.model in named]
         removed, kept = sum(done), len(done) - sum(done)
     note(f"{removed} removed" + (f", {kept} kept: a process has them open" if kept else ""))
 
@@ -423,7 +431,7 @@ def _described(entry: Entry) -> dict[str, Any]:
     options += [name for name in names if getattr(features, name)] + list(features.filters)
     options += [] if features.sampler else ["no sampler"]
     return {
-        "model": manifest.source.model_id,
+        "model": entry.model,
         "revision": manifest.source.revision,
         "options": options,
         "bytes": entry.bytes,

@@ -1,4 +1,4 @@
-"""`qsample bench`, `evaluate` and `verify`: the speed of packages, their quality, their distance from a reference."""
+"""`qsample bench`, `evaluate` and `verify`: the speed of packages, their quality, and whether to trust them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from qsample.cli.common import (
     SAMPLING_FLAGS,
     Json,
     Threads,
+    TrustedKeys,
     Weights,
     is_package,
     load_given,
@@ -27,6 +28,7 @@ from qsample.cli.common import (
     with_flags,
 )
 from qsample.cli.terminal import console, finite, format_size, note, progress, table
+from qsample.cli.trust import check
 from qsample.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ EVALUATE_EXAMPLES: Final = (
 )
 VERIFY_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
+    "qsample verify qwen3-cpu --trusted-keys public.pem\n\n"
     "qsample verify qwen3-cpu --against Qwen/Qwen3-0.6B\n\n"
     "qsample verify qwen3-int4 --against qwen3-cpu --text book.txt --max-mean 0.2 --min-agreement 0.9 --json"
 )
@@ -214,13 +217,13 @@ def evaluate(
 def verify(
     package: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
     against: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="CHECKPOINT_OR_PACKAGE",
-            help="Reference: a checkpoint or hub id, run by transformers, or a package.",
-            show_default=False,
+            help="Compare log-probabilities with a checkpoint or hub id, run by transformers, or with a package.",
         ),
-    ],
+    ] = None,
+    trusted_keys: TrustedKeys = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Text in UTF-8; may be repeated. (default: random tokens, always the same)"),
@@ -243,7 +246,17 @@ def verify(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a package's log-probabilities with a checkpoint's. Exit status 1 outside the limits that are given."""
+    """Check a package: its files' hashes, its signature, its log-probabilities beside a checkpoint's.
+
+    Exit status 1 if a check fails, or a difference is outside the limits that are given.
+    """
+    if against is None and any(given for given in (text, plot, max_mean, max_p99, max_difference, min_agreement)):
+        raise typer.BadParameter("--text, --plot and the limits go with --against")
+    if against is None:
+        typer.echo(check(package, trusted_keys, as_json=as_json))
+        return
+    if trusted_keys:
+        note(check(package, trusted_keys, as_json=False))
     from qsample.evaluation import verify as compare
     from qsample.evaluation.plot import check_plot, draw_differences
     from qsample.models.model import SourceModel

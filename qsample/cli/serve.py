@@ -109,6 +109,7 @@ def serve(
             for_serving=True,
             loras=loras,
             max_loras=_LORAS if settings.lora_dir is not None else 0,
+            trusted_keys=settings.trusted_keys,
         )
         settings = replace(settings, models={**named, next(iter(named)): str(opened.package.path)})
 

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+import qsample
 from qsample.compiler import pipeline
 from qsample.compiler.agreement import Published, check_guesses_change_nothing, run_self_test
 from qsample.compiler.debug_dump import DebugDump
@@ -86,7 +87,7 @@ def compile_package(
                     raise refused
         stages.begin(Stage.PUBLISHING)
         source.check_not_replaced()
-        writer.finish(replace(unsealed.manifest, compilation=compilation, timing=meter.costs))
+        writer.finish(replace(unsealed.manifest, compilation=compilation))
     if refused is not None:
         raise refused
     stages.finish()
@@ -112,6 +113,8 @@ def _build(
             quantization=_figures(plan, quantization_report(build.model)),
             least_onnxruntime=STEPS_ONNXRUNTIME if plan.options.num_speculative_tokens else None,
             parts=tuple(build.parts),
+            options=plan.options.described(),
+            versions={"qsample": qsample.__version__, "onnxruntime": str(ort.__version__)},
         )
         return compilation, build.weights_sha256
 
@@ -173,7 +176,6 @@ def _unsealed(plan: CompilePlan, compilation: package.Compilation, folder: Path)
         kind="device",
         contract_version=plan.interface.contract_version,
         interface=plan.interface,
-        versions={**source.versions, "onnxruntime": str(ort.__version__)},
         compilation=compilation,
         files={name: package.FileEntry(sha256="", bytes=0) for name in names},
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import math
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
@@ -143,6 +145,15 @@ class CompileOptions:
     def calibrated(self) -> bool:
         """Whether weights are fitted to `calibration_text`."""
         return self.weights in WEIGHT_BITS and METHODS[self.quantization_method].calibrated
+
+    def described(self) -> dict[str, Any]:
+        """The options for a manifest, except defaults and `debug_dump`; the calibration text is the sha256 of its
+        JSON."""
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "debug_dump"}
+        if (text := given["calibration_text"]) is not None:
+            content = json.dumps(text, default=lambda ids: ids.tolist())
+            given["calibration_text"] = hashlib.sha256(content.encode()).hexdigest()
+        return {entry.name: given[entry.name] for entry in fields(self) if given.get(entry.name) != entry.default}
 
     def _check_quantization(self) -> None:
         if self.calibrated and self.calibration_text is None:

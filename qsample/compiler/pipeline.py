@@ -104,10 +104,15 @@ class Build:
         self.weights_sha256 = sha256
 
     def replace_model(self, path: Path) -> None:
-        """Go on with the model in `path`, made of the present model; reports of passes are kept."""
+        """Go on with the model in `path`, made of the present model; reports of passes are kept. ONNX Runtime writes
+        constants in the order of a hash table, which differs from process to process: they are sorted."""
         meta = self.model.meta
         self.model = ir.load(path)
         self.model.meta.update(meta)
+        for part in (self.model.graph, *self.model.graph.subgraphs()):
+            constants = sorted(part.initializers.items())
+            part.initializers.clear()
+            part.initializers.update(constants)
 
 
 class Phase(NamedTuple):

@@ -10,13 +10,15 @@ from qsample.errors import QsampleError
 Version = tuple[int, ...]
 
 
-def version_of(path: Path) -> Version | None:
-    """Numbers that change if the file at `path` is replaced or written to; None without a file."""
+def version_of(path: Path, *, changed: bool = False) -> Version | None:
+    """Numbers that change if the file at `path` is replaced or written to; None without a file. changed: with the time
+    of the last change of any kind, names and permissions included: no program can set it."""
     try:
         status = path.stat()
     except (OSError, ValueError):
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return (*version, status.st_ctime_ns) if changed else version
 
 
 class SourceFiles:
@@ -30,6 +32,11 @@ class SourceFiles:
         """Remember the versions of files that are about to be read."""
         for path in paths:
             self._versions.setdefault(path, version_of(path))
+
+    @property
+    def paths(self) -> frozenset[Path]:
+        """All files that were added."""
+        return frozenset(self._versions)
 
     def check(self, cause: BaseException | None = None) -> None:
         """Raise QsampleError if a file has changed. cause: the exception that this explains, if any."""

@@ -6,7 +6,6 @@ into place at the end, so a refused, failed or interrupted export leaves nothing
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 import warnings
@@ -15,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -36,9 +36,8 @@ from qsample.progress import Progress, Stage, Stages, metered
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 from qsample.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms, state_shapes
-from qsample.transforms.deferred import chunks, computing, deferred
-from qsample.transforms.positions import RowPositions
+from qsample.transforms.decoder import Decoder, apply_transforms, state_shapes
+from qsample.transforms.deferred import computing, deferred
 from qsample.transforms.quantized_linear import quantized_layers
 
 _NO_MEMORY: Final = re.compile(
@@ -65,6 +64,8 @@ def export_model(
     *,
     model_id: str,
     revision: str | None = None,
+    license: str | None = None,
+    files: Mapping[str, Path] = MappingProxyType({}),
     sources: SourceFiles | None = None,
     overwrite: bool = False,
     publish: bool = True,
@@ -75,8 +76,8 @@ def export_model(
     Args:
         model: a causal LM in eval mode on the CPU, its weights float32 or float16. It is transformed in place.
         tokenizer: saved into the package; None makes a package of token ids only.
-        model_id, revision: the origin of the model, for the manifest.
-        sources: the files that its placeholders refer to.
+        model_id, revision, license, files: the origin of the model, for `manifest.Source`; its files by name.
+        sources: the files that were read, among them those that its placeholders refer to.
         publish: False, for `compile` alone, returns an `Unpublished` in a new folder of scratch space, not hashed. Its
             weights stay in the checkpoint's files, and it lives as long as both.
         progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
@@ -85,26 +86,29 @@ def export_model(
     does not match the model; PackageError if `path` cannot be written; QsampleError if `sources` changed meanwhile.
     """
     sources = sources or SourceFiles()
+    source = package.Source(model_id, revision, model.config.model_type, type(model).__name__, license=license)
     size = _weight_bytes(model)
     with _memory_named(), metered(progress) as report, sources:
         stages = Stages(report, _SHARES)
 
         def write(folder: Path) -> package.Manifest:
-            return _export(model, tokenizer, folder, features, model_id, revision, stages, refer=not publish)
+            with _hashed_meanwhile(files) as hashed:
+                manifest = _export(model, tokenizer, folder, features, source, stages, refer=not publish)
+                return replace(manifest, source=replace(manifest.source, files=hashed.result()))
 
         if not publish:
             folder = Path(path).absolute()
             with full_disk_named(folder.parent):
                 folder.mkdir()
                 manifest = write(folder)
-            files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
+            written = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
             stages.finish()
-            return package.Unpublished(folder, replace(manifest, files=files), sources=sources)
+            return package.Unpublished(folder, replace(manifest, files=written), sources=sources)
         with package.write_package(path, overwrite=overwrite, required_bytes=size) as writer:
             manifest = write(writer.directory)
             stages.begin(Stage.PUBLISHING)
             sources.check()
-            writer.finish(replace(manifest, timing=report.costs))
+            writer.finish(manifest)
     stages.finish()
     return package.read_package(path, verify=False)
 
@@ -129,8 +133,7 @@ def _export(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     features: Features,
-    model_id: str,
-    revision: str | None,
+    source: package.Source,
     stages: Stages,
     *,
     refer: bool,
@@ -150,31 +153,29 @@ def _export(
     _check_vocabulary(tokenizer, vocab_size)
     _save_model_files(model, tokenizer, folder)
 
-    with _hashed_meanwhile(model) as weight_digest:
-        stages.begin(Stage.TRACING)
-        decoder = Decoder(model, context, interface)
-        adapted = features.max_loras > 0
-        traced = trace(decoder, interface.model, interface.sizes, decoder.layers, adapted=adapted)
-        if adapted:
-            interface = adapt_layers(traced, interface, "model.")
-        fill_placeholders(traced)
-        outline_scans(traced)
-        lower_experts(traced)
-        align_row_sums(traced)
-        draft = Draft(
-            traced,
-            interface,
-            expected,
-            package.Source(model_id, revision, model.config.model_type, type(model).__name__, weight_hash=""),
-            token_ids,
-            longest_context(model.config.get_text_config(decoder=True)),
-            original="the eager model",
-            plain_attention_layers=len(interface.key_values) if context.buffered else len(context.masked),
-            libraries=("torch", "transformers"),
-        )
-        del traced
-        manifest = write_draft(draft, folder, stages, refer=refer)
-        return replace(manifest, source=replace(manifest.source, weight_hash=weight_digest.result()))
+    stages.begin(Stage.TRACING)
+    decoder = Decoder(model, context, interface)
+    adapted = features.max_loras > 0
+    traced = trace(decoder, interface.model, interface.sizes, decoder.layers, adapted=adapted)
+    if adapted:
+        interface = adapt_layers(traced, interface, "model.")
+    fill_placeholders(traced)
+    outline_scans(traced)
+    lower_experts(traced)
+    align_row_sums(traced)
+    draft = Draft(
+        traced,
+        interface,
+        expected,
+        source,
+        token_ids,
+        longest_context(model.config.get_text_config(decoder=True)),
+        original="the eager model",
+        plain_attention_layers=len(interface.key_values) if context.buffered else len(context.masked),
+        libraries=("torch", "transformers"),
+    )
+    del traced
+    return write_draft(draft, folder, stages, refer=refer)
 
 
 def _check_dtype(model: PreTrainedModel) -> str:
@@ -276,44 +277,17 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _unwrapped(name: str, inside: list[str]) -> str:
-    """The name of a weight without the modules that transforms wrap around it."""
-    for prefix in inside:
-        if name.startswith(prefix):
-            return prefix.rsplit(".", 2)[0] + "." + name.removeprefix(prefix)
-    return name
-
-
-def weight_hash(model: PreTrainedModel) -> str:
-    """sha256 over the loaded weights: name, dtype, shape and bytes of each, in order of their names."""
-    return _hash(_named_weights(model), threading.Event())
-
-
 @contextmanager
-def _hashed_meanwhile(model: PreTrainedModel) -> Iterator[Future[str]]:
-    """The `weight_hash` of `model`, computed by another thread: tracing leaves a processor idle."""
-    named, left = _named_weights(model), threading.Event()  # tracing changes modules for a while
+def _hashed_meanwhile(files: Mapping[str, Path]) -> Iterator[Future[dict[str, str]]]:
+    """The sha256 of each file, computed by another thread: tracing leaves a processor idle."""
+    left = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="qsample-hash") as pool:
         try:
-            yield pool.submit(_hash, named, left)
+            yield pool.submit(_hash, files, left)
         finally:
             left.set()
 
 
-def _named_weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    wrappers = {LastTokenHead: "head", RowPositions: "embedding"}
-    inside = [f"{name}.{wrappers[type(module)]}." for name, module in model.named_modules() if type(module) in wrappers]
-    named = {_unwrapped(name, inside): tensor.detach() for name, tensor in model.state_dict().items()}
-    return sorted(named.items())
-
-
-def _hash(named: list[tuple[str, torch.Tensor]], left: threading.Event) -> str:
-    """See `weight_hash`. left: ends the work early; the result means nothing then."""
-    digest = hashlib.sha256()
-    for name, tensor in named:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        for part in chunks(tensor):
-            if left.is_set():
-                break
-            digest.update(part.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _hash(files: Mapping[str, Path], left: threading.Event) -> dict[str, str]:
+    """left: ends the work early; the result means nothing then."""
+    return {name: package.sha256_of(path) for name, path in files.items() if not left.is_set()}

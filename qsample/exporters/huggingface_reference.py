@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.checkpoints.source import origin_of
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.exporters import parity
@@ -140,8 +141,8 @@ def compare_with_checkpoint(
         original=f"the checkpoint {checkpoint.model_id}",
     )
     return {
-        "checkpoint": checkpoint.model_id,
-        "checkpoint_max_error": figures.max_error,
+        "checkpoint": origin_of(checkpoint.model_id)[0],
+        "checkpoint_max_error": parity.rounded_up(figures.max_error, figures.tolerance),
         "checkpoint_scale": figures.scale,
         "checkpoint_windows": figures.windows,
     }

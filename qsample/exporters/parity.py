@@ -9,6 +9,7 @@ gate knows arrays and graphs only: the caller makes the reference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,12 @@ class Parity:
     attention_layers: int
     plain_attention_layers: int
     windows: str
+
+
+def rounded_up(error: float, tolerance: float) -> float:
+    """A measured error for the manifest, the next power of ten or the tolerance: its digits depend on the number of
+    threads."""
+    return min(float(f"1e{math.ceil(math.log10(error))}"), tolerance) if 0 < error < math.inf else error
 
 
 class Compared(NamedTuple):

@@ -92,7 +92,7 @@ def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = Fal
         versions=_versions(draft.libraries),
         token_ids=draft.token_ids,
         max_position_embeddings=draft.max_position_embeddings,
-        parity=asdict(figures),
+        parity={**asdict(figures), "max_error": parity.rounded_up(figures.max_error, figures.tolerance)},
         packed_weights=packed,
     )
 

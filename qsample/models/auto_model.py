@@ -30,6 +30,7 @@ from qsample.huggingface.facade import check_export_dtype, choose_dtype
 from qsample.models.model import PackagedModel, SourceModel, bake_installed
 from qsample.ort.model_package import package_in
 from qsample.package.package import MANIFEST_NAME, check_features, read_package
+from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress
 from qsample.request.qefficient import read_config
 from qsample.request.refusals import check_from_pretrained
@@ -78,6 +79,7 @@ class AutoModelForCausalLM:
         adapter: str | Path | None = None,
         file: str | None = None,
         gguf_file: str | None = None,
+        trusted_keys: TrustedKeys | None = None,
         **others: Any,
     ) -> SourceModel | PackagedModel:
         """Open a hub id, a checkpoint folder, a GGUF file, an exported package, or a decoder file of another exporter.
@@ -104,6 +106,7 @@ class AutoModelForCausalLM:
             adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
             file: which GGUF file of a folder or repository; or which decoder, see `qsample.bake`.
             gguf_file: transformers' name of `file`, for GGUF.
+            trusted_keys: of a package, as in `qsample.runtime.load`: anything without their signature is refused.
             others: keywords of transformers and QEfficient, accepted if they are off; docs/transformers.md and
                 docs/qefficient.md have the replacements. `qaic_config` sets features.
 
@@ -145,13 +148,15 @@ class AutoModelForCausalLM:
         path = Path(pretrained_model_name_or_path)
         path = Path(package_in(path, provider))
         if os.path.isfile(path / MANIFEST_NAME):  # False if it is too long to be a path
-            package = read_package(path)
+            package = read_package(path, trusted_keys=trusted_keys)
             if adapter is not None:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
             if filter_order is None:
                 features = replace(features, filter_order=package.interface.features.filter_order)
             check_features(package, features, None if chosen == "auto" else chosen)
-            return PackagedModel(package, provider).place(device_map)
+            return PackagedModel(package, provider, trusted_keys=trusted_keys).place(device_map)
+        if trusted_keys is not None:
+            raise QsampleError(f"{path} is no package, and only packages are signed; leave trusted_keys out")
         gguf = find_gguf(str(pretrained_model_name_or_path), gguf_file or file, hub)
         if gguf is None and (file is not None or is_decoder(path)):
             if adapter is not None or chosen is not None:

@@ -45,10 +45,12 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """All that a cached package follows from. name: of the model, a part of the entry's name; letters that a file name
-    should not have are replaced. parts: JSON-ready: the model's identity, features, options."""
+    should not have are replaced. parts: JSON-ready: the model's identity, features, options. model: its hub id or full
+    path, which is not in the package."""
 
     name: str
     parts: dict[str, Any]
+    model: str = ""
 
     @property
     def entry(self) -> str:
@@ -60,9 +62,11 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A package in the cache. last_used: seconds since the epoch. in_use: whether a process has it open."""
+    """A package in the cache. model: its hub id or full path. last_used: seconds since the epoch. in_use: whether a
+    process has it open."""
 
     path: Path
+    model: str
     manifest: Manifest
     last_used: float
     in_use: bool
@@ -123,6 +127,7 @@ def open_cached(
                 made = scratch.new / path.name  # compile would keep a refused package next to another place
                 make(made)
                 seal = {"entry": path.name, "manifest": sha256_of(made / MANIFEST_NAME), "files": _states(made)}
+                seal["model"] = recipe.model
                 (made / _SEAL).write_text(json.dumps(seal), "utf-8")
                 made.rename(path)
             found = _use(path)
@@ -140,8 +145,10 @@ def entries() -> list[Entry]:
             manifest = Manifest.from_json(read_text(path / MANIFEST_NAME))
             with FileIO(path / MANIFEST_NAME, "r") as file:
                 in_use = lock(file.fileno()) is False
-            found.append(Entry(path, manifest, path.stat().st_mtime, in_use))
-        except (OSError, ValueError, PackageError):  # of another version, or damaged: `remove` takes it all the same
+            model = read_json(path / _SEAL)["model"] or manifest.source.model_id
+            found.append(Entry(path, str(model), manifest, path.stat().st_mtime, in_use))
+        # Of another version, or damaged: `remove` takes it all the same.
+        except (OSError, ValueError, LookupError, TypeError, PackageError):
             continue
     return sorted(found, key=lambda entry: entry.last_used, reverse=True)
 

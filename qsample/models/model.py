@@ -31,6 +31,7 @@ from qsample.huggingface.facade import (
 )
 from qsample.models.cache import Recipe, open_cached
 from qsample.package.package import Package, Unpublished, check_not_source, check_target, copy_package
+from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
 from qsample.request.qefficient import read_compile, read_generate
 from qsample.request.refusals import NO_ADAPTERS
@@ -184,14 +185,20 @@ class PackagedModel(Model):
     """An exported or compiled package. Its sessions are loaded by the first `generate`."""
 
     def __init__(
-        self, package: Package, provider: str | None = None, holding: ScratchFolder | FileIO | None = None
+        self,
+        package: Package,
+        provider: str | None = None,
+        holding: ScratchFolder | FileIO | None = None,
+        trusted_keys: TrustedKeys | None = None,
     ) -> None:
         """The model of a verified `package`. provider: by default the package's, otherwise "cpu". holding goes with the
-        last reference to this object: the package's temporary folder, or the lock that keeps it in the cache."""
+        last reference to this object: the package's temporary folder, or the lock that keeps it in the cache.
+        trusted_keys: of which one has to have signed it when its sessions are loaded, too."""
         super().__init__(provider)
         self.package = package
         self.features = package.interface.features
         self._holding = holding
+        self._trusted_keys = trusted_keys
         self._runtime: CausalLM | None = None
 
     def __repr__(self) -> str:
@@ -219,7 +226,9 @@ class PackagedModel(Model):
         if self._runtime is None:
             from qsample.runtime import load
 
-            self._runtime = load(self.package.path, provider=self._provider, verify=False)
+            self._runtime = load(
+                self.package.path, provider=self._provider, verify=False, trusted_keys=self._trusted_keys
+            )
         self._runtime.generation_config = self.generation_config
         return self._runtime
 
@@ -318,7 +327,8 @@ class SourceModel(Model):
             "weights": weights,
             "ctx_len": ctx_len,
         }
-        recipe = Recipe("-".join(filter(None, (Path(self.source.model_id).name, str(provider), weights))), parts)
+        name = "-".join(filter(None, (Path(self.source.model_id).name, str(provider), weights)))
+        recipe = Recipe(name, parts, self.source.pinned().model_id)
         with shown(progress) as report:
             make = partial(self._make, provider=provider, options=options, progress=report)
             package, holding = open_cached(recipe, make, report)
@@ -448,14 +458,14 @@ class SourceModel(Model):
         tokenizer = checkpoint.tokenizer  # before the model: it fails fast
         with SourceFiles() as sources:
             model = checkpoint.load(dtype, scratch, sources)
+            origin = checkpoint.origin(sources)
         model.generation_config = settings or model.generation_config
         return {
             "model": model,
             "tokenizer": tokenizer,
             "features": self.features,
-            "model_id": checkpoint.name,
-            "revision": checkpoint.revision,
             "sources": sources,
+            **origin,
         }
 
     @staticmethod

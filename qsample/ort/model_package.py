@@ -20,6 +20,7 @@ from qsample.disk.untrusted import problem_of_name, read_json
 from qsample.errors import PackageError, shown
 from qsample.package.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME, model_package
 from qsample.package.package import Package, foreign_files, read_package
+from qsample.package.signature import SIGNATURE_NAME
 
 PORTABLE: Final = "portable"
 _LARGEST: Final = 1 << 20
@@ -50,7 +51,8 @@ def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool =
         first: dict[str, Path] = {}  # sha256 → the file
         for name, package in variants.items():
             folder = scratch.new / name
-            for file in (MANIFEST_NAME, *package.manifest.files):
+            signature = [SIGNATURE_NAME] if (package.path / SIGNATURE_NAME).is_file() else []
+            for file in (MANIFEST_NAME, *signature, *package.manifest.files):
                 made = folder / file
                 made.parent.mkdir(parents=True, exist_ok=True)
                 entry = package.manifest.files.get(file)

@@ -359,9 +359,11 @@ def with_logits(spec: GraphSpec) -> GraphSpec:
 
 def _made_by_newer(package: Package) -> str:
     """Advice if a newer ONNX Runtime compiled the package, whose operators this one may not know."""
-    made, here = package.manifest.versions.get("onnxruntime", ""), str(ort.__version__)
+    compilation = package.manifest.compilation
+    versions = {**package.manifest.versions, **(compilation.versions if compilation is not None else {})}
+    made, here = versions.get("onnxruntime", ""), str(ort.__version__)
     numbers = [[int(number) for number in re.findall(r"\d+", version)[:3]] for version in (made, here)]
-    if package.manifest.compilation is None or numbers[0] <= numbers[1]:
+    if compilation is None or numbers[0] <= numbers[1]:
         return ""
     return f"; it was compiled with onnxruntime {made} and this is {here}: install {made} or newer, or compile it here"
 

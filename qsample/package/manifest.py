@@ -15,14 +15,13 @@ from qsample.contract.interface import Interface
 from qsample.contract.tensors import CONTRACT_VERSION, CONTRACT_VERSIONS
 from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name
 from qsample.errors import PackageError
-from qsample.progress import StageCost
 
 MANIFEST_NAME: Final = "qsample.json"
 MODEL_PACKAGE_NAME: Final = "manifest.json"
 FORMAT_VERSION: Final = 1
 _MODEL_PACKAGE_VERSION: Final = "1.0"
 _LARGEST: Final = 2**63  # no size, count or id reaches it
-_FORMER: Final = frozenset({"verify"})  # keys that only older packages have
+_FORMER: Final = frozenset({"verify", "weight_hash", "timing"})  # keys that only older packages have
 # Fields whose integers are at least 1.
 _SIZES: Final = (
     *("max_position_embeddings", "vocab_size", "num_key_value_heads", "head_dim", "shape", "ctx_len", "batch_size"),
@@ -43,13 +42,21 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The model that was exported. weight_hash: sha256 over its weights."""
+    """The model that was exported.
+
+    Attributes:
+        model_id: its hub id; of a folder the last name, because a package is the same wherever its model lay.
+        revision: the commit of the hub.
+        files: name → sha256 of the files that were read, in hexadecimal; an adapter's begin with "adapter/".
+        license: as the model's README.md states it, in the hub's words.
+    """
 
     model_id: str
     revision: str | None
     model_type: str
     architecture: str
-    weight_hash: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    license: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,8 @@ class Compilation:
             matrices that came quantized, and the measured divergence.
         least_onnxruntime: the oldest version of ONNX Runtime that runs it; by default as docs/contract.md says.
         parts: of the decode graph in order, each for a device; none if it is for one device.
+        options: of compile, except those with their default; a calibration text is its sha256.
+        versions: as in `Manifest`, of the compilation.
     """
 
     provider: str
@@ -90,6 +99,8 @@ class Compilation:
     quantization: Mapping[str, Any] | None = None
     least_onnxruntime: str | None = None
     parts: tuple[GraphPart, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +116,15 @@ class Manifest:
     """The content of `qsample.json`.
 
     Attributes:
-        versions: package name → version that made it.
+        versions: distribution → its version that made the portable package.
         max_position_embeddings: longest context that the model knows (None: unlimited).
         parity: figures of the export's comparison with the original model.
         compilation: device packages only.
         files: name → entry; filled in by the writer.
         packed_weights: of a checkpoint that was quantized already: matrices quantized, their bits, block sizes, bytes.
-        timing: the stages before the publishing, because publishing ends with this manifest; empty if not measured.
+
+    The same model, versions and options make the same manifest: it has no dates and no times, and the errors that gates
+    measured, which depend on the number of threads, are rounded up to powers of ten.
     """
 
     kind: Literal["portable", "device"]
@@ -126,7 +139,6 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     packed_weights: Mapping[str, Any] | None = None
-    timing: tuple[StageCost, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.kind == "device") != (self.compilation is not None):

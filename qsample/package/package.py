@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from qsample.package.manifest import (
     TokenIds,
     model_package,
 )
+from qsample.package.signature import SIGNATURE_NAME, Signer, TrustedKeys, check_signature, files_to_sign
 
 __all__ = [
     "MANIFEST_NAME",
@@ -59,11 +60,13 @@ _READINGS: Final = 50  # of a package that is replaced while it is read; on a bu
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package on disk, at the absolute `path`. identity: of the manifest's file when it was read, if known."""
+    """A package on disk, at the absolute `path`. identity: of the manifest's file when it was read, if known, and of a
+    package with a trusted signature, of all files. signer: of that signature."""
 
     path: Path
     manifest: Manifest
-    identity: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    identity: tuple[Version | None, ...] | None = field(default=None, compare=False, repr=False)
+    signer: Signer | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.summary})"
@@ -111,8 +114,12 @@ class Package:
 
     def check_not_replaced(self) -> None:
         """Raise PackageError if `path` has become another package since this one was read."""
-        if self.identity not in (None, _identity(self.path)):
+        if self.is_replaced():
             raise PackageError(f"{self.path} was replaced while it was in use; open it again")
+
+    def is_replaced(self) -> bool:
+        """Whether `path` has become another package since this one was read."""
+        return self.identity not in (None, _identity(self.path, () if self.signer is None else self.manifest.files))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -193,43 +200,57 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
         put_in_place(scratch, place, lambda path: check_target(path, place, overwrite))
 
 
-def read_package(path: str | Path, verify: bool = True) -> Package:
-    """Open the package at `path`. `verify` compares every file's sha256, not only presence and sizes. Raises
-    PackageError, with the file's name, if the package is not intact."""
-    return use_package(path, lambda package: package, verify=verify)
+def read_package(path: str | Path, verify: bool = True, *, trusted_keys: TrustedKeys | None = None) -> Package:
+    """Open the package at `path`. `verify` compares every file's sha256, not only presence and sizes; so do
+    `trusted_keys`, of which one has to have signed the package. Raises PackageError, with the file's name, if the
+    package is not intact."""
+    return use_package(path, lambda package: package, verify=verify, trusted_keys=trusted_keys)
 
 
-def use_package(path: str | Path, use: Callable[[Package], T], *, verify: bool = True) -> T:
+def use_package(
+    path: str | Path, use: Callable[[Package], T], *, verify: bool = True, trusted_keys: TrustedKeys | None = None
+) -> T:
     """Open the package at `path` and return `use(package)`; `use` opens its files. If the package is replaced
     meanwhile, all of it starts again, so that no manifest and no graph of the old package meets a file of the new
-    package. Raises as `read_package` and `use` do."""
+    package; with `trusted_keys`, if any of its files is written to, too. Raises as `read_package` and `use` do."""
     folder = Path(path).absolute()
     for _ in range(_READINGS):
         before = _identity(folder)
+        package = None
         try:
-            result = use(_read(folder, before, verify))
+            package = _read(folder, before, verify, trusted_keys)
+            result = use(package)
         except Exception:
-            if _identity(folder) == before:
+            if _identity(folder) == before and (package is None or not package.is_replaced()):
                 raise
             continue
-        if _identity(folder) == before:
+        if not package.is_replaced():
             return result
     raise PackageError(f"{folder} is replaced over and over while it is read; wait until it is no longer written")
 
 
-def _identity(folder: Path) -> Version | None:
-    """The version of the package in `folder`; None without a package."""
-    return version_of(folder / MANIFEST_NAME)
+def _identity(folder: Path, files: Iterable[str] = ()) -> tuple[Version | None, ...] | None:
+    """The version of the package in `folder` and of some of its files; None without a package."""
+    manifest = version_of(folder / MANIFEST_NAME)
+    return None if manifest is None else (manifest, *(version_of(folder / name, changed=True) for name in files))
 
 
-def _read(folder: Path, identity: Version | None, verify: bool) -> Package:
+def _read(
+    folder: Path, identity: tuple[Version | None, ...] | None, verify: bool, trusted_keys: TrustedKeys | None
+) -> Package:
     if not os.path.isdir(folder):
         state = "not a folder" if os.path.exists(folder) else "missing"
         raise PackageError(f"{folder} is {state}; give a package's folder")
-    manifest = _read_manifest(folder)
+    manifest, sha256 = _read_manifest(folder)
     for name, entry in manifest.files.items():
         check_file(folder, name, entry)
-    if verify:
+    signer = None
+    if trusted_keys is not None:
+        identity = _identity(folder, manifest.files)
+        known = {MANIFEST_NAME: sha256, **{name: entry.sha256 for name, entry in manifest.files.items()}}
+        hashes = {name: known.get(name) or sha256_of(folder / name) for name in files_to_sign(folder)}
+        signer = check_signature(folder, hashes, trusted_keys)
+    if verify or signer is not None:
         for name, entry in manifest.files.items():
             if sha256_of(folder / name) != entry.sha256:
                 raise PackageError(
@@ -238,10 +259,11 @@ def _read(folder: Path, identity: Version | None, verify: bool) -> Package:
     for name in manifest.interface.graphs:
         with suppress(OSError, ValueError):  # a file that is not ONNX at all is reported by its reader
             check_references(folder, name, manifest.files)
-    return Package(folder, manifest, identity)
+    return Package(folder, manifest, identity, signer)
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> tuple[Manifest, str]:
+    """The manifest, and its file's sha256 in hexadecimal."""
     try:
         text = read_text(folder / MANIFEST_NAME, LARGEST_MANIFEST)
     except FileNotFoundError:
@@ -251,7 +273,7 @@ def _read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise PackageError(f"cannot read {folder / MANIFEST_NAME}: {error}") from error
     try:
-        return Manifest.from_json(text)
+        return Manifest.from_json(text), hashlib.sha256(text.encode()).hexdigest()
     except PackageError as error:
         raise PackageError(f"{folder}: {error}") from error
 
@@ -355,7 +377,7 @@ def foreign_files(folder: Path) -> Iterator[str]:
         for name in sorted(files + links):
             path = (Path(root) / name).relative_to(folder).as_posix()
             known = path in listed if listed is not None else name.endswith(_DAMAGED)
-            if not known and path != MANIFEST_NAME and name not in _CRUMBS:
+            if not known and path not in (MANIFEST_NAME, SIGNATURE_NAME) and name not in _CRUMBS:
                 yield path
 
 

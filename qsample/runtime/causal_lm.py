@@ -6,7 +6,6 @@ import hashlib
 import warnings
 from collections import abc
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +26,7 @@ from qsample.ort.model_package import package_in
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
 from qsample.package.package import Package, faster_way, read_package, use_package
+from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, Stages
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE, SamplingParams
 from qsample.runtime.adapters import Adapter, read_adapter
@@ -56,6 +56,7 @@ def load(
     session_config: Mapping[str, str] | None = None,
     batch_invariant: bool = True,
     verify: bool = True,
+    trusted_keys: TrustedKeys | None = None,
 ) -> CausalLM:
     """Open a package for generation. Needs onnxruntime, numpy and tokenizers, nothing else.
 
@@ -73,8 +74,11 @@ def load(
             otherwise than several, so that a step over one row computes two: docs/devices.md has their price. False
             gives up the promise, and takes each number of rows as it is.
         verify: compare every file's sha256 with the manifest first.
+        trusted_keys: refuse a package unless one of these signed it: PEM files of public keys or of certificate
+            authorities, folders of such files, "sigstore:ACCOUNT,ISSUER". Needs the extra `sign`; see docs/security.md.
 
-    Raises PackageError if the package is damaged, QsampleError if it does not fit the provider or ctx_len.
+    Raises PackageError if the package is damaged or not signed by a trusted key, QsampleError if it does not fit the
+    provider or ctx_len.
 
     >>> model = load("exported")
     >>> model.generate("In the beginning", max_new_tokens=16, temperature=0.8, seed=1).texts
@@ -83,10 +87,11 @@ def load(
 
     def opened(package: Package) -> CausalLM:
         _check_ctx_len(package, ctx_len)
-        arguments = {"provider": provider, "ctx_len": ctx_len, "verify": verify, **options.arguments}
+        arguments = {"provider": provider, "ctx_len": ctx_len, "verify": verify, "trusted_keys": trusted_keys}
+        arguments |= options.arguments
         return CausalLM(package, open_sessions(package, provider, options), ctx_len, loaded_with=arguments)
 
-    return use_package(package_in(path, provider), opened, verify=verify)
+    return use_package(package_in(path, provider), opened, verify=verify, trusted_keys=trusted_keys)
 
 
 class CausalLM(ModelMethods):
@@ -445,8 +450,8 @@ def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
 
 
 def _fingerprint(package: Package) -> str:
-    """sha256 of a package's manifest, with the hashes of all files, without the time that its making took."""
-    return hashlib.sha256(replace(package.manifest, timing=()).to_json().encode()).hexdigest()
+    """sha256 of a package's manifest, with the hashes of all files."""
+    return hashlib.sha256(package.manifest.to_json().encode()).hexdigest()
 
 
 def _reopen(path: Path, wanted: str, arguments: Mapping[str, Any], generation_config: Mapping[str, Any]) -> CausalLM:

@@ -55,6 +55,7 @@ class ServedModel:
             intra_op_num_threads=settings.threads,
             session_config=settings.session_options,
             batch_invariant=settings.batch_invariant,
+            trusted_keys=settings.trusted_keys or None,
         )
         if (tokenizer := self.model.tokenizer) is not None and settings.chat_template is not None:
             tokenizer.chat_template = tokenizer.get_chat_template(settings.chat_template)

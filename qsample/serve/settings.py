@@ -84,6 +84,10 @@ class ServeSettings:
         (), _texts, repeated=str, flag="--api-key",
         help="Clients have to send it; may be repeated. (default: QSAMPLE_API_KEY, if it is set)",
     )  # fmt: skip
+    trusted_keys: tuple[str, ...] = checked(
+        (), _texts, repeated=str, metavar="FILE",
+        help="Serve only packages signed by one of these keys: PEM files, folders; may be repeated.",
+    )  # fmt: skip
     cors_origins: tuple[str, ...] = checked(
         (),
         _texts,

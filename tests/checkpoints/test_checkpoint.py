@@ -212,9 +212,7 @@ def test_a_checkpoint_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (model.dtype, model.config.model_type, model.generation_config.eos_token_id) == ("float32", "llama", 2)
     seen: dict[str, list[tuple[str, float]]] = {"export": [], "compile": []}
     model.export(tmp_path / "portable", progress=lambda *report: seen["export"].append(report))
-    compiled = model.compile(tmp_path / "device", ctx_len=32, progress=lambda *report: seen["compile"].append(report))
-    stages = list(dict.fromkeys(stage for stage, _ in seen["compile"]))
-    assert [cost.stage for cost in compiled.package.manifest.timing] == ["starting", *stages[:-2]], "of both parts"
+    model.compile(tmp_path / "device", ctx_len=32, progress=lambda *report: seen["compile"].append(report))
     once = ("existence", "config", "tokenizer", "generation_config", "meta model", "probe")
     assert counts == {**dict.fromkeys(once, 1), "weights": 2}
     for reports in seen.values():

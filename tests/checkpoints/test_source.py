@@ -19,7 +19,16 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints import checkpoint as checkpoint_module
-from qsample.checkpoints.source import CheckpointSource, HubOptions, check_exists, find_gguf, identity_of
+from qsample.checkpoints.source import (
+    CheckpointSource,
+    HubOptions,
+    check_exists,
+    files_of,
+    find_gguf,
+    identity_of,
+    license_of,
+    origin_of,
+)
 from qsample.errors import QsampleError
 
 GIVEN = {
@@ -406,3 +415,35 @@ def test_a_hub_id_is_its_downloaded_commit(tmp_path: Path) -> None:
     assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="c" * 40)) == ["some/model", "c" * 40]
     with pytest.raises(QsampleError, match="other/model does not exist, was not downloaded"):
         identity_of("other/model", hub)
+
+
+def test_the_origin_for_a_manifest_is_the_same_on_every_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--some--model" / "snapshots" / commit
+    for name in ("config.json", "README.md", "model.safetensors", "pytorch_model.bin", "onnx/model.onnx"):
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).write_text("{}")
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text(commit)
+    hub = HubOptions(cache_dir=tmp_path, local_files_only=True)
+    read = {snapshot / "model.safetensors"}
+    assert origin_of("some/model", hub) == origin_of(str(snapshot)) == ("some/model", commit)
+    assert origin_of(str(snapshot / "onnx" / "model.onnx")) == ("some/model", commit)
+    assert origin_of("other/model", hub) == ("other/model", None)
+    for name in ("some/model", str(snapshot)):
+        assert list(files_of(name, hub, read)) == ["config.json", "model.safetensors", "onnx/model.onnx"]
+    files = files_of(str(snapshot), hub, set())
+    assert "pytorch_model.bin" in files
+    monkeypatch.chdir(tmp_path)
+    for name in ("copy", "./copy", str(tmp_path / "copy")):
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        assert origin_of(name) == ("copy", None)
+    for text, stated in (
+        ("{}", None),
+        ("---\nlicense: apache-2.0\n---\n# A", "apache-2.0"),
+        ("---\na: 1\n---\n", None),
+    ):
+        (snapshot / "README.md").write_text(text)
+        assert license_of(files) == stated

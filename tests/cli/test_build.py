@@ -93,7 +93,7 @@ def test_compile_takes_a_package_and_shows_what_it_took(run: Any, llama_package:
 
     stages = [cost["stage"] for cost in shown["timing"]]
     assert (stages[0], stages[-1]) == ("starting", "publishing")
-    assert [cost.stage for cost in package.manifest.timing] == stages[:-1], "without those of the export"
+    assert compilation.options == {"batch_size": 2, "ctx_len": 64}
     assert shown["total"]["seconds"] == pytest.approx(sum(cost["seconds"] for cost in shown["timing"]), abs=0.002)
     for name in (*stages, "total"):
         assert re.search(rf"^ *{name} +\d", err, re.MULTILINE), name

@@ -138,6 +138,7 @@ def test_list_and_clear(run: Any, made: list[Any], tmp_path: Path, monkeypatch: 
     assert listed["folder"] == str(tmp_path / "cache")
     assert [len(listed["entries"]), listed["bytes"]] == [2, 2 * listed["entries"][0]["bytes"]]
     name = listed["entries"][0]["model"]
+    assert name == str(tmp_path / "model"), "with its path, which is not in the package"
     assert f" {name} " in run("cache", "list")[1]
     status, _, told = run("cache", "clear", "elsewhere/model")
     assert (status, told.split(";")[0]) == (2, "qsample: elsewhere/model is not in the cache")

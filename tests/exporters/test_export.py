@@ -3,6 +3,7 @@ that a failure leaves nothing behind."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -23,12 +24,10 @@ from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.disk import space
 from qsample.errors import PackageError, ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import export, parity, portable
-from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
+from qsample.exporters.export import _save_model_files, _token_ids
 from qsample.models.model import PackagedModel, SourceModel
 from qsample.package.package import read_package
 from qsample.text.tokenizer import Tokenizer as RuntimeTokenizer
-from qsample.transforms.cache import DecodeContext
-from qsample.transforms.decoder import LastTokenHead, apply_transforms
 from tests.helpers.mixtures import mixture
 from tests.helpers.tiny_models import byte_tokenizer, export_without_sampler, random_model, save_checkpoint
 
@@ -62,26 +61,19 @@ def test_axes_and_dtypes_are_those_of_the_contract(llama_package: Path) -> None:
 
 def test_manifest_records_source_versions_and_parity(llama_package: Path, checkpoint: Callable[[str], Path]) -> None:
     manifest = read_package(llama_package).manifest
-    assert manifest.source.model_id == str(checkpoint("llama"))
+    folder = checkpoint("llama")
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    assert (manifest.source.model_id, manifest.source.files) == (folder.name, files)
     assert (manifest.source.model_type, manifest.source.architecture) == ("llama", "LlamaForCausalLM")
     release = torch.__version__.partition("+")[0]  # its metadata may lack the build
     assert manifest.versions["torch"].partition("+")[0] == release
     assert manifest.max_position_embeddings == 256
     assert (manifest.token_ids.pad, manifest.token_ids.bos, tuple(manifest.token_ids.eos)) == (0, 1, (2,))
     assert manifest.parity is not None
-    assert 0 < manifest.parity["max_error"] < 1e-4
+    assert manifest.parity["max_error"] in (1e-6, 1e-5, 1e-4)
     assert manifest.parity["attention_layers"] == 2
     on_disk = json.loads((llama_package / "qsample.json").read_text())
     assert {"decoder.onnx", "initial_state.onnx", "tokenizer.json", "config.json"} <= set(on_disk["files"])
-
-
-def test_weight_hash_changes_with_one_weight_and_not_with_the_export() -> None:
-    model = random_model("llama")
-    before = weight_hash(model)
-    assert before == weight_hash(random_model("llama"))
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
-    assert weight_hash(model) != before
 
 
 def unigram() -> Tokenizer:
@@ -170,22 +162,12 @@ def test_ids_of_any_form(given: Any, kept: Any) -> None:
         assert _token_ids(model, None).bos == kept
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt", "bert"])
-def test_the_weight_hash_does_not_see_the_transforms(model_type: str) -> None:
-    model = random_model(model_type, is_decoder=True) if model_type == "bert" else random_model(model_type)
-    before = weight_hash(model)
-    apply_transforms(model, DecodeContext())
-    assert isinstance(model.get_output_embeddings(), LastTokenHead)
-    assert weight_hash(model) == before
-
-
 @pytest.mark.slow
 def test_a_model_can_be_exported_twice(tmp_path: Path) -> None:
     model = random_model("qwen3")
     first = export_without_sampler(model, tmp_path / "first")
     second = export_without_sampler(model, tmp_path / "second")
-    assert first.manifest.source.weight_hash == second.manifest.source.weight_hash
-    assert first.manifest.parity == second.manifest.parity
+    assert first.manifest == second.manifest
 
 
 @pytest.mark.ci

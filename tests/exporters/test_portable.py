@@ -104,7 +104,7 @@ def test_states(dtype: str, tmp_path: Path) -> None:
 
 
 def draft(model: ir.Model, **more: Any) -> Draft:
-    source, tokens = Source("m", None, "llama", "Llama", ""), TokenIds(0, None, ())
+    source, tokens = Source("m", None, "llama", "Llama"), TokenIds(0, None, ())
     return Draft(model, FACE, Reference([], [], []), source, tokens, None, original="the file", **more)
 
 

@@ -68,7 +68,7 @@ def fake_manifest(interface: Interface, compilation: Compilation | None = None, 
     values: dict[str, Any] = {
         "kind": "portable" if compilation is None else "device",
         "interface": interface,
-        "source": Source("fake", None, "fake", "FakeForCausalLM", "0" * 64),
+        "source": Source("fake", None, "fake", "FakeForCausalLM", {"weights": "0" * 64}),
         "token_ids": TokenIds(PAD, BOS, (EOS,)),
         "max_position_embeddings": MAX_POSITIONS,
         "parity": None,

@@ -28,7 +28,7 @@ def manifest(**changes: Any) -> Manifest:
         "kind": "portable",
         "contract_version": CONTRACT_VERSION,
         "interface": INTERFACE,
-        "source": Source("some/model", None, "llama", "LlamaForCausalLM", "ab" * 32),
+        "source": Source("some/model", None, "llama", "LlamaForCausalLM", {"model.safetensors": "ab" * 32}),
         "versions": {"qsample": "0.1.0"},
         "token_ids": TokenIds(0, None, (2, 3)),
         "max_position_embeddings": None,

@@ -36,7 +36,8 @@ def test_device_manifest_round_trip() -> None:
         Manifest.from_json(made.to_json())
     data = json.loads(made.to_json())
     data["files"] = {name: {"sha256": "00", "bytes": 5 << 30} for name in INTERFACE.graphs}
-    data["compilation"]["verify"] = "full"  # of packages before gates had a single level
+    # Of packages before gates had a single level, before the files' hashes, and before packages were reproducible.
+    data["compilation"]["verify"], data["source"]["weight_hash"], data["timing"] = "full", "ab" * 32, []
     assert replace(Manifest.from_json(json.dumps(data)), files={}) == made
     assert "parts" not in data["compilation"], "older versions read packages without parts"
     part = GraphPart("decoder-1-of-1.onnx", (0, 2), 5 << 30)
@@ -99,7 +100,7 @@ def put(place: str, value: Any) -> Callable[[str], str]:
         (put("contract_version", "10.0"), "contract 10.0 and .* runs 2.0 and 2.1; upgrade qsample"),
         (put("surprise", 1), "manifest in qsample.json .*: unknown surprise"),
         (put("source", GONE), "missing source"),
-        (put("source weight_hash", GONE), r"manifest.source .*: missing weight_hash"),
+        (put("source model_type", GONE), r"manifest.source .*: missing model_type"),
         (put("interface features telepathy", True), "unknown telepathy"),
         (put("interface vocab_size", "100"), "interface.vocab_size .* is '100'; it must be int"),
         (put("interface vocab_size", True), "interface.vocab_size .* is True; it must be int"),

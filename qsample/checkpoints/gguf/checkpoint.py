@@ -22,6 +22,7 @@ from qsample.checkpoints.gguf.types import FLOATS, read_rows
 from qsample.checkpoints.integers import IntegerWeight, StoredMatrix
 from qsample.checkpoints.mapped_weights import Place, in_float32
 from qsample.checkpoints.quantized import QuantizedCheckpoint, read_quantized
+from qsample.checkpoints.source import origin_of
 from qsample.checks import is_number
 from qsample.disk.source_files import SourceFiles
 from qsample.errors import UnsupportedModelError
@@ -67,6 +68,10 @@ class GgufCheckpoint(Checkpoint):
         tokens = {name: getattr(self.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         with self._config_errors():
             return GenerationConfig(**tokens, **settings)  # type: ignore[no-untyped-call]
+
+    def _origin(self, sources: SourceFiles) -> tuple[tuple[str, str | None], dict[str, Path]]:
+        path, (name, revision) = self.file.path, origin_of(str(self.file.path))
+        return (path.name if revision is None else f"{name}/{path.name}", revision), {path.name: path}
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -6,7 +6,6 @@ needs torch or transformers; all is written aside and renamed into place at the 
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any, Final
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.checkpoints.source import DecoderSource
+from qsample.checkpoints.source import CONFIG, DecoderSource, license_of, origin_of
 from qsample.contract.interface import Features, Interface
 from qsample.disk.scratch import scratch_near
 from qsample.errors import QsampleError, printable
@@ -47,7 +46,7 @@ from qsample.exporters.portable import Draft, write_draft
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.package import package
-from qsample.progress import Meter, Progress, Stage, Stages, metered
+from qsample.progress import Progress, Stage, Stages, metered
 
 # A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.
@@ -89,7 +88,7 @@ def bake(
         package.check_not_source(out, location.file.parent)
 
         def bake_at(location: Location) -> package.Package:
-            return _bake(source, location, out, features, overwrite, compare, report, stages)
+            return _bake(source, location, out, features, overwrite, compare, stages)
 
         if not location.is_linked:
             return bake_at(location)
@@ -109,7 +108,6 @@ def _bake(
     features: Features,
     overwrite: bool,
     compare: Comparison | None,
-    report: Meter,
     stages: Stages,
 ) -> package.Package:
     settings = read_settings(location)
@@ -118,7 +116,7 @@ def _bake(
         model = load(location.file)
         foreign = recognise(location.file, model, head_dim=settings.head_dim, vocab_size=settings.vocab_size)
         del model
-    origin = _source(location, settings, foreign)
+    origin = _source(source, location, settings, foreign)
     size = sum(file.stat().st_size for file in (location.file, *location.data))
     with package.write_package(out, overwrite=overwrite, required_bytes=size) as writer:
         token_ids = settings.token_ids(foreign.vocab_size)
@@ -150,7 +148,7 @@ def _bake(
             others = compare(writer.directory, baked.interface, limit)
             manifest = replace(manifest, parity={**(manifest.parity or {}), **others})
         stages.begin(Stage.PUBLISHING)
-        writer.finish(replace(manifest, timing=report.costs))
+        writer.finish(manifest)
     stages.finish()
     return package.read_package(out, verify=False)
 
@@ -260,18 +258,15 @@ def _warn_of_windows(foreign: ForeignGraph, settings: Settings, windows: list[in
         )
 
 
-def _source(location: Location, settings: Settings, foreign: ForeignGraph) -> package.Source:
-    digest = hashlib.sha256()
-    for path in (location.file, *location.data):
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+def _source(source: DecoderSource, location: Location, settings: Settings, foreign: ForeignGraph) -> package.Source:
+    model_id, revision = origin_of(source.model_id, source.hub, source.file or CONFIG)
     model = foreign.model
     made_by = " ".join(filter(None, (model.producer_name, model.producer_version))) or "unknown"
     return package.Source(
-        model_id=location.name,
-        revision=None,
+        model_id=model_id,
+        revision=revision,
         model_type=printable(settings.model_type),
         architecture=printable(f"{location.file.name}, a decoder by {made_by}"),
-        weight_hash=digest.hexdigest(),
+        license=license_of(location.files),
+        files={name: package.sha256_of(path) for name, path in location.files.items()},
     )

@@ -56,6 +56,13 @@ class Location:
         """Whether the decoder or its data are links, or files with several names (hard links)."""
         return any(path.is_symlink() or path.stat().st_nlink > 1 for path in (self.file, *self.data))
 
+    @property
+    def files(self) -> dict[str, Path]:
+        """The decoder, its data, its configurations and its tokenizer, by name."""
+        small = (_CONFIG, GENERATION_CONFIG_FILE, GENAI_CONFIG, *_TOKENIZER_FILES)
+        found = {name: path for name in small if (path := self.find(name)) is not None}
+        return found | {path.relative_to(self.file.parent).as_posix(): path for path in (self.file, *self.data)}
+
     def find(self, name: str) -> Path | None:
         """A file that belongs to the decoder. Raises QsampleError for a link to something else."""
         path = next((folder / name for folder in self.folders if (folder / name).is_file()), None)

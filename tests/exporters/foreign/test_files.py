@@ -189,7 +189,8 @@ def test_stop_tokens_are_those_of_the_generation_config() -> None:
 def test_links_of_the_hubs_cache(decoder: Decoder, tmp_path: Path) -> None:
     snapshot = linked(decoder("community_gqa/x")[0], tmp_path / "models--some--model")
     package = qsample.bake(snapshot, tmp_path / "out", file="onnx/model.onnx", features=Features(sampler=False)).package
-    assert package.manifest.source.model_id == str(snapshot)
+    assert (package.manifest.source.model_id, package.manifest.source.revision) == ("some/model", "abc")
+    assert {"model.onnx", "tokenizer.json"} <= package.manifest.source.files.keys()
     assert package.has("tokenizer.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models--some--model", "out"]
     with pytest.raises(QsampleError, match=r"abc/onnx/model_quantized\.onnx cannot be baked"):

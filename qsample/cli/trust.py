@@ -1,0 +1,83 @@
+"""`qsample sign` and `sbom`: who made a package, and of what. `verify` checks it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from qsample.cli.terminal import note, progress
+from qsample.package.package import read_package
+from qsample.package.signature import PASSWORD_VARIABLE, signer_of
+from qsample.package.signature import sign as make_signature
+
+SIGN_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "openssl ecparam -genkey -name prime256v1 -noout -out key.pem\n\n"
+    "openssl ec -in key.pem -pubout -out public.pem\n\n"
+    "qsample sign qwen3-cpu --private-key key.pem\n\n"
+    "qsample serve qwen3-cpu --trusted-keys public.pem"
+)
+SBOM_EXAMPLES: Final = "[bold]Examples[/bold]\n\nqsample sbom qwen3-cpu -o qwen3.cdx.json"
+
+
+def sign(
+    package: Annotated[Path, typer.Argument(metavar="PACKAGE", help="Package to sign, with all files in its folder.")],
+    private_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"PEM file of an elliptic curve; {PASSWORD_VARIABLE} has its password."),
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM file: the key's certificate.")] = None,
+    certificate_chain: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="PEM files from its issuer on; may be repeated.")
+    ] = None,
+    sigstore: Annotated[
+        bool, typer.Option("--sigstore", help="Sign with an account, by sigstore's public service, in place of a key.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a signature.")] = False,
+) -> None:
+    """Sign a package with OpenSSF model signing: a key, a certificate, or an account. Writes model.sig into it."""
+    if (private_key is None) != sigstore:
+        raise typer.BadParameter("give either --private-key or --sigstore")
+    if (certificate is None) != (certificate_chain is None) or (sigstore and certificate is not None):
+        raise typer.BadParameter("--certificate and --certificate-chain go together, with --private-key")
+    with progress():
+        folder = read_package(package).path
+    typer.echo(str(make_signature(folder, private_key, certificate, certificate_chain or (), overwrite=overwrite)))
+    note(f"signed by the {signer_of(folder)}")
+
+
+def check(package: str, trusted_keys: list[str] | None, *, as_json: bool) -> str:
+    """Compare every file of a package with its sha256, and with its signature if keys are trusted; returns the result,
+    in words or as JSON."""
+    with progress():
+        opened = read_package(package, trusted_keys=trusted_keys or None)
+    signer, trusted = opened.signer or signer_of(opened.path), opened.signer is not None
+    count = len(opened.manifest.files)
+    if as_json:
+        facts = {} if signer is None else {"kind": signer.kind, "fingerprint": signer.fingerprint, "trusted": trusted}
+        return json.dumps({"package": str(opened.path), "files": count, "signature": facts or None}, indent=2)
+    words = "not signed" if signer is None else f"signed by the {'trusted ' * trusted}{signer}"
+    unchecked = "; --trusted-keys checks that" if signer is not None and not trusted else ""
+    return f"{opened.path}: {count} files have the sha256 of the manifest; {words}{unchecked}"
+
+
+def sbom(
+    package: Annotated[Path, typer.Argument(metavar="PACKAGE", help="Package to describe.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="A new file. (default: stdout)")
+    ] = None,
+) -> None:
+    """Describe a package as an ML-BOM, a CycloneDX 1.6 document: files, origin, versions, licence."""
+    from qsample.package.sbom import ml_bom
+
+    with progress():
+        document = json.dumps(ml_bom(read_package(package)), indent=2, ensure_ascii=False)
+    if output is None:
+        typer.echo(document)
+        return
+    with output.open("x", encoding="utf-8") as file:
+        file.write(document + "\n")
+    typer.echo(str(output))
