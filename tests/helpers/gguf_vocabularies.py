@@ -28,16 +28,13 @@ PRE = {  # values of tokenizer.ggml.pre, and further ones that mean the same
     "dbrx": "smaug-bpe chatglm-bpe",
     "glm4": "glm5",
     "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    "qwen35": "",
     "minicpm5": "",
-    "ufakzeka": "",
     "seed-coder": "",
     "tekken": "",
     "gpt-4o": "llama4 kanana2 talkie minimax-m2",
     "deepseek-llm": "",
     "deepseek-coder": "",
     "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
-    "falcon": "",
     "viking": "",
 }
 CASES: dict[str, dict[str, Any]] = {  # what they add to the metadata

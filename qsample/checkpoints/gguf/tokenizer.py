@@ -27,15 +27,8 @@ _SPACE: Final = "▁"
 _LONGEST_TOKEN: Final = 1024  # characters
 _LONGEST_TEMPLATE: Final = 1 << 20  # characters; published ones have some 30,000 at most
 _REMEDY: Final = "give tokenizer= a folder or hub id that has the model's tokenizer, or tokenizer=None"
-_NAMED: Final = {  # special tokens by transformers' names
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-    "sep_token": "seperator_token_id",  # spelled so
-    "mask_token": "mask_token_id",
-}
-_DEFAULTS: Final = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # of sentencepiece
+_NAMED: Final = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+_DEFAULTS: Final = {"bos": 1, "eos": 2, "unknown": 0}  # of sentencepiece
 
 # Texts of tokens at which llama.cpp stops. Those of a group count only if the metadata name no such token.
 _ENDS: Final = (  # noqa: SIM905
@@ -44,9 +37,9 @@ _ENDS: Final = (  # noqa: SIM905
     "<｜end▁of▁sentence｜> [e~["
 ).split()
 _GROUPS: Final = {
-    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep_token_id": ("<|file_sep|>",),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
 }
 
 # Regular expressions that cut a text into words. Of several, each cuts the pieces that the one before it left.
@@ -61,10 +54,10 @@ _LETTERS: Final = (  # those with a case, of an older Unicode
 )
 
 
-def _words(digits: str, mark: str = "", before: str = _SHORT + "|") -> str:
-    """Llama 3's and its kin's. mark: of a class, letters' companions. before: of the alternatives, the first."""
-    letters = rf"[\p{{L}}{mark}]+"
-    return rf"{before}[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}| ?[^\s\p{{L}}{mark}\p{{N}}]+[\r\n]*|{_LINES}"
+def _words(digits: str, signs: str = "", signs_end: str = r"[\r\n]*") -> str:
+    """Llama 3's and its kin's. signs: of a class, what signs are not besides; signs_end: what may follow them."""
+    letters = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    return rf"{_SHORT}|{letters}|{digits}| ?[^\s\p{{L}}\p{{N}}{signs}]+{signs_end}|{_LINES}"
 
 
 def _cased_words(digits: str, after: str = "") -> str:
@@ -75,50 +68,41 @@ def _cased_words(digits: str, after: str = "") -> str:
 
 
 _EXPRESSIONS: Final = {  # by tokenizer.ggml.pre
-    name: expressions
-    for names, expressions in (
-        ("default", (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-        (
-            "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4",
-            (_GPT2,),
-        ),
-        ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", (r"\p{N}", _GPT2)),
-        (
-            "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe chatglm-bpe glm4 glm5",
-            (_words(r"\p{N}{1,3}"),),
-        ),
-        (
-            "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-            (_words(r"\p{N}"),),
-        ),
-        ("qwen35", (_words(r"\p{N}", r"\p{M}"),)),
-        ("minicpm5", (r"\p{N}{1,3}", _words(r"\p{N}+"))),
-        ("ufakzeka", (_words(r"\p{N}", before=""),)),
-        (
-            "seed-coder",
-            (rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}",),
-        ),
-        ("tekken", (_cased_words(r"\p{N}"),)),
-        ("gpt-4o llama4 kanana2 talkie minimax-m2", (_cased_words(r"\p{N}{1,3}", f"(?:{_SHORT})?"),)),
-        (
-            "deepseek-llm",
-            (r"[\r\n]", rf"\s?[{_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CHINESE, r"\p{N}+"),
-        ),
-        ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}")),
-        (
-            "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
-            (
-                r"\p{N}{1,3}",
-                "[一-龥぀-ゟ゠-ヿ]+",
-                r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-                rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}",
-            ),
-        ),
-        ("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-        ("viking", (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
-    )
-    for name in names.split()
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "llama3": (_words(r"\p{N}{1,3}"),),
+    "qwen2": (_words(r"\p{N}"),),
+    "minicpm5": (r"\p{N}{1,3}", _words(r"\p{N}+")),
+    "seed-coder": (_words(r"\p{N}", r"\r\n", ""),),
+    "tekken": (_cased_words(r"\p{N}"),),
+    "gpt-4o": (_cased_words(r"\p{N}{1,3}", f"(?:{_SHORT})?"),),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?[{_LETTERS}]+",
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+        r"\s+$",
+        _CHINESE,
+        r"\p{N}+",
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}"),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}",
+    ),
+    "viking": (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"),
 }
+_SAME: Final = {
+    "gpt-2": "phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4",
+    "smollm": "starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    "llama3": "llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe chatglm-bpe glm4 glm5",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
+    "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
+}
+_KINDS: Final = {name: kind for kind, names in _SAME.items() for name in names.split()}
 _LLAMA3: Final = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2".split())  # noqa: SIM905
 _BEGINS: Final = _LLAMA3 | {"tekken"}  # with BOS, if the metadata are silent
 _WHOLE: Final = _BEGINS | {"glm4", "glm5", "minicpm5"}  # a word that is a token needs no merges
@@ -137,7 +121,8 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
             f"are read; {_REMEDY}"
         )
     defaults = _DEFAULTS if kind == "llama" else {}
-    special = {name: metadata.token(key, defaults.get(key)) for name, key in _NAMED.items()}
+    ids = {name: metadata.id(key, defaults.get(key)) for name, key in _NAMED.items()}
+    special = {f"{name}_token": None if i is None else metadata.tokens[i] for name, i in ids.items()}
     adds = {
         "add_bos_token": metadata.value("add_bos_token", bool, kind == "llama" or pre in _BEGINS),
         "add_eos_token": metadata.value("add_eos_token", bool, False),
@@ -169,8 +154,8 @@ def stop_ids(file: GgufFile) -> list[int]:
     metadata = _Metadata(file)
     if metadata.array("tokens", str) is None:
         return []
-    default = _DEFAULTS["eos_token_id"] if metadata.value("model", str) == "llama" else None
-    found = [metadata.id(f"{name}_token_id", default if name == "eos" else None) for name in ("eos", "eot", "eom")]
+    default = _DEFAULTS["eos"] if metadata.value("model", str) == "llama" else None
+    found = [metadata.id("eos", default), metadata.id("eot"), metadata.id("eom")]
     kinds = zip(metadata.tokens, metadata.types, strict=True)
     ids = {token: i for i, (token, kind) in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)}
     for key, texts in _GROUPS.items():
@@ -187,7 +172,8 @@ def stop_ids(file: GgufFile) -> list[int]:
 
 
 def _byte_level(metadata: _Metadata, pre: str) -> Tokenizer:
-    if pre not in _EXPRESSIONS:
+    expressions = _EXPRESSIONS.get(_KINDS.get(pre, pre))
+    if expressions is None:
         raise UnsupportedModelError(
             f"{metadata.path}: {_KEYS}pre is {shown(pre)}, and how that cuts texts into words is not known; {_REMEDY}"
         )
@@ -200,7 +186,7 @@ def _byte_level(metadata: _Metadata, pre: str) -> Tokenizer:
             raise metadata.error("merges", f"has {shown(text)}, which joins no two tokens into a third")
         merges[pair] = None
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[*merges], ignore_merges=pre in _WHOLE))
-    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _EXPRESSIONS[pre]]
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
@@ -284,15 +270,12 @@ class _Metadata:
     def types(self) -> list[int]:
         return self.array("token_type", int, len(self.tokens)) or [1] * len(self.tokens)
 
-    def id(self, key: str, default: int | None = None) -> int | None:
-        number = self._values.get(_KEYS + key, default)
+    def id(self, name: str, default: int | None = None) -> int | None:
+        """The id of a special token; None if the file has no such."""
+        number = self._values.get(f"{_KEYS}{name}_token_id", default)
         if number is None or is_integer(number, 0, len(self.tokens) - 1):
             return number
-        raise self.error(key, f"is {shown(number)}; there are {len(self.tokens)} tokens")
-
-    def token(self, key: str, default: int | None = None) -> str | None:
-        number = self.id(key, default)
-        return None if number is None else self.tokens[number]
+        raise self.error(f"{name}_token_id", f"is {shown(number)}; there are {len(self.tokens)} tokens")
 
     def templates(self) -> str | dict[str, str] | None:
         """The chat template, or several by name."""
