@@ -125,7 +125,8 @@ def _page(path: Path) -> str:
     if path.is_dir():
         if (path / "README.md").is_file():
             return (path / "README.md").read_text("utf-8")
-        return f"{_HIDDEN}# {name}\n\n" + "".join(f"- {entry.name}\n" for entry in sorted(path.iterdir()))
+        names = sorted({entry.name for entry in path.iterdir()} - {"dist", "node_modules"})
+        return f"{_HIDDEN}# {name}\n\n" + "".join(f"- {entry}\n" for entry in names)
     try:
         text = path.read_text("utf-8")
     except OSError as error:
@@ -167,12 +168,15 @@ def _in_google_style(text: str) -> str:
     )
     text = re.sub(r"^( {4}\w+: )>", r"\1\>", text, flags=re.MULTILINE)  # which would be a quotation
     text = re.sub(r"^Returns:\n +", "**Returns:** ", text, flags=re.MULTILINE)  # whose colons are no types
-    text = re.sub(r"`((?:\w+\.)*([A-Z]\w+))`", _as_link, text)
+    text = re.sub(r"`(?:\w+\.)*([A-Z]\w+)(\.\w+)?`", _as_link, text)
     return re.sub(r"((?:^>>> .*\n?(?:^\.\.\. .*\n?)*)+)", r"```pycon\n\1\n```\n", text, flags=re.MULTILINE)
 
 
 def _as_link(match: re.Match[str]) -> str:
-    return f"[`{match[2]}`][{_REFERENCE[match[2]]}]" if match[2] in _REFERENCE else match[0]
+    name, member = match[1], match[2] or ""
+    if name not in _REFERENCE:
+        return match[0]
+    return f'<autoref optional identifier="{_REFERENCE[name]}{member}"><code>{name}{member}</code></autoref>'
 
 
 def _is_checked(attribute: griffe.Attribute) -> bool:
