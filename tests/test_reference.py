@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "reference.md").read_text("utf-8")
 NAMES = re.findall(r"^::: (qsample\.[\w.]+)$", PAGE, re.MULTILINE)
 ROOMS = ["qsample", "qsample.runtime", "qsample.evaluation", "qsample.serve", "qsample.ray"]
 EXTRAS = {"ray", "fastapi", "llguidance", "prometheus_client", "uvicorn"}
-ARGS = re.compile(r"^Args:\n((?: {4,}.*\n?|\n)+)", re.MULTILINE)
+ARGS = re.compile(r"^(?:Args|Attributes):\n((?: {4,}.*\n?|\n)+)", re.MULTILINE)
 # A docstring that leaves the rest to another: "see `load`", "as in `compile`", "with the arguments of `generate`".
 ELSEWHERE = re.compile(r"\b(?:as(?: in| of| for)?|see|arguments of|errors of)\s`", re.IGNORECASE)
 
@@ -65,16 +65,20 @@ def raised(function: Any) -> set[str]:
     return {name for name in found if not name.startswith("_")} - {"AttributeError"}
 
 
+def entries(text: str) -> set[str]:
+    """The names that the list of arguments or attributes describes."""
+    lines = re.findall(r"^ {4}([\w*, ]+): ", "".join(ARGS.findall(text)), re.MULTILINE)
+    return {name.strip("* ") for line in lines for name in line.split(",")}
+
+
 def function_gaps(owner: str, function: Any, text: str) -> Iterator[str]:
     if not text.strip():
         yield f"{owner} has no docstring"
-    block = ARGS.search(text)
     if ELSEWHERE.search(ARGS.sub("", text)):
         return
-    entries = re.findall(r"^ {4}([\w*, ]+): ", block[1], re.MULTILINE) if block else []
-    described = {name.strip("* ") for entry in entries for name in entry.split(",")}
+    listed = entries(text)
     for name in inspect.signature(function).parameters:
-        if name not in ("self", "cls") and not (name in described if block else named(name, text)):
+        if name not in ("self", "cls") and not (name in listed if listed else named(name, text)):
             yield f"{owner} does not describe {name}"
     for name in sorted(raised(function)):
         kind = getattr(errors, name, None) or getattr(builtins, name)
@@ -93,14 +97,14 @@ def methods(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def class_gaps(owner: str, cls: type) -> Iterator[str]:
-    text = cls.__doc__ or ""
+    text = inspect.cleandoc(cls.__doc__ or "")
     if dataclasses.is_dataclass(cls):
         if "__post_init__" in vars(cls):
             yield from function_gaps(owner, vars(cls)["__post_init__"], text)
-        for entry in dataclasses.fields(cls):
-            has_text = "help" in entry.metadata or entry.name in HELP or entry.name.startswith("_")
-            if not has_text and not named(entry.name, text) and not ELSEWHERE.search(text):
-                yield f"{owner} does not describe its field {entry.name}"
+        listed, rest = entries(text), ARGS.sub("", text)
+        for name in (entry.name for entry in dataclasses.fields(cls) if "help" not in entry.metadata):
+            if not (name in listed or name in HELP or named(name, rest) or ELSEWHERE.search(rest)):
+                yield f"{owner} does not describe its field {name}"
     elif not text.strip():
         yield f"{owner} has no docstring"
     elif inspect.isfunction(init := vars(cls).get("__init__")) and init.__module__.startswith("qsample"):
@@ -113,7 +117,9 @@ def class_gaps(owner: str, cls: type) -> Iterator[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_docstring_says_what_a_caller_has_to_know(name: str) -> None:
     found = public(name)
-    gaps = class_gaps(name, found) if inspect.isclass(found) else function_gaps(name, found, found.__doc__ or "")
+    gaps = (
+        class_gaps(name, found) if inspect.isclass(found) else function_gaps(name, found, inspect.getdoc(found) or "")
+    )
     assert list(gaps) == []
 
 
