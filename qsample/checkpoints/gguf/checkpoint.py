@@ -4,7 +4,6 @@ they are."""
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from functools import cached_property
 from pathlib import Path
@@ -119,30 +118,30 @@ def _rows(file: GgufFile, tensor: GgufTensor, weight: Weight, rows: slice) -> In
 
 def _float(file: GgufFile, weight: Weight) -> Tensor:
     """A weight that is no matrix of integers: in the file, or computed when it is needed."""
-    tensor = weight.tensors[0]
-    stored = {FLOATS.get(part.type, "float32") for part in weight.tensors}
+    tensors = weight.tensors
+    if tensors[0].type in FLOATS and weight.order is None and weight.experts is None and not weight.shift:
+        return in_float32(_tensor(file, tensors[0]), Place(file.path, tensors[0].offset, tensors[0].length))
+    stored = {FLOATS.get(part.type, "float32") for part in tensors}
     dtype = getattr(torch, stored.pop() if len(stored) == 1 and not weight.shift else "float32")
-    if tensor.type in FLOATS and weight.order is None and weight.experts is None and not weight.shift:
-        return in_float32(_tensor(file, tensor), Place(file.path, tensor.offset, tensor.length))
+    shape = _put_together([torch.empty(part.shape, device="meta") for part in tensors], weight).shape
 
     def compute() -> Tensor:
-        parts = [_tensor(file, part).to(dtype) for part in weight.tensors]
-        whole = parts[0] if weight.order is None else parts[0][torch.from_numpy(weight.order)]
-        if weight.experts == "joined":
-            whole = torch.cat(parts, 1)
-        elif weight.experts == "alternating":
-            whole = torch.stack(parts, 2).flatten(1, 2)
-            whole = whole.transpose(1, 2) if whole.ndim == 3 else whole
-        return (whole - weight.shift if weight.shift else whole).contiguous()
+        return _put_together([_tensor(file, part).to(dtype) for part in tensors], weight)
 
-    if sum(math.prod(part.shape) for part in weight.tensors) < SMALLEST:
-        return compute().to(torch.float32)
-    shape = [tensor.shape[0], *tensor.shape[1:]]
-    if weight.experts is not None:
-        shape[1] *= len(weight.tensors)
-    if weight.experts == "alternating" and len(shape) == 3:
-        shape = [shape[0], shape[2], shape[1]]
-    return defer(shape, torch.float32, compute, dtype)
+    return compute().to(torch.float32) if shape.numel() < SMALLEST else defer(shape, torch.float32, compute, dtype)
+
+
+def _put_together(parts: list[Tensor], weight: Weight) -> Tensor:
+    """`weight` of its tensors."""
+    whole = parts[0]
+    if weight.order is not None:
+        whole = whole[torch.from_numpy(weight.order)]
+    if weight.experts == "joined":
+        whole = torch.cat(parts, 1)
+    elif weight.experts == "alternating":
+        whole = torch.stack(parts, 2).flatten(1, 2)
+        whole = whole.transpose(1, 2) if whole.ndim == 3 else whole
+    return (whole - weight.shift if weight.shift else whole).contiguous()
 
 
 def _tensor(file: GgufFile, tensor: GgufTensor) -> Tensor:
