@@ -15,8 +15,8 @@ The libraries that define the formats quantize and write them. Each part needs a
     python scripts/packed_fixtures.py bitsandbytes bitsandbytes_nf4
 
 The models are random, with two layers and 128 tokens. A folder's `expected.json` has the sha256 of each quantized
-weight as the library itself dequantizes it, in float32, and the greedy tokens of transformers with these weights. Where
-float32 rounds otherwise, `dequantized.safetensors` has some of the weights.
+weight as the library dequantizes it, in float32, and the greedy tokens of transformers with these weights. If the
+library rounds twice, `dequantized.safetensors` has some of the weights instead.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qsample.checkpoints.integers import IntegerWeight, StoredMatrix, check_part, unpack_bits
+from qsample.checkpoints.integers import Bytes, IntegerWeight, StoredMatrix, check_part, unpack_bits
 from qsample.checkpoints.methods import ADVICE
 from qsample.checkpoints.small_floats import FloatMatrix, e2m1_matrix, floats_of, scaled_matrix
 from qsample.checks import is_integer
@@ -55,10 +55,10 @@ class CompressedTensors:
     )
 
     def matrix(self, layer: str, parts: Mapping[str, Tensor]) -> StoredMatrix | FloatMatrix:
-        """The weight of a layer. Raises ValueError if the parts do not fit one another, or no scheme.
+        """The weight of a layer. Raises ValueError if the parts fit neither each other nor a scheme.
 
-        weight_packed [N, K * bits / 32] int32 holds levels along K, weight_zero_point [N * bits / 32, G] along N; in
-        8 bits, weight and weight_zero_point may be int8. weight_scale: [N, G], [N, 1] or [1].
+        weight_packed [N, K * bits / 32] int32 holds levels along K, weight_zero_point [N * bits / 32, G] along N. In
+        their place may be int8: weight [N, K] of 8 bits, weight_zero_point [N, G]. weight_scale: [N, G], [N, 1] or [1].
         """
         scales = _matrix(parts["weight_scale"])
         check_part("weight_scale", scales, (*_FLOATS, _E4M3, torch.uint8), (None, None), "rows by groups")
@@ -88,8 +88,10 @@ class CompressedTensors:
         bits, _ = self._scheme("int", fitting, (outputs, inputs), scales, zeros)
         if zeros is not None:
             rows = len(scales) if zeros.dtype == torch.int8 else -(-outputs * bits // _WORD)
-            why = f"one for each of the scales {list(scales.shape)}"
+            why = f"weight_scale is {list(scales.shape)}"
             check_part("weight_zero_point", zeros, (torch.int8, torch.int32), (rows, groups), why)
+            if zeros.dtype == torch.int8 and (_unsigned(zeros, bits) >= 2**bits).any():
+                raise ValueError(f"its weight_zero_point holds more than {bits} bits")
         indices = None
         if g_idx is not None and (g_idx >= 0).all():  # -1: not in use
             check_part("weight_g_idx", g_idx, (torch.int32, torch.int64), (inputs,), "the group of each input")
@@ -99,12 +101,12 @@ class CompressedTensors:
 
         def read(rows: slice) -> IntegerWeight:
             if packed is None:
-                levels = _unsigned(parts["weight"][rows])
+                levels = _unsigned(parts["weight"][rows], 8)
             else:
                 levels = unpack_bits(packed[rows].numpy(), bits)[:, :inputs]
             zero_points = None
             if zeros is not None and zeros.dtype == torch.int8:
-                zero_points = _unsigned(zeros.expand(outputs, -1)[rows])
+                zero_points = _unsigned(zeros.expand(outputs, -1)[rows], bits)
             elif zeros is not None:
                 words = zeros[rows.start * bits // _WORD : -(-rows.stop * bits // _WORD)].numpy()
                 zero_points = unpack_bits(words.T, bits)[:, : rows.stop - rows.start].T
@@ -228,6 +230,7 @@ def _matrix(numbers: Tensor) -> Tensor:
     return numbers.reshape(-1, 1) if numbers.ndim < 2 else numbers
 
 
-def _unsigned(numbers: Tensor) -> Any:
-    """int8 as levels with 128 for 0."""
-    return numbers.numpy().view(np.uint8) ^ np.uint8(128)
+def _unsigned(numbers: Tensor, bits: int) -> Bytes:
+    """int8 as levels, with the middle of `bits` for 0."""
+    levels: Bytes = numbers.numpy().view(np.uint8) + np.uint8(2 ** (bits - 1))
+    return levels

@@ -50,7 +50,7 @@ class Mlx:
     def matrix(self, layer: str, parts: Mapping[str, Tensor]) -> StoredMatrix | FloatMatrix:
         """The weight of a layer. Raises ValueError if the parts do not fit one another or the configuration.
 
-        weight [N, K * bits / 32] uint32 has the levels of a row as one stream of bits, from the low bits up. An affine
+        weight [N, K * bits / 32] uint32 has the levels of a row as a stream of bits, from the low bits up. An affine
         weight is scales * level + biases, both [N, G].
         """
         options = self.layers.get(layer, self.default)
@@ -97,7 +97,7 @@ def read_options(options: Mapping[str, Any], model_id: str) -> Mlx:
 
 
 def _layer_options(options: Mapping[str, Any], model_id: str) -> LayerOptions:
-    """MLX's own defaults, where a value is missing."""
+    """A missing value is MLX's default."""
     mode = str(options.get("mode", _AFFINE))
     bits, group_size, _ = _FLOATS.get(mode, (4, 64, None))
     given = options.get("bits", bits), options.get("group_size", group_size)

@@ -54,7 +54,7 @@ class _Parts(dict[str, Tensor]):
 class PackedWeights:
     """Attributes:
     matrices: the quantized weights.
-    others: the other tensors, by name.
+    others: the rest of the tensors, by name.
     biases: names of the quantized layers' biases, except zeros: some tools write these everywhere.
     """
 

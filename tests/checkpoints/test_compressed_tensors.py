@@ -97,3 +97,9 @@ def test_zero_points_of_outputs_that_fill_no_word() -> None:
     wanted = (numbers - zeros[:, None]) * 0.5
     for rows in (slice(0, 36), slice(0, 32), slice(32, 36)):
         assert (matrix.read(rows).floats() == wanted[rows]).all()  # type: ignore[call-arg, union-attr]
+    # Some releases store them as they are, in symmetric checkpoints, too.
+    plain = torch.from_numpy(zeros - 8).to(torch.int8)
+    matrix = packing.matrix("layer", parts | {"weight_zero_point": plain[:, None]})
+    assert (matrix.floats() == wanted).all()
+    with pytest.raises(ValueError, match="weight_zero_point holds more than 4 bits"):
+        packing.matrix("layer", parts | {"weight_zero_point": plain[:, None] + 1})
