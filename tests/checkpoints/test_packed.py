@@ -81,9 +81,11 @@ def test_a_group_of_each_input(tmp_path: Path) -> None:
     folder = unpack("actorder", tmp_path)
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"}
     groups = {name: {"targets": ["Linear"], "weights": weights | {"symmetric": name == "a"}} for name in "ab"}
-    stated = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
-    packing = packing_of(AutoConfig.for_model("llama", quantization_config=stated), "some/model")
+    stated = {"format": "pack-quantized", "config_groups": groups}
+    config = AutoConfig.for_model("llama", compression_config={"quantization_config": stated})  # as it was called then
+    packing = packing_of(config, "some/model")
     assert packing is not None
+    assert not hasattr(config, "compression_config")
     matrices = read_packed([folder / "model.safetensors"], packing).matrices
     assert {matrix.layer: sha256(matrix.floats()) for matrix in matrices} == expected(folder)["sha256"]
     assert isinstance(matrices[0], StoredMatrix)
