@@ -52,7 +52,7 @@ STOPS: list[tuple[dict[str, int], dict[str, int]]] = [  # tokens behind those of
     ({"<|flush|>": CONTROL, "<|calls|>": CONTROL, "<|end|>": CONTROL}, {"eos": 5}),
     ({"<|end|>": CONTROL, "<|return|>": CONTROL}, {"eos": 1}),
     ({"<eos>": CONTROL, "<turn|>": CONTROL, "<|tool_response>": CONTROL, "<end_of_turn>": CONTROL}, {"eos": 3}),
-    ({"a": NORMAL, "b": NORMAL, "<|fim_pad|>": CONTROL, "c": CONTROL}, {"eos": 3, "eot": 4, "fim_pad": 6}),
+    ({"a": NORMAL, "b": NORMAL, "<|fim_pad|>": CONTROL, "c": CONTROL}, {"eos": 3, "eot": 4, "eom": 5, "fim_pad": 6}),
     ({"[EOT]": CONTROL, "[EOS]": CONTROL, "[PAD]": CONTROL, "[e~[": CONTROL, "<EOT>": USER_DEFINED}, {"eos": 2}),
 ]
 _PIECES = {

@@ -134,7 +134,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     try:
         tokenizer = _byte_level(metadata, pre) if kind == "gpt2" else _sentencepiece(metadata, special["unk_token"])
         tokenizer.add_tokens(_added_tokens(metadata))
-        return PreTrainedTokenizerFast(
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=tokenizer,
             chat_template=templates,
             padding_side="left",
@@ -163,12 +163,12 @@ def stop_ids(file: GgufFile) -> list[int]:
         found += map(ids.get, texts) if named is None else [named]
     found += [number for token, number in ids.items() if token in _ENDS]
     stops = {number: metadata.tokens[number] for number in found if number is not None}
-    texts = set(stops.values())
-    if texts & {"<|call|>", "<|calls|>"} and texts & {"<|return|>", "<|flush|>"}:
-        texts.discard("<|end|>")  # of a message; the answer may go on
-    if "<|tool_response>" in texts:
-        texts.discard("</s>")  # of HTML
-    return [number for number, token in stops.items() if token in texts]
+    ends = set(stops.values())
+    if ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
+        ends.discard("<|end|>")  # of a message; the answer may go on
+    if "<|tool_response>" in ends:
+        ends.discard("</s>")  # of HTML
+    return [number for number, token in stops.items() if token in ends]
 
 
 def _byte_level(metadata: _Metadata, pre: str) -> Tokenizer:
@@ -178,7 +178,7 @@ def _byte_level(metadata: _Metadata, pre: str) -> Tokenizer:
             f"{metadata.path}: {_KEYS}pre is {shown(pre)}, and how that cuts texts into words is not known; {_REMEDY}"
         )
     ids = metadata.ids
-    merges = {}
+    merges: dict[tuple[str, str], None] = {}  # of equal ones, the first counts
     for text in metadata.needed("merges", str):
         cut = text.find(" ", 1)
         pair = text[:cut], text[cut + 1 :]
