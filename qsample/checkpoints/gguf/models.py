@@ -291,7 +291,7 @@ def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     # The model of 62 layers, 27B, scales by the width (llama_model_gemma3 in llama.cpp).
     scaled_by = config["hidden_size"] // config["num_attention_heads"] if layers == 62 else config["head_dim"]
     return {
-        "sliding_window": window or None,
+        "sliding_window": window or config["max_position_embeddings"],  # transformers takes no model without one
         "layer_types": kinds,
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
         "query_pre_attn_scalar": scaled_by,

@@ -51,7 +51,7 @@ def test_a_configuration() -> None:
     assert older["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     large = configuration(some_file("gemma3", tensors={f"{i}": (1,) for i in range(62)}, block_count=62))
     assert large["query_pre_attn_scalar"] == 8
-    assert large["sliding_window"] is None
+    assert set(large["layer_types"]) == {"full_attention"}
 
 
 @pytest.mark.parametrize(
