@@ -80,9 +80,11 @@ class Parity:
 
 
 def rounded_up(error: float, tolerance: float) -> float:
-    """A measured error for the manifest, the next power of ten or the tolerance: its digits depend on the number of
-    threads."""
-    return min(float(f"1e{math.ceil(math.log10(error))}"), tolerance) if 0 < error < math.inf else error
+    """A measured error for the manifest: the next power of ten, or the tolerance, because its digits depend on the
+    number of threads; without a tolerance, two digits."""
+    if not 0 < error < math.inf:
+        return error
+    return float(f"{error:.2g}") if tolerance == math.inf else min(10.0 ** math.ceil(math.log10(error)), tolerance)
 
 
 class Compared(NamedTuple):

@@ -281,4 +281,17 @@ def test_long_windows_are_compared(model_type: str, tmp_path: Path, monkeypatch:
         monkeypatch.setitem(configs.SIZES, name, 2048)
     figures = export_without_sampler(configs.tiny_model(model_type), tmp_path / "package").manifest.parity
     assert figures["windows"] == "narrowed"
-    assert figures["max_error"] < 1e-4
+    assert figures["max_error"] <= 1e-4
+
+
+def test_errors_of_the_manifest() -> None:
+    assert [parity.rounded_up(error, 1e-4) for error in (0.0, 2e-6, 1e-5, 1.7e-5, 2.5e-5)] == [
+        0,
+        1e-5,
+        1e-5,
+        1e-4,
+        1e-4,
+    ]
+    assert parity.rounded_up(3e-2, 4e-2) == 4e-2
+    assert parity.rounded_up(0.4567, float("inf")) == 0.46
+    assert parity.rounded_up(float("inf"), float("inf")) == float("inf")

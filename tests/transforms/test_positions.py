@@ -174,7 +174,7 @@ def test_queries_of_llama_4_are_scaled_by_the_rows_own_positions(tmp_path: Path)
     )
     package = export_without_sampler(model, tmp_path / "package")
     assert package.manifest.parity is not None
-    assert package.manifest.parity["max_error"] < 1e-4
+    assert package.manifest.parity["max_error"] <= 1e-4
     rows = model.model.layers[0].self_attn
     assert rows.attn_temperature_tuning
     assert not any(name.startswith("qsample_query") for name in vars(rows))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
 from qsample.checkpoints.gguf.models import read_model
+from qsample.disk.source_files import SourceFiles
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.transforms.deferred import computing, deferred, numbers
 from qsample.transforms.quantized_linear import quantized_layers
@@ -63,6 +64,8 @@ def test_a_file_is_the_model_that_it_was_written_of(name: str, tmp_path: Path, n
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(numbers(loaded.get_parameter(key).data), parameter.data, rtol=0, atol=0)
     np.testing.assert_allclose(logits(loaded), wanted, atol=2e-5 * np.abs(wanted).max())
+    origin = checkpoint.origin(SourceFiles())
+    assert (origin["model_id"], origin["files"]) == ("model.gguf", {"model.gguf": tmp_path / "model.gguf"})
     if "mlp.down_proj.weight" in str(list(checkpoint.outline.shapes)):
         mapped = deferred(loaded.get_parameter("model.layers.1.mlp.down_proj.weight"))
         assert mapped is not None

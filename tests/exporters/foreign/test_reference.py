@@ -29,7 +29,7 @@ def baked(
 @pytest.mark.slow
 def test_a_float_file_is_its_checkpoint(decoder: Decoder, tmp_path: Path) -> None:
     figures = baked(decoder, "genai_cpu_fp32", "llama", {}, tmp_path)
-    assert figures["checkpoint_max_error"] < 1e-4
+    assert figures["checkpoint_max_error"] <= 1e-4
 
 
 @pytest.mark.slow
@@ -58,4 +58,4 @@ def test_of_two_files_of_a_model_that_without_its_window_is_refused(
         assert not (tmp_path / "out").exists()
     else:
         figures = baked(decoder, kind, "gemma3_text", changes, tmp_path, steps=16)
-        assert figures["checkpoint_max_error"] < 1e-4 * figures["checkpoint_scale"]
+        assert figures["checkpoint_max_error"] <= 1e-4 * figures["checkpoint_scale"]
