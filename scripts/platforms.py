@@ -68,8 +68,8 @@ def shown(results: dict[str, str]) -> str:
     """A cell: the Pythons that have every wheel, and what the others lack."""
     have = [python for python, lacks in results.items() if not lacks]
     lacks = {name: [python for python in results if results[python] == name] for name in results.values() if name}
-    parts = [span(have)] * bool(have) + [f"{span(pythons)} lacks {name}" for name, pythons in lacks.items()]
-    return "no: " + next(iter(lacks)) if not have and len(lacks) == 1 else "; ".join(parts)
+    parts = [f"no {name} for {span(pythons)}" for name, pythons in lacks.items()]
+    return "; ".join([span(have), *parts] if have else [f"no {name}" for name in lacks])
 
 
 def span(pythons: list[str]) -> str:
