@@ -22,8 +22,8 @@ PAGE: Final = ROOT / "docs" / "platforms.md"
 BEGIN, END = "<!-- written by scripts/platforms.py -->\n", "<!-- end -->\n"
 PYTHONS: Final = ("3.11", "3.12", "3.13", "3.14")
 SYSTEMS: Final = {  # heading → uv's name
-    "Linux x86-64": "x86_64-manylinux_2_28",
-    "Linux Arm": "aarch64-manylinux_2_28",
+    "Linux x86-64": "x86_64-manylinux_2_31",
+    "Linux Arm": "aarch64-manylinux_2_31",
     "Windows x86-64": "x86_64-pc-windows-msvc",
     "Windows Arm": "aarch64-pc-windows-msvc",
     "macOS 14 Arm": "aarch64-apple-darwin",
