@@ -61,7 +61,7 @@ class QuantizedWeight:
         rows, blocks = self.blocks.shape[:2]
         packed = numbers(self.zero_points).reshape(rows, -1)
         zeros = packed if self.bits == 8 else torch.stack([packed & 15, packed >> 4], -1).reshape(rows, -1)[:, :blocks]
-        result = (2 ** (self.bits - 1) - zeros.to(torch.float32)).mul_(numbers(self.scales))
+        result: Tensor = (2 ** (self.bits - 1) - zeros.to(torch.float32)).mul_(numbers(self.scales))
         if self.offsets is not None:
             result += numbers(self.offsets).T
         return result.to(self.scales.dtype).unsqueeze(-1)
