@@ -82,6 +82,11 @@ def packing_of(config: PretrainedConfig, model_id: str) -> Format | None:
                 f"{model_id} is quantized with {method}, which transformers turns into float with the help of "
                 f"accelerate; `pip install accelerate`, or {ADVICE}"
             )
+        warnings.warn(
+            f"{model_id}: its {method} weights become float32, in memory and in {AS_FLOAT[method]:g} times their "
+            "space; compile quantizes them with weights='int8'",
+            stacklevel=2,
+        )
         config.quantization_config = {**options, "dequantize": True}
         return None
     for key in given:

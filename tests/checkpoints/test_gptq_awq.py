@@ -273,7 +273,8 @@ def test_methods_that_transformers_turns_into_float(method: str, tmp_path: Path)
     if method == "fp8":
         pytest.importorskip("accelerate")
     meant = (save_fp8 if method == "fp8" else save_mxfp4)(tmp_path / "checkpoint")
-    model = Checkpoint(str(tmp_path / "checkpoint")).load()
+    with pytest.warns(UserWarning, match=f"its {method} weights become float32, in memory and in"):
+        model = Checkpoint(str(tmp_path / "checkpoint")).load()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert not hasattr(model.config, "quantization_config")
     for name, weight in meant.items():
