@@ -35,6 +35,7 @@ def measure(size: int, level: int, nibbles: bool, rows: int) -> tuple[float, flo
     scales = rng.uniform(0.001, 0.002, (N, count)).astype(np.float32)
     model = ir.from_onnx_text(GRAPH % (size, level))
     (node,) = model.graph
+    node.name = "product"
     node.outputs[0].shape = ir.Shape(["M", N])
     for value, array in zip(model.graph.inputs[1:], (levels, scales, zeros.reshape(-1)), strict=True):
         value.const_value, value.shape = ir.tensor(array, name=value.name), ir.Shape(array.shape)

@@ -115,8 +115,8 @@ def in_bytes(model: ir.Model) -> bool:
 
 
 def _is_slow(node: ir.Node) -> bool:
-    if not is_matmul_nbits(node) or node.attributes.get_int("bits", 4) != 8 or len(node.inputs) > 4:
-        return False
+    if not is_matmul_nbits(node) or node.attributes.get_int("bits", 4) != 8 or len(node.inputs) > 4 or not node.name:
+        return False  # without a name, `in_bytes` would not find it
     scales, exact = node.inputs[2], node.attributes.get_int("accuracy_level", 0) != INT8_ACTIVATIONS
     if scales is None or scales.shape is None or len(scales.shape) != 2:  # as FusedMatMul takes them
         return False

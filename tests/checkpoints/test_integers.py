@@ -89,15 +89,15 @@ def test_floats_are_rounded_like_products_and_sums_of_float32() -> None:
 
 def test_the_zero_point_is_the_nearest_within_the_bits() -> None:
     """-offset / scale: within the levels, below, above, and of a block whose scale is 0."""
-    scales = np.array([[0.5, 0.5, 0.5, 0.0, -0.5]], np.float32)
-    offsets = np.array([[-3.4, 1.0, -20.0, 0.7, 2.6]], np.float32)
-    levels = np.tile(np.arange(16, dtype=np.uint8), (1, 5))
+    scales = np.array([[0.5, 0.5, 0.5, 0.0, -0.5, 0.0]], np.float32)
+    offsets = np.array([[-3.4, 1.0, -20.0, 0.7, 2.6, 0.0]], np.float32)
+    levels = np.tile(np.arange(16, dtype=np.uint8), (1, 6))
     blocks = IntegerWeight(4, levels, scales, offsets=offsets).blocks(torch.float32)
     assert blocks is not None
     assert blocks.zero_points is not None
     assert blocks.offsets is not None
-    assert stored_levels(blocks.zero_points.numpy()[None], 4)[0, :5].tolist() == [7, 0, 15, 0, 5]
-    np.testing.assert_allclose(blocks.offsets[:, 0], [0.1, 1.0, -12.5, 0.7, 0.1], rtol=1e-6)
+    assert stored_levels(blocks.zero_points.numpy()[None], 4)[0].tolist() == [7, 0, 15, 0, 5, 0]
+    np.testing.assert_allclose(blocks.offsets[:, 0], [0.1, 1.0, -12.5, 0.7, 0.1, 0], rtol=1e-6)
 
 
 def test_half_precision_keeps_the_levels() -> None:

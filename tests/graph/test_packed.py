@@ -77,13 +77,17 @@ def test_a_byte_is_two_levels(size: int, zero_points: bool) -> None:
     assert (after.name, after.outputs[0].name) == (before.name, "y")
     assert [value.name for value in after.inputs[:3]] == inputs[:3]
     assert len(after.inputs) == len(inputs)
+    assert set(model.graph.initializers) == {value.name for value in after.inputs[1:]}
     if zero_points:
         np.testing.assert_array_equal(after.inputs[3].const_value.numpy(), arrays["zeros"])
     assert not in_bytes(model)
 
 
-def test_products_that_round_activations_stay() -> None:
+def test_products_that_round_activations_stay_and_those_without_a_name() -> None:
     model, _ = product(32, zero_points=False, level=4)
+    assert not in_nibbles(model)
+    model, _ = product(32, zero_points=False)
+    model.graph.node(0).name = None
     assert not in_nibbles(model)
     assert operators(model) == ["MatMulNBits"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import BATCH, SEQUENCE, TensorSpec
 from qsample.exporters.trace import trace
 from qsample.graph.operators import pack_bits
+from qsample.transforms.deferred import defer
 from qsample.transforms.quantized_linear import QuantizedWeight, quantized_layers, set_quantized_weight
 
 OUTPUTS, INPUTS, BLOCK = 4, 32, 16
@@ -140,6 +142,18 @@ def test_rows_of_four_bits_have_the_zero_points_of_their_blocks() -> None:
     offsets = weight.row_offsets()
     assert offsets is not None
     np.testing.assert_allclose(offsets.numpy(), (scales * (8 - zeros))[..., None], rtol=1e-6)
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_offsets_of_rows_come_from_placeholders_too(zero_points: bool) -> None:
+    """What is read without an operation of torch would be zeros."""
+    weight, _ = quantized(zero_points=zero_points, order=False, offsets=True)
+    parts = {name: getattr(weight, name) for name in ("scales", "zero_points", "offsets")}
+    later = {
+        name: None if tensor is None else defer(tensor.shape, tensor.dtype, lambda tensor=tensor: tensor, tensor.dtype)
+        for name, tensor in parts.items()
+    }
+    torch.testing.assert_close(replace(weight, **later).row_offsets(), weight.row_offsets(), rtol=0, atol=0)
 
 
 def test_an_eager_layer_is_what_it_was() -> None:
