@@ -18,6 +18,7 @@ from qsample.compiler.trial import Call, Text, logits_of, read, write
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import LOGITS
+from qsample.graph.packed import in_nibbles
 from qsample.graph.runner import GraphRunner
 from qsample.ort.providers import CPU
 
@@ -63,11 +64,13 @@ def measure_divergence(
     rows, calls = rows or ROWS, min(STEPS, capacity - 1)
     prompts = [rng.integers(0, interface.vocab_size, (rows, 1)) for _ in range(ROWS // rows)]
     # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
-    writer = (
-        runner(rows)
-        if runner is not None
-        else GraphRunner(logits_of(quantized, interface), quantized, interface, capacity, providers)
-    )
+    if runner is not None:
+        writer = runner(rows)
+    else:
+        model = logits_of(quantized, interface)
+        if providers == (CPU,):
+            in_nibbles(model)  # a package for browsers would take minutes
+        writer = GraphRunner(model, quantized, interface, capacity, providers)
     texts: list[list[Call]] = []
     for prompt in prompts:
         texts.append([])

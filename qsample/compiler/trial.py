@@ -16,7 +16,6 @@ from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import LOGITS
 from qsample.graph.join import cut_at_logits, return_all_logits
-from qsample.graph.packed import in_nibbles
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 
@@ -88,7 +87,5 @@ def _logits_by_call(runner: GraphRunner, text: Text) -> Iterator[Array]:
 
 
 def logits_of(folder: Path, interface: Interface) -> ir.Model:
-    """The decode graph in `folder` up to its logits, its 8-bit weights in a form that float32 is fast with."""
-    model = cut_at_logits(load_graph(folder / "decoder.onnx"), interface)
-    in_nibbles(model)
-    return model
+    """The decode graph in `folder` up to its logits."""
+    return cut_at_logits(load_graph(folder / "decoder.onnx"), interface)
