@@ -8,9 +8,11 @@ import sys
 import time
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from qsample.disk import locks
 from qsample.disk.locks import alone, is_at, lock
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other locks")
@@ -26,6 +28,28 @@ def test_who_shares_a_lock(tmp_path: Path) -> None:
         assert lock(first.fileno()) is True
         assert lock(second.fileno(), shared=True) is False
         assert lock(second.fileno()) is False
+
+
+@posix
+def test_a_lock_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte beyond the text, which other processes may read; the place in the file stays; no lock is shared."""
+    held = set()
+
+    def locking(descriptor: int, mode: int, count: int) -> None:
+        place = (os.fstat(descriptor).st_ino, os.lseek(descriptor, 0, os.SEEK_CUR))
+        if place in held:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        held.add(place)
+
+    monkeypatch.setattr(locks, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(locks, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2), raising=False)
+    (tmp_path / "file").write_text("of somebody")
+    with (tmp_path / "file").open("r+") as first, (tmp_path / "file").open("r+") as second:
+        assert lock(first.fileno(), shared=True) is None
+        assert lock(first.fileno()) is True
+        assert lock(second.fileno()) is False
+        assert first.read() == "of somebody"
+    assert all(place > 1 << 20 for _, place in held)
 
 
 @posix

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import nn
 
 from qsample.contract.interface import KeyValueShape
 from qsample.errors import UnsupportedModelError
 from qsample.transforms.attention import NAME
-from qsample.transforms.cache import DecodeContext
+from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.decoder import (
     LastTokenHead,
     apply_transforms,
     linear_layers_marked,
+    run_model,
     state_shapes,
     use_last_token_head,
 )
@@ -102,3 +107,17 @@ def test_layers_without_a_cache_leave_gaps_in_the_numbering(monkeypatch: pytest.
     apply_transforms(model, context)
     monkeypatch.setattr(model.model.layers[0].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
     assert state_shapes(model, context)[0] == (KeyValueShape(2, 16, layer=1),)
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", "past_key_values"])
+def test_the_name_under_which_a_model_takes_its_cache(name: str) -> None:
+    class Model(nn.Module):
+        def forward(self, **given: Any) -> dict[str, Any]:
+            return given
+
+    names = ("self", "input_ids", "position_ids", name)
+    parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in names]
+    Model.forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    context, ids = DecodeContext(), torch.zeros(1, 2, dtype=torch.int64)
+    cache = RetainedCache(context, 1)
+    assert run_model(cast("Any", Model()), context, ids, ids, cache)[name] is cache
