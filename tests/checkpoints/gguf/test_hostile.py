@@ -64,7 +64,7 @@ def changed(metadata: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def test_changed_metadata(whole: GgufFile) -> None:
     cases = list(changed(whole.metadata))
-    made = [is_read(GgufFile(whole.path, metadata, whole.tensors)) for metadata in random.Random(1).sample(cases, 8)]
+    made = [is_read(GgufFile(whole.path, metadata, whole.tensors)) for metadata in random.Random(1).sample(cases, 4)]
     assert not all(made)
 
 
