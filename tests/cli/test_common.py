@@ -77,4 +77,5 @@ def test_the_options_of_loading_and_measuring_reach_the_runtime(
     run("chat", package, "--provider", "cpu", "--threads", "3", "--ctx-len", "32", "--no-batch-invariant")
     del seen["given"]
     options = {"ctx_len": 32, "intra_op_num_threads": 3, "batch_invariant": False, "verify": False}
+    options["trusted_keys"] = None
     assert seen == {"path": package, "provider": "cpu", **options}

@@ -63,7 +63,7 @@ REFUSED: list[tuple[str, int, str]] = [
     ("evaluate package --text text --plot quality.pdf", 1, "--plot is 'quality.pdf'; give a file that ends in"),
     ("evaluate package --text text --stride 90 --max-length 80", 1, "--stride is 90 and --max-length 80"),
     ("evaluate package --text text --confidence 2", 1, "--confidence is 2"),
-    ("verify package", 2, "--against"),
+    ("verify package --max-mean 0.1", 2, "--text, --plot and the limits go with --against"),
     ("verify package --against ./nowhere", 1, "nowhere does not exist; give a checkpoint folder, a package folder or"),
     ("verify package --against package --text missing", 2, "cannot read --text missing"),
     ("verify package --against package --text text --positions 9999", 1, "text has 136 tokens, and 9999 positions"),

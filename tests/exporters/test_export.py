@@ -184,7 +184,8 @@ def without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """An export that writes a file in place of the graphs."""
     for name in ("trace", "fill_placeholders", "outline_scans", "lower_experts", "align_row_sums"):
         monkeypatch.setattr(export, name, lambda *_, **__: None)
-    monkeypatch.setattr(portable, "packed_weights", lambda model: None)
+    for name in ("packed_weights", "in_nibbles"):
+        monkeypatch.setattr(portable, name, lambda model: None)
     monkeypatch.setattr(
         portable, "write_graphs", lambda model, interface, pad, folder, **_: (folder / "decoder.onnx").write_bytes(b"")
     )

@@ -137,7 +137,13 @@ def test_a_pickled_model_has_what_it_was_loaded_with(fake: Callable[..., Package
         assert isinstance(again, CausalLM)
         assert again.sessions is not model.sessions
         assert again._loaded_with == model._loaded_with
-        assert again._loaded_with == {"provider": "cpu", "provider_options": {}, "verify": True, **arguments}
+        assert again._loaded_with == {
+            "provider": "cpu",
+            "provider_options": {},
+            "verify": True,
+            "trusted_keys": None,
+            **arguments,
+        }
         assert again.capacity(5) == 32
         assert again.sessions.decoder.get_session_options().intra_op_num_threads == 1
         assert again.generate([5], seed=2).token_ids == model.generate([5], seed=2).token_ids
