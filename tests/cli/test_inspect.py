@@ -179,7 +179,7 @@ def test_inspect_shows_a_gguf_file(run: Any, tmp_path: Path) -> None:
     assert (status, "torch" in told, "llama, qwen2, qwen3" in told) == (1, False, True)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_gguf_file_is_given_directly(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     from tests.helpers.gguf_files import tiny_lm_gguf

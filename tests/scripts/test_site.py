@@ -37,6 +37,7 @@ def site(shared_folder: Path) -> Path:
     return made_once(shared_folder / "site", build)
 
 
+@pytest.mark.slow
 def test_two_builds_are_equal_byte_for_byte(site: Path, tmp_path: Path) -> None:
     build(tmp_path)
     first, second = (

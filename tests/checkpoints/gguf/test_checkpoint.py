@@ -142,8 +142,9 @@ def test_float16_is_refused_by_name(tmp_path: Path) -> None:
         model.export(tmp_path / "package")
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("Q4_1", marks=pytest.mark.ci), pytest.param("Q8_0", marks=pytest.mark.slow)]
+)
 def test_a_file_is_exported_with_its_integers(kind: str, tmp_path: Path) -> None:
     """The tokens are those of transformers on the dequantized weights."""
     import onnx_ir as ir
