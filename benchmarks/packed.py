@@ -6,8 +6,8 @@
     python benchmarks/packed.py --products              # only the products of the forms of weights, in seconds
 
 A checkpoint of random weights in a named shape is quantized by llama.cpp itself and by compressed-tensors' own library.
-`qsample compile` makes a package of each, and of the checkpoint with --weights int4, each in a process of its own: its
-seconds, and its anonymous memory, are those of the process (Linux only). Then all packages, and llama.cpp with the same
+`qsample compile` makes a package of each, and of the checkpoint with --weights int4, each in a separate process:
+seconds and anonymous memory are the process's (Linux only). Then all packages, and llama.cpp with the same
 GGUF files, take turns with greedy steps of a single row; ratios are taken within a round.
 
 The products: a vector of 2,048 numbers times a matrix of 3,072 rows on one thread, with the operators that a package
