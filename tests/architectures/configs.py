@@ -54,6 +54,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **{"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    },
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

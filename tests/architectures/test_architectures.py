@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ def listed() -> dict[str, str]:
 
 def test_the_page_lists_every_model_type() -> None:
     results = listed()
+    if f"transformers {version('transformers')} " not in PAGE.read_text():
+        pytest.skip("the page is of another transformers, which has other types; scripts/architectures.py writes it")
     assert sorted(results) == all_types()
     passed = sum(result == "passed" for result in results.values())
     assert f"**{passed} of {len(results)} pass**" in PAGE.read_text()
