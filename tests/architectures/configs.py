@@ -57,7 +57,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dory": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-        **{"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
     },
     "gemma3n_text": {
         "num_hidden_layers": 4,
