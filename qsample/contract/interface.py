@@ -22,8 +22,14 @@ from qsample.contract.tensors import (
     EXTRA_PARAMETERS,
     FILTER_ORDERS,
     FILTER_STATES,
+    GRID,
     GUESSES,
+    HEIGHT,
     HUGGING_FACE,
+    IMAGE_FEATURES,
+    IMAGE_ROWS,
+    IMAGE_TOKENS,
+    IMAGES_VERSION,
     INPUT_IDS,
     INPUT_LENGTHS,
     KV_CACHE_DTYPES,
@@ -43,6 +49,8 @@ from qsample.contract.tensors import (
     NUM_DRAFT_TOKENS,
     NUM_NEW,
     PARAMETERS,
+    PATCHES,
+    POSITION_OFFSETS,
     PROBS,
     SAMPLER_STATES,
     SEARCHED_ROWS,
@@ -50,9 +58,11 @@ from qsample.contract.tensors import (
     SPECULATION_INPUTS,
     STATUS,
     STEPS_VERSION,
+    TILES,
     TOP_LOGPROB_OUTPUTS,
     TOP_LOGPROBS,
     VOCAB,
+    WIDTH,
     TensorSpec,
     retained_name,
 )
@@ -214,6 +224,29 @@ def adapter_ids(kind: str) -> TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageShape:
+    """How images enter the decoder.
+
+    Attributes:
+        width: C, numbers of a row of `image_features`: the hidden size times 1 + `deepstack`.
+        deepstack: vectors of a row that are added to the hidden states after the first layers, one each.
+        axial: positions have three parts (M-RoPE), and the decoder takes `position_offsets`.
+        blockwise: the tokens of an image see each other: no piece of a prompt may end within a run of image rows.
+        patch_values: numbers of a patch, if vision.onnx reads the patches of an image; 0: it reads tiles.
+    """
+
+    width: int
+    deepstack: int = 0
+    axial: bool = False
+    blockwise: bool = False
+    patch_values: int = 0
+
+    def features(self, dtype: str) -> TensorSpec:
+        """The rows that stand for images: the result of vision.onnx, and an input of the decoder."""
+        return TensorSpec(IMAGE_FEATURES, dtype, (IMAGE_TOKENS, self.width), "what vision.onnx makes of images", off=0)
+
+
+@dataclass(frozen=True, slots=True)
 class GraphSpec:
     """The interface of an ONNX file: call inputs, retained states and outputs, in graph order. The graph's inputs are
     `inputs` then `states`; its outputs are `outputs`, then the next value of each state that is not read-only."""
@@ -254,6 +287,7 @@ class Interface:
         captured: the decode graph can be captured and replayed: it has no control flow, but an input `searched_rows`.
         recurrent: an entry for each state of a recurrent or convolutional layer, in layer order.
         adapters: the layers that LoRA adapters may change; none without `features.max_loras`.
+        image: of packages that read images.
     """
 
     vocab_size: int
@@ -264,6 +298,7 @@ class Interface:
     captured: bool = False
     recurrent: tuple[RecurrentShape, ...] = ()
     adapters: tuple[AdapterTarget, ...] = ()
+    image: ImageShape | None = None
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
@@ -293,6 +328,8 @@ class Interface:
     @property
     def contract_version(self) -> str:
         """The oldest version of the contract that has everything of these graphs."""
+        if self.image is not None:
+            return IMAGES_VERSION
         newer = self.features.num_speculative_tokens or self.adapters
         return STEPS_VERSION if newer else CONTRACT_VERSION
 
@@ -345,6 +382,14 @@ class Interface:
         return (ADAPTER, *map(adapter_ids, self.adapter_kinds), *matrices)
 
     @property
+    def image_inputs(self) -> tuple[TensorSpec, ...]:
+        """What the decoder takes of images; none in packages that read text only."""
+        if self.image is None:
+            return ()
+        inputs = IMAGE_ROWS, self.image.features(self.dtype)
+        return (*inputs, POSITION_OFFSETS) if self.image.axial else inputs
+
+    @property
     def sampler_states(self) -> tuple[TensorSpec, ...]:
         """The states that the sampler keeps."""
         features = self.features
@@ -372,7 +417,7 @@ class Interface:
     def decoder(self) -> GraphSpec:
         """`decoder.onnx`: token ids in; next-token ids out (or logits, without the sampler)."""
         if self.features.sampler:
-            inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self._sampling, *self.adapter_inputs)
+            inputs = (INPUT_IDS, INPUT_LENGTHS, *self.image_inputs, EMIT, *self._sampling, *self.adapter_inputs)
             return GraphSpec(inputs, (*self.sampler_states, *self.cache_states), self.sampler_outputs)
         return self.model
 
@@ -385,7 +430,7 @@ class Interface:
         """The model's part of the decode graph, up to the logits; all of `decoder.onnx` without the sampler. `lengths`
         and `status` are ordinary inputs here: the sampler advances them. A recurrent layer has to know which rows run,
         because a token that does not count would change its state; a cache only grows after `lengths`."""
-        inputs: tuple[TensorSpec, ...] = (INPUT_IDS, INPUT_LENGTHS, LENGTHS)
+        inputs: tuple[TensorSpec, ...] = (INPUT_IDS, INPUT_LENGTHS, *self.image_inputs, LENGTHS)
         inputs += (STATUS,) if self.recurrent else ()
         return GraphSpec((*inputs, *self.adapter_inputs), self.cache_states, (LOGITS,))
 
@@ -399,6 +444,17 @@ class Interface:
         return GraphSpec(inputs, self.sampler_states, outputs)
 
     @property
+    def vision(self) -> GraphSpec:
+        """`vision.onnx`: the pixels of an image in, its rows of `image_features` out."""
+        assert self.image is not None
+        result = self.image.features(self.dtype)
+        if self.image.patch_values:
+            axes, meaning = (PATCHES, self.image.patch_values), "the patches of an image"
+            return GraphSpec((TensorSpec("pixel_values", "float32", axes, meaning), GRID), (), (result,))
+        tiles = TensorSpec("pixel_values", "float32", (TILES, 3, HEIGHT, WIDTH), "the tiles of an image")
+        return GraphSpec((tiles,), (), (result,))
+
+    @property
     def initial_state(self) -> GraphSpec:
         """`initial_state.onnx`: seeds and capacity in; every state's starting value out, under the state's name."""
         return GraphSpec((SEED, CAPACITY_INPUT), (), (*self.sampler_states, *self.cache_states))
@@ -409,4 +465,6 @@ class Interface:
         graphs = {"decoder.onnx": self.decoder, "initial_state.onnx": self.initial_state}
         if not self.features.sampler:
             graphs["sampler.onnx"] = self.sampler
+        if self.image is not None:
+            graphs["vision.onnx"] = self.vision
         return graphs

@@ -12,7 +12,8 @@ from typing import Final
 CONTRACT_VERSION: Final = "2.0"
 STEPS_VERSION: Final = "2.1"  # of packages with num_speculative_tokens or adapters; all else is as in 2.0
 STEPS_ONNXRUNTIME: Final = "1.32"  # the oldest that runs such packages
-CONTRACT_VERSIONS: Final = (CONTRACT_VERSION, STEPS_VERSION)  # that this qsample runs
+IMAGES_VERSION: Final = "2.2"  # of packages that read images; all else is as in 2.1
+CONTRACT_VERSIONS: Final = (CONTRACT_VERSION, STEPS_VERSION, IMAGES_VERSION)  # that this qsample runs
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
 NOISE_STREAM: Final = 0  # the second word of Philox's counter, for the state `noise`
 XTC_STREAM: Final = 1  # the same for `xtc_noise`
@@ -40,6 +41,10 @@ BAD_WORD_LENGTH: Final = "L"  # tokens of the longest forbidden sequence
 ADAPTER_RANKS: Final = "P"  # ranks of adapters; the layers of each kind have a separate axis, `P.q_proj`
 GUESSES: Final = "G"  # most guesses a row, num_speculative_tokens
 NEW_TOKENS: Final = "J"  # G + 1
+IMAGE_TOKENS: Final = "F"  # rows of image_features
+TILES: Final = "I"  # tiles of an image
+PATCHES: Final = "A"  # patches of an image
+HEIGHT, WIDTH = "tile_height", "tile_width"
 ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH)  # values of a row: as many as the host gives
 AXIS_MEANINGS: Final = {
     BATCH: "rows (batch)",
@@ -57,6 +62,7 @@ AXIS_MEANINGS: Final = {
     GUESSES: "guesses per row and step, at most",
     ADAPTER_RANKS: "ranks of all bound LoRA adapters; `P.q_proj` in the layers called q_proj",
     NEW_TOKENS: "new tokens per row and step, at most: G + 1",
+    IMAGE_TOKENS: "rows of image features in a call",
 }
 
 CANDIDATES: Final = 64  # a top_k up to this keeps at most this many tokens, ties included, and needs no search
@@ -107,6 +113,15 @@ LOGITS = TensorSpec("logits", "float32", (BATCH, VOCAB), "scores of the token af
 ADJUSTED_LOGITS = TensorSpec(
     "adjusted_logits", "float32", (BATCH, VOCAB), "logits after masks, biases and penalties; may share logits' buffer"
 )
+# Of packages that read images, `interface.ImageShape`.
+IMAGE_ROWS = TensorSpec(
+    "image_rows", "int32", (BATCH, SEQUENCE), "row of image_features in place of the id's embedding; -1 = none", off=-1
+)
+POSITION_OFFSETS = TensorSpec(
+    "position_offsets", "int32", (BATCH, SEQUENCE, 3), "added to a token's position: time, height, width", off=0
+)
+IMAGE_FEATURES: Final = "image_features"  # the result of vision.onnx, and an input of the decoder
+GRID = TensorSpec("grid", "int64", (2,), "rows and columns of patches of the image")
 NEXT_IDS = TensorSpec("next_ids", "int64", (BATCH, 1), "the sampled token; the pad id for a row that emitted nothing")
 
 PARAMETERS: Final = (

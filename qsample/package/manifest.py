@@ -121,6 +121,7 @@ class Manifest:
         parity: figures of the export's comparison with the original model.
         compilation: device packages only.
         files: name → entry; filled in by the writer.
+        images: how an image becomes pixels, and text with images token ids; see `qsample.images`. None: text only.
         packed_weights: of a checkpoint that was quantized already: matrices quantized, their bits, block sizes, bytes.
 
     The same model, versions and options make the same manifest: it has no dates and no times, and the errors that gates
@@ -139,6 +140,7 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     packed_weights: Mapping[str, Any] | None = None
+    images: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.kind == "device") != (self.compilation is not None):
@@ -154,6 +156,8 @@ class Manifest:
             del compilation["least_onnxruntime"]
         if compilation is not None and not compilation["parts"]:
             del compilation["parts"]
+        if data["images"] is None:
+            del data["images"], interface["image"]
         if not interface["adapters"]:
             del interface["adapters"], features["max_loras"], features["max_lora_rank"]
         return json.dumps(_without_infinities(data), indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -180,7 +184,7 @@ class Manifest:
             newer = _numbers(contract) > _numbers(CONTRACT_VERSION)
             raise PackageError(
                 f"the package's graphs follow decode contract {_shown(contract)} and this qsample runs "
-                f"{' and '.join(CONTRACT_VERSIONS)}; "
+                f"{', '.join(CONTRACT_VERSIONS)}; "
                 + ("upgrade qsample" if newer else f"make the package again: {_commands(data)}")
             )
         manifest: Manifest = _decode(cls, data, "manifest")

@@ -97,7 +97,7 @@ def put(place: str, value: Any) -> Callable[[str], str]:
         (lambda text: "{}", "no format_version"),
         (lambda text: put("new_key", 1)(put("format_version", 2)(text)), r"has format 2 and .* format 1; upgrade"),
         (put("format_version", 0), "has format 0 .*; export it again"),
-        (put("contract_version", "10.0"), "contract 10.0 and .* runs 2.0 and 2.1; upgrade qsample"),
+        (put("contract_version", "10.0"), "contract 10.0 and .* runs 2.0, 2.1, 2.2; upgrade qsample"),
         (put("surprise", 1), "manifest in qsample.json .*: unknown surprise"),
         (put("source", GONE), "missing source"),
         (put("source model_type", GONE), r"manifest.source .*: missing model_type"),
@@ -146,6 +146,6 @@ def test_a_package_of_an_older_contract_says_what_makes_it_again(
     with pytest.raises(PackageError) as caught:
         read_package(package.path)
     start = (
-        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0 and 2.1; make the package again: "
+        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0, 2.1, 2.2; make the package again: "
     )
     assert str(caught.value).startswith(f"{package.path}: {start}{commands}")

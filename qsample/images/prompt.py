@@ -1,0 +1,46 @@
+"""What a prompt has of its images: `ProcessedImage`, for vision.onnx, and `ImagePrompt`, for the decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qsample.contract.arrays import Array
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """An image as vision.onnx reads it, and how its result stands in a prompt.
+
+    Attributes:
+        key: sha256 of the pixels and of the package's vision part: equal keys have equal features.
+        pixel_values: float32, [A, patch_values] or [I, 3, height, width].
+        grid: rows and columns of patches, for packages whose `ImageShape.patch_values` is not 0.
+        rows: [n] int64, the row of vision.onnx's result for each of the n placeholders, in order.
+        size: rows and columns of placeholders, for packages with `ImageShape.axial`: n is their product.
+    """
+
+    key: bytes
+    pixel_values: Array
+    grid: tuple[int, int] | None
+    rows: Array
+    size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePrompt:
+    """The images of a prompt of n tokens, placeholders included.
+
+    Attributes:
+        images: in the order of the prompt.
+        rows: [n] int32, which of all placeholders a token is, from 0; -1 for text. The contract's `image_rows` if
+            `image_features` has the features of the whole prompt.
+        offsets: [n, 3] int32, the contract's `position_offsets`; None without `ImageShape.axial`. Tokens after the
+            prompt have the last.
+        identities: [n] int64: the id of a text token; of a placeholder a negative number that depends on its image and
+            on its place there. Prompts share a beginning if their identities do.
+    """
+
+    images: tuple[ProcessedImage, ...]
+    rows: Array
+    offsets: Array | None
+    identities: Array
