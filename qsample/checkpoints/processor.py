@@ -1,0 +1,81 @@
+"""transformers' processor of a checkpoint, with its Pillow image processor, for comparison: a package has its own.
+
+Parts for videos and sound are left out: they need torchvision and other libraries, and images do not.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import transformers
+from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.image_processing_backends import PilBackend
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from qsample.checkpoints.source import HubOptions
+from qsample.errors import UnsupportedModelError
+
+
+def load_processor(
+    model_id: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, hub: HubOptions | None = None
+) -> ProcessorMixin:
+    """The processor of `model_id` for texts and images.
+
+    Raises UnsupportedModelError for a checkpoint without a processor, with one that is the repository's code, or with
+    one whose image processor needs torchvision.
+    """
+    options = (hub or HubOptions()).downloading()
+    try:
+        settings, _ = ProcessorMixin.get_processor_dict(model_id, **options)
+    except OSError:
+        settings = {}
+    kind = _kind(settings, model_id, config, options)
+    try:
+        images: Any = AutoImageProcessor.from_pretrained(model_id, backend="pil", config=config, **options)
+    except (OSError, ValueError, ImportError) as error:
+        said = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"{model_id} has no image processor that works with Pillow ({said:.200})"
+        ) from error
+    if not isinstance(images, PilBackend):
+        raise UnsupportedModelError(
+            f"{model_id} has an image processor for torchvision alone ({type(images).__name__}), and packages process "
+            "images with Pillow"
+        )
+    return assemble(kind, {"image_processor": images, "tokenizer": tokenizer}, settings)
+
+
+def assemble(kind: type[ProcessorMixin], parts: dict[str, Any], settings: dict[str, Any]) -> ProcessorMixin:
+    """A processor of class `kind` from `parts` by name, and None for every other part; `settings`: its arguments."""
+    unchecked = {"check_argument_for_proper_class": lambda *_: None, "__module__": kind.__module__}
+    parted: Any = type(kind.__name__, (kind,), unchecked)
+    module: Any = import_module(kind.__module__)
+    words = getattr(module, "num2words", str)  # SmolVLM's processor spells the number of a video's frames
+    module.num2words = words or str
+    try:
+        processor: ProcessorMixin = parted.from_args_and_dict(
+            [parts.get(name) for name in kind.get_attributes()], settings
+        )
+    finally:
+        if words is not str:
+            module.num2words = words
+    return processor
+
+
+def _kind(
+    settings: dict[str, Any], model_id: str, config: PretrainedConfig, options: dict[str, Any]
+) -> type[ProcessorMixin]:
+    """The processor's class: by name in processor_config.json or preprocessor_config.json, otherwise of the model's
+    type."""
+    found = settings
+    if "processor_class" not in found:
+        with suppress(OSError):
+            found, _ = AutoImageProcessor.get_image_processor_dict(model_id, **options)
+    kind: Any = getattr(transformers, str(found.get("processor_class")), None)
+    if kind is None:
+        kind = PROCESSOR_MAPPING.get(type(config), None)
+    if kind is None:
+        raise UnsupportedModelError(f"{model_id} has no processor that transformers knows")
+    return kind  # type: ignore[no-any-return]
