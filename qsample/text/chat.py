@@ -29,6 +29,7 @@ _WITH_TOOLS: Final = "tool_use"
 _MARK: Final = "[qsample: the message goes on here] "  # its last space shows whether the template trims
 # Names of the thoughts of a model before its answer; templates read the first, older hosts write the rest.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+IMAGES: Final = ("image", "image_url", "input_image")  # types of parts that hold an image; templates know the first
 _WITH_TEXT: Final = ("system", "developer", "user", "assistant")  # other roles may have any JSON: a tool's result
 _DEEPEST: Final = 100
 _FORM: Final = 'give a list of {"role": "user", "content": "..."}'
@@ -101,8 +102,11 @@ CHAT_OPTIONS: Final = frozenset(item.name for item in fields(ChatOptions))
 class ChatTemplates:
     """A package's Jinja templates by name, and the special tokens that they may spell."""
 
-    def __init__(self, templates: Any, special_tokens: Mapping[str, str] | None = None) -> None:
-        """templates: a text, texts by name, or the list of a tokenizer_config.json; None for none."""
+    def __init__(
+        self, templates: Any, special_tokens: Mapping[str, str] | None = None, text_only: str | None = "the model"
+    ) -> None:
+        """templates: a text, texts by name, or the list of a tokenizer_config.json; None for none. text_only: who reads
+        text only, for errors; None = messages may have images."""
         if isinstance(templates, list):
             named = (entry for entry in templates if isinstance(entry, Mapping) and isinstance(entry.get("name"), str))
             templates = {entry["name"]: entry.get("template") for entry in named}
@@ -110,6 +114,7 @@ class ChatTemplates:
             templates = {_DEFAULT: templates}
         self.templates: Mapping[str, str] = {name: text for name, text in templates.items() if isinstance(text, str)}
         self.special_tokens = dict(special_tokens or {})
+        self.text_only = text_only
         self._reads = lru_cache(maxsize=64)(self._find_whether_read)
 
     @classmethod
@@ -122,7 +127,8 @@ class ChatTemplates:
             if folder == TEMPLATE_FOLDER and file.endswith(".jinja"):
                 files[file.removesuffix(".jinja")] = name
         templates: Any = {name: _read(package, file) for name, file in files.items()} or config.get("chat_template")
-        return cls(templates, _special_tokens(config))
+        reads_images = package.interface.image is not None
+        return cls(templates, _special_tokens(config), None if reads_images else f"the package {package.path.name}")
 
     def source(self, chat_template: str | None = None, *, tools: bool = False) -> str:
         """The text of a template: of the given text or name, otherwise the default for prompts with or without `tools`.
@@ -151,7 +157,8 @@ class ChatTemplates:
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> str:
         """The prompt for `messages`, see `check_messages`. A template that does not read parts of text gets them joined
-        by line breaks. Raises ImportError without jinja2, and ValueError if the messages or the template are wrong."""
+        by line breaks; it writes `ImageProcessor.placeholder` for an image. Raises ImportError without jinja2, and
+        ValueError if the messages or the template are wrong."""
         options = options or ChatOptions()
         source = self.source(options.chat_template, tools=options.tools is not None)
         variables = {
@@ -160,7 +167,7 @@ class ChatTemplates:
             "tools": plain("tools", options.tools),
             "documents": plain("documents", options.documents),
         }
-        conversation = [self._fitted(source, message) for message in check_messages(messages)]
+        conversation = [self._fitted(source, message) for message in check_messages(messages, self.text_only)]
         goes_on = options.continue_final_message
         if not goes_on:
             ask = options.add_generation_prompt
@@ -179,6 +186,8 @@ class ChatTemplates:
         """The message with its content in a form that the template reads: a text, or parts of text."""
         content, role = message.get("content"), message["role"]
         if is_parts(content) and not self._reads(source, role, True):
+            if any("text" not in part for part in content):
+                raise ValueError("a message has an image, and the chat template reads text only; give another template")
             return {**message, "content": "\n".join(part["text"] for part in content)}
         if isinstance(content, str) and not self._reads(source, role, False) and self._reads(source, role, True):
             return {**message, "content": [{"type": "text", "text": content}]}
@@ -211,8 +220,7 @@ class ChatTemplates:
 def _open_end(message: dict[str, Any], name: str) -> str:
     """Mark the end of a message's field, under each of its names; returns its text."""
     value: Any = message.get(name)
-    if is_parts(value):
-        last = value[-1]
+    if is_parts(value) and "text" in (last := value[-1]):
         text: str = last["text"]
         message[name] = [*value[:-1], {**last, "text": text + _MARK}]
         return text
@@ -273,23 +281,24 @@ def plain(what: str, value: Any, depth: int = 0) -> Any:
     raise ValueError(f"{what} holds a {type(value).__name__}; give text, numbers, lists and mappings, as JSON has them")
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A plain copy of a conversation: without entries that are None, and with reasoning under each of its names. Raises
-    ValueError for a message that is not a mapping with a role, has no content, or has a part that is not text."""
+def check_messages(messages: Any, text_only: str | None = None) -> list[dict[str, Any]]:
+    """A plain copy of a conversation: without entries that are None, with reasoning under each of its names, and with
+    {"type": "image"} for each image. Raises ValueError for a message that is not a mapping with a role, has no content,
+    or has a part that is neither text nor an image; with `text_only`, the reader's name, also for an image."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(f"the chat messages are {shown(messages)}; {_FORM}")
     if not messages:
         raise ValueError(f"the conversation is empty; {_FORM}")
-    return [_message(index, message) for index, message in enumerate(messages)]
+    return [_message(index, message, text_only) for index, message in enumerate(messages)]
 
 
-def _message(index: int, given: Any) -> dict[str, Any]:
+def _message(index: int, given: Any, text_only: str | None) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise ValueError(f"a chat message is {shown(given)}; {_FORM}")
     what = f"chat message {index}"
     message = {name: value for name, value in given.items() if value is not None}
     if "content" in message:
-        message["content"] = _content(what, message["role"], message["content"])
+        message["content"] = _content(what, message["role"], message["content"], text_only)
     elif message["role"] != "assistant" or len(message) == 1:  # an assistant may have called tools, or only thought
         raise ValueError(f"{what} ({message['role']}) has no content; give a text, or parts of type text")
     message = plain(what, message)
@@ -299,9 +308,9 @@ def _message(index: int, given: Any) -> dict[str, Any]:
     return message
 
 
-def _content(what: str, role: str, content: Any) -> Any:
+def _content(what: str, role: str, content: Any, text_only: str | None) -> Any:
     if isinstance(content, list | tuple) and all(isinstance(part, str) or _is_part(part) for part in content):
-        return [_part(what, part) for part in content]
+        return [_part(what, part, text_only) for part in content]
     if isinstance(content, str) or role not in _WITH_TEXT:
         return content
     raise ValueError(
@@ -313,19 +322,20 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("type"), str)
 
 
-def _part(what: str, part: Any) -> Any:
+def _part(what: str, part: Any, text_only: str | None) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if part["type"] in IMAGES and text_only is None:
+        return {"type": IMAGES[0]}
     if part["type"] != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(
-            f"{what} has a part of type {shown(part['type'])}; the model reads text only: "
-            '{"type": "text", "text": "..."}'
-        )
+        known = "give parts of text or images" if text_only is None else f"{text_only} reads text only"
+        text = '{"type": "text", "text": "..."}'
+        raise ValueError(f"{what} has a part of type {shown(part['type'])}; {known}: {text}")
     return part
 
 
 def is_parts(content: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether the content of a checked message is a list of text parts."""
+    """Whether the content of a checked message is a list of parts."""
     return isinstance(content, list) and len(content) > 0 and all(_is_part(part) for part in content)
 
 

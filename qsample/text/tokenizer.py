@@ -104,7 +104,7 @@ class Tokenizer:
 
     @chat_template.setter
     def chat_template(self, value: str | Mapping[str, str] | None) -> None:
-        self._chat_templates = ChatTemplates(value, self._chat_templates.special_tokens)
+        self._chat_templates = ChatTemplates(value, self._chat_templates.special_tokens, self._chat_templates.text_only)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
         """The text of the template of `encode_chat` with these options. Raises ValueError without a template."""

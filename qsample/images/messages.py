@@ -1,0 +1,93 @@
+"""Chat messages → the images in their parts. Templates see {"type": "image"} for each, see `text.chat`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from qsample.errors import shown
+from qsample.text.chat import IMAGES
+
+MEDIA_TYPES: Final = ("png", "jpeg", "jpg", "webp", "gif")  # image/...
+_DATA: Final = re.compile(r"data:image/(\w+);base64,", re.IGNORECASE)
+_FORM: Final = (
+    'give {"type": "image", "image": ...} with a path, bytes, an image of Pillow or an array [height, width, 3] uint8, '
+    'or with "path", "url" or "base64" in place of "image"'
+)
+
+
+def images_in(messages: Sequence[Mapping[str, Any]], placeholder: str, given: Iterable[Any] = ()) -> list[Any]:
+    """The images of a conversation in order, each a path, bytes, an image of Pillow or an array.
+
+    A part has the image as `image`, or in transformers' other forms, `path`, `url` (data: or file:) and `base64`, or in
+    OpenAI's, {"type": "image_url", "image_url": {"url": ...}}; a part without any takes the next of `given`. Raises
+    ValueError for a part that holds no image, for too few or too many in `given`, and for a text that contains
+    `placeholder`: the template writes it for an image.
+    """
+    left, images = iter(given), []
+    for index, message in enumerate(messages):
+        what, content = f"chat message {index}", message.get("content")
+        for part in [content] if isinstance(content, str) else content if isinstance(content, list | tuple) else ():
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str) and placeholder in text:
+                raise ValueError(f"{what} has the text {placeholder}, which stands for an image here; leave it out")
+            if isinstance(part, Mapping) and part.get("type") in IMAGES:
+                image = _image(what, part)
+                images.append(next(left, None) if image is None else image)
+                if images[-1] is None:
+                    raise ValueError(f"{what} has a part of type {part['type']!r} without an image; {_FORM}")
+    if rest := len(list(left)):
+        raise ValueError(f"{rest} more images were given than the messages have places; add {{'type': 'image'}} parts")
+    return images
+
+
+def _image(what: str, part: Mapping[str, Any]) -> Any:
+    """The image of a part as it is given; None if it has none."""
+    given: list[Any] = [
+        part[name] for name in ("image", "path", "url", "base64", "image_url") if part.get(name) is not None
+    ]
+    if not given:
+        return None
+    value = given[0].get("url") if isinstance(given[0], Mapping) else given[0]
+    if value is None or len(given) > 1:
+        raise ValueError(f"{what} has a part of type {part['type']!r} with {shown(sorted(part))}; {_FORM}")
+    if not isinstance(value, str):
+        return value
+    if part.get("base64") is not None:
+        return decode_base64(value.partition(",")[2] if value.startswith("data:") else value)
+    if value.startswith("data:"):
+        return decode_data_url(value)
+    scheme = urlsplit(value).scheme if "://" in value else ""
+    if scheme == "file":
+        return Path(unquote(urlsplit(value).path))
+    if scheme:
+        raise ValueError(
+            f"{what} has an image at {value:.100}, and nothing is fetched here; give the file or its bytes"
+        )
+    return value
+
+
+def decode_data_url(url: str, most: int | None = None) -> bytes:
+    """The bytes of data:image/...;base64,... Raises ValueError for anything else, and for more than `most` bytes."""
+    match = _DATA.match(url)
+    if match is None or match[1].lower() not in MEDIA_TYPES:
+        known = ", ".join(f"image/{name}" for name in MEDIA_TYPES)
+        raise ValueError(f"an image is {url[:60]!r}; give data:image/png;base64,..., of the types {known}")
+    return decode_base64(url[match.end() :], most)
+
+
+def decode_base64(text: str, most: int | None = None) -> bytes:
+    """Raises ValueError for what is not base64, and for more than `most` bytes, before they are decoded."""
+    if most is not None and len(text) * 3 > (most + 2) * 4:
+        raise ValueError(f"an image has {len(text) * 3 // 4} bytes, and {most} are the most; give a smaller one")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(
+            f"an image is not valid base64 ({error}); give the file's bytes in base64, without line breaks"
+        ) from None
