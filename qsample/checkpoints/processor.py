@@ -5,8 +5,10 @@ Parts for videos and sound are left out: they need torchvision and other librari
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import transformers
@@ -49,6 +51,7 @@ def load_processor(
 
 def assemble(kind: type[ProcessorMixin], parts: dict[str, Any], settings: dict[str, Any]) -> ProcessorMixin:
     """A processor of class `kind` from `parts` by name, and None for every other part; `settings`: its arguments."""
+    kind = _imported(kind)
     unchecked = {"check_argument_for_proper_class": lambda *_: None, "__module__": kind.__module__}
     parted: Any = type(kind.__name__, (kind,), unchecked)
     module: Any = import_module(kind.__module__)
@@ -62,6 +65,23 @@ def assemble(kind: type[ProcessorMixin], parts: dict[str, Any], settings: dict[s
         if words is not str:
             module.num2words = words
     return processor
+
+
+def _imported(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
+    """The class in place of the dummy that transformers has for it if torchvision is missing. Pixtral's module imports
+    torchvision for its other image processor."""
+    if not getattr(kind, "is_dummy", False):
+        return kind
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+    stubs = {name: ModuleType(name) for name in names if name not in sys.modules}
+    sys.modules.update(stubs)
+    try:
+        vars(sys.modules[names[-1]]).setdefault("functional", None)
+        module = import_module(kind.__module__)
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+    return getattr(module, kind.__name__)  # type: ignore[no-any-return]
 
 
 def _kind(

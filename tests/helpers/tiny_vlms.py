@@ -295,6 +295,7 @@ def config_of(model_type: str, **text: Any) -> tf.PretrainedConfig:
                 image_token_index=image,
                 spatial_merge_size=2,
                 vision_feature_layer=-1,
+                tie_word_embeddings=False,
             )
         case "aya_vision":
             return tf.AyaVisionConfig(
