@@ -63,7 +63,10 @@ _NO_ENCODER: Final = "it belongs to encoder-decoder models, and this is a decode
 _NO_GUIDANCE: Final = "it belongs to classifier-free guidance, which qsample does not do; leave it out"
 _NO_INPUT: Final = "the graph takes token ids and a mask alone; take it out of the tokenizer's result"
 _NO_FORWARD: Final = "it belongs to a call of the model itself, which the graph replaces; leave it out"
-_TEXT_ONLY: Final = "the model reads text only; leave it out"
+_TEXT_ONLY: Final = "the model reads neither sound nor videos; leave it out"
+_PIXELS: Final = (
+    "the package makes the pixels itself; give images= with the prompt, a text or the processor's input_ids"
+)
 _NOT_RETURNED: Final = "the graph does not return it; leave it out"
 _CACHE: Final = "the cache is part of the graph; leave it out, or bound it with ctx_len when the package is compiled"
 _COMPILED: Final = "nothing is compiled at run time; leave it out, and see model.compile()"
@@ -115,7 +118,8 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("overflow_to_sample_mapping num_truncated_tokens length word_ids", _NO_INPUT),
     **refusals("position_ids", "positions follow from attention_mask; leave it out"),
     **refusals("inputs_embeds", "the graph embeds the tokens itself; give input_ids"),
-    **refusals("pixel_values input_features input_values images audio videos", _TEXT_ONLY),
+    **refusals("pixel_values pixel_attention_mask image_grid_thw image_sizes mm_token_type_ids", _PIXELS),
+    **refusals("input_features input_values audio videos", _TEXT_ONLY),
     **refusals("labels head_mask logits_to_keep num_items_in_batch is_causal seq_idx", _NO_FORWARD),
     **refusals("cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k", _NO_FORWARD),
     **refusals("device", "load(path, provider) or from_pretrained(..., provider=...) chooses it; leave it out"),

@@ -11,16 +11,18 @@ import numpy as np
 from qsample.checks import is_integer, is_number, plain, refuse
 from qsample.contract.arrays import Array
 from qsample.errors import shown, unknown
+from qsample.images.prompt import ImagePrompt, ProcessedImage
 from qsample.package.manifest import TokenIds
 from qsample.request.refusals import BOOKKEEPING, GENERATE, UNSUPPORTED, without_refused
 from qsample.request.sampling_params import OFF, SamplingParams, layered, settings_of
+from qsample.runtime.image_prompts import TEXT_ONLY, ImageReader, images_of_prompts
 from qsample.text.chat import CHAT_OPTIONS, ChatOptions
 from qsample.text.tokenizer import Tokenizer
 
 SAMPLING: Final = frozenset({"do_sample", *OFF, *UNSUPPORTED})
 # Arguments of a Call that every caller has.
 _OWN: Final = frozenset({"attention_mask", "seed", "allowed_tokens", "stop_strings", "return_dict_in_generate"}) | {
-    *("num_return_sequences", "outputs")
+    *("num_return_sequences", "outputs", "images")
 }
 KEYWORDS: Final = _OWN | {  # in addition to SAMPLING
     *("inputs", "params", "input_ids", "generation_config", "streamer", "prefill_chunk_size", "flush_every"),
@@ -29,7 +31,9 @@ KEYWORDS: Final = _OWN | {  # in addition to SAMPLING
 }
 # A caller's GenerationConfig may ask for these outputs. The rest of `GENERATE` may be in a model's own file.
 _OUTPUTS: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_TAKEN_AS_THEY_ARE: Final = ("seed", "allowed_tokens", "outputs", "prediction", "tokenizer", "stopping_criteria")
+_TAKEN_AS_THEY_ARE: Final = frozenset(
+    {"seed", "allowed_tokens", "outputs", "prediction", "tokenizer", "stopping_criteria", "images"}
+)
 _NOT_OF_A_ROW: Final = ("stop_strings", "max_time", "num_return_sequences")
 
 
@@ -40,6 +44,7 @@ class Call:
     The fields are arguments of `CausalLM.generate`, described there, and these:
 
     Args:
+        images: as there, or some of them as `ProcessedImage`.
         pad: the token id that is padding if no mask is given; by default, every token is read.
         fill: the token id after a row's end, and before a shorter prompt; by default the package's pad token.
         bos: the token id that an empty prompt becomes; by default the package's.
@@ -53,6 +58,7 @@ class Call:
 
     inputs: Any
     params: SamplingParams | Sequence[SamplingParams]
+    images: Any = None
     attention_mask: Any = None
     pad: int | None = None
     fill: int | None = None
@@ -209,10 +215,12 @@ _INT64: Final = 2**63
 
 
 class Prompt(NamedTuple):
-    """ids: [n] int64, n >= 1, the tokens that the model reads. given: [m] int64, the same tokens and their padding."""
+    """ids: [n] int64, n >= 1, the tokens that the model reads. given: [m] int64, the same tokens and their padding.
+    images: of the prompt, None without any."""
 
     ids: Array
     given: Array
+    images: ImagePrompt | None = None
 
     @property
     def padding(self) -> int:
@@ -221,14 +229,22 @@ class Prompt(NamedTuple):
 
 
 def parse_prompts(
-    call: Call, tokenizer: Tokenizer | None, vocab_size: int, bos: int | None, *, holes: bool = True
+    call: Call,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    bos: int | None,
+    reader: ImageReader = TEXT_ONLY,
+    *,
+    holes: bool = True,
 ) -> list[Prompt]:
     """The prompts of a call, with the inputs of `CausalLM.generate`, every id in [0, vocab_size). Raises ValueError.
     bos: the token id that an empty prompt becomes, an error without it. holes: padding between tokens is valid."""
     items, attention_mask = _items(call.inputs), call.attention_mask
     if not len(items):
         raise ValueError("no prompt was given; give at least a single prompt")
-    rows = [_row(index, item, tokenizer, call.chat) for index, item in enumerate(items)]
+    pairs = zip(items, images_of_prompts(call.images, len(items)), strict=True)
+    read = [_row(index, item, tokenizer, call.chat, own, reader) for index, (item, own) in enumerate(pairs)]
+    rows, images = [ids for ids, _ in read], [own for _, own in read]
     texts = [isinstance(item, str) or is_chat(item) for item in items]
     if attention_mask is not None:
         masks = _masks(attention_mask, rows, texts)
@@ -251,7 +267,7 @@ def parse_prompts(
             ids = np.array([bos], dtype=np.int64)
             given = given if len(given) else ids
         check_token_ids(f"prompt {index}", given, vocab_size)
-        prompts.append(Prompt(ids, given))
+        prompts.append(Prompt(ids, given, reader.prompt(index, ids, images[index])))
     return prompts
 
 
@@ -269,22 +285,25 @@ def _items(inputs: Any) -> Sequence[Any]:
     return inputs
 
 
-def _row(index: int, item: Any, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> Array:
-    """The token ids of a prompt, [n] int64."""
+def _row(
+    index: int, item: Any, tokenizer: Tokenizer | None, chat: ChatOptions | None, images: list[Any], reader: ImageReader
+) -> tuple[Array, list[ProcessedImage]]:
+    """The token ids of a prompt, [n] int64, and its images."""
     conversation = is_chat(item)
     if chat is not None and not conversation:
         raise ValueError(f"{', '.join(chat.given)} go with chat messages, and another kind of prompt was given")
     if isinstance(item, str) or conversation:
         if tokenizer is None:
             raise ValueError("the package has no tokenizer, so it takes no text; give token ids")
-        return np.array(tokenizer.encode_chat(item, chat) if conversation else tokenizer.encode(item), dtype=np.int64)
+        ids, processed = reader.encode(index, item, images, tokenizer, chat)
+        return np.array(ids, dtype=np.int64), processed
     if hasattr(item, "__array__"):
         array = _as_array(item)
         if array.ndim == 1:
-            return array
+            return array, reader.process(index, images)
     elif _is_ids(item) or (isinstance(item, Sequence) and len(item) == 0):
         try:
-            return np.array([*map(int, item)], dtype=np.int64)
+            return np.array([*map(int, item)], dtype=np.int64), reader.process(index, images)
         except OverflowError:
             largest = shown(max(item, key=abs))
             raise ValueError(f"prompt {index} has token id {largest}; no model has so many tokens") from None

@@ -22,6 +22,7 @@ from qsample.huggingface.facade import (
     ModelMethods,
     as_generation_config,
 )
+from qsample.images.features import DEFAULT_CACHE_BYTES
 from qsample.ort.model_package import package_in
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
@@ -37,6 +38,7 @@ from qsample.runtime.decode.prefix_file import signature_of, write_prefix
 from qsample.runtime.decode.prefixes import Pieces, shared_prefix
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
+from qsample.runtime.image_prompts import ImageReader
 from qsample.runtime.output import GenerateOutput, hand_on, make_output, run
 from qsample.runtime.prepare import find_adapter, make_sequences
 from qsample.runtime.sequence import Sequence
@@ -55,6 +57,7 @@ def load(
     provider_options: Mapping[str, str] | None = None,
     session_config: Mapping[str, str] | None = None,
     batch_invariant: bool = True,
+    image_cache_bytes: int = DEFAULT_CACHE_BYTES,
     verify: bool = True,
     trusted_keys: TrustedKeys | None = None,
 ) -> CausalLM:
@@ -73,6 +76,7 @@ def load(
         batch_invariant: a row's tokens do not depend on the other rows of its batch. Some processors round a single row
             otherwise than several, so that a step over one row computes two: docs/devices.md has their price. False
             gives up the promise, and takes each number of rows as it is.
+        image_cache_bytes: of image features that are kept for images that come again; the images used longest ago go.
         verify: compare every file's sha256 with the manifest first.
         trusted_keys: refuse a package unless one of these signed it: PEM files of public keys or of certificate
             authorities, folders of such files, "sigstore:ACCOUNT,ISSUER". Needs the extra `sign`; see docs/security.md.
@@ -83,13 +87,15 @@ def load(
     >>> model = load("exported")
     >>> model.generate("In the beginning", max_new_tokens=16, temperature=0.8, seed=1).texts
     """
+    check_count("image_cache_bytes", image_cache_bytes, 0)
     options = SessionOptions(intra_op_num_threads, provider_options or {}, session_config or {}, batch_invariant)
 
     def opened(package: Package) -> CausalLM:
         _check_ctx_len(package, ctx_len)
         arguments = {"provider": provider, "ctx_len": ctx_len, "verify": verify, "trusted_keys": trusted_keys}
-        arguments |= options.arguments
-        return CausalLM(package, open_sessions(package, provider, options), ctx_len, loaded_with=arguments)
+        arguments |= options.arguments | {"image_cache_bytes": image_cache_bytes}
+        sessions = open_sessions(package, provider, options)
+        return CausalLM(package, sessions, ctx_len, image_cache_bytes=image_cache_bytes, loaded_with=arguments)
 
     return use_package(package_in(path, provider), opened, verify=verify, trusted_keys=trusted_keys)
 
@@ -98,7 +104,8 @@ class CausalLM(ModelMethods):
     """A loaded package. It pickles as the arguments of `load`, and is opened again from the package's path.
 
     package: its folder and manifest. tokenizer: None if it was exported without a tokenizer. config: the model's
-    config.json. sessions: the graphs. batch_size: most rows of a call; None for any number.
+    config.json. sessions: the graphs. images: what it makes of images. batch_size: most rows of a call; None for any
+    number.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class CausalLM(ModelMethods):
         sessions: Sessions,
         ctx_len: int | None = None,
         *,
+        image_cache_bytes: int = DEFAULT_CACHE_BYTES,
         loaded_with: Mapping[str, Any] | None = None,
     ) -> None:
         """ctx_len: of a portable package, see `load`. loaded_with: the arguments of `load` but the path; without them,
@@ -124,6 +132,7 @@ class CausalLM(ModelMethods):
         # Captured graphs belong to the memory of a batch, and cost more to make than many steps.
         self._captured: dict[tuple[int, int, int], Slots] = {}
         self._adapters: dict[str, Adapter] = {}
+        self.images = ImageReader(package, image_cache_bytes)
         self._loaded_with = loaded_with
         self._advice = faster_way(package)  # for the first call
 
@@ -170,6 +179,7 @@ class CausalLM(ModelMethods):
         *,
         attention_mask: Any = None,
         streamer: Streamer | None = None,
+        images: Any = None,
         seed: int | abc.Sequence[int] | None = None,
         allowed_tokens: Any = None,
         prefill_chunk_size: int | None = None,
@@ -187,6 +197,9 @@ class CausalLM(ModelMethods):
                 generation_config, with `options` on top.
             attention_mask: 0 for each token of the inputs that is padding, with their shape. By default as transformers
                 infers it: the pad token is padding, unless it is a stop token, too.
+            images: of a prompt, an image or a list; of several prompts, a list with the images of each. An image is a
+                path, the bytes of a file, an image of Pillow, or an array [height, width, 3] uint8. They stand where
+                the prompt has places for them, see docs/images.md; otherwise before a text.
             streamer: gets the prompt and then every token, as in Hugging Face; for a single prompt.
             seed: of the first row, the next rows taking the numbers after it; or a list with the seed of each row. By
                 default the seeds of `params`, otherwise fresh seeds. A row depends on its seed only, not on the batch.
@@ -221,10 +234,11 @@ class CausalLM(ModelMethods):
         if self._advice is not None:
             warnings.warn(self._advice, stacklevel=2)
             self._advice = None
-        named = {"attention_mask": attention_mask, "seed": seed, "allowed_tokens": allowed_tokens}
+        named = {"attention_mask": attention_mask, "images": images, "seed": seed, "allowed_tokens": allowed_tokens}
         named |= {"stop_strings": stop_strings, "return_dict_in_generate": return_dict_in_generate}
         call = self.read(inputs, params, **options, **named)
         sequences, guide = self.prepare(call)
+        self.images.see(sequences)
         pad = self.package.manifest.token_ids.pad if call.fill is None else call.fill
         end = None
         if call.stopping_criteria is not None or call.max_time is not None:
@@ -328,6 +342,7 @@ class CausalLM(ModelMethods):
             self.tokenizer,
             self.capacity if capacity is None else lambda needed: capacity,
             self._adapters,
+            self.images,
         )
 
     def save_prefix(
@@ -395,7 +410,7 @@ class CausalLM(ModelMethods):
         def tokens(inputs: Any, **more: Any) -> Array:
             call = self.read(inputs, max_new_tokens=1, **options, **more)
             prompts = parse_prompts(
-                call, self.tokenizer, self.interface.vocab_size, self.package.manifest.token_ids.bos
+                call, self.tokenizer, self.interface.vocab_size, self.package.manifest.token_ids.bos, self.images
             )
             if len(prompts) != 1:
                 raise ValueError(f"{len(prompts)} prompts were given; save them one by one")

@@ -176,6 +176,8 @@ class Engine:
             priority: waiting requests with the lowest number get slots first, and of equals the earliest.
             cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`; False lets it go on.
 
+        Images of a prompt are computed in this thread, before it waits for a slot.
+
         Raises ValueError if an argument is wrong or the prompt does not fit, QueueFullError after `timeout`, and
         EngineClosedError if the engine takes no requests any more, or in a fork of the engine's process.
         """
@@ -314,9 +316,26 @@ class Engine:
                 if guide is not None:
                     self._guides[sequence] = guide
                 self._requests[sequence] = request
-                self._added.append(sequence)
-            self._changed.notify_all()
+            if sequences[0].images is None:
+                self._added += sequences
+                self._changed.notify_all()
+        if sequences[0].images is not None:
+            self._see(sequences)
         return requests
+
+    def _see(self, sequences: list[Sequence]) -> None:
+        """Compute the image features of requests, which have their room, and let them wait for slots; none of them if
+        that fails."""
+        try:
+            self._model.images.see(sequences)
+        except BaseException:
+            with self._changed:
+                self._cancelled.extend(sequences)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._added += [one for one in sequences if one in self._requests]  # the engine may have closed
+            self._changed.notify_all()
 
     @property
     def closed(self) -> bool:

@@ -22,6 +22,7 @@ from qsample.request.sampling_params import DRAWN_SEEDS, OFF, SEEDS, SamplingPar
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_array
 from qsample.runtime.callbacks import Guide
+from qsample.runtime.image_prompts import ImageReader
 from qsample.runtime.sequence import Prediction, Sequence
 from qsample.text.generated_text import PROMPT_CONTEXT, GeneratedText, check_stop_strings
 from qsample.text.tokenizer import Tokenizer, choose_tokenizer
@@ -34,13 +35,14 @@ def make_sequences(
     tokenizer: Tokenizer | None,
     capacity: Callable[[int], int],
     adapters: abc.Mapping[str, Adapter],
+    reader: ImageReader,
 ) -> tuple[list[Sequence], Guide | None]:
     """`num_return_sequences` adjacent sequences for each prompt, and their guide, if allowed_tokens is a function.
     capacity: tokens of a slot, from the need of the longest sequence. Raises ValueError for a wrong argument."""
     if call.tokenizer is not None:
         tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)
     bos = token_ids.bos if call.bos is None else call.bos
-    prompts = parse_prompts(call, tokenizer, interface.vocab_size, bos, holes=not interface.recurrent)
+    prompts = parse_prompts(call, tokenizer, interface.vocab_size, bos, reader, holes=not interface.recurrent)
     params = _params_of_prompts(call.params, len(prompts))
     count = call.num_return_sequences
     for index, own in enumerate(params):
@@ -81,6 +83,7 @@ def make_sequences(
         text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT:].tolist(), stops)
         more: Any = {"max_time": call.max_time, "adapter": chosen[id(params[row // count])], "wanted": wanted}
         more["prediction"] = None if expected is None or guided else Prediction(expected)
+        more["images"] = prompt.images
         sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, **more))
     if not guided:
         return sequences, None

@@ -11,6 +11,7 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import DRAFT_IDS, RUNNING, STATUS_NAMES, STOPPED
+from qsample.images.prompt import ImagePrompt
 from qsample.runtime.adapters import Adapter
 from qsample.text.generated_text import GeneratedText
 
@@ -100,6 +101,8 @@ class Sequence:
         max_time: seconds that an engine gives it.
         adapter: that its tokens are read and sampled with.
         wanted: the optional outputs that it returns, by name; None: all that the package has.
+        images: of the prompt. image_features: [F, C], of its placeholders; there before it waits for a slot, until the
+            prompt is read.
         slot: None outside of the slots. The scheduler changes it and the next five.
         adapter_place: the graph's number of its adapter; 0 = none.
         marked: the prompt, marked with its adapter.
@@ -126,6 +129,8 @@ class Sequence:
     prediction: Prediction | None = None
     adapter: Adapter | None = None
     wanted: tuple[str, ...] | None = None
+    images: ImagePrompt | None = None
+    image_features: Array | None = None
 
     slot: int | None = None
     adapter_place: int = 0
@@ -144,7 +149,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.max_length = int(self.parameters["max_length"])
-        self.marked = self.prompt
+        self.marked = self.identities
+
+    @property
+    def identities(self) -> Array:
+        """[n] int64: the prompt's tokens for comparisons, see `ImagePrompt.identities`."""
+        return self.prompt if self.images is None else self.images.identities
 
     @property
     def followed(self) -> bool:

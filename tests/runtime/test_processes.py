@@ -130,6 +130,7 @@ def test_a_model_goes_to_another_process(fake: Callable[..., Package], tmp_path:
 
 def test_a_pickled_model_has_what_it_was_loaded_with(fake: Callable[..., Package]) -> None:
     arguments: dict[str, Any] = {"ctx_len": 32, "intra_op_num_threads": 1, "batch_invariant": False}
+    arguments["image_cache_bytes"] = 1 << 20
     arguments["session_config"] = {"session.intra_op.allow_spinning": "0"}
     model = load(fake().path, "cpu", **arguments)
     model.generation_config.max_new_tokens = 3
