@@ -29,6 +29,7 @@ from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, ROW_AXES
 from qsample.disk.space import check_free
 from qsample.graph.adapters import join_adapters, split_adapters
 from qsample.graph.edit import all_initializers, fix_axes
+from qsample.graph.image_blocks import cut_image_blocks, see_whole_images
 from qsample.graph.join import split_at_logits
 from qsample.graph.packed import in_bytes
 from qsample.graph.save import save_graph
@@ -70,6 +71,7 @@ class Build:
         model: the graph after the phases so far.
         texts: token ids that weights are fitted to, [n] int64 each; empty unless the plan is calibrated.
         adapted: the layers that adapters may change and their weights, while the adapters are apart from the model.
+        blockwise: the layers in which the tokens of an image see each other.
         sampler: only while it is apart from the model.
         provider_of: node name → provider, as ONNX Runtime reported it when it optimised the graph.
         placement: where the nodes run, once the last phase has found out.
@@ -86,6 +88,7 @@ class Build:
     texts: Sequence[Array] = ()
     sampler: ir.Model | None = None
     adapted: Sequence[tuple[str, str]] = ()
+    blockwise: Sequence[int] = ()
     provider_of: Mapping[str, str] = field(default_factory=dict)
     placement: Placement | None = None
     weights_sha256: str | None = None
@@ -186,6 +189,16 @@ def put_adapters(build: Build) -> None:
     """Add the products of adapters again."""
     if build.adapted:
         join_adapters(build.model, build.plan.interface, build.adapted)
+
+
+def cut_blocks(build: Build) -> None:
+    """Take the branches for images out of the model: passes find the attentions of a text model."""
+    build.blockwise = cut_image_blocks(build.model)
+
+
+def put_blocks(build: Build) -> None:
+    """Add the branches for images again, to the attentions as they are now."""
+    see_whole_images(build.model, build.blockwise)
 
 
 def fold_sampler(build: Build) -> None:

@@ -183,20 +183,21 @@ def _see_runs(graph: ir.Graph, name: str, attention: ir.Node, any_image: ir.Valu
         )
     plain, key, value = attention.outputs
     then, otherwise = _Nodes(graph, f"{name}.then"), _Nodes(graph, f"{name}.else")
-    query = then("Cast", _queries(then, attention, key, masks), to=_FLOAT)
+    query = then("Cast", _queries(then, attention, masks), to=_FLOAT)
     keys, values = (
         _read(then, attention, states, slot, masks) for states, slot in ((key, Slot.K_SCALE), (value, Slot.V_SCALE))
     )
     keys = then("Unsqueeze", then("Transpose", keys, perm=[0, 1, 3, 2]), [2])
     values = then("Unsqueeze", then("Where", masks.held, values, 0.0), [2])
-    scale = attention.attributes.get_float("scale", 0.0) or _head_size(key) ** -0.5
+    size = _head_size(attention)
+    scale = attention.attributes.get_float("scale", 0.0) or size**-0.5
     scores = then("Mul", then("MatMul", query, keys), float(scale))
     if cap := attention.attributes.get_float("softcap", 0.0):
         scores = then("Mul", then("Tanh", then("Div", scores, float(cap))), float(cap))
     weights = then("Softmax", then("Where", masks.allowed[_window(attention)], scores, _LOWEST), axis=-1)
     result = then("Transpose", then("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
-    result = then("Reshape", result, [0, 0, attention.attributes.get_int("num_heads") * _head_size(key)])
-    dtype = plain.dtype or _FLOAT
+    result = then("Reshape", result, [0, 0, attention.attributes.get_int("num_heads") * size])
+    dtype = plain.dtype or attention.inputs[Slot.QUERY].dtype or _FLOAT  # type: ignore[union-attr]
     result = then("Gather", then("Cast", result, to=dtype), masks.index, axis=1)
     marker = ir.Value(name=f"{name}.plain", type=ir.TensorType(dtype), shape=plain.shape)
     sides = [then("Where", masks.is_image, result, marker)], [otherwise("Identity", marker)]
@@ -208,16 +209,13 @@ def _see_runs(graph: ir.Graph, name: str, attention: ir.Node, any_image: ir.Valu
     graph.insert_after(attention, node)
 
 
-def _head_size(states: ir.Value) -> int:
-    assert states.shape is not None
-    size = states.shape[3]
-    assert isinstance(size, int)
-    return size
+def _head_size(attention: ir.Node) -> int:
+    return int(attention.inputs[Slot.PAST_KEY].shape[3])  # type: ignore[union-attr, index, arg-type]
 
 
-def _queries(then: _Nodes, attention: ir.Node, key: ir.Value, masks: _Masks) -> ir.Value:
+def _queries(then: _Nodes, attention: ir.Node, masks: _Masks) -> ir.Value:
     """[B, KV, heads / KV, N, D], rotated: those of the tokens in `masks.columns`."""
-    attributes, size = attention.attributes, _head_size(key)
+    attributes, size = attention.attributes, _head_size(attention)
     heads, groups = attributes.get_int("num_heads"), attributes.get_int("kv_num_heads")
     query = then("Gather", attention.inputs[Slot.QUERY], masks.columns, axis=1)
     if get_input(attention, Slot.KEY) is None:  # queries, keys and values are one tensor

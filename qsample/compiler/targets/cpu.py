@@ -14,11 +14,13 @@ from qsample.compiler.passes.several_tokens import check_guesses
 from qsample.compiler.pipeline import (
     Phase,
     cut_adapters,
+    cut_blocks,
     fixed_sizes,
     fold_sampler,
     graph_pass,
     lean_phases,
     put_adapters,
+    put_blocks,
     quantization_phases,
     save,
     split_sampler,
@@ -50,6 +52,7 @@ class CpuTarget(Target):
     adapts = True
     speculates = True
     cuts = True
+    branches = True
     self_contained = True
     rounds_activations = True  # to 8 bits, in products with quantized weights
 
@@ -63,6 +66,7 @@ class CpuTarget(Target):
         return [
             fixed_sizes(plan, self.fixed_axes(plan)),
             step(cut_adapters),
+            step(cut_blocks),
             step(split_sampler),  # the fusions would look at its nodes over and over
             step(fold_sampler),
             *lean_phases("cpu", plan.ctx_len),
@@ -76,6 +80,7 @@ class CpuTarget(Target):
             graph_pass(repeat_expert_rows),
             graph_pass(branch_where_adapters_are, interface=plan.interface),
             graph_pass(branch_where_rows_begin),
+            step(put_blocks),
             step(optimize_offline, providers=self.execution_providers, level=_LEVEL, final=not halved),
             *halved,
             step(cut_for_devices),
@@ -101,6 +106,11 @@ def _check_speculation(plan: CompilePlan) -> None:
         raise CompileError(
             f"{given}: the package takes adapters (max_loras={features.max_loras}), whose float products round one "
             "token otherwise than several, so that guesses would change tokens; export it without adapters"
+        )
+    if plan.source.interface.image is not None and plan.source.interface.image.blockwise:
+        raise CompileError(
+            f"{given}: in this model the tokens of an image see each other, which steps that check guesses do not "
+            "compute; leave it out, or export the text model alone (--text-only)"
         )
     if plan.kv_cache_dtype != "int8":
         raise CompileError(
