@@ -45,7 +45,8 @@ IMAGE_TOKENS: Final = "F"  # rows of image_features
 TILES: Final = "I"  # tiles of an image
 PATCHES: Final = "A"  # patches of an image
 HEIGHT, WIDTH = "tile_height", "tile_width"
-ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH)  # values of a row: as many as the host gives
+# As many as the host gives; 1 of a value that is off.
+ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH, IMAGE_TOKENS)
 AXIS_MEANINGS: Final = {
     BATCH: "rows (batch)",
     SEQUENCE: "new tokens per row",

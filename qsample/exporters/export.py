@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from qsample.checks import is_integer
 from qsample.contract.interface import Features, Interface
@@ -27,6 +27,7 @@ from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.huggingface_reference import longest_context, reference
+from qsample.exporters.image_reference import image_reference
 from qsample.exporters.lowering import adapt_layers, align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.exporters.portable import Draft, write_draft
 from qsample.exporters.trace import trace
@@ -38,6 +39,7 @@ from qsample.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, apply_transforms, state_shapes
 from qsample.transforms.deferred import computing, deferred
+from qsample.transforms.images import image_shape
 from qsample.transforms.quantized_linear import quantized_layers
 
 _NO_MEMORY: Final = re.compile(
@@ -62,6 +64,7 @@ def export_model(
     path: str | Path,
     features: Features,
     *,
+    processor: ProcessorMixin | None = None,
     model_id: str,
     revision: str | None = None,
     license: str | None = None,
@@ -76,6 +79,7 @@ def export_model(
     Args:
         model: a causal LM in eval mode on the CPU, its weights float32 or float16. It is transformed in place.
         tokenizer: saved into the package; None makes a package of token ids only.
+        processor: of images and text, for a package that reads images; None exports the text model alone.
         model_id, revision, license, files: the origin of the model, for `manifest.Source`; its files by name.
         sources: the files that were read, among them those that its placeholders refer to.
         publish: False, for `compile` alone, returns an `Unpublished` in a new folder of scratch space, not hashed. Its
@@ -93,7 +97,7 @@ def export_model(
 
         def write(folder: Path) -> package.Manifest:
             with _hashed_meanwhile(files) as hashed:
-                manifest = _export(model, tokenizer, folder, features, source, stages, refer=not publish)
+                manifest = _export(model, tokenizer, processor, folder, features, source, stages, refer=not publish)
                 return replace(manifest, source=replace(manifest.source, files=hashed.result()))
 
         if not publish:
@@ -131,6 +135,7 @@ def _memory_named() -> Iterator[None]:
 def _export(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
+    processor: ProcessorMixin | None,
     folder: Path,
     features: Features,
     source: package.Source,
@@ -143,15 +148,24 @@ def _export(
     stages.begin(Stage.CHECKING)
     dtype = _check_dtype(model)
     _check_settings(model)
+    image = None if processor is None else image_shape(model)
     with computing():
         expected = reference(model)
-        apply_transforms(model, context)
+        if processor is not None and image is not None:
+            known = longest_context(model.config.get_text_config(decoder=True))
+            images, image = image_reference(model, processor, image, known)
+            expected = replace(expected, images=images)
+        apply_transforms(model, context, images=image is not None)
     vocab_size = int(expected.logits[0].shape[-1])
     key_values, recurrent = state_shapes(model, context)
-    interface = Interface(vocab_size, key_values, dtype, features, recurrent=recurrent)
+    interface = Interface(vocab_size, key_values, dtype, features, recurrent=recurrent, image=image)
     token_ids = _token_ids(model, tokenizer)
     _check_vocabulary(tokenizer, vocab_size)
     _save_model_files(model, tokenizer, folder)
+    if image is not None:
+        from qsample.exporters.vision import write_vision
+
+        write_vision(model, folder, interface)
 
     stages.begin(Stage.TRACING)
     decoder = Decoder(model, context, interface)
@@ -173,6 +187,7 @@ def _export(
         original="the eager model",
         plain_attention_layers=len(interface.key_values) if context.buffered else len(context.masked),
         libraries=("torch", "transformers"),
+        images=None if image is None else {},
     )
     del traced
     return write_draft(draft, folder, stages, refer=refer)

@@ -45,6 +45,26 @@ class Narrowed(NamedTuple):
     logits: Array
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageReference:
+    """What the original model makes of a prompt of n tokens with images.
+
+    Attributes:
+        prompt, following: token ids, placeholders included, and the token after them.
+        rows: [n] int32, the contract's `image_rows`.
+        features: [F, C] float32, the contract's `image_features`.
+        logits: [2, V], after the prompt and after the token that follows.
+        offsets: [n + 1, 3] int32, the contract's `position_offsets`; None for positions of one part.
+    """
+
+    prompt: list[int]
+    following: int
+    rows: Array
+    features: Array
+    logits: Array
+    offsets: Array | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """Logits of the original model: after prompts, and after each of the tokens that follow.
@@ -55,6 +75,7 @@ class Reference:
         logits: a row each, [CONTINUED + 1, V].
         narrowed: for windows that are too long for a prompt, if the model lets them be made smaller.
         windows: in words, how the model's attention windows are compared.
+        images: of packages that read images.
     """
 
     prompts: list[list[int]]
@@ -62,6 +83,7 @@ class Reference:
     logits: list[Array]
     narrowed: Narrowed | None = None
     windows: str = "none"
+    images: ImageReference | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +175,18 @@ def check(
         )
     longest = max(map(len, expected.prompts))
 
+    images = expected.images
+    most = max(longest + CONTINUED, 0 if images is None else len(images.prompt) + 1)
+
     def run(model: ir.Model) -> GraphRunner:
-        capacity = longest + CONTINUED + _PADDING
+        capacity = most + _PADDING
         return GraphRunner(model, folder, interface, capacity, weights_mapped=True)
 
-    parts, states = _in_few_calls(run(model), interface, expected)
+    runner = run(model)
+    parts, states = _in_few_calls(runner, interface, expected)
+    if images is not None:
+        with_images, states_with_images = _with_images(runner, interface, expected, images)
+        parts, states = parts | with_images, states | states_with_images
     if expected.narrowed is not None:
         narrow_windows(model, expected.narrowed.windows)
         sizes = " and ".join(f"{window} made {narrow}" for window, narrow in expected.narrowed.windows.items())
@@ -222,14 +251,64 @@ def _in_few_calls(
     logits = _logits(runner, *_ragged(tokens), state)
     step = Compared(logits, np.stack([row[count + 1] for row, count in zip(expected.logits, done, strict=True)]))
 
+    row = {name: values[-1:] for name, values in state.items()}
+    states = _states(interface, row, in_one_piece, len(prompts[-1]))
+    return {"by step (prefill first)": [prefill, step], "prompt in chunks": [chunk]}, states
+
+
+def _with_images(
+    runner: GraphRunner, interface: Interface, expected: Reference, images: ImageReference
+) -> tuple[dict[str, list[Compared]], dict[str, Compared]]:
+    """As `_in_few_calls`: a batch of a text and the prompt with images, a step of both, and that prompt in two pieces,
+    cut within the last image (between images if its tokens see each other)."""
+    text, n = expected.prompts[0], len(images.prompt)
+    state = runner.start(2)
+    ids, lengths = _ragged([text, images.prompt])
+    logits = _logits(runner, ids, lengths, state, _image_inputs(images, slice(0, n), len(text)))
+    prefill = Compared(logits, np.stack([expected.logits[0][0], images.logits[0]]))
+    in_one_piece = {name: values[-1:].copy() for name, values in state.items()}
+    ids, lengths = _ragged([expected.continuations[0][:1], [images.following]])
+    logits = _logits(runner, ids, lengths, state, _image_inputs(images, slice(n, n + 1), 1))
+    step = Compared(logits, np.stack([expected.logits[0][1], images.logits[1]]))
+
+    last = int(np.flatnonzero(images.rows >= 0)[-1])
+    first = int(np.flatnonzero(images.rows[:last] < 0)[-1]) + 1  # of the last run
+    assert interface.image is not None
+    cut = first if interface.image.blockwise else (first + last + 1) // 2
+    row = runner.start(1)
+    for piece in (slice(0, cut), slice(cut, n)):
+        logits = _logits(runner, *_ragged([images.prompt[piece]]), row, _image_inputs(images, piece))
+    pieces = Compared(logits, images.logits[:1])
+    states = _states(interface, row, in_one_piece, n)
+    named = {f"{name}, with images,": state for name, state in states.items()}
+    return {"with images": [prefill, step], "images in pieces": [pieces]}, named
+
+
+def _image_inputs(images: ImageReference, piece: slice, before: int = 0) -> dict[str, Array]:
+    """The inputs of a call that reads that piece of the prompt with images in its last row; in rows before it, if
+    `before` is not 0, a text."""
+    rows, n = np.append(images.rows, -1)[piece], 2 if before else 1
+    used = rows[rows >= 0]
+    first, end = (int(used.min()), int(used.max()) + 1) if len(used) else (0, 1)
+    inputs = {"image_rows": np.full((n, max(len(rows), before)), -1, np.int32)}
+    inputs["image_rows"][-1, : len(rows)] = np.where(rows >= 0, rows - first, -1)
+    inputs["image_features"] = images.features[first:end]
+    if images.offsets is not None:
+        inputs["position_offsets"] = np.zeros((*inputs["image_rows"].shape, 3), np.int32)
+        inputs["position_offsets"][-1, : len(rows)] = images.offsets[piece]
+    return inputs
+
+
+def _states(
+    interface: Interface, state: Mapping[str, Array], wanted: Mapping[str, Array], tokens: int
+) -> dict[str, Compared]:
+    """The cache of a row that read that many tokens, in `state` and as `wanted`."""
     states = {}
     for spec in interface.cache_states:
-        written = (slice(None), slice(None), slice(len(prompts[-1]))) if CAPACITY in spec.axes else ()
-        got, wanted = (
-            values[written].astype(np.float32) for values in (state[spec.name][-1:], in_one_piece[spec.name])
-        )
-        states[spec.name] = Compared(got, wanted)
-    return {"by step (prefill first)": [prefill, step], "prompt in chunks": [chunk]}, states
+        written = (slice(None), slice(None), slice(tokens)) if CAPACITY in spec.axes else ()
+        pair = (values[spec.name][written].astype(np.float32) for values in (state, wanted))
+        states[spec.name] = Compared(*pair)
+    return states
 
 
 def _compare_states(states: Mapping[str, Compared], relative: float) -> None:
@@ -260,9 +339,11 @@ def _beyond_windows(runner: GraphRunner, expected: Reference, narrowed: Narrowed
     return list(map(Compared, logits, narrowed.logits[:2]))
 
 
-def _logits(runner: GraphRunner, ids: Array, lengths: Array, state: dict[str, Array]) -> Array:
+def _logits(
+    runner: GraphRunner, ids: Array, lengths: Array, state: dict[str, Array], images: Mapping[str, Array] | None = None
+) -> Array:
     """[rows, V]; ParityError if a sampler in the graph does not take the largest. A NaN is left to `compare`."""
-    results = runner.step(ids, lengths, state)
+    results = runner.step(ids, lengths, state, images)
     logits = results[LOGITS.name]
     is_greedy = "next_ids" not in results or np.array_equal(results["next_ids"][:, 0], logits.argmax(-1))
     if not is_greedy and not np.isnan(logits).any():

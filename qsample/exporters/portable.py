@@ -43,6 +43,7 @@ class Draft:
         expected: the logits of the original.
         original, tolerance, plain_attention_layers: as in `parity.check`.
         libraries: distributions, besides qsample, onnxruntime and onnx, whose versions the manifest shall name.
+        images: the manifest's.
     """
 
     model: ir.Model
@@ -55,6 +56,7 @@ class Draft:
     tolerance: float | None = None
     plain_attention_layers: int = 0
     libraries: Sequence[str] = ()
+    images: Mapping[str, Any] | None = None
 
 
 def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = False) -> Manifest:
@@ -94,6 +96,7 @@ def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = Fal
         max_position_embeddings=draft.max_position_embeddings,
         parity={**asdict(figures), "max_error": parity.rounded_up(figures.max_error, figures.tolerance)},
         packed_weights=packed,
+        images=draft.images,
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.onnx import OnnxExporterError
 
 from qsample.contract.interface import GraphSpec
-from qsample.contract.tensors import BATCH, CAPACITY, SEQUENCE, TensorSpec
+from qsample.contract.tensors import BATCH, CAPACITY, IMAGE_TOKENS, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.repetition import NotRepeatedError, Repetition, open_weights, repeat_layers
 from qsample.graph.edit import cast, put_behind
@@ -33,7 +33,7 @@ from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_laye
 _logger = logging.getLogger(__name__)
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are kept apart.
-_TRACE_SIZES: Final = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32}
+_TRACE_SIZES: Final = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, IMAGE_TOKENS: 5}
 _REASON = 400  # characters of the exporter's message
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 # The operators that ONNX Runtime's CPU has for bfloat16.

@@ -17,7 +17,16 @@ import onnxruntime as ort
 
 from qsample.contract.arrays import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import BATCH, CAPACITY, LENGTHS, ROW_AXES, ROW_MULTIPLE, SEED, retained_name
+from qsample.contract.tensors import (
+    BATCH,
+    CAPACITY,
+    LENGTHS,
+    ROW_AXES,
+    ROW_MULTIPLE,
+    SEED,
+    SEQUENCE,
+    retained_name,
+)
 from qsample.graph.edit import all_initializers, ancestors
 from qsample.graph.moe import QUANTIZED_OP_TYPE
 from qsample.graph.operators import is_matmul_nbits
@@ -90,8 +99,8 @@ class GraphRunner:
         """Run once and move `state` on.
 
         ids: [rows, S]. lengths: [rows], the real tokens. parameters: sampling parameters by input name, a number for
-        every row or [rows]; those not given are off, and temperature is 0. Returns every output by name; the cache's
-        are overwritten by the next step.
+        every row, [rows] or all values, and inputs of images; those not given are off, and temperature is 0. Returns
+        every output by name; the cache's are overwritten by the next step.
         """
         feeds = self._feeds(ids, lengths, state, {"emit": True, "temperature": 0.0} | dict(parameters or {}))
         in_place = {retained_name(cache.name): feeds[cache.name] for cache in self._caches}
@@ -120,7 +129,8 @@ class GraphRunner:
         self, ids: Array, lengths: Array, state: Mapping[str, Array], parameters: Mapping[str, Any]
     ) -> dict[str, Array]:
         rows = len(ids)
-        sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity, **dict.fromkeys(ROW_AXES, 1)}
+        sizes = {**self._interface.sizes, BATCH: rows, SEQUENCE: ids.shape[1], CAPACITY: self._capacity}
+        sizes |= dict.fromkeys(ROW_AXES, 1)
         given = {**state, "input_ids": ids.astype(np.int64), "input_lengths": lengths.astype(np.int32)}
         given["searched_rows"] = given[SEED.name] = np.arange(rows, dtype=np.int64)
         feeds: dict[str, Array] = {}
@@ -131,7 +141,9 @@ class GraphRunner:
                 feeds[tensor.name] = given[tensor.name]
             else:
                 value = parameters.get(tensor.name, tensor.off)
-                feeds[tensor.name] = np.full(tensor.shape(sizes), value, dtype=tensor.dtype)
+                is_whole = np.ndim(value) == len(tensor.axes)
+                shape = np.shape(value) if is_whole else tensor.shape(sizes)
+                feeds[tensor.name] = np.full(shape, value, dtype=self._dtypes[tensor.name])
         return feeds
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qsample.contract.arrays import Array
+from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.tensors import (
     BATCH,
     CAPACITY,
@@ -56,6 +56,7 @@ class Stepper:
         self._step = self._bind(self._buffers, captured=captured)
         piece = {**self._sizes, BATCH: 1, SEQUENCE: min(sessions.piece_size, capacity)}
         self._piece = Buffer.allocate(INPUT_IDS, piece, sessions.input_device)
+        self._off = {one: _off(one, piece, sessions.input_device) for one in interface.image_inputs}  # of text
         self._readers: dict[int, BoundGraph | BoundParts] = {}  # by row
 
     def reset(self) -> None:
@@ -68,7 +69,7 @@ class Stepper:
         """Replace an input or a state of every row by values of its shape, or that broadcast to it."""
         buffer = self._buffers[name]
         spec = next(one for one in self.specs if one.name == name)
-        buffer.write(np.broadcast_to(np.asarray(values, spec.dtype), buffer.shape))
+        buffer.write(np.broadcast_to(np.asarray(values, DTYPES[spec.dtype].numpy), buffer.shape))
 
     def run(self) -> None:
         """Run once. The cache moves on, other states wait for `advance`."""
@@ -97,17 +98,24 @@ class Stepper:
     def _reader(self, row: int, tokens: int) -> BoundGraph | BoundParts:
         """The graph over a single row that reads the first `tokens` tokens of the piece."""
         ids = self._piece.reshaped(1, tokens)
-        length = Buffer.of(np.array([tokens], np.int32), ids.device)
+        inputs = {INPUT_IDS.name: ids, INPUT_LENGTHS.name: Buffer.of(np.array([tokens], np.int32), ids.device)}
+        for spec, off in self._off.items():
+            inputs[spec.name] = off.reshaped(1, tokens, *off.shape[2:]) if SEQUENCE in spec.axes else off
         if row not in self._readers:
-            buffers = {name: buffer.rows(row) for name, buffer in self._buffers.items()}
+            buffers = {name: buffer.rows(row) for name, buffer in self._buffers.items() if name not in inputs}
             # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.
             searched = Buffer.of(np.zeros(1, np.int64), ids.device)
-            buffers |= {INPUT_IDS.name: ids, INPUT_LENGTHS.name: length, SEARCHED_ROWS.name: searched}
-            self._readers[row] = self._bind(buffers, captured=False)
+            self._readers[row] = self._bind(buffers | inputs | {SEARCHED_ROWS.name: searched}, captured=False)
         graph = self._readers[row]
-        graph.bind_input(INPUT_IDS.name, ids)
-        graph.bind_input(INPUT_LENGTHS.name, length)
+        for name, buffer in inputs.items():
+            graph.bind_input(name, buffer)
         return graph
 
     def _allocate(self, spec: TensorSpec) -> Buffer:
         return Buffer.allocate(spec, self._sizes, self._sessions.device_of(spec))
+
+
+def _off(spec: TensorSpec, sizes: dict[str, int], device: str) -> Buffer:
+    buffer = Buffer.allocate(spec, sizes, device)
+    buffer.write(np.full(buffer.shape, spec.off, DTYPES[spec.dtype].numpy))
+    return buffer

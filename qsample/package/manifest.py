@@ -157,7 +157,9 @@ class Manifest:
         if compilation is not None and not compilation["parts"]:
             del compilation["parts"]
         if data["images"] is None:
-            del data["images"], interface["image"]
+            del data["images"]
+        if interface["image"] is None:
+            del interface["image"]
         if not interface["adapters"]:
             del interface["adapters"], features["max_loras"], features["max_lora_rank"]
         return json.dumps(_without_infinities(data), indent=2, sort_keys=True, allow_nan=False) + "\n"

@@ -35,6 +35,8 @@ class DecodeContext:
         states, next_states: (layer, kind, index) → a state of another kind.
         running: [B] bool, rows that advance.
         module: id of the recurrent layer that runs; states_of: that id → the states that it keeps.
+        image_rows, image_features, position_offsets: the inputs of these names.
+        added_features: [B, S, hidden] each, what to add after the first layers.
     """
 
     input_lengths: Tensor | None = None
@@ -54,6 +56,11 @@ class DecodeContext:
     module: int | None = None
     states_of: dict[int, list[StateKey]] = field(default_factory=dict)
 
+    image_rows: Tensor | None = None
+    image_features: Tensor | None = None
+    position_offsets: Tensor | None = None
+    added_features: list[Tensor] = field(default_factory=list)
+
     @property
     def active(self) -> bool:
         """True inside a decoder call; outside, the transformed modules behave as they did before."""
@@ -69,6 +76,8 @@ class DecodeContext:
         self.input_lengths = self.positions = self.seqlens_k = self.total_length = None
         self.past, self.present, self.given, self.updated = {}, {}, {}, None
         self.states, self.next_states, self.running = {}, {}, None
+        self.image_rows = self.image_features = self.position_offsets = None
+        self.added_features = []
 
     def note_state(self, layer: int, kind: str, index: int) -> None:
         """Remember that the module that is running keeps this state."""

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from qsample.contract.interface import Interface, KeyValueShape, RecurrentShape
-from qsample.contract.tensors import RUNNING, TensorSpec, retained_name
+from qsample.contract.tensors import IMAGE_FEATURES, IMAGE_ROWS, POSITION_OFFSETS, RUNNING, TensorSpec, retained_name
 from qsample.errors import UnsupportedModelError
 from qsample.huggingface.facade import dtype_name
 from qsample.transforms.attention import eager_masks_over_buffers, use_own_attention, use_retained_attention
 from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.experts import replace_own_experts, route_experts
+from qsample.transforms.images import text_model, use_images, with_offsets
 from qsample.transforms.markers import ADAPTED, ADAPTED_PATH, MARKER_DOMAIN
 from qsample.transforms.positions import (
     RowPositions,
@@ -33,8 +34,9 @@ from qsample.transforms.recurrent import retain_recurrent_states
 from qsample.transforms.repeated_layers import DecoderLayers
 
 
-def apply_transforms(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Change `model` in place for decoder calls of `context`. Outside of these, it computes as before."""
+def apply_transforms(model: PreTrainedModel, context: DecodeContext, *, images: bool = False) -> None:
+    """Change `model` in place for decoder calls of `context`, with or without images. Outside of these, it computes as
+    before."""
     route_experts(model)
     replace_own_experts(model)
     use_row_positions(model, context)
@@ -44,6 +46,8 @@ def apply_transforms(model: PreTrainedModel, context: DecodeContext) -> None:
     retain_recurrent_states(model, context)
     use_retained_attention(model, context)
     use_last_token_head(model, context)
+    if images:
+        use_images(model, context)
 
 
 class LastTokenHead(nn.Module):
@@ -203,7 +207,9 @@ def run_model(
     parameters = inspect.signature(model.forward).parameters
     name = next((name for name in _CACHE_NAMES if name in parameters), "past_key_values")
     inputs: dict[str, Any] = {"input_ids": ids, name: cache or _cache(model, context), "use_cache": True}
-    if _takes_positions(model):
+    if context.position_offsets is not None:
+        inputs["position_ids"] = with_offsets(positions, context.position_offsets)
+    elif _takes_positions(model):
         inputs["position_ids"] = positions + _first_position(model)
     # Every key of the buffers: the causal mask decides which of them a query sees.
     keys = context.capacity if context.buffered and context.past else ids.shape[1]
@@ -251,12 +257,12 @@ class Decoder(nn.Module):
         states: dict[int, list[TensorSpec]] = {}
         for layer, state in zip(owners, interface.cache_states, strict=True):
             states.setdefault(layer, []).append(state)
-        self.layers = DecoderLayers(_count_layers(model), states, context)
+        self.layers = DecoderLayers(_count_layers(model), states, context, inside=text_model(model))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One call: gives `logits` [B, V] float32 and the next value of each cache state. `inputs` are `input_ids` [B,
-        S] int64, `input_lengths` [B] int32, `lengths` [B] int32 and the cache states; with recurrent states, `status`
-        [B] int32 as well."""
+        S] int64, `input_lengths` [B] int32, `lengths` [B] int32, `Interface.image_inputs` and the cache states; with
+        recurrent states, `status` [B] int32 as well."""
         ids, lengths = inputs["input_ids"], inputs["lengths"]
         batch, length = ids.shape
         past = [inputs[name] for name in self._cache_names]
@@ -264,6 +270,8 @@ class Decoder(nn.Module):
 
         context = self._context
         context.input_lengths, context.positions = inputs["input_lengths"], positions
+        context.image_rows, context.image_features = inputs.get(IMAGE_ROWS.name), inputs.get(IMAGE_FEATURES)
+        context.position_offsets = inputs.get(POSITION_OFFSETS.name)
         if past:
             capacity = past[0].shape[2]
             # Padding beyond the capacity has no position; its results are never used.

@@ -34,11 +34,12 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 @dataclass(frozen=True, slots=True)
 class DecoderLayers:
     """The layers of a decoder: `count` of them, in calls with `context`. states: the index of a layer → its retained
-    states: key and value, then states of other kinds."""
+    states: key and value, then states of other kinds. inside: the module that has them; None: any."""
 
     count: int
     states: Mapping[int, Sequence[TensorSpec]]
     context: DecodeContext
+    inside: nn.Module | None = None
 
     def state_names(self, layer: int) -> list[str]:
         """The names of the states of `layer`."""
@@ -70,7 +71,7 @@ def find_repeated_layers(root: nn.Module, layers: DecoderLayers) -> list[Repeate
     equal to none: it may choose among them by its index.
     """
     groups = []
-    for path, modules in _layer_lists(root, layers.count):
+    for path, modules in _layer_lists(root, layers):
         owners = _owners(root, modules)
         kinds: dict[Any, list[_Description]] = {}
         for index, module in enumerate(modules):
@@ -87,12 +88,13 @@ def find_repeated_layers(root: nn.Module, layers: DecoderLayers) -> list[Repeate
     return groups
 
 
-def _layer_lists(root: nn.Module, count: int) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists of `count` modules that are in no other list."""
+def _layer_lists(root: nn.Module, layers: DecoderLayers) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists of `layers.count` modules that are in no other list."""
     found: list[str] = []
+    inside = {*(layers.inside or root).modules()}  # a tower may have as many layers
     for path, module in root.named_modules():
         is_inner = any(path.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and len(module) == count and not is_inner:
+        if isinstance(module, nn.ModuleList) and len(module) == layers.count and module in inside and not is_inner:
             found.append(path)
             yield path, module
 

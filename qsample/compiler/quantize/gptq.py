@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from qsample.compiler.quantize.methods import Levels, WeightQuantization
 from qsample.contract.arrays import Array, sparse_zeros
-from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, INPUT_LENGTHS, SEQUENCE
+from qsample.contract.tensors import BATCH, CAPACITY, IMAGE_ROWS, INPUT_IDS, INPUT_LENGTHS, SEQUENCE
 from qsample.disk.space import check_free
 from qsample.graph.edit import ancestors, reads
 from qsample.graph.evaluate import GraphPart, sizes
@@ -252,6 +252,7 @@ class _Walk:
             if value.dtype is not None
         }
         own = {INPUT_IDS.name: ids[None], INPUT_LENGTHS.name: np.array([len(ids)], np.int32)}
+        own[IMAGE_ROWS.name] = np.full((1, len(ids)), IMAGE_ROWS.off, np.int32)
         return zeros | {name: array for name, array in own.items() if name in part.inputs}
 
 

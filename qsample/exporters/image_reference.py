@@ -1,0 +1,119 @@
+"""What a Hugging Face model makes of a prompt with images, for the parity gate to compare its export with.
+
+The model gets pixels; what enters its layers is noted on the way: features in the places of embeddings, features that
+are added later, and positions. So nothing here depends on how a model gets from pixels to these.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import PreTrainedModel, ProcessorMixin
+
+from qsample.contract.interface import ImageShape
+from qsample.errors import UnsupportedModelError
+from qsample.exporters.parity import ImageReference
+from qsample.transforms.images import ADDED, AXES, text_model
+
+_SIZES: Final = ((64, 48), (40, 72))  # of the images: width and height; most processors enlarge them
+_TOO_LONG: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class _Call:
+    """What a model's decoder is called with: embedded tokens [1, n, hidden], features that are added to those of images
+    [F, hidden] each, and positions [.., 1, n]."""
+
+    embedded: Tensor | None = None
+    added: list[Tensor] = field(default_factory=list)
+    positions: Tensor | None = None
+
+    def note(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self.embedded, self.positions = kwargs.get("inputs_embeds"), kwargs.get("position_ids")
+        self.added = list(kwargs.get(ADDED) or ())
+
+
+def image_reference(
+    model: PreTrainedModel, processor: ProcessorMixin, shape: ImageShape, context: int | None
+) -> tuple[ImageReference, ImageShape]:
+    """Run `model` eagerly on a prompt with random images (seeded) of different sizes. context: the positions that it
+    knows. Also returns `shape` with the `patch_values` of the processor's pixels. Raises UnsupportedModelError if the
+    context has no room for an image, or if the model takes images in another way than `shape` says."""
+    model.set_attn_implementation("eager")
+    for count in (len(_SIZES), 1):
+        inputs = _inputs(model, processor, count)
+        if (n := inputs["input_ids"].shape[1]) <= (context or _TOO_LONG):
+            break
+    else:
+        raise UnsupportedModelError(
+            f"the model knows {context} positions (max_position_embeddings), and a prompt with an image has {n}; "
+            "export its text alone (--text-only)"
+        )
+    call = _Call()
+    hook = text_model(model).register_forward_pre_hook(call.note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            kept = {"logits_to_keep": 2} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+            logits = model(**inputs, **kept, use_cache=False).logits[0, -2:].to(torch.float32).numpy()
+            table = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+            ids = inputs["input_ids"]
+            own = table(torch.where(ids < len(table.weight), ids, 0))
+    finally:
+        hook.remove()
+    if call.embedded is None:
+        raise UnsupportedModelError(f"{type(model).__name__} takes images in another way than in place of tokens")
+    is_image = (call.embedded != own).any(-1)[0]
+    parts = [call.embedded[0, is_image], *call.added]
+    pixels = inputs["pixel_values"]
+    shape = replace(shape, patch_values=pixels.shape[-1] if pixels.ndim < 4 else 0)
+    if sum(part.shape[-1] for part in parts) != shape.width or len({len(part) for part in parts}) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives its images {[tuple(part.shape) for part in parts]} numbers, "
+            f"not {shape.width} each"
+        )
+    rows = torch.where(is_image, is_image.cumsum(0) - 1, -1)[:-1]
+    *prompt, following = inputs["input_ids"][0].tolist()
+    found = ImageReference(
+        prompt,
+        following,
+        rows.numpy().astype(np.int32),
+        torch.cat(parts, -1).to(torch.float32).numpy(),
+        logits,
+        _offsets(call.positions, len(prompt)) if shape.axial else None,
+    )
+    return found, shape
+
+
+def _inputs(model: PreTrainedModel, processor: ProcessorMixin, count: int) -> dict[str, Any]:
+    """The inputs of `model` for a prompt with that many images, and a token after it."""
+    generator = np.random.default_rng(0)
+    images = [
+        Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        for width, height in _SIZES[:count]
+    ]
+    text = "".join(f"{word} {getattr(processor, 'image_token', '')} " for word in ("one", "two")[:count])
+    inputs: dict[str, Any] = dict(processor(text=[f"{text}three"], images=[images], return_tensors="pt"))
+    ids = inputs["input_ids"]
+    inputs["attention_mask"] = torch.ones_like(ids)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            inputs[name] = value.to(model.dtype)
+        elif isinstance(value, Tensor) and value.shape == ids.shape:  # of each token: those after images are text
+            last = {"input_ids": ids[:, :1], "attention_mask": value[:, :1]}.get(name, torch.zeros_like(value[:, :1]))
+            inputs[name] = torch.cat([value, last], dim=1)
+    return inputs
+
+
+def _offsets(positions: Tensor | None, n: int) -> np.ndarray:
+    """[n + 1, 3] int32: positions in time, height and width, less the tokens' places."""
+    if positions is None or positions.ndim != 3 or positions.shape[0] < AXES:
+        raise UnsupportedModelError("the model's decoder is not given positions of three parts")
+    offsets = positions[-AXES:, 0].T.numpy() - np.arange(n + 1)[:, None]
+    return offsets.astype(np.int32)
