@@ -31,6 +31,7 @@ from qsample.exporters.image_reference import image_reference
 from qsample.exporters.lowering import adapt_layers, align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.exporters.portable import Draft, write_draft
 from qsample.exporters.trace import trace
+from qsample.graph.image_blocks import see_whole_images
 from qsample.huggingface.facade import dtype_name
 from qsample.package import package
 from qsample.progress import Progress, Stage, Stages, metered
@@ -39,6 +40,7 @@ from qsample.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, apply_transforms, state_shapes
 from qsample.transforms.deferred import computing, deferred
+from qsample.transforms.image_blocks import find_blockwise
 from qsample.transforms.images import image_shape
 from qsample.transforms.quantized_linear import quantized_layers
 
@@ -148,13 +150,14 @@ def _export(
     stages.begin(Stage.CHECKING)
     dtype = _check_dtype(model)
     _check_settings(model)
-    image = None if processor is None else image_shape(model)
+    image, blockwise = None if processor is None else image_shape(model), frozenset[int]()
     with computing():
         expected = reference(model)
         if processor is not None and image is not None:
             known = longest_context(model.config.get_text_config(decoder=True))
             images, image = image_reference(model, processor, image, known)
-            expected = replace(expected, images=images)
+            expected, blockwise = replace(expected, images=images), find_blockwise(model)
+            image = replace(image, blockwise=bool(blockwise))
         apply_transforms(model, context, images=image is not None)
     vocab_size = int(expected.logits[0].shape[-1])
     key_values, recurrent = state_shapes(model, context)
@@ -177,6 +180,7 @@ def _export(
     outline_scans(traced)
     lower_experts(traced)
     align_row_sums(traced)
+    see_whole_images(traced, blockwise)
     draft = Draft(
         traced,
         interface,
