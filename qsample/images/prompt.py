@@ -17,6 +17,7 @@ class ProcessedImage:
         grid: rows and columns of patches, for packages whose `ImageShape.patch_values` is not 0.
         rows: [n] int64, the row of vision.onnx's result for each of the n placeholders, in order.
         size: rows and columns of placeholders, for packages with `ImageShape.axial`: n is their product.
+        text: what stands for it in the text of a prompt: placeholders, and what is written around them.
     """
 
     key: bytes
@@ -24,6 +25,7 @@ class ProcessedImage:
     grid: tuple[int, int] | None
     rows: Array
     size: tuple[int, int] | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +36,8 @@ class ImagePrompt:
         images: in the order of the prompt.
         rows: [n] int32, which of all placeholders a token is, from 0; -1 for text. The contract's `image_rows` if
             `image_features` has the features of the whole prompt.
-        offsets: [n, 3] int32, the contract's `position_offsets`; None without `ImageShape.axial`. Tokens after the
-            prompt have the last.
+        offsets: [n + 1, 3] int32, the contract's `position_offsets`; None without `ImageShape.axial`. The last is that
+            of all tokens after the prompt.
         identities: [n] int64: the id of a text token; of a placeholder a negative number that depends on its image and
             on its place there. Prompts share a beginning if their identities do.
     """

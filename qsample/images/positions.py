@@ -1,0 +1,31 @@
+"""Positions in three axes (M-RoPE), as offsets from a token's place in its row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qsample.contract.arrays import Array
+
+
+def position_offsets(is_image: Array, sizes: Sequence[tuple[int, int]]) -> Array:
+    """[n + 1, 3] int32: what is added to the place of each token to give its positions in time, height and width. The
+    last is that of all tokens after these n.
+
+    An image at position p has its placeholders, row by row, at (p, p + row, p + column); the token after it is at p
+    plus the larger side. is_image: [n] bool. sizes: rows and columns of each image's placeholders, in order.
+    """
+    places = np.flatnonzero(is_image)
+    offsets = np.zeros((len(is_image) + 1, 3), np.int32)
+    seen, shift = 0, 0
+    for rows, columns in sizes:
+        count = rows * columns
+        start = int(places[seen])
+        index = np.arange(count)
+        axes = np.stack([np.zeros(count, np.int64), index // columns, index % columns], axis=1)
+        offsets[start : start + count] = shift + axes - index[:, None]
+        seen += count
+        shift += max(rows, columns) - count
+        offsets[start + count :] = shift
+    return offsets
