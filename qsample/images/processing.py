@@ -54,20 +54,20 @@ class ImageTexts:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def of_tile(self, row: int, column: int, columns: int) -> str:
+        """The text before a tile; rows and columns count from 0."""
+        values = {"{row}": row + 1, "{column}": column + 1, "{number}": row * columns + column + 1}
+        text = self.tile
+        for name, value in values.items():
+            text = text.replace(name, str(value))
+        return text
+
     def written(self, layout: Layout, token: str) -> str:
         """An image in the text of a prompt; `token`: the text of a placeholder."""
         (rows, columns), run = layout.tiles, token * layout.count
         if rows * columns == 0:
             return self.single + run + self.after
-
-        def tile(row: int, column: int) -> str:
-            values = {"{row}": row + 1, "{column}": column + 1, "{number}": row * columns + column + 1}
-            text = self.tile
-            for name, value in values.items():
-                text = text.replace(name, str(value))
-            return text + run
-
-        lines = ("".join(tile(row, column) for column in range(columns)) for row in range(rows))
+        lines = ["".join(self.of_tile(row, at, columns) + run for at in range(columns)) for row in range(rows)]
         return self.before + self.line.join(lines) + (self.whole + run if layout.whole else "") + self.after
 
 

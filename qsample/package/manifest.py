@@ -231,7 +231,10 @@ def _check_scalars(data: Any, where: str) -> None:
             _check_scalars(value, f"{where}[{index}]")
     elif isinstance(data, int) and not -_LARGEST <= data < _LARGEST:
         raise PackageError(f"{where} in {MANIFEST_NAME} is an integer of more than 64 bits")
-    elif isinstance(data, str) and (_CONTROL.search(data) or any("\ud800" <= c <= "\udfff" for c in data)):
+    elif isinstance(data, str) and (
+        _CONTROL.search(data.replace("\n", "") if where.startswith("manifest.images.") else data)  # texts of a prompt
+        or any("\ud800" <= c <= "\udfff" for c in data)
+    ):
         raise PackageError(f"{where} in {MANIFEST_NAME} is {data!r:.80}, which holds control characters")
 
 

@@ -1,0 +1,322 @@
+"""transformers' processor of a checkpoint → `Manifest.images`, with which a package processes images itself.
+
+Nothing here knows a type of model: a family of `images/families.py` is tried with the settings that the processor's
+image class receives, and taken if its pixels and its token ids equal the processor's, bit for bit, for all of `PROBES`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+from PIL import Image
+from transformers import PretrainedConfig, ProcessorMixin
+from transformers.image_processing_backends import PilBackend
+from transformers.image_utils import SizeDict
+
+from qsample.contract.arrays import Array
+from qsample.errors import ArgumentError, UnsupportedModelError
+from qsample.images.families import FAMILIES, Family, Layout
+from qsample.images.processing import ImageProcessor, ImageTexts
+
+# Width, height and mode: smaller than a patch's block, tall, wide, of one tile, of many.
+PROBES: Final = (
+    (640, 420, "RGB"),
+    (40, 20, "L"),
+    (300, 700, "RGBA"),
+    (1600, 300, "P"),
+    (24, 24, "1"),
+    (512, 512, "CMYK"),
+    (1150, 760, "RGB"),
+)
+_SMALLER: Final = {"shortest_edge": 50_000, "longest_edge": 200_000}  # limits that the last of them passes
+_SMALLER_EDGE: Final = 400
+_REMEDY: Final = "export the model without images (--text-only)"
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """An image, and what the processor makes of it: the settings that its image class received, its result, the text
+    that stands for the image, and the ids of `prompt`."""
+
+    image: Image.Image
+    settings: Mapping[str, Any]
+    pixels: Array
+    grid: tuple[int, int] | None
+    text: str
+    ids: list[int]
+
+
+def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict[str, Any]:
+    """The content of `Manifest.images`.
+
+    processor: with a Pillow class for images, as `load_processor` opens it. config: of the model. Raises
+    UnsupportedModelError, which names the processor and the difference, if packages cannot do the same.
+    """
+    name = f"{type(processor).__name__} with {type(processor.image_processor).__name__}"
+    if not isinstance(processor.image_processor, PilBackend):
+        raise UnsupportedModelError(f"{name} has no class that works with Pillow; {_REMEDY}")
+    token_id = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    placeholder = getattr(processor, "image_token", None)
+    token = processor.tokenizer.convert_ids_to_tokens(token_id) if isinstance(token_id, int) else None
+    if not isinstance(placeholder, str) or not isinstance(token, str):
+        raise UnsupportedModelError(f"{name} says no text or id that stands for an image; {_REMEDY}")
+    names = {"placeholder": placeholder, "token": token, "token_id": token_id}
+    try:
+        probes = _probes(processor, placeholder)
+    except Exception as error:  # of transformers, for images like everyone's
+        said = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"{name} fails for a trial image ({type(error).__name__}: {said:.200}); {_REMEDY}"
+        ) from error
+    best, difference = -1, "its settings are of no family that packages have"
+    for family in FAMILIES:
+        for choices in _choices(family, probes[0], config, token):
+            images = _described(family, choices, probes, config, names)
+            alike, problem = _difference(images, choices, probes, processor, config) if images else (-1, "")
+            if images and not problem:
+                return images
+            if alike > best:
+                best, difference = alike, problem
+    raise UnsupportedModelError(f"packages cannot process images as {name} does: {difference}; {_REMEDY}")
+
+
+def prompt_of(placeholder: str, count: int = 1) -> str:
+    """A text with images at its beginning, side by side, and inside."""
+    return placeholder * (count - 1) + f"Look:\n{placeholder} is one of {count}."
+
+
+def _probes(processor: ProcessorMixin, placeholder: str) -> list[_Probe]:
+    rng = np.random.default_rng(0)
+    probes = []
+    for width, height, mode in PROBES:
+        small = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)  # smooth, and noisy
+        image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+        if getattr(processor.image_processor, "do_convert_rgb", False):
+            image = image.convert(mode)
+            if mode == "RGBA":
+                image.putalpha(image.getchannel("G"))
+        probes.append(_probe(processor, image, prompt_of(placeholder)))
+    size = dict(probes[0].settings.get("size") or {})
+    least = _SMALLER if size.get("shortest_edge") else {"longest_edge": _SMALLER_EDGE}
+    smaller = {key: min(size[key], most) for key, most in least.items() if size.get(key)}
+    if size.get("longest_edge") and any(smaller[key] < size[key] for key in smaller):
+        probes.append(_probe(processor, probes[-1].image, prompt_of(placeholder), size=smaller))
+    return probes
+
+
+def _probe(processor: ProcessorMixin, image: Image.Image, prompt: str, **options: Any) -> _Probe:
+    """What the processor makes of an image; its image class is watched for the settings."""
+    images: Any = processor.image_processor
+    watched: Any = processor
+    preprocess, replace = images._preprocess, watched.replace_image_token
+    calls: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+    texts: list[str] = []
+
+    def preprocessing(*arguments: Any, **settings: Any) -> Any:
+        calls.append((settings, preprocess(*arguments, **settings)))
+        return calls[-1][1]
+
+    def replacing(*arguments: Any, **settings: Any) -> str:
+        texts.append(replace(*arguments, **settings))
+        return texts[-1]
+
+    images._preprocess, watched.replace_image_token = preprocessing, replacing
+    try:
+        inputs = watched(text=[prompt], images=[image], **({"images_kwargs": options} if options else {}))
+    finally:
+        del images._preprocess, watched.replace_image_token
+    (settings, result), text = calls[0], texts[0]
+    values = result["pixel_values"]
+    pixels = np.asarray(values if hasattr(values, "shape") else [np.asarray(value) for value in values], np.float32)
+    grid = np.asarray(result["image_grid_thw"])[0] if "image_grid_thw" in result else None
+    ids = [int(token) for token in np.asarray(inputs["input_ids"][0])]
+    return _Probe(image, settings, pixels, None if grid is None else (int(grid[1]), int(grid[2])), text, ids)
+
+
+def _settings(family: str, settings: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """Those of the settings that the family has."""
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping | SizeDict):
+            value = {key: number for key, number in dict(value).items() if number is not None}
+        values[name] = value
+    values["resample"] = int(values["resample"] if values.get("resample") is not None else Image.Resampling.BILINEAR)
+    for name in ("image_mean", "image_std"):
+        value = values.get(name) if values.get("do_normalize") else None
+        values[name] = value if value is None or isinstance(value, Sequence) else [value] * 3
+    if not values.get("do_rescale"):
+        values["rescale_factor"] = None
+    if not values.get("do_center_crop"):
+        values["crop_size"] = None
+    if isinstance(patch := values.get("patch_size"), Mapping) and len(set(patch.values())) == 1:
+        values["patch_size"] = next(iter(patch.values()))
+    if family == "any_resolution":
+        sides = {*(values.get("size") or {}).values(), *(values["crop_size"] or {}).values()}
+        values["size"] = sides.pop() if len(sides) == 1 else None
+        most = re.fullmatch(r"anyres_max_(\d+)", str(getattr(config, "vision_aspect_ratio", "")))
+        values["most_tiles"] = int(most[1]) if most else None
+    return {entry.name: values[entry.name] for entry in fields(FAMILIES[family]) if entry.name in values}
+
+
+def _made(family: str, choices: Mapping[str, Any], probe: _Probe, config: PretrainedConfig) -> Family | None:
+    """The family with the settings of a probe, or None if they are of another."""
+    if not probe.settings.get("do_resize", True) or (family == "tiles") != bool(probe.settings.get("crop_to_patches")):
+        return None
+    try:
+        return FAMILIES[family](**_settings(family, probe.settings, config), **choices)
+    except (ArgumentError, TypeError):
+        return None
+
+
+def _choices(family: str, probe: _Probe, config: PretrainedConfig, token: str) -> Iterator[dict[str, Any]]:
+    """Settings that the processor does not name: numbers of placeholders, and rules that only the code has."""
+    names = {entry.name for entry in fields(FAMILIES[family])}
+    count = probe.text.count(token)
+    if "tokens" in names:
+        if made := _made(family, {"tokens": 1}, probe, config):
+            yield {"tokens": max(count // made.layout(*probe.image.size).placeholders, 1)}
+    elif "side" in names:
+        for side in range(1, math.isqrt(count) + 1):
+            made = _made(family, {"side": side}, probe, config)
+            if made and made.layout(*probe.image.size).placeholders == count:
+                yield {"side": side}
+    elif "frames" in names:
+        yield from ({"frames": False}, {"frames": True})
+    else:
+        yield {}
+
+
+def _described(
+    family: str,
+    choices: Mapping[str, Any],
+    probes: Sequence[_Probe],
+    config: PretrainedConfig,
+    names: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    made = [_made(family, choices, probe, config) for probe in probes]
+    try:
+        layouts = [each.layout(*probe.image.size) for each, probe in zip(made, probes, strict=True) if each is not None]
+    except ArgumentError:
+        return None
+    if len(layouts) < len(probes):
+        return None
+    texts = image_texts(layouts, [probe.text for probe in probes], names["token"]) or ImageTexts()
+    described = {"family": family, "settings": asdict(made[0]), **names, "texts": asdict(texts)}  # type: ignore[arg-type]
+    return json.loads(json.dumps(described))  # type: ignore[no-any-return]
+
+
+def _difference(
+    images: dict[str, Any],
+    choices: Mapping[str, Any],
+    probes: Sequence[_Probe],
+    processor: ProcessorMixin,
+    config: PretrainedConfig,
+) -> tuple[int, str]:
+    """How many probes came out the same, and what is different then; an empty text if nothing is."""
+    placeholder = images["placeholder"]
+    ours = []
+    for number, probe in enumerate(probes):
+        settings = asdict(_made(images["family"], choices, probe, config))  # type: ignore[arg-type]
+        mine = ImageProcessor({**images, "settings": settings})
+        image = mine.process(probe.image)
+        what = f"of an image of {' x '.join(map(str, probe.image.size))} pixels in mode {probe.image.mode}"
+        problem = pixel_difference(image.pixel_values, probe.pixels)
+        if not problem and probe.grid not in (None, image.grid):
+            problem = f"there are {probe.grid} patches, not {image.grid}"
+        if problem:
+            return number, f"{problem} in the pixels {what}"
+        if _ids(processor, mine.expand(prompt_of(placeholder), [image])) != probe.ids:
+            return number, f"the token ids {what} differ"
+        ours.append(image)
+    mine = ImageProcessor(images)
+    several, prompt = [mine.process(probe.image) for probe in probes[:3]], prompt_of(placeholder, 3)
+    theirs: Any = processor(text=[prompt], images=[probe.image for probe in probes[:3]])
+    ids = _ids(processor, mine.expand(prompt, several))
+    if ids != [int(token) for token in np.asarray(theirs["input_ids"][0])]:
+        return len(probes), "the token ids of three images differ"
+    try:
+        mine.prompt(ids, several)
+    except ValueError as error:
+        return len(probes), str(error)
+    return len(probes), ""
+
+
+def _ids(processor: ProcessorMixin, text: str) -> list[int]:
+    return list(processor.tokenizer(text)["input_ids"])
+
+
+def pixel_difference(ours: Array, theirs: Array) -> str:
+    """The difference in a few words, or nothing. theirs: perhaps with further axes of size 1, and padded with zeros."""
+    if ours[0].size == 0 or theirs.size % ours[0].size or theirs.size < ours.size:
+        return f"there are numbers {list(theirs.shape)}, not {list(ours.shape)},"
+    flat = theirs.reshape(-1, *ours.shape[1:])
+    if ours.shape[1:] != theirs.shape[-ours.ndim + 1 :] or flat[len(ours) :].any():
+        return f"there are numbers {list(theirs.shape)}, not {list(ours.shape)},"
+    wrong = int(np.count_nonzero(flat[: len(ours)] != ours))
+    return f"{wrong} of {ours.size} numbers differ" if wrong else ""
+
+
+def image_texts(layouts: Sequence[Layout], written: Sequence[str], token: str) -> ImageTexts | None:
+    """The texts with which images of these layouts are `written`, or None if there are none."""
+    parts = [_around(layout, text, token) for layout, text in zip(layouts, written, strict=True)]
+    single = whole = before = line = ""
+    tile: tuple[str, int, int, int] | None = None
+    for layout, part in zip(layouts, parts, strict=True):
+        if part is None:
+            return None
+        rows, columns = layout.tiles
+        if rows * columns == 0:
+            single = part[0]
+            continue
+        before, whole = part[0], part[-2] if layout.whole else whole
+        line = part[columns] if rows > 1 else line
+        if columns > 1:
+            tile = part[rows * columns - 1], rows - 1, columns - 1, columns
+    after = parts[0][-1] if parts and parts[0] else ""
+    for pattern in _patterns(*tile) if tile else ("",):
+        texts = ImageTexts(single=single, tile=pattern, whole=whole, after=after)
+        found = _with_rows(texts, layouts, before, line)
+        if all(found.written(layout, token) == text for layout, text in zip(layouts, written, strict=True)):
+            return found
+    return None
+
+
+def _with_rows(texts: ImageTexts, layouts: Sequence[Layout], before: str, line: str) -> ImageTexts:
+    """With what stands before the first tile of an image and of a row, less the text of that tile."""
+    columns = next((layout.tiles[1] for layout in reversed(layouts) if layout.tiles[0] > 1), 1)
+    return ImageTexts(
+        single=texts.single,
+        before=before.removesuffix(texts.of_tile(0, 0, 1)),
+        tile=texts.tile,
+        line=line.removesuffix(texts.of_tile(1, 0, columns)),
+        whole=texts.whole,
+        after=texts.after,
+    )
+
+
+def _around(layout: Layout, text: str, token: str) -> list[str] | None:
+    """What stands before each run of placeholders, and after the last; None if the text has other runs."""
+    rows, columns = layout.tiles
+    parts, at, run = [], 0, token * layout.count
+    for _ in range(max(rows * columns, 1) + layout.whole):
+        found = text.find(run, at)
+        if found < 0:
+            return None
+        parts.append(text[at:found])
+        at = found + len(run)
+    return None if token in "".join(parts) + text[at:] else [*parts, text[at:]]
+
+
+def _patterns(text: str, row: int, column: int, columns: int) -> Iterator[str]:
+    """`text` with {row}, {column} and {number} in place of numbers that may be these."""
+    values = {"{row}": row + 1, "{column}": column + 1, "{number}": row * columns + column + 1}
+    parts = re.split(r"(\d+)", text)
+    options = [[*(name for name, value in values.items() if part == str(value)), part] for part in parts]
+    yield from map("".join, product(*options))
