@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +21,18 @@ from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets import Target
 from qsample.compiler.trial import Text, chosen, read, write
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import EMIT, INPUT_IDS, LENGTHS, LOGITS, NOISE_STREAMS, SEARCHED_ROWS, SEED
+from qsample.contract.tensors import (
+    EMIT,
+    IMAGE_FEATURES,
+    IMAGE_ROWS,
+    INPUT_IDS,
+    LENGTHS,
+    LOGITS,
+    NOISE_STREAMS,
+    POSITION_OFFSETS,
+    SEARCHED_ROWS,
+    SEED,
+)
 from qsample.errors import CompileError
 from qsample.graph.join import return_logits, split_at_logits
 from qsample.graph.runner import GraphRunner
@@ -107,8 +117,33 @@ def _written(device: GraphRunner | Published, plan: CompilePlan, rows: Sequence[
     ids = np.random.default_rng(0).integers(0, plan.source.interface.vocab_size, (_ROWS, width))[rows]
     lengths = np.array([width, 1, 1, width])[rows]
     calls = min(_CALLS_OF_SESSIONS if isinstance(device, Published) else _CALLS, plan.ctx_len - width)
-    step = partial(device.step, state=device.start(len(rows)), parameters=_parameters(plan, rows))
-    return list(write(step, ids, lengths, calls))
+    state, parameters = device.start(len(rows)), _parameters(plan, rows)
+    images = [_images(plan, rows, width, call) for call in range(calls)]
+    given = iter(images)
+
+    def step(ids: Array, lengths: Array) -> dict[str, Array]:
+        return device.step(ids, lengths, state, {**parameters, **next(given)})
+
+    written = write(step, ids, lengths, calls)
+    return [call._replace(images=own) for call, own in zip(written, images, strict=True)]
+
+
+def _images(plan: CompilePlan, rows: Sequence[int], width: int, call: int) -> dict[str, Array]:
+    """Inputs of images, random, of the call of that number: the first tokens of rows 0 and 1 in the first call are an
+    image's. Nothing for a package that reads text only."""
+    image = plan.source.interface.image
+    if image is None:
+        return {}
+    count, columns = min(width, 2), width if call == 0 else 1
+    inputs = {IMAGE_ROWS.name: np.full((_ROWS, columns), -1, np.int32)}
+    if call == 0:
+        inputs[IMAGE_ROWS.name][0, :count] = np.arange(count)
+        inputs[IMAGE_ROWS.name][1, 0] = count - 1
+    inputs = {name: values[rows] for name, values in inputs.items()}
+    inputs[IMAGE_FEATURES] = np.random.default_rng(0).standard_normal((count, image.width), np.float32)
+    if image.axial:
+        inputs[POSITION_OFFSETS.name] = np.random.default_rng(call).integers(0, 3, (_ROWS, columns, 3))[rows]
+    return inputs
 
 
 def _parameters(plan: CompilePlan, rows: Sequence[int]) -> dict[str, Array]:

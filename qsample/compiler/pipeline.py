@@ -25,7 +25,7 @@ from qsample.compiler.quantize.gptq import Calibration, calibrated_levels
 from qsample.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, ROW_AXES
+from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, IMAGE_FEATURES, ROW_AXES
 from qsample.disk.space import check_free
 from qsample.graph.adapters import join_adapters, split_adapters
 from qsample.graph.edit import all_initializers, fix_axes
@@ -230,6 +230,7 @@ def half_phases(plan: CompilePlan) -> list[Phase]:
         return []
     kept = {state.name for state in plan.interface.recurrent}
     states = {state.name for state in plan.interface.cache_states} - kept
+    states |= {IMAGE_FEATURES} if plan.interface.image is not None else set()
     return [graph_pass(convert_to_half, dtype=plan.dtype, states=states)]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import onnx_ir as ir
 
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import LOGITS
+from qsample.contract.tensors import LOGITS, SEQUENCE
 from qsample.graph.join import cut_at_logits, return_all_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
@@ -22,12 +23,14 @@ from qsample.graph.weights import load_graph
 
 class Call(NamedTuple):
     """A call of a graph. ids: [rows, S]. lengths: [rows], the real tokens. tokens: [rows], chosen after these. logits:
-    [rows, V], from which they were chosen; empty if the graph does not return them."""
+    [rows, V], from which they were chosen; empty if the graph does not return them. images: the inputs of images by
+    name, with the same features in all calls."""
 
     ids: Array
     lengths: Array
     tokens: Array
     logits: Array
+    images: Mapping[str, Array] = MappingProxyType({})
 
 
 Text = Sequence[Call]
@@ -63,14 +66,13 @@ def read(
     runner = GraphRunner(model, folder, interface, capacity, weights_mapped=True)
     if not at_once:
         return [list(_logits_by_call(runner, text)) for text in texts]
-    rows = [
-        np.concatenate([call.ids[row, : call.lengths[row]] for call in text])
-        for text in texts
-        for row in range(len(text[0].ids))
-    ]
-    lengths = np.array(list(map(len, rows)))
-    ids = np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows])
-    logits = runner.step(ids, lengths, runner.start(len(rows)))[LOGITS.name].reshape(len(rows), max(lengths), -1)
+    lengths = np.array([length for text in texts for length in sum(call.lengths for call in text)])
+    ids = _joined([[call.ids for call in text] for text in texts], texts, 0)
+    images = dict(texts[0][0].images)
+    for spec in interface.image_inputs:
+        if spec.name in images and SEQUENCE in spec.axes:
+            images[spec.name] = _joined([[call.images[spec.name] for call in text] for text in texts], texts, spec.off)
+    logits = runner.step(ids, lengths, runner.start(len(ids)), images)[LOGITS.name].reshape(*ids.shape, -1)
     found, first = [], 0
     for text in texts:
         own = np.arange(first, first + len(text[0].ids))
@@ -80,10 +82,24 @@ def read(
     return found
 
 
+def _joined(values: Sequence[Sequence[Array]], texts: Sequence[Text], off: float | None) -> Array:
+    """[rows of all texts, S, ..]: the real tokens' values of all calls, one after the other, then `off`. values: of
+    each call of each text, [rows, S, ..]."""
+    rows = [
+        np.concatenate([value[row, : call.lengths[row]] for value, call in zip(own, text, strict=True)])
+        for own, text in zip(values, texts, strict=True)
+        for row in range(len(text[0].ids))
+    ]
+    joined = np.full((len(rows), max(map(len, rows)), *rows[0].shape[1:]), off, rows[0].dtype)
+    for whole, row in zip(joined, rows, strict=True):
+        whole[: len(row)] = row
+    return joined
+
+
 def _logits_by_call(runner: GraphRunner, text: Text) -> Iterator[Array]:
     state = runner.start(len(text[0].ids))
     for call in text:
-        yield runner.step(call.ids, call.lengths, state)[LOGITS.name]
+        yield runner.step(call.ids, call.lengths, state, call.images)[LOGITS.name]
 
 
 def logits_of(folder: Path, interface: Interface) -> ir.Model:

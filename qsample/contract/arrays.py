@@ -41,6 +41,16 @@ DTYPES: Final = {
 OF_ONNXRUNTIME: Final = {dtype.onnxruntime: dtype for dtype in DTYPES.values()}
 
 
+def rounded(numbers: Any, dtype: str) -> Array:
+    """`numbers` in a dtype of the contract; floats become bits of bfloat16, ties to even."""
+    array = np.asarray(numbers)
+    if dtype != "bfloat16" or array.dtype.kind != "f":
+        return np.ascontiguousarray(array, DTYPES[dtype].numpy)
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    nearest = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (nearest >> np.uint32(16)).astype(np.uint16)
+
+
 def sparse_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     """Zeros that the system hands out in small pages, as they are touched. NumPy asks for huge pages. A short prompt
     touches a few positions of every head, so it would have most of a long cache zeroed, and wait for the system to

@@ -17,9 +17,11 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel, ProcessorMixin
 
+from qsample.contract.arrays import Array
 from qsample.contract.interface import ImageShape
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.parity import ImageReference
+from qsample.images.positions import position_offsets
 from qsample.transforms.images import ADDED, AXES, text_model
 
 _SIZES: Final = ((64, 48), (40, 72))  # of the images: width and height; most processors enlarge them
@@ -86,7 +88,7 @@ def image_reference(
         rows.numpy().astype(np.int32),
         torch.cat(parts, -1).to(torch.float32).numpy(),
         logits,
-        _offsets(call.positions, len(prompt)) if shape.axial else None,
+        _offsets(call.positions, is_image[:-1].numpy()) if shape.axial else None,
     )
     return found, shape
 
@@ -111,9 +113,17 @@ def _inputs(model: PreTrainedModel, processor: ProcessorMixin, count: int) -> di
     return inputs
 
 
-def _offsets(positions: Tensor | None, n: int) -> np.ndarray:
-    """[n + 1, 3] int32: positions in time, height and width, less the tokens' places."""
+def _offsets(positions: Tensor | None, is_image: Array) -> Array:
+    """[n + 1, 3] int32: what a host adds to the places of the n tokens and of the token after them."""
     if positions is None or positions.ndim != 3 or positions.shape[0] < AXES:
         raise UnsupportedModelError("the model's decoder is not given positions of three parts")
-    offsets = positions[-AXES:, 0].T.numpy() - np.arange(n + 1)[:, None]
-    return offsets.astype(np.int32)
+    wanted = positions[-AXES:, 0].T.numpy()
+    starts = np.flatnonzero(np.diff(is_image, prepend=False) & is_image)
+    ends = np.flatnonzero(np.diff(is_image, append=False) & is_image) + 1
+    sides = [np.ptp(wanted[start:end, 1:], axis=0) + 1 for start, end in zip(starts, ends, strict=True)]
+    offsets = position_offsets(is_image, [(int(rows), int(columns)) for rows, columns in sides])
+    if not np.array_equal(offsets + np.arange(len(offsets))[:, None], wanted):
+        raise UnsupportedModelError(
+            "the model gives the tokens of images other positions than Qwen2-VL does: those are all that hosts compute"
+        )
+    return offsets

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract.arrays import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
+from qsample.contract.arrays import DTYPES, Array, rounded, sparse_zeros
 from qsample.contract.interface import GraphSpec, Interface
 from qsample.contract.tensors import (
     BATCH,
@@ -76,8 +76,9 @@ class GraphRunner:
         self._input_names = {node.name for node in self._decoder.get_inputs()}
         self._output_names = [output.name for output in self._decoder.get_outputs()]
         # A quantized graph's cache may have another dtype than the interface says.
-        self._dtypes = {node.name: OF_ONNXRUNTIME[node.type].numpy for node in self._decoder.get_inputs()}
-        self._caches_are_bfloat16 = any(node.type == "tensor(bfloat16)" for node in self._decoder.get_inputs())
+        names = {dtype.onnxruntime: name for name, dtype in DTYPES.items()}
+        self._types = {node.name: names[node.type] for node in self._decoder.get_inputs()}
+        self._caches_are_bfloat16 = "bfloat16" in self._types.values()
         self._interface = interface
         self._spec = spec or interface.decoder
         self._caches = [cache for cache in interface.cache_states if cache.name in self._input_names]
@@ -90,7 +91,8 @@ class GraphRunner:
         state = dict(zip(names, self._initial_state.run(names, feeds), strict=True))
         sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity}
         return state | {
-            cache.name: sparse_zeros(cache.shape(sizes), self._dtypes[cache.name]) for cache in self._caches
+            cache.name: sparse_zeros(cache.shape(sizes), DTYPES[self._types[cache.name]].numpy)
+            for cache in self._caches
         }
 
     def step(
@@ -143,7 +145,7 @@ class GraphRunner:
                 value = parameters.get(tensor.name, tensor.off)
                 is_whole = np.ndim(value) == len(tensor.axes)
                 shape = np.shape(value) if is_whole else tensor.shape(sizes)
-                feeds[tensor.name] = np.full(shape, value, dtype=self._dtypes[tensor.name])
+                feeds[tensor.name] = np.full(shape, rounded(value, self._types[tensor.name]))
         return feeds
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qsample.contract.arrays import DTYPES, Array
+from qsample.contract.arrays import Array, rounded
 from qsample.contract.tensors import (
     BATCH,
     CAPACITY,
@@ -69,7 +69,7 @@ class Stepper:
         """Replace an input or a state of every row by values of its shape, or that broadcast to it."""
         buffer = self._buffers[name]
         spec = next(one for one in self.specs if one.name == name)
-        buffer.write(np.broadcast_to(np.asarray(values, DTYPES[spec.dtype].numpy), buffer.shape))
+        buffer.write(np.broadcast_to(rounded(values, spec.dtype), buffer.shape))
 
     def run(self) -> None:
         """Run once. The cache moves on, other states wait for `advance`."""
@@ -117,5 +117,5 @@ class Stepper:
 
 def _off(spec: TensorSpec, sizes: dict[str, int], device: str) -> Buffer:
     buffer = Buffer.allocate(spec, sizes, device)
-    buffer.write(np.full(buffer.shape, spec.off, DTYPES[spec.dtype].numpy))
+    buffer.write(np.full(buffer.shape, rounded(spec.off, spec.dtype)))
     return buffer

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from qsample.contract.arrays import DTYPES, Array
+from qsample.contract.arrays import Array, rounded
 from qsample.contract.interface import AdapterTarget, Interface, kind_of
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 from qsample.huggingface.lora import ADVICE, CONFIG, WEIGHTS, Change, floats, read_changes
@@ -103,18 +103,14 @@ def _fitted(target: AdapterTarget, change: Change, interface: Interface, folder:
 def _stored(matrix: Array, dtype: str, target: AdapterTarget, path: Path) -> Array:
     """A float32 matrix in the package's dtype."""
     with np.errstate(over="ignore"):
-        rounded = matrix.astype(np.float16).astype(np.float32) if dtype == "float16" else matrix
-    if not np.isfinite(rounded).all():
+        kept = matrix.astype(np.float16).astype(np.float32) if dtype == "float16" else matrix
+    if not np.isfinite(kept).all():
         limits = f"within {dtype}" if np.isfinite(matrix).all() else "finite"
         raise QsampleError(
             f"{path}: a matrix of {target.path}, with its scale, has numbers that are not {limits}; give "
             "an adapter whose training did not fail"
         )
-    if dtype == "bfloat16":
-        bits = np.ascontiguousarray(matrix, np.float32).view(np.uint32)
-        nearest = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # ties to even
-        return (nearest >> np.uint32(16)).astype(np.uint16)
-    return np.ascontiguousarray(matrix, DTYPES[dtype].numpy)
+    return rounded(matrix, dtype)
 
 
 def _sha256(matrices: Mapping[str, tuple[Array, Array]]) -> str:

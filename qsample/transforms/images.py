@@ -45,9 +45,11 @@ class ImageEmbedding(nn.Module):
         if rows is None or features is None:
             return embedded
         is_image = (rows >= 0)[..., None]
-        first, *added = F.embedding(rows.clamp(min=0), features).split(embedded.shape[-1], dim=-1)
-        context.added_features = [torch.where(is_image, part, 0.0) for part in added]
-        return torch.where(is_image, first, embedded)
+        own = F.embedding(rows.clamp(min=0), features)
+        if own.shape[-1] > embedded.shape[-1]:
+            own, *added = own.split(embedded.shape[-1], dim=-1)
+            context.added_features = [torch.where(is_image, part, 0.0) for part in added]
+        return torch.where(is_image, own, embedded)
 
 
 def use_images(model: PreTrainedModel, context: DecodeContext) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import BATCH, CAPACITY, LENGTHS, SEQUENCE
+from qsample.contract.tensors import BATCH, CAPACITY, LENGTHS, POSITION_OFFSETS, SEQUENCE
 from qsample.graph.edit import ancestors, initializer, insert, part_of, producer, reads
 from qsample.graph.evaluate import GraphPart, inputs_of, sizes
 from qsample.graph.gqa import Slot, attentions, set_inputs
@@ -27,6 +27,7 @@ from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
 _AXES: Final = {BATCH: 2, SEQUENCE: 3}  # for trying things out
 _NUMBERS: Final = 2039  # a prime; float16 holds integers up to 2,048
 _MOST_NODES: Final = 24  # of a `turn`; a longer chain is none
+_POSITIONS: Final = (LENGTHS.name, POSITION_OFFSETS.name)  # the inputs that decide a token's positions
 
 
 class _Rotation(NamedTuple):
@@ -88,7 +89,7 @@ def _is_of_a_part(node: ir.Node) -> bool:
 
 def _content(graph: ir.Graph) -> set[ir.Value]:
     """The values that depend on more than the positions of the tokens: on token ids, or on the cache."""
-    content = {value for value in graph.inputs if value.name != LENGTHS.name}
+    content = {value for value in graph.inputs if value.name not in _POSITIONS}
     for node in graph:
         if node.op_type != "Shape" and not content.isdisjoint(reads(node)):
             content.update(node.outputs)
@@ -162,8 +163,10 @@ def _is_near(value: ir.Value, source: ir.Value) -> bool:
 
 
 def _alike_in_pairs(model: ir.Model, cos: ir.Value, sin: ir.Value, *, interleaved: bool) -> bool:
-    lengths = np.arange(5, 5 + sizes(cos, _AXES)[0], dtype=np.int32)
-    both = GraphPart(model, [cos, sin])({LENGTHS.name: lengths}, _AXES)
+    rows = sizes(cos, _AXES)[0]
+    offsets = np.arange(rows * _AXES[SEQUENCE] * 3, dtype=np.int32).reshape(rows, -1, 3)
+    feeds = {LENGTHS.name: np.arange(5, 5 + rows, dtype=np.int32), POSITION_OFFSETS.name: offsets}
+    both = GraphPart(model, [cos, sin])(feeds, _AXES)
     return all(np.array_equal(*_split(angles, interleaved=interleaved)) for angles in both)
 
 
@@ -333,10 +336,15 @@ class _PositionAngles:
 
 
 def _position_angles(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> _PositionAngles | None:
-    """None if hidden states, and not the positions alone, decide the angles."""
+    """None if hidden states, and not the positions alone, decide the angles; or if a position has three parts."""
     wanted = [value for value in angles if value is not None]
-    lengths = inputs_of(wanted).get(LENGTHS.name)
-    if lengths is None or any(node.domain == CONTRIB_DOMAIN for node in ancestors(wanted)):
+    inputs = inputs_of(wanted)
+    lengths = inputs.get(LENGTHS.name)
+    if (
+        lengths is None
+        or POSITION_OFFSETS.name in inputs
+        or any(node.domain == CONTRIB_DOMAIN for node in ancestors(wanted))
+    ):
         return None
     most_rows = 1 if lengths.shape is not None and lengths.shape[0] == 1 else 2
     return _PositionAngles(GraphPart(model, wanted), most_rows, capacity)
