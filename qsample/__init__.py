@@ -16,17 +16,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qsample.compiler.options import CompileOptions
     from qsample.evaluation import evaluate
-    from qsample.models.auto_model import AutoModelForCausalLM, bake
+    from qsample.models.auto_model import AutoModelForCausalLM, AutoModelForImageTextToText, bake
     from qsample.request.sampling_params import SamplingParams
 
 # ONNX Runtime's own builds send events to Microsoft, and read this as they are imported; docs/security.md.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.2.0"
-__all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__version__", "bake", "evaluate"]
+__all__ = [
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "CompileOptions",
+    "SamplingParams",
+    "__version__",
+    "bake",
+    "evaluate",
+]
 
 _LAZY = {
     "AutoModelForCausalLM": "qsample.models.auto_model",
+    "AutoModelForImageTextToText": "qsample.models.auto_model",
     "CompileOptions": "qsample.compiler.options",
     "SamplingParams": "qsample.request.sampling_params",
     "bake": "qsample.models.auto_model",

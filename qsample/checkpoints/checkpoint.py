@@ -20,20 +20,24 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from qsample.checkpoints.mapped_weights import INDEX, SINGLE, loading_in_this_thread, mapped_weights, weight_files
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
 from qsample.checkpoints.packed import Format, packing_of, read_packed
+from qsample.checkpoints.processor import load_processor
 from qsample.checkpoints.quantized import QuantizedCheckpoint, conv1d_names, read_quantized
 from qsample.checkpoints.source import (
     ADAPTER,
@@ -54,6 +58,7 @@ from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import apply_transforms, state_shapes
 from qsample.transforms.deferred import deferring, numbers
 
+_ALONE: Final = "its language model alone with text_only=True (--text-only)"
 _IN_BLOCKS: Final = "the copy of the quantized weights in blocks"
 # Errors of a layer that meets a cache of an unexpected kind; a missing value raises further kinds.
 _OF_THE_MODEL: Final = (AttributeError, ValueError)
@@ -86,6 +91,8 @@ class Checkpoint:
         model_id: a hub id or a folder.
         adapter: a folder or hub id of a LoRA adapter to merge into the weights.
         tokenizer_id: "auto" for the checkpoint's, another id or folder, or None for token ids only.
+        images: whether images are read, too; None: if they can be, or if the model is of a type that reads nothing else.
+        text_only: the language model alone, of any type.
     """
 
     _configured_by: ClassVar[str] = CONFIG  # for messages
@@ -98,6 +105,8 @@ class Checkpoint:
         tokenizer: str | None = "auto",
         adapter: str | None = None,
         hub: HubOptions | None = None,
+        images: bool | None = False,
+        text_only: bool = False,
     ) -> None:
         """dtype: of the weights: "float32", "float16", or "auto" for float16 if the checkpoint is stored so, else
         float32, because it holds bfloat16 exactly."""
@@ -105,6 +114,8 @@ class Checkpoint:
         self.adapter = adapter
         self.tokenizer_id = tokenizer
         self.hub = hub or HubOptions()
+        self.images = images
+        self.text_only = text_only
         self._dtype = dtype
 
     def origin(self, sources: SourceFiles) -> dict[str, Any]:
@@ -128,14 +139,20 @@ class Checkpoint:
         with self._config_errors():
             config: PretrainedConfig = AutoConfig.from_pretrained(self.model_id, **self.hub.loading())
         check_kind(self.model_id, config.to_dict())  # of a hub id, too
-        kind, problem = kind_of(config.to_dict()), ""
-        if not self.hub.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind, problem, advice = kind_of(config.to_dict()), "", ANOTHER_MODEL
+        sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if sees and self.images is False and not self.text_only and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            problem = f"a {kind}, which reads {_media(config) or 'images'}"
+            advice = f"open it with AutoModelForImageTextToText, or {_ALONE}"
+        elif self.images and not sees:
+            problem, advice = f"a {kind}, which reads no images", "open it with AutoModelForCausalLM"
+        elif not (sees or self.hub.trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
             reads = f", which reads {_media(config)}" if _media(config) else ""
             problem = f"a {kind}{reads}; transformers has no causal language model of type {config.model_type}"
         elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
             problem = f"an encoder ({kind}), which does not continue texts"
         if problem:
-            raise UnsupportedModelError(f"{self.model_id} is {problem}; {ANOTHER_MODEL}")
+            raise UnsupportedModelError(f"{self.model_id} is {problem}; {advice}")
         return config
 
     @cached_property
@@ -192,6 +209,41 @@ class Checkpoint:
         return tokenizer
 
     @cached_property
+    def processor(self) -> ProcessorMixin | None:
+        """What transformers makes of texts with images; None if the language model alone is read. Gives `tokenizer` its
+        chat template. Raises UnsupportedModelError for images that a package cannot read."""
+        if self.images is False or self.text_only or type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return None
+        try:
+            return self._load_processor()
+        except UnsupportedModelError as error:
+            if self.images is None and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+                warnings.warn(f"{error}; its language model alone is exported", stacklevel=3)
+                return None
+            raise UnsupportedModelError(f"{error}; open {_ALONE}") from error
+
+    def _load_processor(self) -> ProcessorMixin:
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)]
+        if not hasattr(kind, "get_image_features"):
+            raise UnsupportedModelError(
+                f"{self.model_id} is a {kind.__name__}, which does not turn images into rows that stand for tokens, as "
+                "models do that packages can read images with"
+            )
+        if self.tokenizer is None:
+            raise UnsupportedModelError(f"{self.model_id} needs its tokenizer to read images, and tokenizer is None")
+        processor = load_processor(self.model_id, self.config, self.tokenizer, self.hub)
+        if getattr(processor, "chat_template", None) is not None:
+            self.tokenizer.chat_template = processor.chat_template
+        return processor
+
+    @property
+    def _auto_class(self) -> Any:
+        """transformers' class that loads the model: of the language model, if it has one and images are left out."""
+        alone = self.processor is None and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        sees = type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        return AutoModelForImageTextToText if sees and not alone else AutoModelForCausalLM
+
+    @cached_property
     def adapter_files(self) -> tuple[Path, Path] | None:
         """Configuration and weights of the adapter; None without one. Raises QsampleError if a file is missing."""
         if self.adapter is None:
@@ -211,7 +263,7 @@ class Checkpoint:
         with self._config_errors():
             try:
                 with torch.device("meta"):
-                    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    model: PreTrainedModel = self._auto_class.from_config(
                         copy.deepcopy(config), attn_implementation="eager", trust_remote_code=remote
                     ).eval()
             except Exception:
@@ -245,9 +297,15 @@ class Checkpoint:
         not fit the configuration.
         """
         _ = self.config, self.adapter_files, self.generation_config, self.outline  # small files first: they fail fast
-        if media := _media(self.config):
+        media = _media(self.config)
+        if self.processor is not None:
+            media = media.removeprefix("images").removeprefix(" and ")
+            if media:
+                warnings.warn(f"{self.model_id} also reads {media}, which is left out", stacklevel=2)
+        elif media and not self.text_only:
+            more = "; AutoModelForImageTextToText also exports images" if media.startswith("images") else ""
             warnings.warn(
-                f"{self.model_id} also reads {media}; its language model alone is exported, which reads text",
+                f"{self.model_id} also reads {media}; its language model alone is exported, which reads text{more}",
                 stacklevel=2,
             )
         torch_dtype = getattr(torch, dtype or self.dtype)
@@ -277,7 +335,7 @@ class Checkpoint:
         with self._weight_errors():
             stored = self._stored(dtype, scratch, sources)
             if stored is None:
-                loaded: Any = AutoModelForCausalLM.from_pretrained(self.model_id, **options, **self.hub.loading())
+                loaded: Any = self._auto_class.from_pretrained(self.model_id, **options, **self.hub.loading())
             else:
                 assert outline.kind is not None
                 weights = stored.weights if isinstance(stored, QuantizedCheckpoint) else stored

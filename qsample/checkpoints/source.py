@@ -373,6 +373,8 @@ class CheckpointSource:
     adapter: str | None
     hub: HubOptions
     file: str | None = None
+    images: bool | None = False
+    text_only: bool = False
 
     @property
     def gguf(self) -> Path | None:
@@ -408,6 +410,7 @@ class CheckpointSource:
             "tokenizer": self.tokenizer if own else identity_of(str(self.tokenizer), others, "tokenizer_config.json"),
             "adapter": None if self.adapter is None else identity_of(self.adapter, others, ADAPTER),
             "code": self.hub.trust_remote_code,
+            "images": [self.images, self.text_only],
         }
 
 

@@ -23,6 +23,7 @@ from qsample.cli.common import (
     Lora,
     Overwrite,
     Provider,
+    TextOnly,
     Threads,
     chat_options,
     check_jinja,
@@ -101,9 +102,10 @@ def export(
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
+    text_only: TextOnly = False,
 ) -> None:
     """Export a Hugging Face model to a portable package: an ONNX graph with the sampler in it."""
-    from qsample.models.auto_model import AutoModelForCausalLM, is_decoder
+    from qsample.models.auto_model import AutoModel, is_decoder
     from qsample.models.model import SourceModel
 
     _check_model(model, revision)
@@ -114,13 +116,14 @@ def export(
     features = feature_options(ctx.params)
 
     def make(**writing: Any) -> PackagedModel:
-        source = AutoModelForCausalLM.from_pretrained(
+        source = AutoModel.from_pretrained(
             model,
             **features,
             dtype=dtype,
             tokenizer=None if tokenizer == "none" else tokenizer,
             revision=revision,
             adapter=adapter,
+            text_only=text_only,
         )
         assert isinstance(source, SourceModel)
         return source.export(out, **writing)
@@ -133,12 +136,14 @@ def compile(
     ctx: typer.Context,
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
+    text_only: TextOnly = False,
 ) -> None:
     """Compile a package for a device: fused, its shapes bounded, tested there."""
     given = given_of(CompileOptions, ctx.params)
     texts = [read_text(Path(path), "--calibration-text") for path in given["calibration_text"] or ()]
     options = CompileOptions(**{**given, "calibration_text": texts or None})
-    _write(lambda **writing: open_model(package).compile(out, options=options, **writing), out, ctx.params)
+    opened = open_model(package, text_only=text_only)
+    _write(lambda **writing: opened.compile(out, options=options, **writing), out, ctx.params)
     if options.debug_dump is not None:
         _show_phases(Path(options.debug_dump))
 

@@ -56,6 +56,7 @@ Template = Annotated[
     str | None,
     typer.Option("--chat-template", metavar="FILE", help="Jinja file, or the name of a template in the package."),
 ]
+TextOnly = Annotated[bool, typer.Option("--text-only", help="Leave out the images of a model that reads them.")]
 Lora = Annotated[
     list[str] | None,
     typer.Option("--lora", metavar="NAME=DIR", help="Load this LoRA adapter, a folder of PEFT's; may be repeated."),
@@ -165,6 +166,7 @@ CHAT_FLAGS: Final[Mapping[str, Flag]] = {
 LOAD_FLAGS: Final[Mapping[str, Flag]] = {
     "lora": Flag(Lora),
     "weights": Flag(Weights),
+    "text_only": Flag(TextOnly, False),
     "provider": Flag(Provider),
     "threads": Flag(Threads),
     "batch_invariant": Flag(BatchInvariant, True),
@@ -304,17 +306,19 @@ def is_package(model: str | Path) -> bool:
     return os.path.isfile(os.path.join(model, MANIFEST_NAME))  # False for names that are too long for a path, too
 
 
-def open_model(model: str, provider: str | None = None) -> SourceModel | PackagedModel:
+def open_model(model: str, provider: str | None = None, text_only: bool = False) -> SourceModel | PackagedModel:
     """A package with the features that it has, a checkpoint or a decoder file."""
-    from qsample.models.auto_model import AutoModelForCausalLM
+    from qsample.models.auto_model import AutoModel
     from qsample.models.model import PackagedModel
     from qsample.ort.model_package import package_in
     from qsample.package.package import read_package
 
     if is_package(folder := package_in(model, provider)):
+        if text_only:
+            raise typer.BadParameter(f"--text-only is for a checkpoint, and {model} is a package; export it so")
         return PackagedModel(read_package(folder), provider)
     quieten(model)
-    return AutoModelForCausalLM.from_pretrained(model, provider=provider)
+    return AutoModel.from_pretrained(model, provider=provider, text_only=text_only)
 
 
 def load_given(opened: PackagedModel, given: Mapping[str, Any]) -> CausalLM:
@@ -343,6 +347,7 @@ def open_given(model: str | None, given: Mapping[str, Any], *, allowed_tokens: b
         weights=given["weights"],
         ctx_len=given.get("ctx_len"),
         allowed_tokens=allowed_tokens,
+        text_only=given["text_only"],
         loras=read_loras(given["lora"]),
         trusted_keys=given["trusted_keys"],
     )
@@ -354,6 +359,7 @@ def open_exported(
     *,
     weights: str | None = None,
     ctx_len: int | None = None,
+    text_only: bool = False,
     for_serving: bool = False,
     allowed_tokens: bool = False,
     loras: Mapping[str, str] | None = None,
@@ -361,11 +367,13 @@ def open_exported(
     trusted_keys: Sequence[str] | None = None,
 ) -> PackagedModel:
     """A package as it is; a checkpoint or decoder file compiled, from the user's cache; by default the bundled model.
-    It stays in the cache as long as the returned object. Raises typer.BadParameter for a package with `weights`.
+    It stays in the cache as long as the returned object. Raises typer.BadParameter for a package with `weights` or
+    `text_only`.
 
     - `model`: the package, checkpoint folder, hub id or decoder file.
     - `provider`: by default the package's, otherwise the CPU.
     - `weights`, `ctx_len`: of the compiled package, as in `CompileOptions`; a package has a fixed one.
+    - `text_only`: without the images of a checkpoint that reads them, too.
     - `for_serving`: a compiled package gets all that a server's requests may ask for. `allowed_tokens`: it takes masks.
     - `trusted_keys`: the caller loads the package with them; anything else than a package is refused.
     - `loras`: adapters by name. A compiled package takes all of them, with their ranks, and at least `max_loras`.
@@ -380,6 +388,8 @@ def open_exported(
                 f"--weights is for a checkpoint, and {name} is a package; quantize it with `qsample compile {name} OUT "
                 f"--weights {weights}`"
             )
+        if text_only:
+            raise typer.BadParameter(f"--text-only is for a checkpoint, and {name} is a package; export it so")
         from qsample.models.model import PackagedModel
         from qsample.package.package import faster_way, read_package
 
@@ -399,7 +409,7 @@ def open_exported(
 
         from qsample.models.model import SourceModel
 
-        opened = open_model(name, provider)
+        opened = open_model(name, provider, text_only)
         assert isinstance(opened, SourceModel)
         if for_serving:
             opened.features = opened.features.for_serving()

@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qsample.cli.common import CtxLen, Json, Provider, Weights, is_package, open_exported
+from qsample.cli.common import CtxLen, Json, Provider, TextOnly, Weights, is_package, open_exported
 from qsample.cli.help import Command
 from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
@@ -346,6 +346,7 @@ def pull(
     weights: Weights = None,
     ctx_len: CtxLen = None,
     provider: Provider = None,
+    text_only: TextOnly = False,
     for_serving: Annotated[
         bool, typer.Option("--for-serving", help="For `qsample serve`, whose requests may ask for more.")
     ] = False,
@@ -359,7 +360,9 @@ def pull(
     if not os.path.exists(model):
         name, file = find_gguf(model, None, HubOptions()) or (model, None)
         newest_commit(name, HubOptions(), file or CONFIG)
-    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, for_serving=for_serving)
+    opened = open_exported(
+        model, provider, weights=weights, ctx_len=ctx_len, text_only=text_only, for_serving=for_serving
+    )
     print(opened.package.path)
 
 

@@ -15,6 +15,7 @@ from qsample.cli.common import (
     Lora,
     Provider,
     Template,
+    TextOnly,
     Threads,
     Weights,
     flags_of,
@@ -70,6 +71,7 @@ def serve(
     lora: Lora = None,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(_LOG_LEVELS)}.")] = "info",
     weights: Weights = None,
+    text_only: TextOnly = False,
     provider: Provider = None,
     threads: Threads = None,
     batch_invariant: BatchInvariant = True,
@@ -106,6 +108,7 @@ def serve(
             provider,
             weights=weights,
             ctx_len=ctx_len,
+            text_only=text_only,
             for_serving=True,
             loras=loras,
             max_loras=_LORAS if settings.lora_dir is not None else 0,
@@ -141,7 +144,8 @@ def web(
     check_built()  # before a checkpoint is exported
     if provider is None:  # of a bundle, the variant that runs everywhere
         provider = "webgpu" if package is not None and is_package(package_in(package, "webgpu")) else "web"
-    opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, for_serving=True)
+    alone = package is not None and not is_package(package_in(package, provider))  # the page reads text
+    opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, text_only=alone, for_serving=True)
     compilation = opened.package.manifest.compilation
     if compilation is not None and compilation.provider != "webgpu":
         note("browsers run this package with WebAssembly; --provider webgpu compiles a checkpoint for their GPU, too")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from qsample.checkpoints.gguf.models import read_model
 from qsample.checkpoints.source import (
@@ -50,8 +50,11 @@ class AutoModelForCausalLM:
     >>> package.generate("In the beginning", max_new_tokens=8, do_sample=False).texts
     """
 
-    @staticmethod
+    _images: ClassVar[bool | None] = False  # as in `Checkpoint`
+
+    @classmethod
     def from_pretrained(
+        cls,
         pretrained_model_name_or_path: str | Path,
         *,
         include_sampler: bool = True,
@@ -79,6 +82,7 @@ class AutoModelForCausalLM:
         adapter: str | Path | None = None,
         file: str | None = None,
         gguf_file: str | None = None,
+        text_only: bool = False,
         trusted_keys: TrustedKeys | None = None,
         **others: Any,
     ) -> SourceModel | PackagedModel:
@@ -106,6 +110,7 @@ class AutoModelForCausalLM:
             adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
             file: which GGUF file of a folder or repository; or which decoder, see `qsample.bake`.
             gguf_file: transformers' name of `file`, for GGUF.
+            text_only: export the language model alone, also of a model that transformers has no text model of.
             trusted_keys: of a package, as in `qsample.runtime.load`: anything without their signature is refused.
             others: keywords of transformers and QEfficient, accepted if they are off; docs/transformers.md and
                 docs/qefficient.md have the replacements. `qaic_config` sets features.
@@ -118,7 +123,7 @@ class AutoModelForCausalLM:
         Raises:
             QsampleError: for a path that has none of these, and for features that a package was exported without.
         """
-        own = AutoModelForCausalLM.from_pretrained.__annotations__.keys() - {"others", "return"}
+        own = cls.from_pretrained.__annotations__.keys() - {"others", "return"}
         qaic_config = others.pop("qaic_config", None) or {}
         check_from_pretrained(others, own)
         chosen = choose_dtype(dtype, torch_dtype)
@@ -151,6 +156,11 @@ class AutoModelForCausalLM:
             package = read_package(path, trusted_keys=trusted_keys)
             if adapter is not None:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
+            reads_images = package.interface.image is not None
+            if text_only and reads_images:
+                raise QsampleError(f"{path} is a package with images; leave text_only out, or give it to an export")
+            if cls._images and not reads_images:
+                raise QsampleError(f"{path} is a package of text alone; open it with AutoModelForCausalLM")
             if filter_order is None:
                 features = replace(features, filter_order=package.interface.features.filter_order)
             check_features(package, features, None if chosen == "auto" else chosen)
@@ -158,6 +168,8 @@ class AutoModelForCausalLM:
         if trusted_keys is not None:
             raise QsampleError(f"{path} is no package, and only packages are signed; leave trusted_keys out")
         gguf = find_gguf(str(pretrained_model_name_or_path), gguf_file or file, hub)
+        if cls._images and (gguf is not None or file is not None or is_decoder(path)):
+            raise QsampleError(f"{path} is a file of the language model alone; open it with AutoModelForCausalLM")
         if gguf is None and (file is not None or is_decoder(path)):
             if adapter is not None or chosen is not None:
                 given = "adapter" if adapter is not None else "dtype"
@@ -173,7 +185,26 @@ class AutoModelForCausalLM:
             adapter=None if adapter is None else str(adapter),
             hub=hub,
         )
+        if gguf is None:
+            checkpoint = replace(checkpoint, images=cls._images, text_only=text_only)
         return SourceModel(checkpoint, features, provider).place(device_map)
+
+
+class AutoModelForImageTextToText(AutoModelForCausalLM):
+    """Opens a model that reads images, too: `AutoModelForCausalLM` with the same arguments; docs/images.md.
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct", include_sampler=True)
+    >>> package = model.export("qwen-vl").compile("qwen-vl-cpu", ctx_len=4096, weights="int4")
+    >>> package.generate("What is this?", images="cat.jpg").texts
+    """
+
+    _images = True
+
+
+class AutoModel(AutoModelForCausalLM):
+    """Opens a model as the command line does: with its images, if they can be exported."""
+
+    _images = None
 
 
 def bake(

@@ -394,7 +394,7 @@ class SourceModel(Model):
         with young_collections():
             check_private_parts()
             from qsample.checkpoints.checkpoint import Checkpoint
-        return Checkpoint(source.model_id, source.dtype, **options)
+        return Checkpoint(source.model_id, source.dtype, images=source.images, text_only=source.text_only, **options)
 
     @property
     def _described(self) -> Checkpoint | PackagedModel:
@@ -455,7 +455,7 @@ class SourceModel(Model):
         _ = checkpoint.config, checkpoint.adapter_files  # do they exist?
         changed = self._generation_config
         settings = None if changed is None else transformers_generation_config(changed)
-        tokenizer = checkpoint.tokenizer  # before the model: it fails fast
+        tokenizer, processor = checkpoint.tokenizer, checkpoint.processor  # before the model: they fail fast
         with SourceFiles() as sources:
             model = checkpoint.load(dtype, scratch, sources)
             origin = checkpoint.origin(sources)
@@ -463,6 +463,7 @@ class SourceModel(Model):
         return {
             "model": model,
             "tokenizer": tokenizer,
+            "processor": processor,
             "features": self.features,
             "sources": sources,
             **origin,

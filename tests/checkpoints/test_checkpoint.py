@@ -34,7 +34,7 @@ def configured(folder: Path, **changes: object) -> str:
     [
         ({"model_type": "no_such_model"}, "no_such_model"),
         ({"model_type": "vit"}, "no causal language model of type vit; take a decoder-only"),
-        ({"model_type": "qwen2_5_vl"}, "which reads images; transformers has no causal language model of type qwen2_5"),
+        ({"model_type": "qwen2_5_vl"}, "which reads images; open it with AutoModelForImageTextToText, or its language"),
         ({"model_type": "bert"}, r"is an encoder \(LlamaForCausalLM\), which does not continue texts; take a decoder"),
         ({"model_type": "whisper"}, "is an encoder-decoder"),
         *(
