@@ -91,7 +91,7 @@ class Checkpoint:
         model_id: a hub id or a folder.
         adapter: a folder or hub id of a LoRA adapter to merge into the weights.
         tokenizer_id: "auto" for the checkpoint's, another id or folder, or None for token ids only.
-        images: whether images are read, too; None: if they can be, or if the model is of a type that reads nothing else.
+        images: whether images are read, too; None: if they can be, and of types without a text model in any case.
         text_only: the language model alone, of any type.
     """
 
@@ -238,7 +238,7 @@ class Checkpoint:
 
     @property
     def _auto_class(self) -> Any:
-        """transformers' class that loads the model: of the language model, if it has one and images are left out."""
+        """The class of transformers that loads the model: that of the text model, if there is one and it suffices."""
         alone = self.processor is None and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
         sees = type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         return AutoModelForImageTextToText if sees and not alone else AutoModelForCausalLM

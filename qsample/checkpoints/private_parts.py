@@ -32,6 +32,7 @@ PARTS: Final = {
     "transformers.modeling_rope_utils": "ROPE_INIT_FUNCTIONS",
     "transformers.modeling_utils": "PreTrainedModel._can_set_attn_implementation "
     "PreTrainedModel._can_set_experts_implementation PreTrainedModel.set_experts_implementation",
+    "transformers.models.auto.processing_auto": "PROCESSOR_MAPPING",
     "transformers.models.gpt_neo.modeling_gpt_neo": "GPTNeoSelfAttention._attn",
     "transformers.pytorch_utils": "Conv1D",
     "transformers.utils.hub": "cached_file get_checkpoint_shard_files",
