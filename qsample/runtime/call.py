@@ -223,6 +223,11 @@ class Prompt(NamedTuple):
     images: ImagePrompt | None = None
 
     @property
+    def identities(self) -> Array:
+        """[n] int64, see `ImagePrompt.identities`."""
+        return self.ids if self.images is None else self.images.identities
+
+    @property
     def padding(self) -> int:
         """The number of tokens of `given` that are not read."""
         return len(self.given) - len(self.ids)

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, overload
 
 from qsample.checks import check_count
-from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.errors import PackageError, shown
 from qsample.huggingface.facade import (
@@ -31,11 +30,12 @@ from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, Stages
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE, SamplingParams
 from qsample.runtime.adapters import Adapter, read_adapter
-from qsample.runtime.call import Call, is_chat, parse_prompts, read_call
+from qsample.runtime.call import Call, Prompt, is_chat, parse_prompts, read_call
 from qsample.runtime.callbacks import BatchEnd, Guide, LogitsProcessors
+from qsample.runtime.decode.image_inputs import image_piece
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.prefix_file import signature_of, write_prefix
-from qsample.runtime.decode.prefixes import Pieces, shared_prefix
+from qsample.runtime.decode.prefixes import Pieces, shared_pieces, shared_prefix
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.image_prompts import ImageReader
@@ -377,53 +377,57 @@ class CausalLM(ModelMethods):
         path = Path(path)
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise PackageError(f"cannot write {path}; give the path of a file in an existing folder")
-        tokens = self._common_beginning(inputs, options)
         pieces = Pieces.of(self.sessions)
-        count = pieces.begin(len(tokens))
+        prompt, common, count = self._common_beginning(inputs, options, pieces)
         if not count:
             raise ValueError(
-                f"the prompt has {len(tokens)} tokens that are the same in every conversation, and {pieces.size} are "
+                f"the prompt has {common} tokens that are the same in every conversation, and {pieces.size} are "
                 "the least that can be saved; give a longer prompt"
             )
         capacity = self.capacity(count + 1)
         if count >= capacity:
-            raise ValueError(f"the prompt has {len(tokens)} tokens, and a row of this package holds {capacity}")
+            raise ValueError(f"the prompt has {common} tokens, and a row of this package holds {capacity}")
+        features = None if prompt.images is None else self.images.features(prompt.images)
         own = find_adapter(adapter, self._adapters, self.interface)
         slots = Slots(self.sessions, 1, capacity)
         if own is not None:
             slots.adapters.put(1, own)
-        slots.begin(0, tokens, 0, {}, adapter=0 if own is None else 1)
+        slots.begin(0, prompt.ids, 0, {}, adapter=0 if own is None else 1)
         stages = Stages(progress, {Stage.READING_PROMPT: 1.0})
         advance = stages.begin(Stage.READING_PROMPT)
-        for piece in pieces.cut(0, count):
+        for piece in pieces.cut(prompt.identities, 0, count):
             advance(piece.start / count)
-            slots.prefill(0, tokens[piece.start : piece.stop], emit=False, wait=piece.stop == count)
+            images = [image_piece(prompt.images, features, piece)]
+            ids = prompt.ids[piece.start : piece.stop]
+            slots.prefill(0, ids, emit=False, wait=piece.stop == count, images=images)
         signature = signature_of(self.package, self.sessions)
         sha256 = "" if own is None else own.sha256
-        write_prefix(path, signature, tokens[:count], slots.unload(0, 0, count), adapter=sha256)
+        write_prefix(path, signature, prompt.identities[:count], slots.unload(0, 0, count), adapter=sha256)
         stages.finish()
         return count
 
-    def _common_beginning(self, inputs: Any, options: Mapping[str, Any]) -> Array:
-        """The tokens of a prompt, [n] int64; of chat messages, only the tokens that do not depend on later messages."""
+    def _common_beginning(self, inputs: Any, options: Mapping[str, Any], pieces: Pieces) -> tuple[Prompt, int, int]:
+        """A prompt, the number of its tokens that do not depend on later chat messages, and those in whole pieces."""
 
-        def tokens(inputs: Any, **more: Any) -> Array:
+        def read(inputs: Any, **more: Any) -> Prompt:
             call = self.read(inputs, max_new_tokens=1, **options, **more)
             prompts = parse_prompts(
                 call, self.tokenizer, self.interface.vocab_size, self.package.manifest.token_ids.bos, self.images
             )
             if len(prompts) != 1:
                 raise ValueError(f"{len(prompts)} prompts were given; save them one by one")
-            return prompts[0].ids
+            return prompts[0]
 
         if not is_chat(inputs):
-            return tokens(inputs)
+            prompt = read(inputs)
+            return prompt, len(prompt.ids), pieces.begin(prompt.identities, len(prompt.ids))
         role = "assistant" if inputs[-1].get("role") == "user" else "user"
         # Of any two texts that begin with different letters.
         one, other = (
-            tokens([*inputs, {"role": role, "content": text}], add_generation_prompt=False) for text in ("A", "7")
+            read([*inputs, {"role": role, "content": text}], add_generation_prompt=False) for text in ("A", "7")
         )
-        return one[: shared_prefix(one, other)]
+        both = other.identities, one.identities
+        return one, shared_prefix(*both), shared_pieces(*both, pieces)
 
     def _take_slots(self, count: int, capacity: int, flush_every: int) -> Slots:
         """Slots that were captured before, or new slots."""

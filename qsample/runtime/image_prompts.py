@@ -132,11 +132,14 @@ class ImageReader:
             if one.images is None or not one.images.images:
                 continue
             if id(one.images) not in seen:
-                features = [self._vision.features(image) for image in one.images.images]
-                joined = features[0] if len(features) == 1 else np.concatenate(features)
-                seen[id(one.images)] = one.images, joined
+                seen[id(one.images)] = one.images, self.features(one.images)
             given, one.image_features = seen[id(one.images)]
             one.images = replace(given, images=())  # its pixels take more memory than its features
+
+    def features(self, images: ImagePrompt) -> Array:
+        """[F, C], the features of all placeholders of a prompt. Raises as `see` does."""
+        features = [self._vision.features(image) for image in images.images]
+        return features[0] if len(features) == 1 else np.concatenate(features)
 
     @property
     def _vision(self) -> VisionEncoder:

@@ -70,9 +70,9 @@ def test_a_conversation_goes_on_from_what_a_slot_holds(
     fed: list[list[int]] = []
     plain = Slots.prefill
 
-    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, wait: bool = True) -> None:
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, **rest: Any) -> None:
         fed.extend(row.tolist() for row in ids)
-        plain(self, slot, *ids, emit=emit, wait=wait)
+        plain(self, slot, *ids, emit=emit, **rest)
 
     monkeypatch.setattr(Slots, "prefill", prefill)
     history, held = [9, 200, 31, 4, 5], 0

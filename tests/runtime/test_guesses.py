@@ -72,9 +72,9 @@ def test_requests_that_come_and_go(
     joined: list[tuple[int, ...]] = []
     plain = Slots.prefill
 
-    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, wait: bool = True) -> None:
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, **rest: Any) -> None:
         joined.append(tuple(map(len, ids)))
-        plain(self, slot, *ids, emit=emit, wait=wait)
+        plain(self, slot, *ids, emit=emit, **rest)
 
     monkeypatch.setattr(Slots, "prefill", prefill)
     sequences, wanted = requests(guessing, 30)
@@ -219,9 +219,9 @@ def test_an_engine_over_a_compiled_package(
     joined: list[tuple[int, ...]] = []
     plain = Slots.prefill
 
-    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, wait: bool = True) -> None:
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, **rest: Any) -> None:
         joined.append(tuple(map(len, ids)))
-        plain(self, slot, *ids, emit=emit, wait=wait)
+        plain(self, slot, *ids, emit=emit, **rest)
 
     monkeypatch.setattr(Slots, "prefill", prefill)
     for _ in range(2):  # the second engine loads prefixes

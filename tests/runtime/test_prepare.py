@@ -64,9 +64,9 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tokens: list[int] = []
     plain = Slots.prefill
 
-    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, wait: bool = True) -> None:
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, **rest: Any) -> None:
         tokens.extend(len(row) for row in ids)
-        plain(self, slot, *ids, emit=emit, wait=wait)
+        plain(self, slot, *ids, emit=emit, **rest)
 
     monkeypatch.setattr(Slots, "prefill", prefill)
     return tokens

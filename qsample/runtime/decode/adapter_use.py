@@ -1,7 +1,8 @@
 """Which adapter is in which of the graph's places for adapters, its memory there, and which tokens it has read.
 
 Keys, values and states depend on the adapter. So tokens are compared with the mark of their adapter in their upper
-bits: beginnings that were read with different adapters have no token in common.
+bits: beginnings that were read with different adapters have no token in common. Identities of image tokens are negative
+and use all bits; these flip some of them, so that an image has others with each adapter, and a text's stay apart.
 
 The matrices of the adapters lie one below the other, as the graph takes them. A call is bound to the ranks that its
 rows need, none at best: products with nothing cost next to nothing.
@@ -11,8 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Final
-
-import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface, adapter_ids, adapter_names, ranks_axis
@@ -33,7 +32,7 @@ class Marks:
         self._last = 0
 
     def mark(self, tokens: Array, adapter: Adapter | None) -> Array:
-        """Tokens that are read with an adapter, [n] int64, marked."""
+        """Tokens that are read with an adapter, [n] int64 identities, marked."""
         if adapter is None:
             return tokens
         mark = self._marks.pop(adapter.sha256, None)
@@ -42,22 +41,7 @@ class Marks:
         self._marks[adapter.sha256] = mark
         if len(self._marks) > _MOST_MARKS:
             del self._marks[next(iter(self._marks))]
-        return tokens + (mark << _BITS)
-
-    def adapter_of(self, marked: Array) -> str | None:
-        """The sha256 of the adapter of marked tokens, "" for none; None if it is forgotten."""
-        mark = int(marked[0]) >> _BITS if len(marked) else 0
-        return "" if not mark else next((sha256 for sha256, one in self._marks.items() if one == mark), None)
-
-
-def extended(marked: Array, tokens: list[int]) -> Array:
-    """Marked tokens, at least one, and the tokens after them with the same mark."""
-    return np.concatenate([marked, np.array(tokens, dtype=np.int64) + (int(marked[0]) >> _BITS << _BITS)])
-
-
-def unmarked(marked: Array) -> Array:
-    """The tokens, [n] int64."""
-    return marked & ((1 << _BITS) - 1)
+        return tokens ^ (mark << _BITS)
 
 
 class AdapterPlaces:

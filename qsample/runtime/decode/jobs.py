@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from qsample.contract.arrays import Array
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.sequence import Sequence
@@ -26,12 +25,12 @@ class Copy:
 class Admission:
     """A sequence that got a slot.
     copy: the beginning of its prompt, held by a slot, maybe the same. moved: another slot, to get the tokens that its
-    slot kept so far, and these tokens. stored: has the beginning of its prompt in place of a slot: all of
+    slot kept so far, and their number. stored: has the beginning of its prompt in place of a slot: all of
     `copy.tokens`. adapter: to be written to the sequence's place for adapters, unless it is there."""
 
     sequence: Sequence
     copy: Copy
-    moved: tuple[int, Array] | None
+    moved: tuple[int, int] | None
     stored: PrefixFile | None = None
     adapter: Adapter | None = None
 

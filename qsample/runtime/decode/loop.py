@@ -26,6 +26,7 @@ from qsample.contract.tensors import DRAFT_IDS, LENGTH, NUM_NEW, RUNNING, STOPPE
 from qsample.errors import QsampleError
 from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
+from qsample.runtime.decode.image_inputs import image_piece
 from qsample.runtime.decode.jobs import Admission, Copy, Read, Save, Window, slot_of, span_of
 from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.scheduler import Scheduler
@@ -92,7 +93,7 @@ class DecodeLoop:
         # Those that the newest job gives tokens, and the steps that do, each at least one if the row still runs.
         self._unread: list[tuple[Sequence, range]] = []
         self._waiting: list[_Waiting] = []  # in the order of their steps
-        self._left: set[int] = set()  # slots to stop before the next job
+        self._left: dict[int, Sequence] = {}  # slots to stop before the next job, and who left them
         self.prefixes = PrefixStats()
         self.steps = 0  # decode steps, each a run of the graph
 
@@ -127,7 +128,7 @@ class DecodeLoop:
         self._unread = [(unread, steps) for unread, steps in self._unread if unread is not sequence]
         self._waiting = [waiting for waiting in self._waiting if waiting.sequence is not sequence]
         if slot is not None:
-            self._left.add(slot)
+            self._left[slot] = sequence
 
     def set_parameter(self, sequence: Sequence, name: str, values: Array) -> None:
         """Replace a parameter of a guided sequence before its next token."""
@@ -170,12 +171,13 @@ class DecodeLoop:
 
     def _stop_left(self) -> None:
         """Make the slots idle that were left since the last job."""
-        for slot in self._left:
+        for slot, sequence in self._left.items():
             save = self._scheduler.save_answer(slot, self._slots.tokens_in_states)
             if save is not None:
                 self._save(save)()
             if self._stored is not None and self._stored.keeps:
-                tokens, place, adapter = self._scheduler.to_store(slot)
+                tokens, place = self._scheduler.to_store(slot, sequence)
+                adapter = "" if sequence.adapter is None else sequence.adapter.sha256
                 self._stored.keep(tokens, partial(self._slots.unload, slot, place=place), adapter)
             self._slots.stop(slot)
         self._left.clear()
@@ -186,14 +188,14 @@ class DecodeLoop:
         slot = slot_of(sequence)
         sequence.admitted_at = time.perf_counter()
         if admission.moved is not None:
-            self._slots.copy(slot, *admission.moved)
+            target, tokens = admission.moved
+            self._slots.copy(slot, target, np.zeros(tokens, np.int64))  # nothing reads the ids of a free slot
         if admission.stored is not None:
             self._load(sequence, slot, admission.stored)
         if admission.adapter is not None:
             self._slots.adapters.put(sequence.adapter_place, admission.adapter)
-        self._slots.begin(
-            slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused, sequence.adapter_place
-        )
+        place, images = sequence.adapter_place, sequence.images
+        self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused, place, images)
         if copy.source != slot:
             self._copy(copy)()
         elif copy.place is not None:
@@ -243,17 +245,24 @@ class DecodeLoop:
             self.prefixes.hits += sequence.reused > 0
             self.prefixes.cached_tokens += sequence.reused
         first, *others = job.sequences
-        prefill = partial(self._slots.prefill, slot_of(first))
         if others:
-            pairs = zip(job.sequences, job.pieces, strict=True)
-            ids = [sequence.prompt[piece.start : piece.stop] for sequence, piece in pairs]
-            return [*calls, partial(prefill, *ids, emit=True), *map(self._save, job.saves)]
-        for piece in job.pieces:
-            emit = piece.stop == len(first.prompt)
-            saves = [self._save(save) for save in job.saves if save.tokens == piece.stop]
-            wait = bool(saves) or piece is job.pieces[-1]
-            calls += [partial(prefill, first.prompt[piece.start : piece.stop], emit=emit, wait=wait), *saves]
+            pairs = list(zip(job.sequences, job.pieces, strict=True))
+            calls += [self._prefill(pairs, emit=True), *map(self._save, job.saves)]
+        else:
+            for piece in job.pieces:
+                emit = piece.stop == len(first.prompt)
+                saves = [self._save(save) for save in job.saves if save.tokens == piece.stop]
+                wait = bool(saves) or piece is job.pieces[-1]
+                calls += [self._prefill([(first, piece)], emit=emit, wait=wait), *saves]
+        for sequence, _ in self._unread:
+            sequence.image_features = None  # the calls have them
         return calls
+
+    def _prefill(self, pieces: list[tuple[Sequence, range]], *, emit: bool, wait: bool = True) -> Callable[[], None]:
+        """The call for pieces of prompts in adjacent slots."""
+        ids = [one.prompt[piece.start : piece.stop] for one, piece in pieces]
+        images = [image_piece(one.images, one.image_features, piece) for one, piece in pieces]
+        return partial(self._slots.prefill, slot_of(pieces[0][0]), *ids, emit=emit, wait=wait, images=images)
 
     def _copy(self, copy: Copy) -> Callable[[], None]:
         """The call for it."""

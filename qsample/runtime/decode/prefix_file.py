@@ -2,8 +2,9 @@
 
 The file has a tensor for each cache state of `Interface.cache_states`, without the batch axis: keys and values
 [H, n, D] of the tokens from `start` on, other states after the last token. `tokens` [start + n] int64 has all tokens
-from the first. Its metadata name the package, the kernels, the sizes of the pieces in which the tokens were read, and
-the adapter, if there was one: only if these are the same, a prefix gives the tokens that reading the prompt gives.
+from the first, as identities (`ImagePrompt`): token ids, and in files of the second format those of image tokens. Its
+metadata name the package, the kernels, the sizes of the pieces in which the tokens were read, and the adapter, if there
+was one: only if these are the same, a prefix gives the tokens that reading the prompt gives.
 
 The format is https://huggingface.co/docs/safetensors; a file is read into memory and verified there.
 """
@@ -34,7 +35,7 @@ from qsample.package.package import Package
 from qsample.runtime.decode.prefixes import Pieces
 
 TOKENS: Final = "tokens"
-_FORMAT: Final = "qsample.prefix.1"
+_FORMATS: Final = ("qsample.prefix.1", "qsample.prefix.2")  # of text, and with images
 _MOST_TOKENS: Final = 1 << 24
 _SHA256: Final = "sha256"
 _ADAPTER: Final = "adapter"
@@ -67,9 +68,9 @@ def signature_of(package: Package, sessions: Sessions) -> dict[str, str]:
 class PrefixFile:
     """A prefix file, in memory: whatever becomes of the file, the numbers stay.
 
-    tokens: [end] int64, all tokens from the first. start: the first token whose keys and values the file has; 0 if it
-    is whole. states: by name: keys and values [H, end - start, D], recurrent states after `end`
-    tokens. sha256: of the numbers, as the header says. adapter: the sha256 of their adapter; "" for none.
+    tokens: [end] int64 identities, all from the first. start: the first token whose keys and values the file has; 0 if
+    it is whole. states: by name: keys and values [H, end - start, D], recurrent states after `end` tokens. sha256: of
+    the numbers, as the header says. adapter: the sha256 of their adapter; "" for none.
     """
 
     path: Path
@@ -104,7 +105,7 @@ class PrefixFile:
         """A file without its states."""
         metadata, (dtype, shape) = file.metadata, file.tensors[TOKENS]
         start, sha256, adapter = int(metadata["start"]), str(metadata[_SHA256]), str(metadata.get(_ADAPTER, ""))
-        if metadata["format"] != _FORMAT:
+        if metadata["format"] not in _FORMATS:
             raise ValueError(f"its format is {metadata['format']!r:.40}")
         if len(shape) != 1 or dtype != "int64" or not 0 <= start < shape[0] <= _MOST_TOKENS:
             raise ValueError("its tokens are not numbers from its start on")
@@ -135,7 +136,8 @@ def write_prefix(
     exists. Raises PackageError if the disk is full, or the folder cannot be written to."""
     arrays = {TOKENS: np.ascontiguousarray(tokens, np.int64)}
     arrays |= {name: np.ascontiguousarray(array) for name, array in states.items()}
-    metadata = {"format": _FORMAT, **signature, "start": str(start), _SHA256: _sha256(list(arrays.values()))}
+    name = _FORMATS[1 if tokens.min() < 0 else 0]
+    metadata = {"format": name, **signature, "start": str(start), _SHA256: _sha256(list(arrays.values()))}
     if adapter:
         metadata[_ADAPTER] = adapter
     size = sum(array.nbytes for array in arrays.values())

@@ -2,6 +2,8 @@
 
 A prompt is cut at places that depend on nothing but the prompt. Its beginning can be reused up to such a place; and if
 the model has recurrent states, which belong to a row's newest token, only up to a saved copy of them.
+
+Prompts are arrays of identities, [n] int64: token ids, and negative numbers for image tokens (`ImagePrompt`).
 """
 
 from __future__ import annotations
@@ -25,40 +27,50 @@ class Pieces:
 
     A call over more tokens reads the tokens before it less often: after 4,000 tokens the CPU's attention takes 1.6
     times as long for each token of a piece of 64 as of 256. A shorter piece holds up other rows for less time.
+
+    whole_images: the tokens of an image see each other (`ImageShape.blockwise`): a piece that would end between two
+    image tokens goes on to the end of their run.
     """
 
     size: int
     late: int | None = None
+    whole_images: bool = False
 
     @classmethod
     def of(cls, sessions: Sessions) -> Pieces:
-        """As suits the kernels of a package's graphs."""
-        return cls(sessions.piece_size, sessions.late_piece_size)
+        """As suits a package's graphs and their kernels."""
+        image = sessions.interface.image
+        return cls(sessions.piece_size, sessions.late_piece_size, image is not None and image.blockwise)
 
     def around(self, token: int) -> range:
-        """The whole piece that token number `token` is in."""
+        """The whole piece of a text that token number `token` is in."""
         size = self.size if self.late is None or token < LATE else self.late
         start = token // size * size
         return range(start, start + size)
 
-    def begin(self, token: int) -> int:
-        """The last end of a whole piece that is not after `token`."""
-        return self.around(token).start
+    def run(self, prompt: Array, place: int) -> range:
+        """The run of image tokens that may not be cut at `place`: both tokens next to it are image tokens. Otherwise
+        nothing, range(place, place)."""
+        if not self.whole_images or not 0 < place < len(prompt) or max(prompt[place - 1], prompt[place]) >= 0:
+            return range(place, place)
+        text = np.flatnonzero(prompt >= 0)
+        after = int(np.searchsorted(text, place))
+        return range(int(text[after - 1]) + 1 if after else 0, int(text[after]) if after < len(text) else len(prompt))
 
-    def end(self, start: int, tokens: int) -> int:
-        """The end of a chunk that begins at `start` and has at most `tokens` tokens, or is a single piece. A `start`
-        inside a piece counts as that piece's beginning."""
-        begun, end = self.around(start).start, self.around(start).stop
-        while self.around(end).stop - begun <= tokens:
-            end = self.around(end).stop
-        return end
+    def begin(self, prompt: Array, token: int) -> int:
+        """The last end of a whole piece of `prompt` that is not after `token`."""
+        run = self.run(prompt, self.around(token).start)
+        return run.stop if run.stop <= token else self.begin(prompt, run.start)
 
-    def cut(self, start: int, end: int) -> tuple[range, ...]:
-        """The tokens [start, end) of a prompt, cut at the ends of pieces."""
-        result = []
+    def cut(self, prompt: Array, start: int, end: int, most: int | None = None) -> tuple[range, ...]:
+        """The tokens [start, end) of a prompt, cut at the ends of pieces; with `most`, whole pieces of at most so many
+        tokens, or a single piece. A `start` inside a piece counts as that piece's beginning."""
+        begun, result = self.begin(prompt, start), list[range]()
         while start < end:
-            stop = min(self.around(start).stop, end)
-            result.append(range(start, stop))
+            stop = self.run(prompt, self.around(start).stop).stop
+            if result and most is not None and stop - begun > most:
+                break
+            result.append(range(start, min(stop, end)))
             start = stop
         return tuple(result)
 
@@ -67,11 +79,29 @@ def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int |
     """The number of tokens of `prompt` that need not be read after `held`, itself read in pieces from its start: the
     tokens of whole pieces that both have, as the numbers of a piece may depend on its end. If both end in the same
     piece, all but its last `tail_size` tokens (None: all of it)."""
-    shared, length = shared_prefix(held, prompt), len(prompt)
-    if shared == length and (length == len(held) or length == pieces.begin(length)):
-        start = pieces.begin(length - 1)
-        return start if tail_size is None else max(start, length - tail_size)
-    return pieces.begin(min(shared, length - 1))
+    shared, length = _shared_images(held, prompt, pieces), len(prompt)
+    if shared == length and (length == len(held) or length == pieces.begin(prompt, length)):
+        start = pieces.begin(prompt, length - 1)
+        return start if tail_size is None else max(start, pieces.run(prompt, length - tail_size).start)
+    return pieces.begin(prompt, min(shared, length - 1))
+
+
+def shared_pieces(held: Array, prompt: Array, pieces: Pieces) -> int:
+    """The number of tokens of whole pieces that two rows have in common from their start."""
+    return pieces.begin(prompt, _shared_images(held, prompt, pieces))
+
+
+def shared_tokens(held: Array, prompt: Array, pieces: Pieces) -> int:
+    """The number of tokens that two rows have in common from their start, without a beginning of an image that may not
+    be cut, and without the last token of `prompt`."""
+    shared = min(_shared_images(held, prompt, pieces), len(prompt) - 1)
+    return pieces.run(prompt, shared).start
+
+
+def _shared_images(held: Array, prompt: Array, pieces: Pieces) -> int:
+    """`shared_prefix`, or a token less if a run of images goes on in `held`: its tokens have seen those images."""
+    shared = shared_prefix(held, prompt)
+    return shared - (1 if pieces.run(held, shared) else 0)
 
 
 def shared_prefix(kept: Array, prompt: Array) -> int:

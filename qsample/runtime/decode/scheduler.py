@@ -22,10 +22,10 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.ort.rounding import RowCounts
 from qsample.ort.session import Sessions
-from qsample.runtime.decode.adapter_use import AdapterPlaces, Marks, extended, unmarked
+from qsample.runtime.decode.adapter_use import AdapterPlaces, Marks
 from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Save, Window, slot_of, span_of
 from qsample.runtime.decode.prefix_file import PrefixFile
-from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix
+from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix, shared_tokens
 from qsample.runtime.sequence import Sequence
 
 # The cost of a run without its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
@@ -137,7 +137,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Let it wait, after the requests of the same priority."""
-        sequence.marked = self._marks.mark(sequence.prompt, sequence.adapter)
+        sequence.marked = self._marks.mark(sequence.identities, sequence.adapter)
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
     def admit(self, held: Callable[[], abc.Sequence[PrefixFile]] | None = None) -> list[Admission]:
@@ -178,12 +178,12 @@ class Scheduler:
     def _best_stored(self, stored: abc.Sequence[PrefixFile], sequence: Sequence) -> tuple[PrefixFile | None, int]:
         """The stored prefix that has most of a prompt, and how many tokens of it."""
         own = "" if sequence.adapter is None else sequence.adapter.sha256
-        loadable = [(self._loadable(one.tokens, sequence.prompt), one) for one in stored if one.adapter == own]
+        loadable = [(self._loadable(one.tokens, sequence.identities), one) for one in stored if one.adapter == own]
         tokens, found = max(loadable, key=lambda item: item[0], default=(0, None))
         return found, tokens
 
-    def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, Array] | None:
-        """Another free slot for the tokens that `slot` keeps, and these tokens: the slot left longest ago gives way.
+    def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, int] | None:
+        """Another free slot for the tokens that `slot` keeps, and their number: the slot left longest ago gives way.
         Otherwise, slots next to the slots in use would forget the newest tokens, and other slots keep tokens that no
         request needs. None if nothing is moved: if the step is over all slots, the slot left longest ago was chosen."""
         kept, spare = self._kept[slot], next(free for free in self._free if free == slot or free != source)
@@ -195,7 +195,7 @@ class Scheduler:
         self._kept[spare] = kept
         self._free.remove(spare)
         self._free.insert(self._free.index(slot), spare)
-        return spare, unmarked(kept)
+        return spare, len(kept)
 
     def leave(self, sequence: Sequence, *, keep: bool = True) -> int | None:
         """Take a sequence out, wherever it is, and return the slot that it leaves. keep: its cache can be reused."""
@@ -211,7 +211,8 @@ class Scheduler:
         keep = keep and bool(sequence.sampled or not sequence.issued)
         tokens = sequence.marked[: sequence.consumed]
         if self._config.reuse_sampled and len(tokens):  # the newest token was not fed yet, so the cache lacks it
-            tokens = extended(tokens, sequence.sampled[:-1])
+            sampled = self._marks.mark(np.array(sequence.sampled[:-1], np.int64), sequence.adapter)
+            tokens = np.concatenate([tokens, sampled])
         self._kept[slot] = tokens if keep else _NOTHING
         return slot
 
@@ -303,9 +304,8 @@ class Scheduler:
             pieces = tuple(range(begun, len(one.prompt)) for one, begun in joined.items())
             saves = tuple(save for one, begun in joined.items() for save in self._saves(one, begun, len(one.prompt)))
             return Read(tuple(joined), pieces, copies, saves)
-        if self._config.prefill_chunk_size is not None:
-            end = min(end, self._pieces.end(start, self._config.prefill_chunk_size))
-        return Read((sequence,), self._pieces.cut(start, end), copies, self._saves(sequence, start, end))
+        pieces = self._pieces.cut(sequence.marked, start, end, self._config.prefill_chunk_size)
+        return Read((sequence,), pieces, copies, self._saves(sequence, start, pieces[-1].stop))
 
     def _saves(self, sequence: Sequence, start: int, end: int) -> tuple[Save, ...]:
         """The states to save while the tokens [start, end) of a prompt are read."""
@@ -317,7 +317,7 @@ class Scheduler:
         # The same prompt again continues from before its last token, a longer prompt from after it.
         ends = {len(prompt), len(prompt) - 1, max(map(partial(shared_prefix, prompt), seen), default=0)}
         saves = []
-        for tokens in sorted({self._pieces.begin(end) for end in ends}):
+        for tokens in sorted({self._pieces.begin(prompt, end) for end in ends}):
             if start < tokens <= end:
                 place = self._saved.add(prompt[:tokens], self._is_held)
                 saves += [Save(slot_of(sequence), tokens, place)] if place is not None else []
@@ -338,27 +338,28 @@ class Scheduler:
         """The number of tokens of `prompt` that need not be read after `held`; its last token has to be."""
         if self._config.recurrent:
             most = shared_prefix(held, prompt) if self._config.attention else len(prompt)
-            return self._saved.longest(prompt, min(most, len(prompt) - 1))
+            tokens = self._saved.longest(prompt, min(most, len(prompt) - 1))
+            return 0 if self._pieces.run(prompt, tokens) else tokens
         if self._config.reuse_sampled:
-            return shared_prefix(held, prompt[:-1])
+            return shared_tokens(held, prompt, self._pieces)
         return reusable_prefix(held, prompt, self._pieces, self._config.tail_size)
 
     def _loadable(self, stored: Array, prompt: Array) -> int:
         """The number of tokens of `prompt` that need not be read after `stored`, a number of whole pieces."""
         if self._config.recurrent:  # the states are those after all of it
-            return len(stored) if shared_prefix(stored, prompt[:-1]) == len(stored) else 0
+            whole = shared_prefix(stored, prompt[:-1]) == len(stored) and not self._pieces.run(prompt, len(stored))
+            return len(stored) if whole else 0
         return reusable_prefix(stored, prompt, self._pieces, self._config.tail_size)
 
-    def to_store(self, slot: int) -> tuple[Array, int | None, str]:
-        """The whole pieces of a prompt that a slot that was just left keeps, the place of the recurrent states after
-        them, if any, and their adapter's sha256; no tokens if something of that is not there."""
-        tokens = self._kept[slot]
-        tokens = tokens[: self._pieces.begin(len(tokens))]
+    def to_store(self, slot: int, sequence: Sequence) -> tuple[Array, int | None]:
+        """The whole pieces of its prompt that a sequence has just left in a slot, and the place of the recurrent states
+        after them, if any; no tokens if something of that is not there."""
+        tokens = self._kept[slot][: len(sequence.prompt)]
+        tokens = tokens[: self._pieces.begin(tokens, len(tokens))]
         place = self._saved.use(tokens) if self._config.recurrent else None
-        adapter = self._marks.adapter_of(tokens)
-        if adapter is None or (self._config.recurrent and place is None):
-            return _NOTHING, None, ""
-        return unmarked(tokens), place, adapter
+        if self._config.recurrent and place is None:
+            return _NOTHING, None
+        return sequence.identities[: len(tokens)], place
 
     def _joined(self, first: Sequence, start: int) -> dict[Sequence, int]:
         """`first` and the sequences whose prompts are read to their ends with its own, by slot, each with the number of
@@ -370,7 +371,7 @@ class Scheduler:
         ready = {
             slot_of(one): one
             for one, tokens in begun.items()
-            if len(self._pieces.cut(tokens, len(one.prompt))) == 1 and not self._waits(one, first)
+            if len(self._pieces.cut(one.marked, tokens, len(one.prompt))) == 1 and not self._waits(one, first)
         }
         if slot_of(first) not in ready:
             return {first: start}

@@ -40,12 +40,14 @@ from qsample.contract.tensors import (
     TensorSpec,
     retained_name,
 )
+from qsample.images.prompt import ImagePrompt
 from qsample.ort.bound_graph import BoundGraph
 from qsample.ort.buffers import WITHOUT_ADDRESSES, Buffer, OutputRing, RetainedState, SavedRows, rows_of, run_on_device
 from qsample.ort.parts import BoundParts
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
 from qsample.runtime.decode.adapter_use import AdapterRows
+from qsample.runtime.decode.image_inputs import ImageInputs, ImagePiece
 from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, uniforms
 from qsample.runtime.sequence import DraftStats
 
@@ -178,6 +180,8 @@ class Slots:
         # A token of padding has room, because a prompt is shorter than the capacity. No fixed width: the last piece
         # could pass the capacity.
         self._chunk = PromptInputs(most_rows, capacity, sessions.piece_tokens, given, renewed=bool(sessions.parts))
+        # Parts lie on several devices, and features are not always as many.
+        self._images = ImageInputs(interface, rows, capacity, given, "cpu" if sessions.parts else given)
         # A prompt's chunks run with a separate status, so that the batch sees an idle row between them.
         self._chunk_status = Buffer.of(np.full(most_rows, RUNNING, dtype=np.int32), device)
         self._newest = NewestTokens(rows, device)
@@ -222,13 +226,21 @@ class Slots:
         outputs.write(next_ids)
 
     def begin(
-        self, slot: int, prompt: Array, seed: int, parameters: Mapping[str, Array], reused: int = 0, adapter: int = 0
+        self,
+        slot: int,
+        prompt: Array,
+        seed: int,
+        parameters: Mapping[str, Array],
+        reused: int = 0,
+        adapter: int = 0,
+        images: ImagePrompt | None = None,
     ) -> None:
         """Get an idle slot ready for `prompt`, [n] int64, 1 <= n < capacity, for `prefill` to feed it.
         parameters: the row of every name of `Interface.parameters` but `seed`: scalars, or [E], [N], [W], [D], [Q, L].
         reused: tokens of the prompt that the slot's cache holds already, from its start; less than n. adapter: the
-        place of the row's adapter, see `AdapterRows.put`; 0 = none."""
+        place of the row's adapter, see `AdapterRows.put`; 0 = none. images: of the prompt."""
         self.adapters.begin(slot, adapter)
+        self._images.begin(slot, images)
         for spec in self._interface.sampler_states:
             if spec.name in NOISE_STREAMS:
                 self._state[spec.name].write_at(slot, uniforms(seed, self.capacity, NOISE_STREAMS[spec.name]))
@@ -291,6 +303,7 @@ class Slots:
             self._drafts.swap_rows(slot, target)
         self._parameters.swap_rows(slot, target)
         self.adapters.swap_rows(slot, target)
+        self._images.swap_rows(slot, target)
 
     def tokens_in_states(self, slot: int) -> int:
         """The number of tokens that a slot's states are after."""
@@ -309,14 +322,17 @@ class Slots:
         if self._parameters.set(slot, parameters):
             self._bound.clear()
 
-    def prefill(self, slot: int, *ids: Array, emit: bool, wait: bool = True) -> None:
+    def prefill(
+        self, slot: int, *ids: Array, emit: bool, wait: bool = True, images: abc.Sequence[ImagePiece | None] = ()
+    ) -> None:
         """Feed a slot the next piece of its prompt, [n] int64; with `emit`, the last, sampling the first new token.
         Several arrays, if `Sessions.joins_prompts`, are for `slot` and the slots after it, in a single run: the first
         tokens of each, because attention takes several rows of several tokens only at their beginning; any tokens if
         `Sessions.ragged`. wait: False if nothing but the next piece of the same prompt follows: then a decoder in
-        parts reads both at a time."""
+        parts reads both at a time. images: what each takes of the images of its prompt; by default nothing."""
         rows = range(slot, slot + len(ids))
         chunk = self._chunk.write(ids)
+        chunk |= self._images.of_prompts(images or [None] * len(ids), chunk[INPUT_IDS.name].shape[1])
         key = rows, emit, self._outputs.place(self.step), self.adapters.key(rows)
         graphs = self._graphs(key, partial(self._bind_rows, rows, emit))
         for graph in graphs:
@@ -407,13 +423,14 @@ class Slots:
         states = self._state.inputs() | self._state.outputs()
         buffers = rows_of(self._parameters.buffers | self._logits | states | then | call, rows)
         buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_batch()
-        return self._bind(buffers | self.adapters.inputs(rows), captured=True)
+        return self._bind(buffers | self.adapters.inputs(rows) | self._images.of_step(rows), captured=True)
 
     def _bind_rows(self, rows: range, emit: bool) -> _Graphs:
         """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
         buffers = rows_of(self._parameters.buffers | self._logits | self._outputs.of(self.step), rows)
         buffers |= self._state.inputs(rows) | self._state.outputs(rows)
         status = self._chunk_status.rows(0, len(rows))
+        buffers |= self._images.of_prompts([None] * len(rows), 1)
         buffers |= self._chunk.of_rows(len(rows)) | {
             EMIT.name: self._emit[emit].rows(0, len(rows)),
             SEARCHED_ROWS.name: self._parameters.searched.of_rows(range(0)),

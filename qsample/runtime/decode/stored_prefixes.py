@@ -29,7 +29,7 @@ from qsample.errors import PackageError
 from qsample.ort.session import Sessions
 from qsample.package.package import Package
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of, write_prefix
-from qsample.runtime.decode.prefixes import Pieces, shared_prefix
+from qsample.runtime.decode.prefixes import Pieces, shared_pieces
 
 DEFAULT_BYTES: Final = 8 << 30
 _NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors")
@@ -124,12 +124,12 @@ class StoredPrefixes:
 
     def keep(self, tokens: Array, read: Callable[[int, int], Mapping[str, Array]], adapter: str = "") -> None:
         """Write the states of the first tokens of a prompt to the folder in another thread, except states that it has.
-        tokens: [n] int64, whole pieces. read: returns a copy of the states of the tokens [start, stop), as in
-        `PrefixFile.states`. adapter: see `PrefixFile`."""
+        tokens: [n] int64 identities, whole pieces. read: returns a copy of the states of the tokens [start, stop), see
+        `PrefixFile.states`, and `PrefixFile.adapter`."""
         assert self._folder is not None
         self._look()
         kept = [one.tokens for one in self._kept.values() if one.adapter == adapter]
-        start = max((self._pieces.begin(shared_prefix(one, tokens)) for one in kept), default=0)
+        start = max((shared_pieces(one, tokens, self._pieces) for one in kept), default=0)
         name = hashlib.sha256(tokens.tobytes() + adapter.encode()).hexdigest()
         path = self._folder / f"{self._key}-{name[:32]}.safetensors"
         if len(tokens) - start < self._pieces.size or path.name in self._unwritten or self._queue.full():
@@ -182,7 +182,8 @@ class StoredPrefixes:
     def _before(self, held: PrefixFile) -> PrefixFile | None:
         """A file with the states before the states of `held`."""
         kept = (one for one in self._kept.values() if one.adapter == held.adapter)
-        return next((one for one in kept if one.start < held.start <= shared_prefix(one.tokens, held.tokens)), None)
+        shared = ((one, shared_pieces(one.tokens, held.tokens, self._pieces)) for one in kept)
+        return next((one for one, tokens in shared if one.start < held.start <= tokens), None)
 
     # From here on, the writing thread.
 

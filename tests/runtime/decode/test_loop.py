@@ -68,9 +68,9 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     plain = Slots.prefill
 
-    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, wait: bool = True) -> None:
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool, **rest: Any) -> None:
         rows.append(len(ids))
-        plain(self, slot, *ids, emit=emit, wait=wait)
+        plain(self, slot, *ids, emit=emit, **rest)
 
     monkeypatch.setattr(Slots, "prefill", prefill)
     return rows

@@ -207,25 +207,22 @@ def test_nothing_is_looked_for_elsewhere_without_a_free_slot_and_a_request() -> 
     assert one.admit(looked) == []
 
 
-def stored_of(one: Scheduler) -> tuple[list[int], int | None]:
-    kept, place, _ = one.to_store(0)
+def stored_of(one: Scheduler, prompt: list[int]) -> tuple[list[int], int | None]:
+    (sequence,) = admitted(one, prompt)
+    run(one)
+    kept, place = one.to_store(0, sequence)
     return kept.tolist(), place
 
 
 def test_whole_pieces_are_stored_with_their_states() -> None:
     plain = Scheduler(1, SchedulerConfig(Pieces(4)))
-    admitted(plain, [*range(11)])
-    run(plain)
-    assert stored_of(plain) == ([*range(8)], None)
+    assert stored_of(plain, [*range(11)]) == ([*range(8)], None)
     for prompt, places, wanted in (
         ([*range(11)], 8, ([*range(8)], 0)),
         ([*range(11)], 0, ([], None)),
         ([*range(3)], 8, ([], None)),
     ):
-        recurrent = scheduler(1, places)
-        admitted(recurrent, prompt)
-        run(recurrent)
-        assert stored_of(recurrent) == wanted
+        assert stored_of(scheduler(1, places), prompt) == wanted
 
 
 def test_the_abilities_of_a_package() -> None:
@@ -233,7 +230,7 @@ def test_the_abilities_of_a_package() -> None:
         states: Any = (
             {"recurrent": ["state"], "key_values": []} if recurrent else {"recurrent": [], "key_values": ["key"]}
         )
-        interface = SimpleNamespace(**states, features=Features(max_loras=4))
+        interface = SimpleNamespace(**states, features=Features(max_loras=4), image=None)
         sessions: Any = SimpleNamespace(
             piece_size=16,
             late_piece_size=32,
