@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from qsample.checks import is_integer, is_number, plain, refuse
 from qsample.contract.arrays import Array
-from qsample.errors import shown, unknown
+from qsample.errors import ArgumentError, shown, unknown
 from qsample.images.prompt import ImagePrompt, ProcessedImage
 from qsample.package.manifest import TokenIds
 from qsample.request.refusals import BOOKKEEPING, GENERATE, UNSUPPORTED, without_refused
@@ -248,7 +249,10 @@ def parse_prompts(
     if not len(items):
         raise ValueError("no prompt was given; give at least a single prompt")
     pairs = zip(items, images_of_prompts(call.images, len(items)), strict=True)
-    read = [_row(index, item, tokenizer, call.chat, own, reader) for index, (item, own) in enumerate(pairs)]
+    read = []
+    for index, (item, own) in enumerate(pairs):
+        with _named(index, len(items)):
+            read.append(_row(index, item, tokenizer, call.chat, own, reader))
     rows, images = [ids for ids, _ in read], [own for _, own in read]
     texts = [isinstance(item, str) or is_chat(item) for item in items]
     if attention_mask is not None:
@@ -272,8 +276,21 @@ def parse_prompts(
             ids = np.array([bos], dtype=np.int64)
             given = given if len(given) else ids
         check_token_ids(f"prompt {index}", given, vocab_size)
-        prompts.append(Prompt(ids, given, reader.prompt(index, ids, images[index])))
+        with _named(index, len(items)):
+            image_prompt = reader.prompt(ids, images[index])
+        prompts.append(Prompt(ids, given, image_prompt))
     return prompts
+
+
+@contextmanager
+def _named(index: int, count: int) -> Iterator[None]:
+    """Name the prompt, one of `count`, in errors of its images."""
+    try:
+        yield
+    except ArgumentError as error:
+        if count == 1:
+            raise
+        raise ArgumentError(f"prompt {index}: {error}", error.argument) from None
 
 
 def _items(inputs: Any) -> Sequence[Any]:
@@ -300,15 +317,15 @@ def _row(
     if isinstance(item, str) or conversation:
         if tokenizer is None:
             raise ValueError("the package has no tokenizer, so it takes no text; give token ids")
-        ids, processed = reader.encode(index, item, images, tokenizer, chat)
+        ids, processed = reader.encode(item, images, tokenizer, chat)
         return np.array(ids, dtype=np.int64), processed
     if hasattr(item, "__array__"):
         array = _as_array(item)
         if array.ndim == 1:
-            return array, reader.process(index, images)
+            return array, reader.process(images)
     elif _is_ids(item) or (isinstance(item, Sequence) and len(item) == 0):
         try:
-            return np.array([*map(int, item)], dtype=np.int64), reader.process(index, images)
+            return np.array([*map(int, item)], dtype=np.int64), reader.process(images)
         except OverflowError:
             largest = shown(max(item, key=abs))
             raise ValueError(f"prompt {index} has token id {largest}; no model has so many tokens") from None

@@ -116,7 +116,7 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "header cut off": (lambda data: data[:40], "damaged, or not a prefix"),
     "a number": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "damaged: its sha256"),
     "a token": (lambda data: header_token_changed(data), "damaged: its sha256"),
-    "another format version": (lambda data: with_metadata(data, format="qsample.prefix.2"), "its format is"),
+    "another format version": (lambda data: with_metadata(data, format="qsample.prefix.3"), "its format is"),
     "a part": (lambda data: with_metadata(data, start="16"), "damaged: its tensors"),
     "another package": (lambda data: with_metadata(data, package="0" * 64), "another package.*qsample prefix"),
     "another processor": (lambda data: with_metadata(data, kernels="0" * 16), "a processor that rounds otherwise"),
