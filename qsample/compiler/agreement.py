@@ -263,10 +263,13 @@ def _compare_steps(plan: CompilePlan, runner: GraphRunner, rows: int, most: int)
     interface = plan.interface
     prompt = np.random.default_rng(0).integers(0, interface.vocab_size, (rows, _PROMPT))
     lengths, ones = np.array([_PROMPT, 1, 2, _PROMPT])[:rows], np.ones(rows, np.int64)
-    parameters = {"temperature": np.array([0, 0.9, 0, 0.9])[:rows], "repetition_penalty": 1.1}
+    parameters: dict[str, Any] = {"temperature": np.array([0, 0.9, 0, 0.9])[:rows], "repetition_penalty": 1.1}
+    images = _images(plan, range(rows), _PROMPT, 0)
+    if POSITION_OFFSETS.name in images:
+        parameters[POSITION_OFFSETS.name] = images[POSITION_OFFSETS.name][:, -1:]
 
     state = runner.start(rows)
-    steps = [(runner.step(prompt, lengths, state, parameters), _copied(state))]
+    steps = [(runner.step(prompt, lengths, state, parameters | images), _copied(state))]
     for _ in range(most + 1):
         steps.append((runner.step(steps[-1][0]["next_ids"], ones, state, parameters), _copied(state)))
     tokens = np.concatenate([result["next_ids"] for result, _ in steps], axis=1)
@@ -277,7 +280,7 @@ def _compare_steps(plan: CompilePlan, runner: GraphRunner, rows: int, most: int)
         wrong = (np.arange(guesses.shape[1]) >= right) & (guesses >= 0)
         guesses = np.where(wrong, (guesses + 1) % interface.vocab_size, guesses)
         state = runner.start(rows)
-        runner.step(prompt, lengths, state, parameters)
+        runner.step(prompt, lengths, state, parameters | images)
         logits = runner.step(tokens[:, :1], ones, state, parameters | {"draft_ids": guesses})[LOGITS.name]
         first = np.cumsum(count + 1) - (count + 1)
         for row, kept in enumerate(np.minimum(count, right)):

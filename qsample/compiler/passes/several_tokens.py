@@ -13,7 +13,16 @@ import onnx_ir as ir
 
 from qsample.compiler.passes.expert_rows import row_multiple
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import BATCH, INPUT_IDS, INPUT_LENGTHS, LENGTHS, LOGITS, ROW_MULTIPLE
+from qsample.contract.tensors import (
+    BATCH,
+    IMAGE_ROWS,
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    LENGTHS,
+    LOGITS,
+    POSITION_OFFSETS,
+    ROW_MULTIPLE,
+)
 from qsample.errors import CompileError
 from qsample.graph.edit import ancestors, cast, initializer, insert, put_behind, reads, reshape_target
 from qsample.graph.gqa import Slot, attentions, get_input, set_inputs
@@ -34,13 +43,16 @@ from qsample.sampler.guess import (
 _PREFIX: Final = "guess."
 _CONTROL: Final = (Slot.SEQLENS_K, Slot.TOTAL_SEQUENCE_LENGTH)
 _ADDED_PER_TOKEN: Final = (Slot.POSITION_IDS, Slot.ATTENTION_BIAS)
+_OF_TOKENS: Final = (IMAGE_ROWS.name, POSITION_OFFSETS.name)  # inputs with a value for each token
+_PADDED: Final = (INPUT_IDS.name, *_OF_TOKENS)
 Values = dict[str, ir.Value]
 
 
 def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, pack: bool) -> bool:
     """Give a decode graph the inputs and outputs of `interface`, with `num_speculative_tokens`.
 
-    1. The nodes of `sampler.guess` come first, and the model reads their tokens in place of `input_ids`.
+    1. The nodes of `sampler.guess` come first, and the model reads their tokens in place of `input_ids`; behind the
+       inputs of images, guesses are text.
     2. Every layer attends through GroupQueryAttention, with the number of tokens of each row as an input.
     3. If `pack`, the model's other nodes read the tokens packed, unless more than positions tells rows apart.
     4. The logits are those after each token that a draw follows, for the verifier in place of the sampler.
@@ -62,7 +74,9 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
         value.shape = None  # rows and columns are others from here on
     logits.shape = None
 
-    values = prepend(model, build_drafter(interface, packed=packed), (INPUT_IDS.name, INPUT_LENGTHS.name), _PREFIX)
+    given = {str(value.name): value for value in graph.inputs if value.name in _OF_TOKENS}
+    replaced = (INPUT_IDS.name, INPUT_LENGTHS.name, *given)
+    values = prepend(model, build_drafter(interface, packed=packed), replaced, _PREFIX)
     if packed:  # in steps of single tokens, too: so that guesses change nothing under any host
         row_multiple(graph, 2)
     for node in attentions(graph):
@@ -70,8 +84,11 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
         set_inputs(node, {**control, Slot.TOTAL_SEQUENCE_LENGTH: _capacity(graph, node)})
     _choose(graph, choice, logits, values)
     ids = values[STEP_IDS.name]
+    first = next(node for node in graph if not str(node.name).startswith(_PREFIX))
+    for name, value in given.items():
+        value = _continued(first, value, ids)
+        values[name].replace_all_uses_with(_packed(first, value, values) if packed else value)
     if packed:
-        first = next(node for node in graph if not str(node.name).startswith(_PREFIX))
         ids = _packed(first, ids, values)
         for node in positions:
             place = _packed(first, values[POSITIONS.name], values)
@@ -130,7 +147,9 @@ def _can_be_packed(graph: ir.Graph, choice: ir.Node, positions: list[ir.Node]) -
     nodes = ancestors(graph.outputs, reads=computes)
     read = (value for node in nodes if node.op_type not in ("Shape", "GroupQueryAttention") for value in computes(node))
     return all(
-        value.name == INPUT_IDS.name or BATCH not in map(str, value.shape or ()) for value in read if _is_input(value)
+        value.name in _PADDED or BATCH not in map(str, value.shape or ())
+        for value in read
+        if _is_input(value)
     )
 
 
@@ -141,9 +160,24 @@ def _capacity(graph: ir.Graph, attention: ir.Node) -> ir.Value:
     return initializer(graph, "capacity", np.array(past.shape[2], np.int32))
 
 
+def _continued(before: ir.Node, given: ir.Value, ids: ir.Value) -> ir.Value:
+    """An input of images, [B, S] or [B, S, 3], for guesses, too: they are text, and positions follow the last token."""
+    assert before.graph is not None
+    assert given.shape is not None
+    rank, offsets = len(given.shape), given.name == POSITION_OFFSETS.name
+    tokens, columns = (
+        insert(before, "Shape", [value], [1], {"start": 1, "end": 2}, dtype=ir.DataType.INT64) for value in (ids, given)
+    )
+    more = insert(before, "Sub", [tokens, columns], [1])
+    fixed = [initializer(before.graph, f"zeros_{n}", np.zeros(n, np.int64)) for n in (rank + 1, rank - 2)]
+    pads = insert(before, "Concat", [fixed[0], more, fixed[1]], [2 * rank], {"axis": 0})
+    none = None if offsets else initializer(before.graph, "no_image_row", np.array(IMAGE_ROWS.off, np.int32))
+    return insert(before, "Pad", [given, pads, none], None, {"mode": "edge" if offsets else "constant"})
+
+
 def _packed(before: ir.Node, padded: ir.Value, values: Values) -> ir.Value:
-    """`padded` [B, S] without its padding, [1, N]."""
-    return insert(before, "GatherND", [padded, values[TOKENS_AT.name]], [1, None])
+    """`padded` [B, S] or [B, S, 3] without its padding, [1, N] or [1, N, 3]."""
+    return insert(before, "GatherND", [padded, values[TOKENS_AT.name]], None)
 
 
 def _pad_around(attention: ir.Node, values: Values) -> None:
@@ -173,7 +207,7 @@ def _count_one_row(graph: ir.Graph) -> None:
     """Let nodes that ask an input other than the tokens how many rows there are see the one row of packed tokens."""
     for node in graph.all_nodes():
         source = node.inputs[0] if node.op_type == "Shape" and not str(node.name).startswith(_PREFIX) else None
-        if source is None or not _is_input(source) or source.name == INPUT_IDS.name or source.shape is None:
+        if source is None or not _is_input(source) or source.name in _PADDED or source.shape is None:
             continue
         first, last = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(source.shape))
         sizes = [1 if dim == ir.SymbolicDim(BATCH) else dim for dim in source.shape][first:last]
