@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ImageLike: TypeAlias = "str | Path | bytes | Image | Array"
 FORMATS: Final = "PNG, JPEG, WebP or GIF"
 ACCEPTED: Final = f"give a path or the bytes of a {FORMATS} file, an image of Pillow, or uint8 [height, width, 3]"
-_MOST_PIXELS: Final = 178_956_970  # Pillow refuses more
+_MOST_PIXELS: Final = 89_478_485  # Pillow warns of more
 _STARTS: Final = {
     "Png": (b"\x89PNG\r\n\x1a\n",),
     "Jpeg": (b"\xff\xd8\xff",),
@@ -120,7 +120,7 @@ def _opened(data: bytes, limits: ImageLimits, name: str) -> Image:
     except ArgumentError:
         raise
     except Exception as error:  # of many kinds
-        _refuse(f"{name} is a damaged {kind} file ({_said(error)}); give a whole one", error)
+        _refuse(f"{name} is a damaged {kind.upper()} file ({_said(error)}); give a whole one", error)
     return file
 
 
