@@ -31,6 +31,7 @@ from qsample.exporters.image_reference import image_reference
 from qsample.exporters.lowering import adapt_layers, align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.exporters.portable import Draft, write_draft
 from qsample.exporters.trace import trace
+from qsample.exporters.vision import write_vision
 from qsample.graph.image_blocks import see_whole_images
 from qsample.huggingface.facade import dtype_name
 from qsample.package import package
@@ -165,12 +166,9 @@ def _export(
     token_ids = _token_ids(model, tokenizer)
     _check_vocabulary(tokenizer, vocab_size)
     _save_model_files(model, tokenizer, folder)
-    if image is not None:
-        from qsample.exporters.vision import write_vision
-
-        write_vision(model, folder, interface)
 
     stages.begin(Stage.TRACING)
+    vision = {} if image is None else write_vision(model, folder, interface, refer=refer)
     decoder = Decoder(model, context, interface)
     adapted = features.max_loras > 0
     traced = trace(decoder, interface.model, interface.sizes, decoder.layers, adapted=adapted)
@@ -194,7 +192,8 @@ def _export(
         images=None if image is None else {},
     )
     del traced
-    return write_draft(draft, folder, stages, refer=refer)
+    manifest = write_draft(draft, folder, stages, refer=refer)
+    return replace(manifest, parity={**(manifest.parity or {}), **vision})
 
 
 def _check_dtype(model: PreTrainedModel) -> str:

@@ -98,6 +98,7 @@ def trace(
     layers: DecoderLayers | None = None,
     *,
     adapted: bool = False,
+    examples: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> ir.Model:
     """Export `module` to an ONNX model with the inputs and outputs of `spec`; the weights stay in the module's memory.
 
@@ -106,6 +107,7 @@ def trace(
         sizes: the size of each named axis that the model fixes (`Interface.sizes`).
         layers: the module's layers; of equal layers, only the first is traced. None traces everything.
         adapted: leave a marker after each linear layer, for `lowering.adapt_layers`.
+        examples: inputs to trace with, by name; their named axes without an entry in `sizes` are free.
 
     Raises UnsupportedModelError if no static graph can express the module.
     """
@@ -113,7 +115,7 @@ def trace(
     with linear_layers_marked(root) if adapted else nullcontext():
         model = None if layers is None else _trace_first_layers(root, spec, sizes, layers)
         if model is None:
-            model = _export(root, spec, sizes)
+            model = _export(root, spec, sizes, examples=examples)
             simplify(model)
     marked = marked_paths(model)
     finish(model, spec.output_names)
@@ -158,16 +160,20 @@ def _trace_first_layers(
 
 
 def _export(
-    root: _InOrder, spec: GraphSpec, sizes: Mapping[str, int], copied: Mapping[str, str] = MappingProxyType({})
+    root: _InOrder,
+    spec: GraphSpec,
+    sizes: Mapping[str, int],
+    copied: Mapping[str, str] = MappingProxyType({}),
+    examples: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> ir.Model:
-    """The graph of `root` as torch writes it. copied: as in `_InOrder`."""
+    """The graph of `root` as torch writes it. copied: as in `_InOrder`. examples: as in `trace`."""
     root.output_names, root.copied = spec.output_names, copied
-    inputs = {tensor.name: _example(tensor, sizes) for tensor in (*spec.inputs, *spec.states)}
-    dims = {axis: torch.export.Dim(axis) for axis in _TRACE_SIZES}
-    shapes = {
-        tensor.name: {i: dims[axis] for i, axis in enumerate(tensor.axes) if axis in dims}
-        for tensor in (*spec.inputs, *spec.states)
-    }
+    given = (*spec.inputs, *spec.states)
+    inputs = {**{one.name: _example(one, sizes) for one in given if one.name not in examples}, **examples}
+    # torch.export finds out by itself of what number the size of another axis has to be a multiple.
+    free = {axis for tensor in given for axis in tensor.axes if isinstance(axis, str) and axis not in sizes}
+    dims = {axis: torch.export.Dim(axis) if axis in _TRACE_SIZES else torch.export.Dim.DYNAMIC for axis in free}
+    shapes = {tensor.name: {i: dims[axis] for i, axis in enumerate(tensor.axes) if axis in dims} for tensor in given}
     with torch.no_grad(), warnings.catch_warnings(), _without_torchvision_notice(), _without_graphs_of_failures():
         warnings.simplefilter("ignore")  # the exporter warns of deprecations in itself; no user can act on them
         try:

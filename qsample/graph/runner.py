@@ -67,7 +67,7 @@ class GraphRunner:
         self._multiple = ort.OrtValue.ortvalue_from_numpy(np.array(row_multiple or 1, np.int64))
         if row_multiple is not None:
             options.add_initializer(ROW_MULTIPLE.name, self._multiple)
-        graph, weights = _serialized(model, folder)
+        graph, weights = serialized(model, folder)
         options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights))
         self._decoder = open_session(graph, options, providers, disabled_optimizers=disabled)
         self._initial_state = ort.InferenceSession(
@@ -149,7 +149,7 @@ class GraphRunner:
         return feeds
 
 
-def _serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
+def serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
     """`model` as bytes, and the folder that its external data are named from: `folder`, or one that holds them all."""
     values = [value for value in all_initializers(model.graph) if isinstance(value.const_value, ir.ExternalTensor)]
     tensors = [value.const_value for value in values if isinstance(value.const_value, ir.ExternalTensor)]
@@ -159,10 +159,10 @@ def _serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
         folder = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
     for value, tensor, path in zip(values, tensors, paths, strict=True):
         value.const_value = relocated(tensor, os.path.relpath(path, folder), folder)
-    serialized: bytes = ir.to_proto(model).SerializeToString()
+    content: bytes = ir.to_proto(model).SerializeToString()
     for value, tensor in zip(values, tensors, strict=True):
         value.const_value = tensor
-    return serialized, folder
+    return content, folder
 
 
 def _has_quantized_weights(model: ir.Model) -> bool:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Final
 
-import numpy as np
-import onnxruntime as ort
-
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import IMAGE_FEATURES
-from qsample.errors import PackageError, QsampleError
+from qsample.errors import QsampleError
 from qsample.images.prompt import ProcessedImage
+from qsample.ort.options import SessionOptions
+from qsample.ort.session import VISION, open_vision
 from qsample.package.package import Package
 
-VISION: Final = "vision.onnx"
 DEFAULT_CACHE_BYTES: Final = 256 << 20
 
 
@@ -24,19 +22,17 @@ class VisionEncoder:
     """A package's vision.onnx, for any number of threads. It runs one image at a time: its operators use all threads,
     and their memory is that of a single image."""
 
-    def __init__(self, package: Package, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        """cache_bytes: of the features that are kept; the images used longest ago go. Raises PackageError if
-        vision.onnx cannot be opened."""
+    def __init__(
+        self,
+        package: Package,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        provider: str | Sequence[str] | None = None,
+        options: SessionOptions | None = None,
+    ) -> None:
+        """cache_bytes: of the features that are kept; the images used longest ago go. provider, options, errors: as of
+        `open_sessions`."""
         self._path = package.path / VISION
-        self._dtype = package.interface.dtype
-        package.check_graph(VISION)
-        try:
-            self._session = ort.InferenceSession(str(package.file(VISION)))
-        except QsampleError:
-            raise
-        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
-            raise PackageError(f"ONNX Runtime cannot load {self._path}: {error}") from error
-        self._names = [value.name for value in self._session.get_inputs()]
+        self._session = open_vision(package, provider, options)
         self._running = threading.Lock()
         self._changed = threading.Lock()  # guards the next five
         self._kept: OrderedDict[bytes, Array] = OrderedDict()  # the one used longest ago first
@@ -77,12 +73,9 @@ class VisionEncoder:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def _run(self, image: ProcessedImage) -> Array:
-        feeds = {"pixel_values": image.pixel_values}
-        if image.grid is not None:
-            feeds["grid"] = np.array(image.grid, np.int64)
         with self._running:
             try:
-                (result,) = self._session.run([IMAGE_FEATURES], {name: feeds[name] for name in self._names})
+                result = self._session.features(image.pixel_values, image.grid)
             except Exception as error:
                 shape = "x".join(map(str, image.pixel_values.shape))
                 raise QsampleError(f"{self._path} cannot read an image of {shape} pixel values: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,14 +16,30 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime as ort
 
-from qsample.contract.arrays import DTYPES
+from qsample.contract.arrays import DTYPES, OF_ONNXRUNTIME, Array
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, TensorSpec, retained_name
+from qsample.contract.tensors import (
+    BATCH,
+    CAPACITY,
+    IMAGE_FEATURES,
+    INPUT_IDS,
+    LOGITS,
+    ROW_MULTIPLE,
+    TensorSpec,
+    retained_name,
+)
 from qsample.errors import PackageError, QsampleError, shown
 from qsample.ort.bound_graph import BoundGraph, DeviceThread, Replays
 from qsample.ort.buffers import WITHOUT_ADDRESSES
 from qsample.ort.linux_memory import in_huge_pages, release_pages
-from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options, threads_of_parts
+from qsample.ort.options import (
+    FOLDER_OF_WEIGHTS,
+    NO_SPINNING,
+    SessionOptions,
+    most_shares,
+    session_options,
+    threads_of_parts,
+)
 from qsample.ort.parts import BoundParts, Part, Pipeline, hidden_states
 from qsample.ort.providers import (
     CPU,
@@ -38,6 +55,7 @@ from qsample.ort.small_graphs import one_more_output
 from qsample.package.package import Package
 
 DECODER: Final = "decoder.onnx"
+VISION: Final = "vision.onnx"
 _CAPTURE: Final = "enable_cuda_graph"
 # On two cores, int4 weights: 1,024 tokens take as long in pieces of 64 as in larger pieces, and 10 % longer in 32.
 _PIECE_SIZE: Final = 64
@@ -213,6 +231,45 @@ def open_sessions(
     )
 
 
+class VisionSession:
+    """vision.onnx: the pixels of an image → its rows of image features."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session, self._input_names = session, [value.name for value in session.get_inputs()]
+        self._dtype = OF_ONNXRUNTIME[session.get_outputs()[0].type]
+
+    def features(self, pixel_values: Array, grid: Sequence[int] | None = None) -> Array:
+        """[F, C] of the interface's dtype, bfloat16 as uint16 of its bits. pixel_values, grid: of a `ProcessedImage`.
+        Threads may call it at the same time."""
+        given = [(pixel_values, np.float32), *([] if grid is None else [(grid, np.int64)])]
+        binding = self._session.io_binding()
+        for name, (values, dtype) in zip(self._input_names, given, strict=True):
+            array = np.ascontiguousarray(values, dtype)
+            binding.bind_cpu_input(name, array)
+        binding.bind_output(IMAGE_FEATURES)
+        self._session.run_with_iobinding(binding)
+        (result,) = binding.get_outputs()
+        # ONNX Runtime makes no array of bfloat16.
+        content = (ctypes.c_uint8 * result.tensor_size_in_bytes()).from_address(result.data_ptr())
+        return np.frombuffer(content, self._dtype.numpy).reshape(result.shape()).copy()
+
+
+def open_vision(
+    package: Package, provider: str | Sequence[str] | None = None, options: SessionOptions | None = None
+) -> VisionSession:
+    """Load vision.onnx of a package that reads images, as `open_sessions` loads the decoder, and raise as it does. The
+    session's threads do not wait for work: they would take processors from the decoder."""
+    options = options or SessionOptions()
+    providers = _providers(package, provider)
+    check_manifest_options(package, provider, options.provider_options)
+    check_available(providers)
+    own = replace(options, config={**NO_SPINNING, **options.config})
+    session = _load(package, VISION, providers, own, logits=False, multiple=_scalar(1))
+    check_interface(session, package.interface.vision, package.interface.sizes, VISION)
+    release_pages(package.path / f"{VISION}.data")
+    return VisionSession(session)
+
+
 @cache
 def _scalar(number: int) -> ort.OrtValue:
     """An int64, kept for as long as the process: a session reads the memory of initializers that it was given."""
@@ -294,7 +351,7 @@ def _options_of(package: Package, name: str, options: SessionOptions, providers:
     compilation = package.manifest.compilation
     compiled: Mapping[str, str] = {}
     decodes = name == DECODER or (compilation is not None and name in [part.file for part in compilation.parts])
-    if compilation and decodes and tuple(providers[:1]) == compilation.execution_providers[:1]:
+    if compilation and (decodes or name == VISION) and tuple(providers[:1]) == compilation.execution_providers[:1]:
         compiled = compilation.provider_options
     chosen = {**compiled, **options.provider_options}
     # Other graphs are not captured: they have control flow, run once, or read memory of the host, and a replay would

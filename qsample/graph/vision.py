@@ -1,0 +1,67 @@
+"""vision.onnx as a graph: its precision, its session, and how far features of two graphs are apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from qsample.contract.arrays import Array
+from qsample.graph.edit import all_initializers, put_behind
+from qsample.graph.runner import serialized
+from qsample.graph.weights import StoredTensor, load_graph
+from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options
+from qsample.ort.providers import CPU, open_session
+from qsample.ort.session import VISION, VisionSession
+
+_FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+
+
+def compute_in_float32(model: ir.Model) -> None:
+    """Compute in float32 all that `model` computes in float16, in place; weights stay stored as they are. The CPU lacks
+    kernels for float16, and towers that were trained in bfloat16 overflow in it."""
+    graph = model.graph
+    for value in all_initializers(graph):
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype == _HALF:
+            value.const_value = StoredTensor(tensor, str(value.name))
+    for node in graph.all_nodes():
+        if node.op_type == "Cast" and node.attributes.get_int("to", 0) == _HALF:
+            node.attributes["to"] = ir.AttrInt64("to", _FLOAT)
+    for value in [*all_initializers(graph), *(output for node in graph.all_nodes() for output in node.outputs)]:
+        if value.dtype == _HALF:
+            value.type = ir.TensorType(_FLOAT)
+
+
+def give_features_as(model: ir.Model, dtype: ir.DataType) -> None:
+    """Cast the result to `dtype`, in place."""
+    (result,) = model.graph.outputs
+    if result.dtype == dtype:
+        return
+    name = str(result.name)
+    result.name = f"{name}_{str(result.dtype).lower()}"
+    put_behind(result, "Cast", attributes={"to": dtype}, dtype=dtype).name = name
+
+
+def vision_session(folder: Path, level: ort.GraphOptimizationLevel | None = None) -> VisionSession:
+    """vision.onnx in `folder` on the CPU, as the runtime opens it, or optimised to another level; its weights may lie
+    elsewhere."""
+    options = session_options()
+    if level is not None:
+        options.graph_optimization_level = level
+    graph, weights = serialized(load_graph(folder / VISION), folder)
+    options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights))
+    return VisionSession(open_session(graph, options, [CPU]))
+
+
+def furthest(got: Array, wanted: Array) -> float:
+    """The largest difference of rows [F, C]. If their numbers of rows differ, each row is compared with the nearest of
+    the other side: graphs give some rows once that models give several times, in another order. NaN if there is one."""
+    if got.shape != wanted.shape:
+        squares = (got**2).sum(1)[:, None] + (wanted**2).sum(1) - 2 * got @ wanted.T
+        pairs = [(got, wanted[squares.argmin(1)]), (got[squares.argmin(0)], wanted)]
+    else:
+        pairs = [(got, wanted)]
+    return float(np.max([np.abs(one - other).max(initial=0.0) for one, other in pairs]))
