@@ -16,6 +16,7 @@ from qsample.compiler.passes.several_tokens import check_guesses
 from qsample.contract.interface import GraphSpec, Interface
 from qsample.contract.tensors import ADJUSTED_LOGITS, CAPACITY, FILTER_STATES, STATEFUL, TensorSpec, retained_name
 from qsample.exporters.portable import build_initial_state
+from tests.helpers.fake_images import image_weights, vision_graph, with_images
 
 VOCAB = 320
 PAD = 0
@@ -343,7 +344,11 @@ def fake_graphs(interface: Interface, weights: Mapping[str, Any]) -> dict[str, o
         return graphs | {"decoder.onnx": ir.to_proto(model)}
     sizes = interface.sizes
     graphs = {"initial_state.onnx": _initial_state(interface)}
-    body = _MODEL + (_sampler_body(interface) if interface.features.sampler else "")
+    weights = {**weights, **image_weights(interface)}
+    if interface.image is not None:
+        graphs["vision.onnx"] = vision_graph(interface)
+    model_body = with_images(_MODEL, interface)
+    body = model_body + (_sampler_body(interface) if interface.features.sampler else "")
     graphs["decoder.onnx"] = _graph("decoder", interface.decoder, sizes, body, weights)
     if not interface.features.sampler:
         body = _sampler_body(interface)

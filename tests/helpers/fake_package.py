@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
-from qsample.contract.interface import Features, Interface, KeyValueShape
+from qsample.contract.interface import Features, ImageShape, Interface, KeyValueShape
 from qsample.package.package import Compilation, Manifest, Package, Source, TokenIds, read_package, write_package
+from tests.helpers import fake_images
 from tests.helpers.fake_graphs import DIM, PAD, VOCAB, fake_graphs
 from tests.helpers.small_packages import byte_tokenizer, manifest
 
@@ -88,14 +90,16 @@ def fake_package(
     interface: Interface | None = None,
     edit: Callable[[onnx.ModelProto], None] = lambda graph: None,
     files: Mapping[str, str] | None = None,
+    image: ImageShape | None = None,
     **features: Any,
 ) -> Package:
     """Write a fake package to `path` and open it.
 
     features: as in `interface.Features`. manifest: changes to it. interface: what the manifest promises, if not the
-    truth. edit: changes the decoder. files: name → text of further files, or in place of the usual ones.
+    truth. edit: changes the decoder. files: name → text of further files, or in place of the usual ones. image: how it
+    reads images, see `fake_images`.
     """
-    made = fake_interface(**features)
+    made = replace(fake_interface(**features), image=image)
     with write_package(path) as writer:
         for name, graph in fake_graphs(made, fake_weights()).items():
             if name == "decoder.onnx":
@@ -104,15 +108,18 @@ def fake_package(
         config = {"do_sample": True, "top_k": 0} if generation_config is None else generation_config
         (writer.directory / "generation_config.json").write_text(json.dumps(config))
         if tokenizer:
-            byte_tokenizer().save(str(writer.directory / "tokenizer.json"))
-            options = (
-                {"chat_template": CHAT_TEMPLATE, "bos_token": "<s>"} if tokenizer_config is None else tokenizer_config
-            )
+            bytes_ = byte_tokenizer()
+            if image is not None:
+                bytes_.add_special_tokens(["<image>", "<begin>", "<end>"])
+            bytes_.save(str(writer.directory / "tokenizer.json"))
+            template = CHAT_TEMPLATE if image is None else fake_images.CHAT_TEMPLATE
+            options = {"chat_template": template, "bos_token": "<s>"} if tokenizer_config is None else tokenizer_config
             (writer.directory / "tokenizer_config.json").write_text(json.dumps(options))
         for name, text in (files or {}).items():
             (writer.directory / name).parent.mkdir(exist_ok=True)
             (writer.directory / name).write_text(text, encoding="utf-8")
-        writer.finish(fake_manifest(interface or made, compilation, **(manifest or {})))
+        more = {} if image is None else {"images": fake_images.MANIFEST}
+        writer.finish(fake_manifest(interface or made, compilation, **{**more, **(manifest or {})}))
     return read_package(path)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from qsample.request.sampling_params import SamplingParams
 from tests.helpers.fake_graphs import DIM, VOCAB
+from tests.helpers.fake_images import Seen
 from tests.helpers.fake_package import EOS, MAX_POSITIONS, fake_weights
 from tests.helpers.reference import philox_uniforms
 
@@ -28,10 +29,13 @@ def _weights() -> dict[str, np.ndarray]:
     return {name: np.asarray(value, dtype=np.float64) for name, value in fake_weights().items()}
 
 
-def logits(history: Sequence[int]) -> np.ndarray:
-    """[V] float64: the model on the whole history, without a cache."""
+def logits(history: Sequence[int], seen: Seen | None = None) -> np.ndarray:
+    """[V] float64: the model on the whole history, without a cache. seen: the images of its beginning."""
     w = _weights()
-    hidden = w["embedding"][list(history)] + np.sin(np.arange(len(history))[:, None] * w["frequencies"])
+    embedded, places = w["embedding"][list(history)], np.arange(len(history))[:, None]
+    if seen is not None:
+        embedded, places = seen.embedded(embedded), places + seen.shift(len(history))
+    hidden = embedded + np.sin(places * w["frequencies"])
     query, keys, values = hidden[-1] @ w["w_query"], hidden @ w["w_key"], hidden @ w["w_value"]
     scores = keys @ query / math.sqrt(DIM)
     weights = np.exp(scores - scores.max())
@@ -40,13 +44,15 @@ def logits(history: Sequence[int]) -> np.ndarray:
     return result
 
 
-def generate(prompt: Sequence[int], params: SamplingParams, seed: int, capacity: int) -> tuple[list[int], str]:
-    """New tokens and finish reason. The fake sampler has no top-k, top-p and min-p."""
+def generate(
+    prompt: Sequence[int], params: SamplingParams, seed: int, capacity: int, seen: Seen | None = None
+) -> tuple[list[int], str]:
+    """New tokens and finish reason. seen: the images of the prompt. The fake sampler has no top-k, top-p and min-p."""
     least, most = params.lengths(len(prompt), capacity)
     stops = (EOS,) if params.eos_token_id is None else params.eos_token_id
     history, counts = list(prompt), np.zeros(VOCAB)
     while True:
-        values = logits(history)
+        values = logits(history, seen)
         if np.isnan(values).any():
             return history[len(prompt) :], "invalid"
         for token, bias in (params.logit_bias or {}).items():
