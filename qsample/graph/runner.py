@@ -142,7 +142,7 @@ class GraphRunner:
             if tensor.name in given:
                 feeds[tensor.name] = given[tensor.name]
             else:
-                value = parameters.get(tensor.name, tensor.off)
+                value = parameters.get(tensor.name, tensor.off or 0)
                 is_whole = np.ndim(value) == len(tensor.axes)
                 shape = np.shape(value) if is_whole else tensor.shape(sizes)
                 feeds[tensor.name] = np.full(shape, rounded(value, self._types[tensor.name]))
