@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any, Final
 
@@ -66,24 +66,22 @@ def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict
     placeholder = getattr(processor, "image_token", None)
     token = processor.tokenizer.convert_ids_to_tokens(token_id) if isinstance(token_id, int) else None
     if not isinstance(placeholder, str) or not isinstance(token, str):
-        raise UnsupportedModelError(f"{name} says no text or id that stands for an image; {_REMEDY}")
+        raise UnsupportedModelError(f"{name} has no text and id that stand for an image; {_REMEDY}")
     names = {"placeholder": placeholder, "token": token, "token_id": token_id}
     try:
         probes = _probes(processor, placeholder)
     except Exception as error:  # of transformers, for images like everyone's
-        said = " ".join(str(error).split())
-        raise UnsupportedModelError(
-            f"{name} fails for a trial image ({type(error).__name__}: {said:.200}); {_REMEDY}"
-        ) from error
-    best, difference = -1, "its settings are of no family that packages have"
+        said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        raise UnsupportedModelError(f"{name} fails for a trial image ({said}); {_REMEDY}") from error
+    most_alike, difference = -1, "its settings are of no family that packages have"
     for family in FAMILIES:
         for choices in _choices(family, probes[0], config, token):
-            images = _described(family, choices, probes, config, names)
-            alike, problem = _difference(images, choices, probes, processor, config) if images else (-1, "")
-            if images and not problem:
-                return images
-            if alike > best:
-                best, difference = alike, problem
+            described = _described(family, choices, probes, config, names)
+            alike, problem = _difference(described, probes, processor) if described else (-1, "")
+            if described and not problem:
+                return described[0]
+            if alike > most_alike:
+                most_alike, difference = alike, problem
     raise UnsupportedModelError(f"packages cannot process images as {name} does: {difference}; {_REMEDY}")
 
 
@@ -199,51 +197,45 @@ def _described(
     probes: Sequence[_Probe],
     config: PretrainedConfig,
     names: Mapping[str, Any],
-) -> dict[str, Any] | None:
+) -> list[dict[str, Any]]:
+    """`Manifest.images` with the settings of each probe; none if the family does not have these."""
     made = [_made(family, choices, probe, config) for probe in probes]
+    families = [each for each in made if each is not None]
+    if len(families) < len(probes):
+        return []
     try:
-        layouts = [each.layout(*probe.image.size) for each, probe in zip(made, probes, strict=True) if each is not None]
+        layouts = [each.layout(*probe.image.size) for each, probe in zip(families, probes, strict=True)]
     except ArgumentError:
-        return None
-    if len(layouts) < len(probes):
-        return None
+        return []
     texts = image_texts(layouts, [probe.text for probe in probes], names["token"]) or ImageTexts()
-    described = {"family": family, "settings": asdict(made[0]), **names, "texts": asdict(texts)}  # type: ignore[arg-type]
-    return json.loads(json.dumps(described))  # type: ignore[no-any-return]
+    all_of = [{"family": family, "settings": asdict(each), **names, "texts": asdict(texts)} for each in families]
+    return json.loads(json.dumps(all_of))  # type: ignore[no-any-return]
 
 
 def _difference(
-    images: dict[str, Any],
-    choices: Mapping[str, Any],
-    probes: Sequence[_Probe],
-    processor: ProcessorMixin,
-    config: PretrainedConfig,
+    described: Sequence[dict[str, Any]], probes: Sequence[_Probe], processor: ProcessorMixin
 ) -> tuple[int, str]:
     """How many probes came out the same, and what is different then; an empty text if nothing is."""
-    placeholder = images["placeholder"]
-    ours = []
-    for number, probe in enumerate(probes):
-        settings = asdict(_made(images["family"], choices, probe, config))  # type: ignore[arg-type]
-        mine = ImageProcessor({**images, "settings": settings})
+    placeholder, images = described[0]["placeholder"], []
+    for number, (probe, settings) in enumerate(zip(probes, described, strict=True)):
+        mine = ImageProcessor(settings)
         image = mine.process(probe.image)
         what = f"of an image of {' x '.join(map(str, probe.image.size))} pixels in mode {probe.image.mode}"
-        problem = pixel_difference(image.pixel_values, probe.pixels)
-        if not problem and probe.grid not in (None, image.grid):
-            problem = f"there are {probe.grid} patches, not {image.grid}"
-        if problem:
+        if problem := pixel_difference(image.pixel_values, probe.pixels):
             return number, f"{problem} in the pixels {what}"
+        if probe.grid not in (None, image.grid):
+            return number, f"{probe.grid} and {image.grid} patches {what}"
         if _ids(processor, mine.expand(prompt_of(placeholder), [image])) != probe.ids:
             return number, f"the token ids {what} differ"
-        ours.append(image)
-    mine = ImageProcessor(images)
-    several, prompt = [mine.process(probe.image) for probe in probes[:3]], prompt_of(placeholder, 3)
+        images.append(image)
+    mine, three, prompt = ImageProcessor(described[0]), images[:3], prompt_of(placeholder, 3)
     theirs: Any = processor(text=[prompt], images=[probe.image for probe in probes[:3]])
-    ids = _ids(processor, mine.expand(prompt, several))
+    ids = _ids(processor, mine.expand(prompt, three))
     if ids != [int(token) for token in np.asarray(theirs["input_ids"][0])]:
         return len(probes), "the token ids of three images differ"
     try:
-        mine.prompt(ids, several)
-    except ValueError as error:
+        mine.prompt(ids, three)
+    except ArgumentError as error:
         return len(probes), str(error)
     return len(probes), ""
 
@@ -265,40 +257,28 @@ def pixel_difference(ours: Array, theirs: Array) -> str:
 
 def image_texts(layouts: Sequence[Layout], written: Sequence[str], token: str) -> ImageTexts | None:
     """The texts with which images of these layouts are `written`, or None if there are none."""
-    parts = [_around(layout, text, token) for layout, text in zip(layouts, written, strict=True)]
-    single = whole = before = line = ""
-    tile: tuple[str, int, int, int] | None = None
-    for layout, part in zip(layouts, parts, strict=True):
+    texts, line, patterns, most = ImageTexts(), "", [""], 1
+    for layout, text in zip(layouts, written, strict=True):
+        part = _around(layout, text, token)
         if part is None:
             return None
         rows, columns = layout.tiles
+        texts = replace(texts, after=part[-1])
         if rows * columns == 0:
-            single = part[0]
+            texts = replace(texts, single=part[0])
             continue
-        before, whole = part[0], part[-2] if layout.whole else whole
-        line = part[columns] if rows > 1 else line
+        texts = replace(texts, before=part[0], whole=part[-2] if layout.whole else texts.whole)
+        if rows > 1:
+            line, most = part[columns], columns
         if columns > 1:
-            tile = part[rows * columns - 1], rows - 1, columns - 1, columns
-    after = parts[0][-1] if parts and parts[0] else ""
-    for pattern in _patterns(*tile) if tile else ("",):
-        texts = ImageTexts(single=single, tile=pattern, whole=whole, after=after)
-        found = _with_rows(texts, layouts, before, line)
+            patterns = _patterns(part[rows * columns - 1], rows - 1, columns - 1, columns)
+    for tile in patterns:  # what was before the first tile of an image and of a row has the text of that tile, too
+        found = replace(texts, tile=tile)
+        before = found.before.removesuffix(found.of_tile(0, 0, 1))
+        found = replace(found, before=before, line=line.removesuffix(found.of_tile(1, 0, most)))
         if all(found.written(layout, token) == text for layout, text in zip(layouts, written, strict=True)):
             return found
     return None
-
-
-def _with_rows(texts: ImageTexts, layouts: Sequence[Layout], before: str, line: str) -> ImageTexts:
-    """With what stands before the first tile of an image and of a row, less the text of that tile."""
-    columns = next((layout.tiles[1] for layout in reversed(layouts) if layout.tiles[0] > 1), 1)
-    return ImageTexts(
-        single=texts.single,
-        before=before.removesuffix(texts.of_tile(0, 0, 1)),
-        tile=texts.tile,
-        line=line.removesuffix(texts.of_tile(1, 0, columns)),
-        whole=texts.whole,
-        after=texts.after,
-    )
 
 
 def _around(layout: Layout, text: str, token: str) -> list[str] | None:
@@ -314,9 +294,9 @@ def _around(layout: Layout, text: str, token: str) -> list[str] | None:
     return None if token in "".join(parts) + text[at:] else [*parts, text[at:]]
 
 
-def _patterns(text: str, row: int, column: int, columns: int) -> Iterator[str]:
+def _patterns(text: str, row: int, column: int, columns: int) -> list[str]:
     """`text` with {row}, {column} and {number} in place of numbers that may be these."""
     values = {"{row}": row + 1, "{column}": column + 1, "{number}": row * columns + column + 1}
     parts = re.split(r"(\d+)", text)
     options = [[*(name for name, value in values.items() if part == str(value)), part] for part in parts]
-    yield from map("".join, product(*options))
+    return list(map("".join, product(*options)))

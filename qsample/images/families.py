@@ -12,20 +12,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from qsample.checks import check_fields, checked, flag, integer, is_integer, is_number, refuse
+from qsample.checks import check_fields, checked, flag, integer, is_integer, is_number, number, refuse
 from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MOST_RESIZED: Final = 1 << 26  # pixels; of a long and thin image, whose shorter side is enlarged
-_LARGEST_SIDE: Final = 1 << 16
-_MOST_SPLIT: Final = 4096  # pixels of a side, in `Split`
+_MOST_RESIZED: Final = 1 << 26  # pixels; a long and thin image may be enlarged to more
+_LARGEST: Final = 1 << 16  # side of a tile, number of its placeholders
 _FURTHEST: Final = 200  # longer side : shorter side, in `Grid`
 _ROUNDS_OVER: Final = 1.1  # above, LLaVA-OneVision computes its rows anew, in fewer
 
@@ -34,8 +33,8 @@ _ROUNDS_OVER: Final = 1.1  # above, LLaVA-OneVision computes its rows anew, in f
 class Layout:
     """What becomes of an image of some width and height.
 
-    width, height: in pixels, after resizing. tiles: rows and columns of tiles, or of lines, that have placeholders;
-    (0, 0): the image is a single one. whole: the whole image follows them. count: placeholders of a tile. rows: of
+    width, height: in pixels, after resizing. count: placeholders of a tile. tiles: rows and columns of tiles, or of
+    lines, that have placeholders; (0, 0): the image is a single one. whole: the whole image follows them. rows: of
     vision.onnx's result for the placeholders; None: all, in order. size: rows and columns of placeholders.
     """
 
@@ -50,49 +49,42 @@ class Layout:
     @property
     def placeholders(self) -> int:
         """Placeholders of the image."""
-        rows, columns = self.tiles
-        return self.count * (max(rows * columns, 1) + self.whole)
+        return self.count * (max(math.prod(self.tiles), 1) + self.whole)
 
 
-class Pixels(NamedTuple):
-    """Inputs of vision.onnx: pixel_values float32, and rows and columns of patches."""
+def _sides(*kinds: set[str], default: Any = MISSING) -> Any:
+    """A field for a size as transformers writes it, names → pixels, with the names of one of `kinds`."""
+    accepted = ", or ".join(" and ".join(sorted(names)) for names in kinds)
 
-    values: Array
-    grid: tuple[int, int] | None = None
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, Mapping) or set(value) not in kinds or not all(map(_is_size, value.values())):
+            refuse(name, value, f"{accepted}, in pixels")
+        return dict(value)
 
-
-def _sides(name: str, value: Any) -> Mapping[str, int]:
-    """A size as transformers writes it: names → pixels."""
-    if not isinstance(value, Mapping) or not value or not all(is_integer(v, 1, 1 << 31) for v in value.values()):
-        refuse(name, value, 'sizes in pixels, such as {"height": 224, "width": 224}')
-    return dict(value)
+    return checked(default, check)
 
 
-def _channels(name: str, value: Any) -> tuple[float, ...] | None:
-    if value is None:
-        return None
+def _is_size(value: Any) -> bool:
+    return is_integer(value, 1, 1 << 31)
+
+
+def _channels(name: str, value: Any) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or len(value) != 3 or not all(is_number(v, -1e30, 1e30) for v in value):
         refuse(name, value, "a number for each of the channels red, green and blue, or None")
     return tuple(float(number) for number in value)
 
 
-def _factor(name: str, value: Any) -> float | None:
-    return value if value is None or is_number(value, 0, 1e30) else refuse(name, value, "a number, or None")
-
-
-def _resolutions(name: str, value: Any) -> tuple[tuple[int, int], ...]:
+def _resolutions(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     pairs = value if isinstance(value, list | tuple) else ()
     if not 0 < len(pairs) < 1000 or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and all(is_integer(side, 1, _LARGEST_SIDE) for side in pair)
-        for pair in pairs
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_size, pair)) for pair in pairs
     ):
         refuse(name, value, "pairs of height and width in pixels")
-    return tuple((int(height), int(width)) for height, width in pairs)
+    return tuple(tuple(pair) for pair in pairs)
 
 
-def _pixels() -> Any:
-    """A field for a side, or a number of placeholders."""
-    return integer(MISSING, 1, _LARGEST_SIDE, f"an integer from 1 to {_LARGEST_SIDE}")
+def _count(most: int = _LARGEST) -> Any:
+    return integer(MISSING, 1, most, f"an integer from 1 to {most}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +93,7 @@ class Family:
     image_std: None leaves the step out."""
 
     resample: int = integer(MISSING, 0, 5, "a filter of Pillow, from 0 to 5")
-    rescale_factor: float | None = checked(check=_factor)
+    rescale_factor: float | None = number(MISSING, 0, 1e30, "a number, or None", optional=True)
     image_mean: tuple[float, ...] | None = checked(None, _channels)
     image_std: tuple[float, ...] | None = checked(None, _channels)
 
@@ -114,44 +106,47 @@ class Family:
         """Raises ValueError for an image that the family cannot take."""
         raise NotImplementedError
 
-    def pixels(self, image: Image, layout: Layout) -> Pixels:
-        """The numbers of an RGB image with this layout."""
-        return Pixels(self._numbers(_resized(image, layout.width, layout.height, self.resample))[None])
+    def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:
+        """Inputs of vision.onnx for an RGB image with this layout: pixel_values float32, and rows and columns of
+        patches."""
+        return self._numbers(self._resized(image, layout.width, layout.height))[None], None
 
-    @property
-    def _table(self) -> Array:
-        """float32 [3, 256]: the number of each value of each channel."""
-        values = np.arange(256, dtype=np.float64)
-        if self.rescale_factor is not None:
-            values = values * self.rescale_factor
-        table = np.tile(values.astype(np.float32), (3, 1))
-        if self.image_mean is not None and self.image_std is not None:
-            mean, std = (np.array(each, np.float32)[:, None] for each in (self.image_mean, self.image_std))
-            table = (table - mean) / std
-        return table
+    def _resized(self, image: Image, width: int, height: int) -> Array:
+        """uint8 [height, width, 3]."""
+        from PIL.Image import Resampling
+
+        return np.asarray(image.resize((width, height), Resampling(self.resample)))
 
     def _numbers(self, values: Array) -> Array:
-        """uint8 [height, width, 3] → float32 [3, height, width]."""
-        out = np.empty((3, *values.shape[:2]), np.float32)
-        for channel, numbers in enumerate(self._table):
-            np.take(numbers, values[..., channel], out=out[channel], mode="clip")
+        """uint8 [..., 3] → float32 [3, ...]."""
+        table = np.arange(256, dtype=np.float64)
+        if self.rescale_factor is not None:
+            table = table * self.rescale_factor
+        tables = [table.astype(np.float32)] * 3
+        if self.image_mean is not None and self.image_std is not None:
+            mean, std = (np.array(each, np.float32) for each in (self.image_mean, self.image_std))
+            tables = [(table - mean[channel]) / std[channel] for channel, table in enumerate(tables)]
+        out = np.empty((3, *values.shape[:-1]), np.float32)
+        for channel in range(3):
+            np.take(tables[channel], values[..., channel], out=out[channel], mode="clip")
         return out
 
 
-def _resized(image: Image, width: int, height: int, resample: int) -> Array:
-    """uint8 [height, width, 3]."""
-    from PIL.Image import Resampling
-
-    return np.asarray(image.resize((width, height), Resampling(resample)))
-
-
-def _check_thin(width: int, height: int, *resized: int) -> None:
-    if not all(resized) or math.prod(resized) > _MOST_RESIZED:
+def _fitting(width: int, height: int, layout: Layout) -> Layout:
+    """`layout`, of an image of width x height pixels. Raises ArgumentError if that makes it empty or enormous."""
+    if not 0 < layout.width * layout.height <= _MOST_RESIZED:
         raise ArgumentError(
-            f"the image has {width} x {height} pixels, and the model would read it with "
-            f"{' x '.join(map(str, resized))}; give one that is less long and thin",
+            f"the image has {width} x {height} pixels, and the model would read it with {layout.width} x "
+            f"{layout.height}; give one that is less long and thin",
             "images",
         )
+    return layout
+
+
+def _cut(values: Array, height: int, width: int) -> list[Array]:
+    """Tiles of an image, row by row."""
+    tops, lefts = (range(0, size, step) for size, step in zip(values.shape, (height, width), strict=False))
+    return [values[top : top + height, left : left + width] for top, left in product(tops, lefts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,22 +154,16 @@ class Square(Family):
     """A fixed size (SigLIP, Gemma 3), or the shorter edge brought to a length and the centre cut out (CLIP, LLaVA).
     tokens: placeholders."""
 
-    size: Mapping[str, int] = checked(check=_sides)
-    crop_size: Mapping[str, int] | None = checked(None, _sides)
-    tokens: int = _pixels()
+    size: Mapping[str, int] = _sides({"height", "width"}, {"shortest_edge"})
+    crop_size: Mapping[str, int] | None = _sides({"height", "width"}, default=None)
+    tokens: int = _count()
 
     def __post_init__(self) -> None:
         Family.__post_init__(self)
-        size, crop = self.size, self.crop_size
-        edge = size.get("shortest_edge", 0)
-        if set(size) not in ({"height", "width"}, {"shortest_edge"}) or max(size.values()) > _LARGEST_SIDE:
-            refuse("size", dict(size), "height and width, or shortest_edge")
-        if crop is None:
-            if edge:
-                raise ArgumentError("size has a shortest_edge and crop_size is None: images would have many sizes")
-        elif set(crop) != {"height", "width"} or not (
-            crop["height"] <= size.get("height", edge) and crop["width"] <= size.get("width", edge)
-        ):
+        edge, crop = self.size.get("shortest_edge"), self.crop_size
+        if crop is None and edge:
+            raise ArgumentError("size has a shortest_edge and crop_size is None: images would have many sizes")
+        if crop is not None and any(crop[side] > self.size.get(side, edge) for side in crop):
             refuse("crop_size", dict(crop), "height and width, at most those of size")
 
     def layout(self, width: int, height: int) -> Layout:
@@ -183,16 +172,15 @@ class Square(Family):
             columns, rows = (edge, long) if width <= height else (long, edge)
         else:
             columns, rows = self.size["width"], self.size["height"]
-        _check_thin(width, height, columns, rows)
-        return Layout(columns, rows, self.tokens)
+        return _fitting(width, height, Layout(columns, rows, self.tokens))
 
-    def pixels(self, image: Image, layout: Layout) -> Pixels:
-        values = _resized(image, layout.width, layout.height, self.resample)
+    def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:
+        values = self._resized(image, layout.width, layout.height)
         if self.crop_size is not None:
             height, width = self.crop_size["height"], self.crop_size["width"]
             top, left = (layout.height - height) // 2, (layout.width - width) // 2
             values = values[top : top + height, left : left + width]
-        return Pixels(self._numbers(values)[None])
+        return self._numbers(values)[None], None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,20 +188,15 @@ class Grid(Family):
     """Patches of an image whose sides are multiples of a block of merge_size x merge_size patches, which has a
     placeholder (Qwen2-VL to Qwen3.5, GLM-4V).
 
-    size: `shortest_edge` and `longest_edge`, the least and the most pixels. frames: these count the image
-    temporal_patch_size times, and one smaller than a block is enlarged first, as GLM-4V does.
+    size: the least and the most pixels. frames: these count the image temporal_patch_size times, and one smaller than
+    a block is enlarged first, as GLM-4V does.
     """
 
-    size: Mapping[str, int] = checked(check=_sides)
-    patch_size: int = _pixels()
-    merge_size: int = _pixels()
-    temporal_patch_size: int = integer(MISSING, 1, 64, "an integer from 1 to 64")
+    size: Mapping[str, int] = _sides({"shortest_edge", "longest_edge"})
+    patch_size: int = _count()
+    merge_size: int = _count()
+    temporal_patch_size: int = _count(64)
     frames: bool = flag(False)
-
-    def __post_init__(self) -> None:
-        Family.__post_init__(self)
-        if set(self.size) != {"shortest_edge", "longest_edge"}:
-            refuse("size", dict(self.size), "shortest_edge and longest_edge")
 
     def layout(self, width: int, height: int) -> Layout:
         block, frames = self.patch_size * self.merge_size, self.temporal_patch_size if self.frames else 1
@@ -234,19 +217,17 @@ class Grid(Family):
         elif pixels < least:
             scale = math.sqrt(least / (frames * h * w))
             rows, columns = (math.ceil(side * scale / block) for side in (h, w))
-        _check_thin(width, height, columns * block, rows * block)
-        return Layout(columns * block, rows * block, rows * columns, size=(rows, columns))
+        size = rows, columns
+        return _fitting(width, height, Layout(columns * block, rows * block, rows * columns, size=size))
 
-    def pixels(self, image: Image, layout: Layout) -> Pixels:
+    def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:
         patch, merge, times = self.patch_size, self.merge_size, self.temporal_patch_size
         rows, columns = layout.height // patch, layout.width // patch
-        values = _resized(image, layout.width, layout.height, self.resample)
+        values = self._resized(image, layout.width, layout.height)
         values = values.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-        values = values.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, patch * patch, 3)
-        out = np.empty((rows * columns, 3, times, patch * patch), np.float32)
-        for channel, numbers in enumerate(self._table):
-            out[:, channel] = np.take(numbers, values[..., channel])[:, None]
-        return Pixels(out.reshape(rows * columns, -1), (rows, columns))
+        numbers = self._numbers(values.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, patch * patch, 3))
+        repeated = np.broadcast_to(numbers.transpose(1, 0, 2)[:, :, None], (rows * columns, 3, times, patch * patch))
+        return repeated.reshape(rows * columns, -1), (rows, columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,78 +235,41 @@ class PooledGrid(Family):
     """Patches, channels last, of as many pixels as a number of patches allows; a square of pooling_kernel_size x
     pooling_kernel_size patches has a placeholder (Gemma 4)."""
 
-    patch_size: int = _pixels()
-    pooling_kernel_size: int = _pixels()
-    max_soft_tokens: int = _pixels()
+    patch_size: int = _count()
+    pooling_kernel_size: int = _count()
+    max_soft_tokens: int = _count()
 
     def layout(self, width: int, height: int) -> Layout:
         block, patches = self.pooling_kernel_size * self.patch_size, self.max_soft_tokens * self.pooling_kernel_size**2
         scale = math.sqrt(patches * self.patch_size**2 / (width * height))
         rows, columns = math.floor(scale * height / block), math.floor(scale * width / block)
-        if rows == 0:  # and then columns is not: their squares' product is the number of patches
+        if rows == 0:
             rows, columns = 1, min(width // height, self.max_soft_tokens)
         elif columns == 0:
             rows, columns = min(height // width, self.max_soft_tokens), 1
-        _check_thin(width, height, columns * block, rows * block)
-        return Layout(columns * block, rows * block, rows * columns, size=(rows, columns))
+        size = rows, columns
+        return _fitting(width, height, Layout(columns * block, rows * block, rows * columns, size=size))
 
-    def pixels(self, image: Image, layout: Layout) -> Pixels:
+    def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:
         patch = self.patch_size
         rows, columns = layout.height // patch, layout.width // patch
-        values = _resized(image, layout.width, layout.height, self.resample).reshape(rows, patch, columns, patch, 3)
-        values = values.transpose(0, 2, 1, 3, 4).reshape(rows * columns, patch * patch, 3)
-        out = np.empty(values.shape, np.float32)
-        for channel, numbers in enumerate(self._table):
-            out[..., channel] = np.take(numbers, values[..., channel])
-        return Pixels(out.reshape(rows * columns, -1), (rows, columns))
+        values = self._resized(image, layout.width, layout.height).reshape(rows, patch, columns, patch, 3)
+        numbers = self._numbers(values.transpose(0, 2, 1, 3, 4).reshape(rows * columns, patch * patch, 3))
+        return numbers.transpose(1, 2, 0).reshape(rows * columns, -1), (rows, columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tiled(Family):
-    """An image that is cut into tiles of `_tile` pixels (height, width), before or after a view of the whole."""
-
-    whole_first = False
-
-    @property
-    def _tile(self) -> tuple[int, int]:
-        raise NotImplementedError
-
-    def _cut(self, values: Array, whole: Array | None) -> Pixels:
-        height, width = self._tile
-        rows, columns = values.shape[0] // height, values.shape[1] // width
-        tiles = [
-            values[r * height : (r + 1) * height, c * width : (c + 1) * width]
-            for r, c in product(range(rows), range(columns))
-        ]
-        if whole is not None:
-            tiles.insert(0 if self.whole_first else len(tiles), whole)
-        return Pixels(np.stack([self._numbers(tile) for tile in tiles]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split(_Tiled):
+class Split(Family):
     """The longer edge brought to a length, both sides to multiples of a tile, and the whole image after the tiles
     (Idefics 3, SmolVLM). tokens: placeholders of a tile."""
 
-    size: Mapping[str, int] = checked(check=_sides)
-    max_image_size: Mapping[str, int] = checked(check=_sides)
+    size: Mapping[str, int] = _sides({"longest_edge"})
+    max_image_size: Mapping[str, int] = _sides({"longest_edge"})
     do_image_splitting: bool = flag(True)
-    tokens: int = _pixels()
-
-    def __post_init__(self) -> None:
-        Family.__post_init__(self)
-        for name in ("size", "max_image_size"):
-            sides = getattr(self, name)
-            if set(sides) != {"longest_edge"} or sides["longest_edge"] > _MOST_SPLIT:
-                refuse(name, dict(sides), f"a longest_edge of at most {_MOST_SPLIT}")
-
-    @property
-    def _tile(self) -> tuple[int, int]:
-        side = self.max_image_size["longest_edge"]
-        return side, side
+    tokens: int = _count()
 
     def layout(self, width: int, height: int) -> Layout:
-        side = self._tile[0]
+        side = self.max_image_size["longest_edge"]
         w, h = self._fitted(width, height)
         ratio = w / h
         if w >= h:
@@ -334,54 +278,46 @@ class Split(_Tiled):
         else:
             h = math.ceil(h / side) * side
             w = math.ceil(int(h * ratio) / side) * side
-        _check_thin(width, height, w, h)
         if not self.do_image_splitting or (w <= side and h <= side):
-            return Layout(side, side, self.tokens)
-        return Layout(w, h, self.tokens, (h // side, w // side), whole=True)
+            return _fitting(width, height, Layout(side, side, self.tokens))
+        return _fitting(width, height, Layout(w, h, self.tokens, (h // side, w // side), whole=True))
 
     def _fitted(self, width: int, height: int) -> tuple[int, int]:
         """The longer edge at its length, the shorter one even."""
         longest, ratio = self.size["longest_edge"], width / height
-        if width >= height:
-            short = int(longest / ratio)
-            return longest, max(short + short % 2, 1)
-        short = int(longest * ratio)
-        return max(short + short % 2, 1), longest
+        short = int(longest / ratio) if width >= height else int(longest * ratio)
+        short = max(short + short % 2, 1)
+        return (longest, short) if width >= height else (short, longest)
 
-    def pixels(self, image: Image, layout: Layout) -> Pixels:
-        from PIL.Image import Resampling
+    def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:
+        from PIL.Image import fromarray
 
+        side = self.max_image_size["longest_edge"]
         # Each of transformers' steps rounds to 8 bits, so none may be left out.
-        resample = Resampling(self.resample)
-        image = image.resize(self._fitted(*image.size), resample)
-        image = image.resize((layout.width, layout.height), resample)
-        whole = _resized(image, *self._tile, self.resample) if layout.whole else None
-        return self._cut(np.asarray(image), whole)
+        values = self._resized(fromarray(self._resized(image, *self._fitted(*image.size))), layout.width, layout.height)
+        tiles = _cut(values, side, side)
+        if layout.whole:
+            tiles.append(self._resized(fromarray(values), side, side))
+        return np.stack([self._numbers(tile) for tile in tiles]), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles(_Tiled):
+class Tiles(Family):
     """As many tiles as come closest to the image's aspect ratio, and the whole image after them (InternVL, Aya Vision).
     size: of a tile. tokens: its placeholders."""
 
-    size: Mapping[str, int] = checked(check=_sides)
-    min_patches: int = integer(MISSING, 1, 1000, "an integer from 1 to 1000")
-    max_patches: int = integer(MISSING, 1, 1000, "an integer from 1 to 1000")
-    tokens: int = _pixels()
+    size: Mapping[str, int] = _sides({"height", "width"})
+    min_patches: int = _count(1000)
+    max_patches: int = _count(1000)
+    tokens: int = _count()
 
     def __post_init__(self) -> None:
         Family.__post_init__(self)
-        if set(self.size) != {"height", "width"}:
-            refuse("size", dict(self.size), "height and width")
         if self.min_patches > self.max_patches:
             refuse("min_patches", self.min_patches, f"at most max_patches ({self.max_patches})")
 
-    @property
-    def _tile(self) -> tuple[int, int]:
-        return self.size["height"], self.size["width"]
-
     def layout(self, width: int, height: int) -> Layout:
-        tile_height, tile_width = self._tile
+        tile_height, tile_width = self.size["height"], self.size["width"]
         best, rows, columns = math.inf, 1, 1
         most = range(1, self.max_patches + 1)
         shapes = [(c, r) for c, r in product(most, most) if self.min_patches <= r * c <= self.max_patches]
@@ -391,32 +327,33 @@ class Tiles(_Tiled):
             large = width * height > 0.5 * tile_height * tile_width * c * r
             if difference < best or (difference == best and large):
                 best, rows, columns = difference, r, c
-        _check_thin(width, height, columns * tile_width, rows * tile_height)
-        if rows * columns == 1:
-            return Layout(tile_width, tile_height, self.tokens)
-        return Layout(columns * tile_width, rows * tile_height, self.tokens, (rows, columns), whole=True)
+        one = rows * columns == 1
+        tiles = (0, 0) if one else (rows, columns)
+        layout = Layout(columns * tile_width, rows * tile_height, self.tokens, tiles, whole=not one)
+        return _fitting(width, height, layout)
 
-    def pixels(self, image: Image, layout: Layout) -> Pixels:
-        height, width = self._tile
-        whole = _resized(image, width, height, self.resample) if layout.whole else None
-        return self._cut(_resized(image, layout.width, layout.height, self.resample), whole)
+    def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:
+        height, width = self.size["height"], self.size["width"]
+        tiles = _cut(self._resized(image, layout.width, layout.height), height, width)
+        if layout.whole:
+            tiles.append(self._resized(image, width, height))
+        return np.stack([self._numbers(tile) for tile in tiles]), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnyResolution(_Tiled):
+class AnyResolution(Family):
     """The image in the middle of the resolution that wastes least, cut into tiles, after the whole image (LLaVA-NeXT,
     LLaVA-OneVision). The rows of its tiles are put together and those of the padding left out; a learned row ends each
     line, the last one of vision.onnx's result.
 
-    size: of a tile, which is square. image_grid_pinpoints: height and width of each resolution. side: placeholders
-    along a side of a tile. most_tiles: rows of more tiles than this (by 1.1 squared) are computed anew, in fewer.
+    size: side of a tile. image_grid_pinpoints: height and width of each resolution. side: placeholders along a side of
+    a tile. most_tiles: the model computes the rows of more tiles (by 1.1 squared) anew, in fewer, and packages do not.
     """
 
-    whole_first = True
-    size: int = _pixels()
+    size: int = _count()
     image_grid_pinpoints: tuple[tuple[int, int], ...] = checked(check=_resolutions)
-    side: int = _pixels()
-    most_tiles: int | None = integer(None, 1, 1000, "an integer from 1 to 1000, or None", optional=True)
+    side: int = _count()
+    most_tiles: int | None = integer(None, 1, 1000, "an integer from 1 to 1000, or None")
 
     def __post_init__(self) -> None:
         Family.__post_init__(self)
@@ -425,55 +362,43 @@ class AnyResolution(_Tiled):
         if self.side > self.size:
             refuse("side", self.side, f"at most size ({self.size})")
 
-    @property
-    def _tile(self) -> tuple[int, int]:
-        return self.size, self.size
-
-    def _resolution(self, width: int, height: int) -> tuple[int, int]:
-        """Height and width of the resolution that keeps most pixels, and of those of the smallest."""
-
+    def layout(self, width: int, height: int) -> Layout:
         def kept(pair: tuple[int, int]) -> tuple[int, int]:
             scale = min(pair[1] / width, pair[0] / height)
             pixels = min(int(width * scale) * int(height * scale), width * height)
-            return pixels, pixels - pair[0] * pair[1]
+            return pixels, pixels - math.prod(pair)
 
-        return max(self.image_grid_pinpoints, key=kept)
-
-    def layout(self, width: int, height: int) -> Layout:
-        high, wide = self._resolution(width, height)
-        _check_thin(width, height, wide, high)
-        side = self.side
-        lines, columns = high // self.size * side, wide // self.size * side
-        top = left = 0
+        high, wide = max(self.image_grid_pinpoints, key=kept)
+        _fitting(width, height, Layout(wide, high, 0))
+        side, down, across = self.side, high // self.size, wide // self.size
+        lines, columns, top, left = down * side, across * side, 0, 0
         if width / height > columns / lines:
             top = (lines - int(round(height * (columns / width), 7))) // 2
         else:
             left = (columns - int(round(width * (lines / height), 7))) // 2
-        y, x = np.arange(top, lines - top), np.arange(left, columns - left)
-        if self.most_tiles and math.sqrt(len(y) * len(x) / (self.most_tiles * side**2)) > _ROUNDS_OVER:
+        y, x = np.arange(top, lines - top)[:, None], np.arange(left, columns - left)
+        if self.most_tiles and math.sqrt(y.size * x.size / (self.most_tiles * side**2)) > _ROUNDS_OVER:
             raise ArgumentError(
                 f"the image has {width} x {height} pixels, which the model reads in tiles of {self.size} pixels; "
                 f"packages take about {self.most_tiles} tiles at most: make it smaller",
                 "images",
             )
-        tiles = 1 + (y // side)[:, None] * (wide // self.size) + x // side
-        inside = (y % side)[:, None] * side + x % side
-        newline = np.full((len(y), 1), (1 + high // self.size * (wide // self.size)) * side**2)
-        grid = np.concatenate([tiles * side**2 + inside, newline], axis=1)
-        rows = np.concatenate([np.arange(side**2), grid.reshape(-1)])
+        grid = (1 + y // side * across + x // side) * side**2 + y % side * side + x % side
+        newline = np.full((len(y), 1), (1 + down * across) * side**2)
+        rows = np.concatenate([np.arange(side**2), np.concatenate([grid, newline], axis=1).reshape(-1)])
         return Layout(wide, high, len(rows), rows=rows)
 
-    def pixels(self, image: Image, layout: Layout) -> Pixels:
-        scale_x, scale_y = layout.width / image.width, layout.height / image.height
+    def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:
         width, height = layout.width, layout.height
-        if scale_x < scale_y:
-            height = min(math.ceil(image.height * scale_x), height)
+        if width / image.width < height / image.height:
+            height = min(math.ceil(image.height * (width / image.width)), height)
         else:
-            width = min(math.ceil(image.width * scale_y), width)
+            width = min(math.ceil(image.width * (height / image.height)), width)
         canvas = np.zeros((layout.height, layout.width, 3), np.uint8)
         top, left = (layout.height - height) // 2, (layout.width - width) // 2
-        canvas[top : top + height, left : left + width] = _resized(image, width, height, self.resample)
-        return self._cut(canvas, _resized(image, self.size, self.size, self.resample))
+        canvas[top : top + height, left : left + width] = self._resized(image, width, height)
+        tiles = [self._resized(image, self.size, self.size), *_cut(canvas, self.size, self.size)]
+        return np.stack([self._numbers(tile) for tile in tiles]), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,13 +406,8 @@ class Lines(Family):
     """Any size up to a longest edge, in whole patches, each with a placeholder; lines of placeholders (Pixtral,
     Mistral 3). patch_size: of a patch with a placeholder."""
 
-    size: Mapping[str, int] = checked(check=_sides)
-    patch_size: int = _pixels()
-
-    def __post_init__(self) -> None:
-        Family.__post_init__(self)
-        if set(self.size) != {"longest_edge"} or self.size["longest_edge"] > _LARGEST_SIDE:
-            refuse("size", dict(self.size), f"a longest_edge of at most {_LARGEST_SIDE}")
+    size: Mapping[str, int] = _sides({"longest_edge"})
+    patch_size: int = _count()
 
     def layout(self, width: int, height: int) -> Layout:
         w, h = width, height
@@ -495,8 +415,8 @@ class Lines(Family):
         if scale > 1:
             w, h = math.floor(w / scale), math.floor(h / scale)
         rows, columns = (-(-side // self.patch_size) for side in (h, w))
-        _check_thin(width, height, columns * self.patch_size, rows * self.patch_size)
-        return Layout(columns * self.patch_size, rows * self.patch_size, columns, (rows, 1))
+        layout = Layout(columns * self.patch_size, rows * self.patch_size, columns, (rows, 1))
+        return _fitting(width, height, layout)
 
 
 FAMILIES: Final[dict[str, type[Family]]] = {

@@ -146,11 +146,7 @@ def _can_be_packed(graph: ir.Graph, choice: ir.Node, positions: list[ir.Node]) -
 
     nodes = ancestors(graph.outputs, reads=computes)
     read = (value for node in nodes if node.op_type not in ("Shape", "GroupQueryAttention") for value in computes(node))
-    return all(
-        value.name in _PADDED or BATCH not in map(str, value.shape or ())
-        for value in read
-        if _is_input(value)
-    )
+    return all(value.name in _PADDED or BATCH not in map(str, value.shape or ()) for value in read if _is_input(value))
 
 
 def _capacity(graph: ir.Graph, attention: ir.Node) -> ir.Value:
