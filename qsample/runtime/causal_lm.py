@@ -21,7 +21,7 @@ from qsample.huggingface.facade import (
     ModelMethods,
     as_generation_config,
 )
-from qsample.images.features import DEFAULT_CACHE_BYTES
+from qsample.images.features import DEFAULT_CACHE_BYTES, VisionEncoder
 from qsample.ort.model_package import package_in
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
@@ -95,7 +95,8 @@ def load(
         arguments = {"provider": provider, "ctx_len": ctx_len, "verify": verify, "trusted_keys": trusted_keys}
         arguments |= options.arguments | {"image_cache_bytes": image_cache_bytes}
         sessions = open_sessions(package, provider, options)
-        return CausalLM(package, sessions, ctx_len, image_cache_bytes=image_cache_bytes, loaded_with=arguments)
+        open_vision = partial(VisionEncoder, package, image_cache_bytes, provider, options)
+        return CausalLM(package, sessions, ctx_len, open_vision=open_vision, loaded_with=arguments)
 
     return use_package(package_in(path, provider), opened, verify=verify, trusted_keys=trusted_keys)
 
@@ -114,11 +115,11 @@ class CausalLM(ModelMethods):
         sessions: Sessions,
         ctx_len: int | None = None,
         *,
-        image_cache_bytes: int = DEFAULT_CACHE_BYTES,
+        open_vision: abc.Callable[[], VisionEncoder] | None = None,
         loaded_with: Mapping[str, Any] | None = None,
     ) -> None:
-        """ctx_len: of a portable package, see `load`. loaded_with: the arguments of `load` but the path; without them,
-        the model cannot be pickled."""
+        """ctx_len: of a portable package, see `load`. open_vision: see `ImageReader`. loaded_with: the arguments of
+        `load` but the path; without them, the model cannot be pickled."""
         self.package = package
         self.interface: Interface = package.interface
         self.features = self.interface.features
@@ -132,7 +133,7 @@ class CausalLM(ModelMethods):
         # Captured graphs belong to the memory of a batch, and cost more to make than many steps.
         self._captured: dict[tuple[int, int, int], Slots] = {}
         self._adapters: dict[str, Adapter] = {}
-        self.images = ImageReader(package, image_cache_bytes)
+        self.images = ImageReader(package, open_vision)
         self._loaded_with = loaded_with
         self._advice = faster_way(package)  # for the first call
 

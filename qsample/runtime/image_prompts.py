@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.images.decode import ImageLimits
-from qsample.images.features import DEFAULT_CACHE_BYTES, VisionEncoder
+from qsample.images.features import VisionEncoder
 from qsample.images.messages import images_in
 from qsample.images.processing import ImageProcessor
 from qsample.images.prompt import ImagePrompt, ProcessedImage
@@ -45,12 +45,12 @@ class ImageReader:
     processor: None for packages that read text only. limits: of an image, before it is decoded; they may be replaced.
     """
 
-    def __init__(self, package: Package | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        """package: by default a package that reads text only. cache_bytes: see `VisionEncoder`. vision.onnx is opened
-        for the first image."""
+    def __init__(self, package: Package | None = None, open_vision: Callable[[], VisionEncoder] | None = None) -> None:
+        """package: by default a package that reads text only. open_vision: called for the first image; by default,
+        vision.onnx is opened as `VisionEncoder` does."""
         self.processor = None if package is None else ImageProcessor.of(package)
         self.limits = ImageLimits()
-        self._package, self._cache_bytes = package, cache_bytes
+        self._package, self._open_vision = package, open_vision
         self._encoder: VisionEncoder | None = None
         self._opening = threading.Lock()
 
@@ -120,7 +120,7 @@ class ImageReader:
         with self._opening:
             if self._encoder is None:
                 assert self._package is not None
-                self._encoder = VisionEncoder(self._package, self._cache_bytes)
+                self._encoder = self._open_vision() if self._open_vision else VisionEncoder(self._package)
             return self._encoder
 
 
