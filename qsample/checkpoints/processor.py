@@ -12,7 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import transformers
-from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoImageProcessor,
+    ImageProcessingMixin,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from transformers.image_processing_backends import PilBackend
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -35,7 +41,9 @@ def load_processor(
         settings = {}
     kind = _kind(settings, model_id, config, options)
     try:
-        images: Any = AutoImageProcessor.from_pretrained(model_id, backend="pil", config=config, **options)
+        images: Any = AutoImageProcessor.from_pretrained(
+            model_id, backend="pil", config=config, trust_remote_code=False, **options
+        )
     except (OSError, ValueError, ImportError) as error:
         said = " ".join(str(error).split())
         raise UnsupportedModelError(
@@ -92,10 +100,12 @@ def _kind(
     found = settings
     if "processor_class" not in found:
         with suppress(OSError):
-            found, _ = AutoImageProcessor.get_image_processor_dict(model_id, **options)
+            found, _ = ImageProcessingMixin.get_image_processor_dict(model_id, **options)
     kind: Any = getattr(transformers, str(found.get("processor_class")), None)
     if kind is None:
         kind = PROCESSOR_MAPPING.get(type(config), None)
+    if "AutoProcessor" in found.get("auto_map", {}) and "processor_class" not in found:
+        raise UnsupportedModelError(f"{model_id} has a processor that is the repository's own code, which is not run")
     if kind is None:
         raise UnsupportedModelError(f"{model_id} has no processor that transformers knows")
     return kind  # type: ignore[no-any-return]

@@ -1,0 +1,114 @@
+"""Opening checkpoints that read images: the processor, the class that is loaded, and what is refused with advice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from qsample import AutoModelForCausalLM, AutoModelForImageTextToText
+from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.errors import QsampleError, UnsupportedModelError
+from tests.helpers.fake_package import fake_package
+from tests.helpers.tiny_models import save_checkpoint
+from tests.helpers.tiny_vlms import IMAGE_TEXT, config_of, make_tiny_vlm, picture, tokenizer_of
+
+ALONE = r"text_only=True \(--text-only\)$"
+
+
+def outlined(folder: Path, config: Any, **preprocessor: Any) -> str:
+    """A checkpoint of a configuration, a tokenizer, and a preprocessor_config.json; its weights are an empty file."""
+    config.save_pretrained(folder)
+    tokenizer_of("llava").save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+@pytest.mark.parametrize("files", [["preprocessor", "processor"], ["preprocessor"], ["processor"]])
+def test_the_processor_of_all_layouts(files: list[str], tmp_path: Path) -> None:
+    """Published models have preprocessor_config.json; transformers 5 saves all in processor_config.json."""
+    folder = make_tiny_vlm("qwen2_5_vl", tmp_path, unified=files == ["processor"])
+    if files == ["preprocessor"]:
+        (folder / "processor_config.json").unlink()
+    assert sorted(path.name for path in folder.glob("*processor*")) == [f"{name}_config.json" for name in files]
+    checkpoint = Checkpoint(str(folder), images=True)
+    processor: Any = checkpoint.processor
+    inputs = processor(text=f"{IMAGE_TEXT['qwen2_5_vl']}?", images=[picture(40, 30)], return_tensors="np")
+    rows, columns = inputs["image_grid_thw"][0][1:]
+    assert (inputs["input_ids"] == checkpoint.config.image_token_id).sum() == rows * columns // 4
+    assert inputs["pixel_values"].shape == (rows * columns, 3 * 2 * 4 * 4)
+    assert checkpoint.tokenizer is not None
+    assert "<|image_pad|>" in str(checkpoint.tokenizer.chat_template)
+
+
+def test_a_type_without_a_text_model(tmp_path: Path) -> None:
+    path = str(make_tiny_vlm("llava", tmp_path / "llava"))
+    with pytest.raises(UnsupportedModelError, match=f"reads images; open it with AutoModelForImageTextToText, .*{ALONE}"):
+        AutoModelForCausalLM.from_pretrained(path).export(tmp_path / "package")
+    kinds = {}
+    for name, options in {"both": {"images": True}, "cli": {"images": None}, "text": {"text_only": True}}.items():
+        checkpoint = Checkpoint(path, **options)  # type: ignore[arg-type]
+        assert checkpoint.outline.kind is transformers.LlavaForConditionalGeneration
+        kinds[name] = type(checkpoint.processor).__name__
+    assert kinds == {"both": "LlavaProcessor", "cli": "LlavaProcessor", "text": "NoneType"}
+
+
+def test_a_type_with_a_text_model(tmp_path: Path) -> None:
+    """The class is transformers' for text, unless images are read, too; a line says what is left out."""
+    path = str(make_tiny_vlm("qwen3_5", tmp_path))
+    text, both = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5ForConditionalGeneration
+    for options, kind in (({}, text), ({"text_only": True}, text), ({"images": None}, both), ({"images": True}, both)):
+        assert Checkpoint(path, **options).outline.kind is kind  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="language model alone is exported.*; AutoModelForImageTextToText also"):
+        Checkpoint(path).load()
+
+
+def test_what_reads_no_images(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama", "llama")
+    package = fake_package(tmp_path / "package")
+    for path in (tmp_path / "llama", package.path):
+        with pytest.raises(QsampleError, match="open it with AutoModelForCausalLM"):
+            AutoModelForImageTextToText.from_pretrained(path).export(tmp_path / "out")
+    assert Checkpoint(str(tmp_path / "llama"), images=None).processor is None
+
+
+def mllama() -> Any:
+    text = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "cross_attention_layers": [1]}
+    return transformers.MllamaConfig(text_config=text)
+
+
+def test_images_through_cross_attention(tmp_path: Path) -> None:
+    path = outlined(tmp_path, mllama(), image_processor_type="MllamaImageProcessor")
+    with pytest.raises(UnsupportedModelError, match=f"MllamaForConditionalGeneration, .* stand for tokens, .*{ALONE}"):
+        _ = Checkpoint(path, images=True).processor
+    checkpoint = Checkpoint(path, images=None)  # the command line
+    with pytest.warns(UserWarning, match="stand for tokens.*; its language model alone is exported"):
+        assert checkpoint.processor is None
+    assert checkpoint._auto_class is transformers.AutoModelForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("preprocessor", "message"),
+    [
+        ({"image_processor_type": "Llama4ImageProcessorFast", "processor_class": "Llama4Processor"}, "with Pillow"),
+        ({"image_processor_type": "NoSuchProcessor", "processor_class": "Qwen3VLProcessor"}, "with Pillow"),
+        (
+            {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.Mine", "AutoProcessor": "mine.P"}},
+            "the repository's own code",
+        ),
+    ],
+)
+def test_processors_that_packages_have_not(preprocessor: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = outlined(tmp_path, config_of("qwen3_vl_moe"), **preprocessor)
+    with pytest.raises(UnsupportedModelError, match=f"{message}.*; open its language model alone with {ALONE}"):
+        AutoModelForImageTextToText.from_pretrained(path).export(tmp_path / "package")
+
+
+def test_images_need_the_tokenizer(tmp_path: Path) -> None:
+    path = outlined(tmp_path, config_of("llava"), image_processor_type="LlavaImageProcessor")
+    with pytest.raises(UnsupportedModelError, match=f"needs its tokenizer to read images, .*{ALONE}"):
+        _ = Checkpoint(path, images=True, tokenizer=None).processor
