@@ -47,7 +47,9 @@ def test_the_processor_of_all_layouts(files: list[str], tmp_path: Path) -> None:
 
 def test_a_type_without_a_text_model(tmp_path: Path) -> None:
     path = str(make_tiny_vlm("llava", tmp_path / "llava"))
-    with pytest.raises(UnsupportedModelError, match=f"reads images; open it with AutoModelForImageTextToText, .*{ALONE}"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"reads images; open it with AutoModelForImageTextToText, .*{ALONE}"
+    ):
         AutoModelForCausalLM.from_pretrained(path).export(tmp_path / "package")
     kinds = {}
     for name, options in {"both": {"images": True}, "cli": {"images": None}, "text": {"text_only": True}}.items():
@@ -97,7 +99,10 @@ def test_images_through_cross_attention(tmp_path: Path) -> None:
         ({"image_processor_type": "Llama4ImageProcessorFast", "processor_class": "Llama4Processor"}, "with Pillow"),
         ({"image_processor_type": "NoSuchProcessor", "processor_class": "Qwen3VLProcessor"}, "with Pillow"),
         (
-            {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.Mine", "AutoProcessor": "mine.P"}},
+            {
+                "image_processor_type": "Mine",
+                "auto_map": {"AutoImageProcessor": "mine.Mine", "AutoProcessor": "mine.P"},
+            },
             "the repository's own code",
         ),
     ],
