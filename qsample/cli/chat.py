@@ -18,6 +18,7 @@ from qsample.cli.common import (
     LOAD_FLAGS,
     SAMPLING_FLAGS,
     CtxLen,
+    Images,
     chat_options,
     check_jinja,
     chosen_adapter,
@@ -26,24 +27,29 @@ from qsample.cli.common import (
     read_loras,
     sampling_options,
     with_flags,
+    with_images_before,
 )
 from qsample.cli.terminal import counted, note, progress
 from qsample.disk.replace import file_aside
 from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import QsampleError
+from qsample.images.messages import with_images
 from qsample.progress import Stage
 from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams
 
 if TYPE_CHECKING:
+    from qsample.images.prompt import ProcessedImage
     from qsample.runtime import CausalLM, Engine, RequestOutput
 
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample chat qwen3-cpu\n\n"
     "qsample chat qwen3-cpu --system 'Answer in one sentence.' --no-thinking --temperature 0.7\n\n"
+    "qsample chat qwen-vl-cpu --image cat.jpg\n\n"
     "printf 'Who was Moses?\\nAnd his brother?\\n' | qsample chat qwen3-cpu --greedy"
 )
 _HELP: Final = '''\
+/image FILE       put an image in front of the next message
 /system TEXT      set the system prompt; without TEXT show it, with - drop it
 /set NAME VALUE   change a parameter, such as /set temperature 0.7; without NAME show them
 /reset            forget the conversation, not the system prompt
@@ -64,6 +70,7 @@ _PROMPT, _MORE = ">>> ", "... "
 def chat(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
+    image: Images = None,
     ctx_len: CtxLen = None,
 ) -> None:
     """Talk to a model. Answers stream to stdout, remarks go to stderr. From a pipe, each line is a turn."""
@@ -82,7 +89,13 @@ def chat(
         note(remark)
     # A single slot keeps the tokens that it read and wrote: a turn costs its new tokens.
     with Engine(loaded, slots=1, reuse_sampled_tokens=True) as engine:
-        failed = Screen(Conversation(loaded, engine, options, template, system)).run()
+        talk = Conversation(loaded, engine, options, template, system)
+        try:
+            for path in image or ():
+                talk.add_image(path)
+        except TurnError as error:
+            raise QsampleError(str(error)) from None
+        failed = Screen(talk).run()
     if failed:
         raise QsampleError(f"lines of standard input that could not be answered: {failed}")
 
@@ -123,15 +136,16 @@ class TurnError(Exception):
 @dataclass
 class Conversation:
     """Messages, and an engine that answers them. `options`, `template`: of `Engine.add_request`. `system`: the system
-    prompt; `turns`: the other messages; `forgotten`: the oldest turns that no longer fit into the context, and that the
-    model does not see. `retries`: of the last question; the seed counts up with them. `answers`, `tokens`, `seconds`:
-    of all answers. `context`: tokens after the last answer."""
+    prompt; `images`: files for the next question; `turns`: the other messages; `forgotten`: the oldest turns that no
+    longer fit into the context, and that the model does not see. `retries`: of the last question; the seed counts up
+    with them. `answers`, `tokens`, `seconds`: of all answers. `context`: tokens after the last answer."""
 
     model: CausalLM
     engine: Engine
     options: dict[str, Any]
     template: dict[str, Any]
     system: str | None = None
+    images: list[str] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
     forgotten: int = 0
     retries: int = 0
@@ -139,6 +153,7 @@ class Conversation:
     tokens: int = 0
     seconds: float = 0.0
     context: int = 0
+    _processed: dict[str, ProcessedImage] = field(default_factory=dict)  # by file
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -147,8 +162,25 @@ class Conversation:
 
     @property
     def seen(self) -> list[dict[str, Any]]:
-        """The messages that the model sees."""
-        return [*_system_message(self.system), *self.turns[self.forgotten :]]
+        """The messages that the model sees. Raises ValueError for a file that is no image any more."""
+        return with_images([*_system_message(self.system), *self.turns[self.forgotten :]], self._process)
+
+    def _process(self, image: Any) -> Any:
+        """An image is read once: each turn sends the conversation again."""
+        if not isinstance(image, str):  # its bytes, of a conversation that was loaded
+            return image
+        if image not in self._processed:
+            (self._processed[image],) = self.model.images.process([image])
+        return self._processed[image]
+
+    def add_image(self, path: Path) -> None:
+        """Put an image in front of the next question. Raises TurnError for a file that is none."""
+        name = str(path.expanduser().absolute())
+        try:
+            self._process(name)
+        except ValueError as error:
+            raise TurnError(str(error)) from None
+        self.images.append(name)
 
     def start_with(self, messages: list[dict[str, Any]]) -> None:
         """Continue a conversation that may begin with a system prompt."""
@@ -163,17 +195,20 @@ class Conversation:
         answered = bool(self.turns) and self.turns[-1]["role"] == "assistant"
         self.retries = self.retries + 1 if text is None and answered else 0
         if text is not None:
-            self.turns = [*self.turns, {"role": "user", "content": text}]
+            self.turns = [*self.turns, {"role": "user", "content": with_images_before(text, self.images)}]
         else:
             questions = [place for place, message in enumerate(self.turns, 1) if message["role"] != "assistant"]
             self.turns = self.turns[: max(questions, default=0)]
         try:
             if not self.turns:
                 raise TurnError("the conversation has no question to answer again")
-            return self._answer(show)
+            output = self._answer(show)
         except BaseException:
             self.turns, self.forgotten = before
             raise
+        if text is not None:
+            self.images = []
+        return output
 
     def _answer(self, show: Callable[[str], None]) -> RequestOutput:
         from qsample.runtime import EngineClosedError
@@ -228,7 +263,8 @@ class Conversation:
 
         assert self.model.tokenizer is not None
         try:
-            return len(self.model.tokenizer.encode_chat(self.seen, ChatOptions(**self.template)))
+            options = ChatOptions(**self.template)
+            return len(self.model.images.encode(self.seen, [], self.model.tokenizer, options)[0])
         except ValueError:
             return None
 
@@ -386,8 +422,13 @@ class Screen:
             case "help" | "?":
                 note(_HELP)
             case "reset" | "clear":
-                talk.turns, talk.forgotten = [], 0
+                talk.turns, talk.forgotten, talk.images = [], 0, []
                 note("the conversation is empty")
+            case "image":
+                if not text:
+                    raise TurnError("name the file of an image")
+                talk.add_image(Path(text))
+                note(f"{counted(len(talk.images), 'image')} for the next message")
             case "retry":
                 self._answer(None)
             case "system":

@@ -57,6 +57,12 @@ Template = Annotated[
     typer.Option("--chat-template", metavar="FILE", help="Jinja file, or the name of a template in the package."),
 ]
 TextOnly = Annotated[bool, typer.Option("--text-only", help="Leave out the images of a model that reads them.")]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image", metavar="FILE", exists=True, dir_okay=False, help="Image of the prompt, before its text; repeatable."
+    ),
+]
 Lora = Annotated[
     list[str] | None,
     typer.Option("--lora", metavar="NAME=DIR", help="Load this LoRA adapter, a folder of PEFT's; may be repeated."),
@@ -282,6 +288,12 @@ def chosen_adapter(options: Mapping[str, Any], loras: Mapping[str, str]) -> dict
     if (name := options.get("adapter")) is not None and name not in loras:
         raise typer.BadParameter(f"--adapter is {name}, and --lora has {', '.join(loras) or 'none'}; give either")
     return {**options, **({"adapter": next(iter(loras))} if name is None and len(loras) == 1 else {})}
+
+
+def with_images_before(text: str, images: Sequence[Any]) -> str | list[dict[str, Any]]:
+    """The content of a user's message: a text, and images before it."""
+    parts = [{"type": "image", "image": image} for image in images]
+    return [*parts, {"type": "text", "text": text}] if parts else text
 
 
 def check_jinja() -> None:

@@ -19,6 +19,7 @@ from qsample.cli.common import (
     FORM_FLAGS,
     LOAD_FLAGS,
     SAMPLING_FLAGS,
+    Images,
     Json,
     chat_options,
     check_jinja,
@@ -30,6 +31,7 @@ from qsample.cli.common import (
     read_text,
     sampling_options,
     with_flags,
+    with_images_before,
 )
 from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
 from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
@@ -47,6 +49,7 @@ EXAMPLES: Final = (
     "qsample generate -p 'And the LORD spake unto' --temperature 0.8 --seed 7\n\n"
     "qsample generate qwen3-cpu -p 'Why is the sky blue?' --chat --max-new-tokens 200\n\n"
     "qsample generate qwen3-cpu -p 'One' -p 'Two' --greedy --json\n\n"
+    "qsample generate qwen-vl-cpu -p 'What is this?' --chat --image cat.jpg\n\n"
     "qsample generate qwen3-cpu --prompt-file prompts.jsonl --output answers.jsonl\n\n"
     "echo 'In the beginning' | qsample generate --top-p 0.9"
 )
@@ -64,6 +67,7 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Repeat it for a batch. (default: standard input)")
     ] = None,
+    image: Images = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
@@ -112,6 +116,8 @@ def generate(
     for name, value in (("--output", output), ("--slots", slots)):
         if value is not None and prompt_file is None:
             raise typer.BadParameter(f"{name} goes with --prompt-file")
+    if image and (prompt_file is not None or len(prompt or ()) > 1):
+        raise typer.BadParameter('--image goes with a single --prompt; a line of --prompt-file has "images": [...]')
     if num_return_sequences > 1 and prompt_file is not None:
         raise typer.BadParameter("--num-return-sequences goes with --prompt")
     if retry_errors and output is None:
@@ -137,7 +143,7 @@ def generate(
         inputs: list[Any] = list(prompts)
         if chat:
             head = [] if system is None else [{"role": "system", "content": system}]
-            inputs = [[*head, {"role": "user", "content": text}] for text in prompts]
+            inputs = [[*head, {"role": "user", "content": with_images_before(text, image or ())}] for text in prompts]
         _generate_prompts(
             load_given(opened, given),
             prompts,
@@ -145,6 +151,7 @@ def generate(
             chat=chat,
             as_json=as_json,
             form=form,
+            **({"images": image} if image and not chat else {}),
             num_return_sequences=num_return_sequences,
             **options,
             **chat_settings,
@@ -233,9 +240,14 @@ def _generate_prompts(
     if form is not None:
         options["allowed_tokens"] = _guide(model, form, len(prompts))
     stops = options.pop("stop_strings", None) or model.generation_config.stop_strings
+    images = options.get("images")
     streamer = (
-        None if as_json or len(prompts) > 1 else TextStreamer(model.tokenizer, skip_prompt=chat, stop_strings=stops)
+        None
+        if as_json or len(prompts) > 1
+        else TextStreamer(model.tokenizer, skip_prompt=chat or bool(images), stop_strings=stops)
     )
+    if images and streamer is not None:
+        print(prompts[0], end="", flush=True)  # without its placeholders
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the finish reasons say the same
         there = {spec.name for spec in model.interface.token_outputs}

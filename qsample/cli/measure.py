@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 BENCH_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample bench qwen3-cpu --batch 1 --batch 8 --prompt-tokens 512\n\n"
-    "qsample bench qwen3-cpu --temperature 0.8 --top-p 0.9 --json"
+    "qsample bench qwen3-cpu --temperature 0.8 --top-p 0.9 --json\n\n"
+    "qsample bench qwen-vl-cpu --image 1024x768"
 )
 EVALUATE_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -72,11 +74,20 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps to time.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Generations to time, after a warm-up.")] = 3,
+    image: Annotated[
+        str | None, typer.Option(metavar="WIDTHxHEIGHT", help="Put a random image before every prompt, and time it.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Time a package: first token, prefill, decode steps, memory."""
     from qsample.runtime.bench import measure
 
+    size = None
+    if image is not None:
+        found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", image)
+        if found is None:
+            raise typer.BadParameter(f"--image is {image}; give a width and a height in pixels, such as 640x480")
+        size = int(found[1]), int(found[2])
     try:
         params = SamplingParams(**{name: ctx.params[name] for name in _SAMPLING})
     except ValueError as error:
@@ -90,7 +101,7 @@ def bench(
         for index, rows in enumerate(batches := batch or [1]):
             report(f"{rows} rows", index / len(batches))
             measurements.append(
-                measure(model, rows, prompt_tokens, new_tokens, params, repetitions, [*model.adapters.values()])
+                measure(model, rows, prompt_tokens, new_tokens, params, repetitions, [*model.adapters.values()], size)
             )
     if as_json:
         typer.echo(json.dumps(_describe_bench(model, measurements, load_seconds), indent=2))
@@ -117,6 +128,7 @@ def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_secon
     """Print a benchmark on stdout."""
     facts = _describe_bench(model, measurements, load_seconds)
     prompt, new = measurements[0].prompt_tokens, measurements[0].new_tokens
+    images = any(row.image_tokens for row in measurements)
     guesses = any(row.tokens_per_step > 1 for row in measurements)
     shown = table(
         f"{model.package.path}: {prompt} prompt tokens, {new} decode steps",
@@ -127,6 +139,7 @@ def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_secon
         "p90, ms",
         "decode, tok/s",
         *(["tok/step"] if guesses else []),
+        *(["image, tok", "vision, ms"] if images else []),
     )
     for row in measurements:
         shown.add_row(
@@ -137,6 +150,7 @@ def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_secon
             f"{row.decode_ms_p90:.2f}",
             f"{row.tokens_per_second:.1f}",
             *([f"{row.tokens_per_step:.2f}"] if guesses else []),
+            *([str(row.image_tokens), f"{row.vision_ms:.1f}"] if images else []),
         )
     screen = console()
     screen.print(shown)

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from qsample.cli.common import context_full, read_text
+from qsample.cli.common import context_full, read_text, with_images_before
 from qsample.cli.spellings import name_here
 from qsample.cli.terminal import AlreadyPrintedError, counted, finite, note, progress
 from qsample.disk.locks import lock
 from qsample.disk.replace import file_aside
-from qsample.disk.untrusted import parse_json
+from qsample.disk.untrusted import open_plain, parse_json
 from qsample.errors import QsampleError, shown
+from qsample.images.messages import with_images
 from qsample.progress import Stage
 from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 _JSON_LINES: Final = (".jsonl", ".ndjson", ".json")
 _WAITING: Final = 64  # prompts that are read ahead of the slots
-_NO_OPTIONS: Final = ("id", "metadata", "prompt", "messages")  # fields of a line that are not parameters
+_NO_OPTIONS: Final = ("id", "metadata", "prompt", "messages", "images")  # fields of a line that are not parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,12 @@ def read_rows(
         if not line.strip():
             continue
         content: dict[str, Any] = {} if as_json else {"prompt": line.rstrip("\r")}
+        files: list[str] = []
         if as_json:
             try:
                 content = _parse(line)
                 _check(content)
+                files = _read_images(content, path.parent)
             except ValueError as error:
                 rows.append(Row(content.get("id", number), error=str(error), source=line))
                 continue
@@ -89,14 +92,19 @@ def read_rows(
         inputs: Any = content.get("prompt")
         is_chat = as_chat or "messages" in content
         if is_chat:
-            inputs = content.get("messages") or [{"role": "user", "content": inputs}]
+            own_images = [] if "messages" in content else content.pop("images", [])
+            inputs = content.get("messages") or [{"role": "user", "content": with_images_before(inputs, own_images)}]
             if system is not None and inputs[0].get("role") != "system":
                 inputs = [{"role": "system", "content": system}, *inputs]
         merged = _merge({**options, **chat} if is_chat else options, own)
         if merged.get("seed") is None and options.get("seed") is not None:
             merged["seed"] = (options["seed"] + len(rows)) % SEEDS
         name = content.get("id", number)
-        rows.append(Row(name, inputs, merged, source=[name, inputs, merged]))
+        source = [name, inputs, merged]
+        if files:  # wherever the images are, what is in them decides
+            source = [name, with_images(inputs, lambda image: None) if is_chat else inputs, merged, files]
+        images = {"images": content["images"]} if "images" in content else {}
+        rows.append(Row(name, inputs, merged | images, source=source))
     if (chat or system is not None) and not any(row.is_chat or row.error for row in rows):
         raise typer.BadParameter(
             f"no row of --prompt-file {path} is a conversation, so --system, --chat-template, --chat-template-kwargs "
@@ -154,6 +162,32 @@ def _check(content: dict[str, Any]) -> None:
     bias = content.get("logit_bias")
     if isinstance(bias, dict) and all(key.isdecimal() for key in bias):  # JSON's keys are texts
         content["logit_bias"] = {int(key): value for key, value in bias.items()}
+
+
+def _read_images(content: dict[str, Any], folder: Path) -> list[str]:
+    """Put the images of a line in order: files below `folder` by their paths, others by their bytes. Returns the sha256
+    of each, for the fingerprint. Raises ValueError for an image that cannot be read."""
+    digests = []
+
+    def found(image: Any) -> Any:
+        path = image if isinstance(image, bytes) else folder / image
+        try:
+            data = image if isinstance(image, bytes) else open_plain(path).read()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the image {image} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        digests.append(hashlib.sha256(data).hexdigest())
+        return path
+
+    if "images" in content:
+        images = content["images"]
+        if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+            raise ValueError(f"images is {shown(images, 60)}; give a list of files")
+        parts = [{"type": "image", "image": image} for image in images]
+        (message,) = with_images([{"content": parts}], found)
+        content["images"] = [part["image"] for part in message["content"]]
+    if "messages" in content:
+        content["messages"] = with_images(content["messages"], found)
+    return digests
 
 
 def _are_ids(value: Any) -> bool:

@@ -42,6 +42,8 @@ class VisionEncoder:
     def features(self, image: ProcessedImage) -> Array:
         """[n, C] in the package's dtype, read-only: the rows for the image's n placeholders. Threads that ask for the
         same image at once share a run. Raises QsampleError if it fails."""
+        if image.features is not None:
+            return image.features
         with self._changed:
             kept = self._kept.get(image.key)
             if kept is not None:

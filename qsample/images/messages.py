@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -46,6 +46,21 @@ def images_in(messages: Sequence[Mapping[str, Any]], placeholder: str, given: It
     return images
 
 
+def with_images(messages: Iterable[Mapping[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """A copy of a conversation, with change(image) in place of each image that a part holds. Raises ValueError as
+    `images_in` does."""
+
+    def changed(what: str, part: Any) -> Any:
+        image = _image(what, part) if isinstance(part, Mapping) and part.get("type") in IMAGES else None
+        return part if image is None else {"type": IMAGES[0], "image": change(image)}
+
+    copies = [dict(message) for message in messages]
+    for index, message in enumerate(copies):
+        if isinstance(content := message.get("content"), list | tuple):
+            message["content"] = [changed(f"chat message {index}", part) for part in content]
+    return copies
+
+
 def _image(what: str, part: Mapping[str, Any]) -> Any:
     """The image of a part as it is given; None if it has none."""
     given: list[Any] = [
@@ -53,7 +68,7 @@ def _image(what: str, part: Mapping[str, Any]) -> Any:
     ]
     if not given:
         return None
-    value = given[0].get("url") if isinstance(given[0], Mapping) else given[0]
+    value = given[0].get("url") if isinstance(part.get("image_url"), Mapping) else given[0]
     if value is None or len(given) > 1:
         raise ValueError(f"{what} has a part of type {part['type']!r} with {shown(sorted(part))}; {_FORM}")
     if not isinstance(value, str):
@@ -83,11 +98,17 @@ def decode_data_url(url: str, most: int | None = None) -> bytes:
 
 def decode_base64(text: str, most: int | None = None) -> bytes:
     """Raises ValueError for what is not base64, and for more than `most` bytes, before they are decoded."""
-    if most is not None and len(text) * 3 > (most + 2) * 4:
-        raise ValueError(f"an image has {len(text) * 3 // 4} bytes, and {most} are the most; give a smaller one")
+    if most is not None:
+        check_base64(len(text), most)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(
             f"an image is not valid base64 ({error}); give the file's bytes in base64, without line breaks"
         ) from None
+
+
+def check_base64(length: int, most: int) -> None:
+    """Raise ValueError if a base64 text of `length` characters has more than `most` bytes."""
+    if length * 3 > (most + 2) * 4:
+        raise ValueError(f"an image has {length * 3 // 4} bytes, and {most} are the most; give a smaller one")

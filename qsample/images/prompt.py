@@ -18,6 +18,7 @@ class ProcessedImage:
         rows: [n] int64, the row of vision.onnx's result for each of the n placeholders, in order.
         size: rows and columns of placeholders, for packages with `ImageShape.axial`: n is their product.
         text: what stands for it in the text of a prompt: placeholders, and what is written around them.
+        features: [n, C], of the placeholders, if they are computed already.
     """
 
     key: bytes
@@ -26,6 +27,7 @@ class ProcessedImage:
     rows: Array
     size: tuple[int, int] | None = None
     text: str = ""
+    features: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,10 +17,12 @@ import numpy as np
 
 from qsample.checks import check_fields, checked, integer, is_integer, number, refuse
 from qsample.errors import EngineClosedError
+from qsample.images.messages import with_images
 from qsample.ort.options import NO_SPINNING
 from qsample.ray.archives import open_archive, pack
 from qsample.request.sampling_params import DRAWN_SEEDS
 from qsample.runtime import Engine, RequestOutput, load
+from qsample.runtime.call import is_chat
 
 if TYPE_CHECKING:
     import pyarrow
@@ -103,7 +105,8 @@ def build_processor(
     Args:
         config: the package, its actors, and how they run it.
         preprocess: its result is added to a row. Then a row has `prompt` (a text or token ids) or `messages`, and may
-            have `sampling_params` (a mapping) and `seed`. Its tokens depend on these alone: a row without a seed gets
+            have `images` (a list: the bytes of files, paths, arrays, mappings with bytes or path), `sampling_params` (a
+            mapping) and `seed`. Its tokens depend on these alone: a row without a seed gets
             the seed of its id, so it comes out the same if it runs again because a machine failed. A row with neither
             is an error.
         postprocess: makes the final row from a row with `generated_text`, `generated_tokens`, `finish_reason`, `seed`,
@@ -191,7 +194,7 @@ class EngineActor:
         """The batch with its columns unchanged, and the generated columns."""
         import pyarrow
 
-        columns = ("prompt", "messages", "sampling_params", "seed", self._config.id_column)
+        columns = ("prompt", "messages", "images", "sampling_params", "seed", self._config.id_column)
         needed = [name for name in dict.fromkeys(columns) if name in batch.column_names]
         rows = batch.select(needed).to_pylist() if needed else [{}] * batch.num_rows
         done = await self.generate(rows)
@@ -261,11 +264,33 @@ def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> tuple[A
     seed = _number(options.pop("seed", None))
     seed = _number(row.get("seed")) if seed is None else seed
     options["seed"] = seed_of(row, id_column) if seed is None else seed
+    if images := _images(row.get("images")):
+        options["images"] = images
     messages = _plain(row.get("messages"))
+    if is_chat(messages):
+        messages = with_images(messages, _image)
     inputs = _plain(row.get("prompt")) if messages in (None, []) else messages
     if inputs is None:
         raise ValueError(f"a row has neither prompt nor messages, but {', '.join(row)}; make them in preprocess")
     return inputs, options
+
+
+def _images(given: Any) -> list[Any]:
+    """The images of a column's value: of a list, or a single one."""
+    if given is None:
+        return []
+    single = isinstance(given, bytes | str | Mapping) or (isinstance(given, np.ndarray) and given.ndim == 3)
+    return [_image(image) for image in ([given] if single else given)]
+
+
+def _image(given: Any) -> Any:
+    """An image as `generate` takes it; lists of numbers are pixels, and a mapping has bytes or a path, as in Hugging
+    Face's datasets."""
+    if isinstance(given, Mapping):
+        given = given.get("bytes") or given.get("path")
+    if isinstance(given, list | np.ndarray):
+        return np.array(given, dtype=np.uint8)
+    return given
 
 
 def seed_of(row: Row, id_column: str) -> int:

@@ -7,11 +7,12 @@ import time
 from collections import abc
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from qsample.contract.arrays import Array
+from qsample.images.prompt import ImagePrompt
 from qsample.ort.session import Sessions
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime.adapters import Adapter
@@ -23,6 +24,7 @@ from qsample.runtime.prepare import for_package, parameter_row
 from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
 
 _WARM_UP_STEPS: Final = 3
+_Seen = tuple[ImagePrompt, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Measurement:
         decode_ms, decode_ms_p90: milliseconds of a decode step, median and 90th percentile of all steps.
         tokens_per_second: of all rows together, at the mean step if tokens are guessed, otherwise at the median step.
         tokens_per_step: tokens of a row and step; 1 without guesses.
+        image_tokens: of `prompt_tokens`, those that stand for an image.
+        vision_ms: milliseconds to the features of an image, median; they are not in first_token_ms.
     """
 
     rows: int
@@ -46,6 +50,8 @@ class Measurement:
     decode_ms_p90: float
     tokens_per_second: float
     tokens_per_step: float = 1.0
+    image_tokens: int = 0
+    vision_ms: float = 0.0
 
 
 class LockStep:
@@ -77,10 +83,13 @@ class LockStep:
         scheduler = Scheduler(len(self._rows), SchedulerConfig.of(sessions, interleave=False))
         self._loop = DecodeLoop(self._slots, scheduler, lambda sequence: None, double_buffering=False)
 
-    def prefill(self, prompts: abc.Sequence[Array]) -> Array:
-        """Read each row's prompt, [n] int64, and sample its first token: [B] int64."""
-        for prompt, (values, seed, adapter) in zip(prompts, self._rows, strict=True):
-            self._sequences.append(Sequence(prompt, values, seed, adapter=adapter, wanted=()))
+    def prefill(self, prompts: abc.Sequence[Array], images: abc.Sequence[_Seen] = ()) -> Array:
+        """Read each row's prompt, [n] int64, and sample its first token: [B] int64. images: of each row, with their
+        features."""
+        for row, (prompt, (values, seed, adapter)) in enumerate(zip(prompts, self._rows, strict=True)):
+            own, features = images[row] if images else (None, None)
+            seen: dict[str, Any] = {"images": own, "image_features": features}
+            self._sequences.append(Sequence(prompt, values, seed, adapter=adapter, wanted=(), **seen))
             self._loop.add(self._sequences[-1])
         while not all(sequence.started for sequence in self._sequences):
             self._loop.step()
@@ -107,14 +116,22 @@ def measure(
     params: SamplingParams | None = None,
     repetitions: int = 3,
     adapters: abc.Sequence[Adapter] = (),
+    image: tuple[int, int] | None = None,
 ) -> Measurement:
     """Generate from random prompts and time every call. Raises ValueError if the prompt and the new tokens do not fit.
     params: how to sample, by default greedily; stop tokens are ignored, so that every row runs to its end. adapters:
-    LoRA adapters of the rows, in turns, at most the package's `max_loras`. The numbers are at least 1."""
+    LoRA adapters of the rows, in turns, at most the package's `max_loras`. image: width and height of a random image
+    before each prompt, whose tokens are in addition to `prompt_tokens`. The numbers are at least 1."""
     counts = {"rows": rows, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repetitions": repetitions}
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
+    random = np.random.default_rng(0)
+    texts = list(random.integers(0, model.interface.vocab_size, (rows, prompt_tokens)))
+    prompts, images = texts, list[ImagePrompt]()
+    if image is not None:
+        prompts, images = _with_images(model, texts, image, random)
+        prompt_tokens = len(prompts[0])
     most = 1 + params.prompt_lookup_num_tokens if params is not None else 1  # tokens of a step
     needed = prompt_tokens + most * (new_tokens + _WARM_UP_STEPS) + 1
     capacity = model.capacity(needed)
@@ -124,19 +141,25 @@ def measure(
             f"places, and a row of this package has {capacity}; give fewer, or compile with a larger ctx_len"
         )
     interface = model.interface
-    prompts = list(np.random.default_rng(0).integers(0, interface.vocab_size, (rows, prompt_tokens)))
     params = for_package(interface, params or SamplingParams(temperature=0), model.tokenizer)
     endless = replace(
         params, eos_token_id=(), min_length=0, min_new_tokens=None, max_length=capacity, max_new_tokens=None
     )
     parameters = [parameter_row(interface, endless, prompt_tokens, capacity)] * rows
 
+    vision: list[float] = []
     first_token: list[float] = []
     steps: list[float] = []
     drafts = NO_DRAFTS
     for repetition in range(repetitions + 1):  # the first warms up
         loop = LockStep(model.sessions, parameters, list(range(rows)), capacity, adapters)
-        first = _seconds(partial(loop.prefill, prompts))
+        seen = list[_Seen]()
+        if image is not None:
+            prompts, images = _with_images(model, texts, image, random)  # others: features of the same are kept
+            start = time.perf_counter()
+            seen += [(own, model.images.features(own)) for own in images]
+            vision += [(time.perf_counter() - start) / rows] * (repetition > 0)
+        first = _seconds(partial(loop.prefill, prompts, seen))
         for _ in range(_WARM_UP_STEPS):
             loop.decode()
         before = loop.drafts
@@ -157,7 +180,28 @@ def measure(
         decode_ms_p90=1e3 * float(np.percentile(steps, 90)),
         tokens_per_second=rows * drafts.tokens_per_step / mean,
         tokens_per_step=drafts.tokens_per_step,
+        image_tokens=len(images[0].images[0].rows) if images else 0,
+        vision_ms=1e3 * float(np.median(vision)) if vision else 0.0,
     )
+
+
+def _with_images(
+    model: CausalLM, texts: abc.Sequence[Array], size: tuple[int, int], random: np.random.Generator
+) -> tuple[list[Array], list[ImagePrompt]]:
+    """Prompts of a random image and a text each, [n] int64. Raises ValueError if the package reads text only."""
+    width, height = size
+    prompts, images = [], []
+    for text in texts:
+        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        processed = model.images.process([pixels])
+        processor, tokenizer = model.images.processor, model.tokenizer
+        if processor is None or tokenizer is None:
+            raise ValueError("the package has no tokenizer, which writes the tokens of an image; leave the image out")
+        before = tokenizer.encode(processor.expand(processor.placeholder, processed))
+        prompt = np.array([*before, *np.where(text == processor.token_id, 0, text)], dtype=np.int64)
+        prompts.append(prompt)
+        images.append(processor.prompt(prompt, processed))
+    return prompts, images
 
 
 def peak_memory_bytes() -> int:

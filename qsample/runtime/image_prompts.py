@@ -98,6 +98,10 @@ class ImageReader:
         assert self.processor is not None
         return self.processor.prompt(ids, images)
 
+    def seen(self, images: Iterable[ProcessedImage]) -> list[ProcessedImage]:
+        """Images with their features, for callers whose threads add requests and must not wait for vision.onnx."""
+        return [replace(image, features=self._vision.features(image)) for image in images]
+
     def see(self, sequences: Iterable[Row]) -> None:
         """Compute the image features of sequences, before they wait for slots. Raises QsampleError, and PackageError if
         vision.onnx cannot be opened."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import LOGPROBS, PROBS
+from qsample.images.prompt import ProcessedImage
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Delta, Request, RequestOutput, Step
 from qsample.runtime.request import RequestTiming, Usage
@@ -57,11 +58,13 @@ class Answers:
         make_guide: Callable[[], Awaitable[GrammarGuide]] | None,
         max_time: float | None,
         prediction: Sequence[int] | None = None,
+        images: Sequence[ProcessedImage] = (),
     ) -> None:
         """Give the prompts to the engine, all or none; they have passed the model's `check_count` and `check_room`.
 
         Every answer gets `params` and, if there is a `make_guide`, a guide. It takes at most `max_time` seconds, and is
-        expected to have the tokens of `prediction`. Raises ApiError, QueueFullError or ValueError.
+        expected to have the tokens of `prediction`. images: of a single prompt, with their features. Raises ApiError,
+        QueueFullError or ValueError.
         """
         body, model = self._body, self._model
         self._prompts = prompts
@@ -84,6 +87,8 @@ class Answers:
             options |= {"outputs": wanted, "stop_strings": body.stop} | (
                 {} if prediction is None else {"prediction": prediction}
             )
+            if images:
+                options["images"] = list(images)
             for row, seed, own in zip(rows, seeds, guides, strict=False):
                 self._requests.append(model.add(row, params, seed=seed, allowed_tokens=own, **options))
         except BaseException:

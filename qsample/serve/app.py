@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from starlette.staticfiles import StaticFiles
 
 import qsample
 from qsample.errors import DISTRIBUTION
+from qsample.images.prompt import ProcessedImage
 from qsample.serve import documents
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
@@ -40,6 +43,7 @@ from qsample.serve.http import (
     json_bytes,
     json_response,
 )
+from qsample.serve.images import MediaReader, take_addresses
 from qsample.serve.messages import CountTokensRequest, MessageAnswers, MessagesRequest
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel, ServedModels
@@ -62,6 +66,7 @@ _ABSENT: Final = (
 )
 _PAGE: Final = Path(__file__).parent / "page.html"
 _LONG_TEXTS: Final = 2  # that are encoded at once
+_SEEN_AT_ONCE: Final = 2  # requests whose images are decoded or computed
 _PREDICTED: Final = 32  # characters that a token of a prediction may have; the rest of the text is left out
 _WRITTEN: Final = 2**16  # items of a list that become JSON at once: Python's lock is held meanwhile
 # For the description alone: the middleware `ApiKeys` looks at keys.
@@ -85,13 +90,14 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
         server.models = served
         yield
         await asyncio.to_thread(served.close)
+        server.close()
 
     server = _Server(settings)
     app = FastAPI(title="qsample", version=qsample.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     server.add_routes(app)
     add_error_handlers(app)
-    app.add_middleware(BodyLimit, most=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, most=server.most_body)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.allowed_hosts and "*" not in settings.allowed_hosts:
@@ -125,6 +131,15 @@ class _Server:
         # A long text takes some hundred times its size while it is encoded.
         self._encoding = asyncio.Semaphore(_LONG_TEXTS)
         self._loading = asyncio.Lock()  # of an adapter
+        self._media = MediaReader(
+            settings.max_image_bytes, settings.allowed_media_domains, settings.allowed_local_media_path
+        )
+        # Decoding takes memory, vision.onnx all cores: the others wait, and the event loop goes on.
+        self._seeing = ThreadPoolExecutor(_SEEN_AT_ONCE, thread_name_prefix="qsample-images")
+
+    def most_body(self) -> int:
+        """Bytes of a request."""
+        return self._settings.most_body(images=any(model.reads_images for model in self.models or ()))
 
     def add_routes(self, app: FastAPI) -> None:
         app.add_api_route("/", self.page, include_in_schema=False)
@@ -246,7 +261,7 @@ class _Server:
     async def count_tokens(self, body: CountTokensRequest) -> Response:
         """The number of tokens of a conversation, tools included."""
         model, chat = self._served().find(body.model), body.chat
-        return json_response({"input_tokens": len(await self._encode_chat(model, chat, chat.offers_tools))})
+        return json_response({"input_tokens": len((await self._encode_chat(model, chat, chat.offers_tools))[0])})
 
     async def _converse(
         self, body: ChatCompletionRequest, given: ResponsesRequest | MessagesRequest | None = None
@@ -255,8 +270,14 @@ class _Server:
         model = self._served().find(body.model)
         make_guide, params = model.guides(body.form), model.sampling_params(body)
         model.check_count(body.requests)
-        prompt = await self._encode_chat(model, body, body.offers_tools, check=model.check_length)
+        prompt, images = await self._encode_chat(model, body, body.offers_tools, check=model.check_length)
         model.check_room(prompt)
+        if images:
+            if body.scores_prompt:
+                text = "the log-probabilities of a prompt with images are not computed; leave it out"
+                raise ApiError(400, text, param="prompt_logprobs")
+            model.check_places(body.requests)  # before vision.onnx runs for an answer that gets none
+            images = await self._see(model, images)
         expected = None
         if body.prediction is not None and model.interface.features.num_speculative_tokens:
             text = body.prediction.text[: _PREDICTED * model.max_model_len]
@@ -269,7 +290,7 @@ class _Server:
         else:
             choices = [ChatChoice(index, model, body, prompt) for index in range(body.choices)]
             answers = Answers(model, body, self._metrics, choices)
-        await answers.start([prompt], params, make_guide, self._settings.request_timeout, expected)
+        await answers.start([prompt], params, make_guide, self._settings.request_timeout, expected, images)
         return await _response(answers, body)
 
     async def load_adapter(self, body: LoadLoraRequest) -> Response:
@@ -312,7 +333,7 @@ class _Server:
         if body.prompt is not None:
             (ids,) = await self._encode(model, [body.prompt], body.add_special_tokens)
         else:
-            ids = await self._encode_chat(model, body, True)
+            ids, _ = await self._encode_chat(model, body, True)
 
         def answer() -> Response:
             lists: dict[str, list[Any]] = {"tokens": ids}
@@ -354,15 +375,17 @@ class _Server:
 
     async def _encode_chat(
         self, model: ServedModel, body: ChatPrompt, with_tools: bool, check: Callable[[str], object] = str
-    ) -> list[int]:
-        """check: looks at the text of the conversation before it is encoded."""
+    ) -> tuple[list[int], list[ProcessedImage]]:
+        """The tokens of a conversation, and its images. check: looks at its text before it is encoded."""
         template = body.chat_template or ""
         if "{" in template and not self._settings.trust_request_chat_template:
             text = (
                 "this server takes no chat templates of clients; name a template of the package, or start the server "
             )
             raise ApiError(400, text + "with --trust-request-chat-template", param="chat_template")
-        render = partial(model.render_chat, body.template_messages, body.template_options(with_tools=with_tools))
+        messages, addresses = take_addresses(body.template_messages, self._settings.limit_images_per_prompt)
+        model.check_images(messages, addresses)
+        render = partial(model.render_chat, messages, body.template_options(with_tools=with_tools))
         # A template is a program of the model; on the event loop, a slow template would delay everybody.
         try:
             text = await asyncio.to_thread(render)
@@ -370,7 +393,25 @@ class _Server:
             text = f"this server cannot take messages: it lacks a jinja2 of the extra serve of {DISTRIBUTION}"
             raise ApiError(501, text, code="missing_module") from None
         check(text)
-        return (await self._encode(model, [text], False))[0]  # the template spells the special tokens out
+        images: list[ProcessedImage] = []
+        if addresses:
+            files = await self._media.read(addresses)
+            loop = asyncio.get_running_loop()
+            images = await loop.run_in_executor(self._seeing, model.process_images, files)
+            text = model.with_placeholders(text, images)
+        return (await self._encode(model, [text], False))[0], images  # the template spells the special tokens out
+
+    async def _see(self, model: ServedModel, images: list[ProcessedImage]) -> list[ProcessedImage]:
+        """The images with their features."""
+        began = time.monotonic()
+        loop = asyncio.get_running_loop()
+        seen = await loop.run_in_executor(self._seeing, model.model.images.seen, images)
+        self._metrics.count_images(model.base, [len(image.rows) for image in seen], time.monotonic() - began)
+        return seen
+
+    def close(self) -> None:
+        """Wait for no image."""
+        self._seeing.shutdown(wait=False, cancel_futures=True)
 
 
 def _docs_folder() -> Path | None:
@@ -390,5 +431,6 @@ def _described(model: ServedModel) -> dict[str, Any]:
         "owned_by": "qsample",
         **({} if model.adapter is None else {"parent": model.base}),  # as in vLLM
         "max_model_len": model.max_model_len,
-        "capabilities": {"completion_chat": model.takes_chats},  # as in Mistral's list of models
+        # as in Mistral's list of models
+        "capabilities": {"completion_chat": model.takes_chats, "vision": model.reads_images},
     }

@@ -63,7 +63,7 @@ MODEL: Final = _document(
     "Model",
     """A model, or an adapter. id: its served name. object: what it is. created: when it was loaded, in seconds since
     1970. owned_by: "qsample". parent: an adapter's model. max_model_len: tokens of a prompt and its answer.
-    capabilities: completion_chat is whether it has a chat template.""",
+    capabilities: completion_chat is whether it has a chat template, vision whether it reads images.""",
     **dict.fromkeys(("id", "object", "owned_by"), str),
     **dict.fromkeys(("created", "max_model_len"), int),
     parent=_OPTIONAL,

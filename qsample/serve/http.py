@@ -62,7 +62,10 @@ _RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again afte
 # at them.
 _LINE_ENDS: Final = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
 _LONG_BODY: Final = 2**16  # bytes; parsing more takes milliseconds
-_BODIES_AT_ONCE: Final = 32  # of the largest size
+_TEXT_BODY: Final = 2**22  # bytes; longer bodies have images
+_BODIES_AT_ONCE: Final = 32  # of the largest size, up to this one; of longer bodies 8
+_LONG_AT_ONCE: Final = 8
+_STRUCTURE: Final = (b",", b"[", b"{", b"\\")  # what makes a body slow to parse; base64 has none of it
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _SHOWN_PATH: Final = 200  # characters
 _REASON: Final = "qsample.reason"  # why a request is refused; in its scope
@@ -276,6 +279,9 @@ _PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="qsample-json")  # its
 
 
 def _parsed(body: bytes, model: type[BaseModel]) -> BaseModel:
+    if len(body) > _TEXT_BODY and sum(map(body.count, _STRUCTURE)) > _TEXT_BODY // 2:
+        text = f"the body has more than {_TEXT_BODY} bytes besides its images, this server's limit"
+        raise ApiError(413, text, code="request_too_large")
     collects = gc.isenabled()
     gc.disable()  # a million lists start it again and again, and it takes ten times as long as parsing them
     try:
@@ -392,8 +398,8 @@ class BodyLimit:
     """Refuses bodies of more than `most` bytes: before they are read if their length is announced, otherwise while they
     come; and any body while the bodies in memory are too large together."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        """most: bytes."""
+    def __init__(self, app: ASGIApp, most: Callable[[], int]) -> None:
+        """most: returns the bytes of a body."""
         self._app = app
         self._most = most
         self._held = 0
@@ -403,10 +409,11 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._most:
+        if length.isdigit() and int(length) > self._most():
             await self._error()(scope, receive, send)
             return
-        read = 0
+        read, most = 0, self._most()
+        held = max(min(most, _TEXT_BODY) * _BODIES_AT_ONCE, most * _LONG_AT_ONCE)
 
         async def counted() -> Message:
             nonlocal read
@@ -414,9 +421,9 @@ class BodyLimit:
             size = len(message.get("body", b""))
             read += size
             self._held += size
-            if read > self._most:
+            if read > most:
                 raise self._error()
-            if self._held > self._most * _BODIES_AT_ONCE:
+            if self._held > held:
                 text = "the server holds as many long requests as it can; try again later"
                 raise ApiError(429, text, code="rate_limit_exceeded", headers=_RETRY_AFTER)
             return message
@@ -428,5 +435,5 @@ class BodyLimit:
 
     def _error(self) -> ApiError:
         return ApiError(
-            413, f"the body has more than {self._most} bytes, this server's limit", code="request_too_large"
+            413, f"the body has more than {self._most()} bytes, this server's limit", code="request_too_large"
         )

@@ -24,12 +24,13 @@ from qsample.serve.requests import Body, Count, GenerationRequest, JsonSchema, R
 _CHOICES: Final[dict[str, Any]] = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in OpenAI's words
 # Who writes which blocks, and what these have to have.
 _BLOCKS: Final = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
 _FIELDS: Final[dict[str, dict[str, type]]] = {
     "text": {"text": str},
+    "image": {"source": dict},
     "thinking": {"thinking": str},
     "redacted_thinking": {},
     "tool_use": {"id": str, "name": str, "input": dict},
@@ -123,8 +124,7 @@ def _blocks_of(content: Any, owner: str, *known: str) -> list[dict[str, Any]]:
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind not in known:
-            text = f"{owner} has a block of type {kind!r:.60}; the model reads text only, give {', '.join(known)}"
-            raise ValueError(text)
+            raise ValueError(f"{owner} has a block of type {kind!r:.60}; give {', '.join(known)}")
         for name, type_ in _FIELDS[kind].items():
             if not isinstance(block.get(name), type_):
                 given = "a text" if type_ is str else "an object"
@@ -138,30 +138,54 @@ def _text_of(content: Any, owner: str = "it") -> str:
 
 def _of_blocks(role: str, blocks: list[dict[str, Any]], place: int) -> list[dict[str, Any]]:
     """The messages of a chat that a message stands for: a tool's result is one there."""
-    results, texts, calls, thoughts = list[Any](), list[str](), list[Any](), ""
+    results, parts, calls, thoughts = list[Any](), list[Any](), list[Any](), ""
     for block in blocks:
         match block:
-            case {"type": "text", "text": text}:
-                texts.append(text)
+            case {"type": "text" | "image"}:
+                parts.append(block)
             case {"type": "tool_result", "tool_use_id": call}:
-                content = _text_of(block.get("content", ""), f"message {place}")
+                owner = f"message {place}"
+                content = _content_of(_blocks_of(block.get("content", ""), owner, "text", "image"), owner)
                 results.append({"role": "tool", "tool_call_id": call, "content": content})
             case {"type": "tool_use", "id": call, "name": name, "input": given}:
                 calls.append({"id": call, "type": "function", "function": {"name": name, "arguments": given}})
             case {"type": "thinking", "thinking": thought}:
                 thoughts += thought
-    message: dict[str, Any] = {"role": role, "content": "\n".join(texts) if texts or not calls else None}
+    content = _content_of(parts, f"message {place}") if parts or not calls else None
+    message: dict[str, Any] = {"role": role, "content": content}
     more: dict[str, Any] = {"tool_calls": calls, "reasoning_content": thoughts}
     message |= {name: value for name, value in more.items() if value}
-    return results if results and not texts else [*results, message]
+    return results if results and not parts else [*results, message]
+
+
+def _content_of(blocks: list[dict[str, Any]], owner: str) -> str | list[dict[str, Any]]:
+    """Blocks of text and images as the content of a chat's message."""
+    if all(block["type"] == "text" for block in blocks):
+        return "\n".join(block["text"] for block in blocks)
+    return [
+        {"type": "text", "text": block["text"]}
+        if block["type"] == "text"
+        else {"type": "image_url", "image_url": {"url": _address_of(block["source"], owner)}}
+        for block in blocks
+    ]
+
+
+def _address_of(source: dict[str, Any], owner: str) -> str:
+    match source:
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            return f"data:{kind};base64,{data}"
+        case {"type": "url", "url": str(address)}:
+            return address
+    form = '{"type": "base64", "media_type": "image/png", "data": "..."}'
+    raise ValueError(f"{owner} has an image with a source of type {source.get('type')!r:.60}; give {form}")
 
 
 class CountTokensRequest(GenerationRequest):
     """`/v1/messages/count_tokens`, with the fields of `/v1/messages`. messages: with texts, or blocks of type text,
-    tool_use, tool_result and thinking. system: a system prompt. tools: tools that the model may call. tool_choice:
-    whether the model has to call a tool. thinking: whether to return thoughts. output_config: the effort, and the form
-    of the answer. stop_sequences: texts that end the answer. cache_control: ignored. chat_template: a template of the
-    package by name. chat_template_kwargs: further variables of the template."""
+    image, tool_use, tool_result and thinking. system: a system prompt. tools: tools that the model may call.
+    tool_choice: whether the model has to call a tool. thinking: whether to return thoughts. output_config: the effort,
+    and the form of the answer. stop_sequences: texts that end the answer. cache_control: ignored. chat_template: a
+    template of the package by name. chat_template_kwargs: further variables of the template."""
 
     refusals = MESSAGES
     example = ChatCompletionRequest.example

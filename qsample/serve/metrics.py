@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -42,6 +42,9 @@ class Metrics:
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Guessed tokens.")
         self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right.")
         self._scored_tokens = counter("prompt_tokens_scored", "Prompt tokens whose log-probability was computed.")
+        self._images = counter("prompt_images", "Images of prompts.")
+        self._image_tokens = counter("prompt_image_tokens", "Prompt tokens that stand for images.")
+        self._vision = histogram("image_encoder_seconds", "Seconds to the features of a prompt's images.")
         self._ended = counter("request_success", "Requests that ended, by why.", "finished_reason")
         self._failed = counter("request_failure", "Requests that ended with an error.")
         self._exchanges = Counter(
@@ -68,6 +71,12 @@ class Metrics:
     def count_exchange(self, path: str, status: int, reason: str) -> None:
         """Count an HTTP request. `reason`: of a refusal, such as "rate_limit_exceeded"; otherwise empty."""
         self._exchanges.labels(path, str(status), reason).inc()
+
+    def count_images(self, model: str, tokens: Sequence[int], seconds: float) -> None:
+        """Count the images of a prompt. tokens: of each image. seconds: to their features, waiting included."""
+        self._images.labels(model).inc(len(tokens))
+        self._image_tokens.labels(model).inc(sum(tokens))
+        self._vision.labels(model).observe(seconds)
 
     def follow_scoring(self, model: str, request: Request) -> None:
         """Count the tokens of a request that scores a prompt, and samples none of them."""

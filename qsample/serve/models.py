@@ -16,6 +16,9 @@ from typing import Any, Final
 
 from qsample.disk.untrusted import leads_out
 from qsample.errors import DISTRIBUTION, QsampleError, shown
+from qsample.images.decode import ImageLimits
+from qsample.images.messages import images_in
+from qsample.images.prompt import ProcessedImage
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.call import Call
@@ -56,7 +59,9 @@ class ServedModel:
             session_config=settings.session_options,
             batch_invariant=settings.batch_invariant,
             trusted_keys=settings.trusted_keys or None,
+            image_cache_bytes=settings.image_cache_mib << 20,
         )
+        self.model.images.limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
         if (tokenizer := self.model.tokenizer) is not None and settings.chat_template is not None:
             tokenizer.chat_template = tokenizer.get_chat_template(settings.chat_template)
             compile_template(tokenizer.chat_template)  # a mistake in it ends the start
@@ -255,6 +260,32 @@ class ServedModel:
                     for message in messages
                 ]
         return self.tokenizer.render_chat(messages, options)
+
+    @property
+    def reads_images(self) -> bool:
+        return self.interface.image is not None
+
+    def check_images(self, messages: Sequence[Mapping[str, Any]], images: Sequence[str]) -> None:
+        """Raise ApiError for images that the model does not read, and ValueError for a text that stands for one."""
+        processor = self.model.images.processor
+        if processor is not None:
+            images_in(messages, processor.placeholder, images)
+        elif images:
+            text = f"the model {self.name!r} reads text only; leave the image out, or ask another model of /v1/models"
+            raise ApiError(400, text, code="invalid_image")
+
+    def process_images(self, files: Sequence[bytes]) -> list[ProcessedImage]:
+        """Files as vision.onnx reads them. Raises ApiError for a file that cannot be read or is too large."""
+        try:
+            return self.model.images.process(files)
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_image") from error
+
+    def with_placeholders(self, text: str, images: Sequence[ProcessedImage]) -> str:
+        """A conversation's text with the images' placeholders. Raises ValueError if the template leaves one out."""
+        processor = self.model.images.processor
+        assert processor is not None
+        return processor.expand(text, images)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise ApiError for a token id that is not the model's."""

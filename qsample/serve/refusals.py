@@ -11,7 +11,7 @@ from qsample.request.refusals import Refusal, refusals
 Refusals = Mapping[str, Refusal]
 _LEAVE_OUT: Final = "leave it out"
 _NO_BEAMS: Final = "answers are sampled token by token, without beams; leave it out"
-_TEXT_ONLY: Final = "the model reads text only; leave it out"
+_FIXED_IMAGES: Final = "a package reads images as its model's processor does; leave it out"
 _CUT: Final = "cut the input yourself; /tokenize counts its tokens"
 _ONE_LINE: Final = "JSON is written on one line, as json.dumps does; leave it out"
 
@@ -30,7 +30,7 @@ _BOTH: Final[Refusals] = {
     **refusals("kv_transfer_params vllm_xargs", _LEAVE_OUT, {}),
     "repetition_detection": Refusal("frequency_penalty keeps an answer from repeating itself"),
     "thinking_token_budget": Refusal("max_tokens bounds thoughts and answer together"),
-    **refusals("mm_processor_kwargs media_io_kwargs", _TEXT_ONLY, {}),
+    **refusals("mm_processor_kwargs media_io_kwargs", _FIXED_IMAGES, {}),
     "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),
     "guided_decoding_backend": Refusal("llguidance does it; leave it out", ("auto", "guidance")),
     "guided_whitespace_pattern": Refusal(_ONE_LINE),
@@ -58,7 +58,7 @@ RESPONSES: Final[Refusals] = {
     "max_tool_calls": Refusal("this server runs no tools itself; leave it out"),
     "truncation": Refusal(_CUT, ("disabled",)),
     "context_management": Refusal(_CUT, ([],)),
-    "image": Refusal(_TEXT_ONLY),
+    "image": Refusal("give input_image in the content of a message"),
     "messages": Refusal("give input"),
     **refusals("n best_of", "send a request for each answer", 1),
     **refusals("max_tokens max_completion_tokens", "give max_output_tokens"),

@@ -125,19 +125,34 @@ def _messages_of(value: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _content_of(content: Any, place: int) -> str:
+def _content_of(content: Any, place: int) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError(f"item {place} has no content; give a text, or a list of parts")
-    return "\n".join(_text_of(part, place, _TEXTS) for part in content)
+    if not any(_is_image(part) for part in content):
+        return "\n".join(_text_of(part, place, _TEXTS) for part in content)
+    return [
+        _image_of(part, place) if _is_image(part) else {"type": "text", "text": _text_of(part, place, _TEXTS)}
+        for part in content
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _image_of(part: Mapping[str, Any], place: int) -> dict[str, Any]:
+    if not isinstance(url := part.get("image_url"), str):
+        raise ValueError(f"item {place} has an input_image without image_url; give data:image/png;base64,...")
+    return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail")}}
 
 
 def _text_of(part: Any, place: int, fields: Mapping[str, str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(fields[kind]) if isinstance(kind, str) and kind in fields else None
     if not isinstance(text, str):
-        raise ValueError(f"item {place} has a part of type {kind!r:.60}; the model reads text only, give input_text")
+        raise ValueError(f"item {place} has a part of type {kind!r:.60}; give input_text or input_image")
     return text
 
 

@@ -73,7 +73,7 @@ def run(
         refused = partial(app.state.server.count_exchange, "other")
         config = uvicorn.Config(
             app,
-            http=limited_protocol(settings.max_body_bytes, refused),
+            http=limited_protocol(app.state.server.most_body(), refused),
             ws="none",
             log_config=_LOGGING,
             access_log=False,  # `Exchanges` writes it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -15,6 +16,8 @@ from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS
 
 DEFAULT_PORT: Final = 8000
 _COUNT: Final = (1, math.inf, "an integer >= 1")
+_BODY: Final = 4 << 20  # bytes
+_IMAGE_BODY: Final = 32 << 20  # four photos of a phone, in base64; Anthropic's limit
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
@@ -35,7 +38,14 @@ def _seconds(name: str, value: Any) -> float | None:
 
 def _folder(name: str, value: Any) -> Any:
     is_path = isinstance(value, str | os.PathLike)
-    return value if is_path and os.path.isdir(value) else refuse(name, value, "the folder of adapters")
+    return value if is_path and os.path.isdir(value) else refuse(name, value, "an existing folder")
+
+
+def _domains(name: str, value: Any) -> tuple[str, ...]:
+    domains = tuple(domain.strip().lower().rstrip(".") for domain in _texts(name, value))
+    if wrong := [domain for domain in domains if not re.fullmatch(r"[a-z0-9.-]+", domain)]:
+        refuse(name, wrong[0], "names of hosts, such as images.example.org")
+    return domains
 
 
 def _guesses(name: str, config: Any) -> Any:
@@ -136,7 +146,22 @@ class ServeSettings:
         None, _seconds, help="Seconds an answer may take; then it is cut off. (default: any)"
     )
     drain_timeout: float = checked(30.0, _seconds, help="Seconds that running requests get on SIGTERM and ctrl-C.")
-    max_body_bytes: int = integer(4 * 2**20, *_COUNT, help="Bytes of a request.")
+    limit_images_per_prompt: int = integer(8, 0, math.inf, "an integer >= 0", help="Images of a request.")
+    max_image_bytes: int = integer(20 * 2**20, *_COUNT, help="Bytes of an image's file.")
+    max_image_pixels: int = integer(40_000_000, *_COUNT, help="Pixels of an image.")
+    image_cache_mib: int = integer(
+        256, 0, math.inf, "an integer >= 0", help="MiB of image features to keep, for images that come again."
+    )
+    allowed_media_domains: tuple[str, ...] = checked(
+        (), _domains, repeated=str, metavar="HOST",
+        help="Fetch the images of this host, over https; may be repeated. (default: none, data URLs alone)",
+    )  # fmt: skip
+    allowed_local_media_path: str | None = checked(
+        None, _folder, metavar="DIR", help="Read images of file: addresses below this folder. (default: none)"
+    )
+    max_body_bytes: int | None = integer(
+        None, *_COUNT, help=f"Bytes of a request. (default: {_BODY >> 20} MiB; with images {_IMAGE_BODY >> 20} MiB)"
+    )
     spinning: bool = flag(False, help="Threads wait busily: faster for a single stream, slower for many.")
     access_log: bool = flag(True, flag="--access-log/--no-access-log", help="Log each HTTP request.")
 
@@ -153,6 +178,10 @@ class ServeSettings:
                 raise ValueError(f"{name} are of one package, and several are served; give {remedy}")
         if any(not key.strip() for key in self.api_keys):
             raise ValueError("api_keys has an empty key; give another, or none for a server without keys")
+
+    def most_body(self, images: bool) -> int:
+        """Bytes of a request. images: whether a served model reads them."""
+        return self.max_body_bytes or (_IMAGE_BODY if images else _BODY)
 
     @property
     def session_options(self) -> dict[str, str]:

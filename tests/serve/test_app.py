@@ -381,12 +381,12 @@ def test_models_with_and_without_a_slash(client: TestClient) -> None:
     assert [model["id"] for model in listed["data"]] == ["tiny"]
     assert client.get("/v1/models/").json() == listed
     assert client.get("/v1/models/tiny").json() == listed["data"][0]
-    assert listed["data"][0]["capabilities"] == {"completion_chat": True}
+    assert listed["data"][0]["capabilities"] == {"completion_chat": True, "vision": False}
 
 
 def test_a_model_without_a_chat_template_takes_no_chats(local_app: LocalApp) -> None:
     with local_app(chat_template=None) as client:
-        assert client.get("/v1/models/tiny").json()["capabilities"] == {"completion_chat": False}
+        assert client.get("/v1/models/tiny").json()["capabilities"] == {"completion_chat": False, "vision": False}
 
 
 def test_n_answers_read_their_prompt_once(client: TestClient) -> None:

@@ -297,7 +297,7 @@ def test_sizes_of_bodies() -> None:
         held.append(limit._held)
         await fine(scope, receive, send)
 
-    limit = BodyLimit(reads, 10)
+    limit = BodyLimit(reads, lambda: 10)
 
     def answer(sizes: list[int], length: str | None = None, kind: str = "http") -> int | str:
         async def receive() -> Any:

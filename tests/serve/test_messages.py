@@ -134,7 +134,7 @@ def test_errors_are_the_clients_own(client: Any) -> None:
         (
             {"messages": [{"role": "user", "content": [image]}]},
             "BadRequestError",
-            "type 'image'; the model reads text only",
+            "the model 'tiny' reads text only",
         ),
         ({"tools": [search]}, "BadRequestError", "this server runs no tools itself"),
         ({"messages": [{"role": "user", "content": "and " * 5000}]}, "BadRequestError", "this model's context"),

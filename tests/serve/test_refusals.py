@@ -158,7 +158,11 @@ REFUSED: dict[str, list[Row]] = {
             {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input",
             "item 0 has a part of type 'input_text'",
         ),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input",
+            "item 0 has an input_image without image_url",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None, "text only"),
         ({"input": [{"role": "user", "content": [{"type": [], "text": "x"}]}]}, "input", "item 0 has a part of type"),
         ({"input": [{"type": "reasoning", "content": None}]}, "input", "it has no message"),
         ({"input": [{"type": "function_call_output", "call_id": 5, "output": ""}]}, "input", "item 0 has no call_id"),

@@ -26,7 +26,11 @@ GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 
         ({"max_cpu_loras": 0}, "max_cpu_loras is 0; give an integer >= 1$"),
         ({"max_cpu_loras": None}, "max_cpu_loras is None; give an integer >= 1$"),
         ({"loras": ["a"]}, "loras is .*; give a mapping from served names to adapters' folders"),
-        ({"lora_dir": ["a"]}, "lora_dir is .*; give the folder of adapters"),
+        ({"lora_dir": ["a"]}, "lora_dir is .*; give an existing folder"),
+        (
+            {"allowed_media_domains": ("https://x.org/",)},
+            "allowed_media_domains is 'https://x.org/'; give names of hosts",
+        ),
         ({"generation_config": "vllm"}, "generation_config is .*vllm.*; choose one of openai, auto$"),
         ({"tool_call_parser": "x"}, "tool_call_parser is .*x.*; choose one of qwen3_coder, glm45, .*hermes"),
         ({"reasoning_parser": "x"}, "reasoning_parser is .*x.*; choose one of .*qwen3"),
@@ -67,7 +71,11 @@ def test_right_settings() -> None:
         (),
         (),
     )
-    assert (plain.max_body_bytes, plain.request_timeout, plain.drain_timeout) == (4_194_304, None, 30.0)
+    assert (plain.max_body_bytes, plain.request_timeout, plain.drain_timeout) == (None, None, 30.0)
+    assert (plain.most_body(images=False), plain.most_body(images=True)) == (4 << 20, 32 << 20)
+    assert ServeSettings(models={"a": "a"}, max_body_bytes=9).most_body(images=True) == 9
+    hosts = ServeSettings(models={"a": "a"}, allowed_media_domains=("Example.ORG.",)).allowed_media_domains
+    assert hosts == ("example.org",)
     assert (plain.access_log, plain.trust_request_chat_template, plain.generation_config) == (True, False, "openai")
     quiet = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
     assert plain.session_options == quiet
