@@ -28,6 +28,7 @@ from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.image_reference import image_reference
+from qsample.exporters.images import describe_images
 from qsample.exporters.lowering import adapt_layers, align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.exporters.portable import Draft, write_draft
 from qsample.exporters.trace import trace
@@ -151,10 +152,11 @@ def _export(
     stages.begin(Stage.CHECKING)
     dtype = _check_dtype(model)
     _check_settings(model)
-    image, blockwise = None if processor is None else image_shape(model), frozenset[int]()
+    image, blockwise, described = None if processor is None else image_shape(model), frozenset[int](), None
     with computing():
         expected = reference(model)
         if processor is not None and image is not None:
+            described = describe_images(processor, model.config)
             known = longest_context(model.config.get_text_config(decoder=True))
             images, image = image_reference(model, processor, image, known)
             expected, blockwise = replace(expected, images=images), find_blockwise(model)
@@ -189,7 +191,7 @@ def _export(
         original="the eager model",
         plain_attention_layers=len(interface.key_values) if context.buffered else len(context.masked),
         libraries=("torch", "transformers"),
-        images=None if image is None else {},
+        images=described,
     )
     del traced
     manifest = write_draft(draft, folder, stages, refer=refer)
