@@ -365,6 +365,14 @@ def _processor_of(model_type: str) -> tuple[str, str, dict[str, Any], dict[str, 
     raise ValueError(f"no tiny {model_type}; {', '.join(TYPES)}")
 
 
+def processor_of(model_type: str, image_settings: dict[str, Any] | None = None, **changes: Any) -> tf.ProcessorMixin:
+    """The processor of the type; `image_settings`, `changes`: of its image class's settings and of its own."""
+    name, image_name, tiny, settings = _processor_of(model_type)
+    images = getattr(tf, image_name)(**{**tiny, **(image_settings or {})})
+    parts = {"image_processor": images, "tokenizer": tokenizer_of(model_type)}
+    return assemble(getattr(tf, name), parts, {**settings, **changes})
+
+
 def template_of(model_type: str) -> str:
     template = IMAGES_FIRST if model_type.startswith("llava") else IN_ORDER
     return template.replace("IMAGE", IMAGE_TEXT[model_type])
@@ -397,10 +405,9 @@ def make_tiny_vlm(model_type: str, folder: Path, *, unified: bool = False, **tex
     as most published models have it. text: changes of the language model's configuration.
     """
     random_vlm(model_type, **text).save_pretrained(folder)
-    name, image_name, image_settings, settings = _processor_of(model_type)
-    images = getattr(tf, image_name)(**image_settings)
-    tokenizer = tokenizer_of(model_type)
-    processor = assemble(getattr(tf, name), {"image_processor": images, "tokenizer": tokenizer}, settings)
+    name, *_ = _processor_of(model_type)
+    processor = processor_of(model_type)
+    images, tokenizer = processor.image_processor, processor.tokenizer
     processor.chat_template = template_of(model_type)
     (folder / "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")
     tokenizer.save_pretrained(folder)
