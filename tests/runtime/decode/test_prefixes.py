@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
-from qsample.runtime.decode.prefixes import LATE, Pieces, SavedStates, reusable_prefix, shared_prefix
+from qsample.runtime.decode.prefixes import (
+    LATE,
+    Pieces,
+    SavedStates,
+    reusable_prefix,
+    shared_pieces,
+    shared_prefix,
+    shared_tokens,
+)
 
 CPU = Pieces(64, late=256)
 TEXT = np.arange(4096)
@@ -126,3 +136,51 @@ def test_what_is_saved_is_a_copy() -> None:
     saved.add(beginning, anything)
     beginning[0] = 9
     assert saved.use(tokens(1, 2)) == 0
+
+
+def images(generator: random.Random, length: int) -> np.ndarray:
+    """Runs of text and of images, few of them different."""
+    row: list[int] = []
+    while len(row) < length:
+        kind = generator.choice([1, 2, -1, -2])
+        row += [kind * 10 - place if kind < 0 else kind for place in range(generator.randrange(1, 7))]
+    return tokens(*row[:length])
+
+
+def ends(prompt: np.ndarray, size: int) -> set[int]:
+    """Where the pieces of a prompt end, one token after the other."""
+    found = set()
+    for end in range(0, len(prompt) + 1, size):
+        while 0 < end < len(prompt) and prompt[end - 1] < 0 and prompt[end] < 0:
+            end += 1
+        found.add(end)
+    return found
+
+
+def test_pieces_hold_whole_runs_of_images() -> None:
+    generator, pieces = random.Random(7), Pieces(4, whole_images=True)
+    together = 0
+    for _ in range(400):
+        prompt, held = (images(generator, generator.randrange(1, 30)) for _ in range(2))
+        same = generator.randrange(len(prompt) + 1)
+        held = np.concatenate([prompt[:same], held[: generator.randrange(len(held) + 1)]])
+        places, shared = ends(prompt, 4), shared_prefix(held, prompt)
+        for token in range(len(prompt) + 1):
+            assert pieces.begin(prompt, token) == max(place for place in places if place <= token)
+        cut = pieces.cut(prompt, 0, len(prompt))
+        assert [token for piece in cut for token in piece] == [*range(len(prompt))]
+        assert {piece.stop for piece in cut} == (places | {len(prompt)}) - {0}
+        assert pieces.cut(prompt, 0, len(prompt), 1) == cut[:1]
+        both = {place for place in places & ends(held, 4) if place <= shared}
+        assert shared_pieces(held, prompt, pieces) == max(both)
+        count, tail = (reusable_prefix(held, prompt, pieces, size) for size in (None, 2))
+        assert count == max(place for place in both if place < len(prompt))
+        assert tail == count or (held[: len(prompt)] == prompt).all()
+        anywhere = shared_tokens(held, prompt, pieces)
+        for place in (tail, anywhere):
+            assert not pieces.run(prompt, place)
+            assert not pieces.run(held, place)
+        together += anywhere > count
+    assert together > 50
+    assert pieces.cut(tokens(5, *range(-9, 0)), 0, 10, 2) == (range(10),), "a run is read in one piece"
+    assert Pieces(4).cut(tokens(*range(-9, 0)), 0, 9) == (range(4), range(4, 8), range(8, 9))
