@@ -73,7 +73,8 @@ def see_whole_images(model: ir.Model, layers: Collection[int]) -> bool:
     if len(nodes) < len(set(layers)):
         missing = ", ".join(str(layer) for layer in sorted(set(layers) - nodes.keys()))
         raise UnsupportedModelError(
-            f"the tokens of an image see each other in layers {missing}, which have no {OP_TYPE}"
+            f"the tokens of an image see each other in layers {missing}, which have no {OP_TYPE} here; export the text "
+            "model alone (--text-only)"
         )
     if not nodes:
         return False
@@ -155,20 +156,20 @@ class _Masks:
         seen = then("LessOrEqual", keys, then("Unsqueeze", last, [2]))
         distance = then("Sub", then("Unsqueeze", positions, [2]), keys)
         allowed = [then("And", seen, then("Less", distance, window)) if window else seen for window in sorted(windows)]
-        made = [
-            (columns, [None], _INT64),
-            (index, [None], _INT64),
-            (then("Unsqueeze", image, [2]), [None] * 3, _BOOL),
-            (positions, [None] * 2, _INT64),
-            (then("Unsqueeze", total, [0]), [1], _INT64),
-            (then("Unsqueeze", held, [1, 3]), [None] * 4, _BOOL),
-            *((then("Unsqueeze", mask, [1, 2]), [None] * 5, _BOOL) for mask in allowed),
+        made: list[tuple[ir.Value, int, ir.DataType]] = [  # value, rank, dtype
+            (columns, 1, _INT64),
+            (index, 1, _INT64),
+            (then("Unsqueeze", image, [2]), 3, _BOOL),
+            (positions, 2, _INT64),
+            (then("Unsqueeze", total, [0]), 1, _INT64),
+            (then("Unsqueeze", held, [1, 3]), 4, _BOOL),
+            *((then("Unsqueeze", mask, [1, 2]), 5, _BOOL) for mask in allowed),
         ]
         results: list[list[ir.Value]] = [[], []]
-        for value, shape, dtype in made:
-            empty = otherwise("Cast", np.zeros([1] * len(shape), np.int64), to=dtype)
+        for value, rank, dtype in made:
+            empty = otherwise("Cast", np.zeros([1] * rank, np.int64), to=dtype)
             for one, side in zip((value, empty), results, strict=True):
-                one.type, one.shape = ir.TensorType(dtype), ir.Shape(shape)
+                one.type, one.shape = ir.TensorType(dtype), ir.Shape([None] * rank)
                 side.append(one)
         self.node = _branch(f"{_NAME}.masks", any_image, then, otherwise, results)
         self.columns, self.index, self.is_image, self.positions, self.total, self.held, *masks = self.node.outputs
@@ -179,7 +180,8 @@ def _see_runs(graph: ir.Graph, name: str, attention: ir.Node, any_image: ir.Valu
     """Put an If behind `attention` that computes the results of image tokens anew."""
     if any(get_input(attention, slot) is not None for slot in _NOT_COMPUTED):
         raise UnsupportedModelError(
-            "the tokens of an image see each other in this model, whose attention adds a bias or a sink to its scores"
+            "the tokens of an image see each other in this model, whose attention adds a bias or a sink to its scores; "
+            "export the text model alone (--text-only)"
         )
     plain, key, value = attention.outputs
     then, otherwise = _Nodes(graph, f"{name}.then"), _Nodes(graph, f"{name}.else")
@@ -221,17 +223,11 @@ def _queries(then: _Nodes, attention: ir.Node, masks: _Masks) -> ir.Value:
     if get_input(attention, Slot.KEY) is None:  # queries, keys and values are one tensor
         query = then("Slice", query, [0], [heads * size], [2])
     if attributes.get_int("do_rotary", 0):
-        cos, sin = (get_input(attention, slot) for slot in (Slot.COS_CACHE, Slot.SIN_CACHE))
-        assert cos is not None
-        assert cos.shape is not None
-        part = 2 * int(cos.shape[1])  # type: ignore[call-overload]
-        query = then(
-            "RotaryEmbedding",
-            *(query, masks.positions, cos, sin),
-            domain=CONTRIB_DOMAIN,
-            interleaved=attributes.get_int("rotary_interleaved", 0),
-            **{"num_heads": heads, "rotary_embedding_dim": part} if part != size else {"num_heads": heads},
-        )
+        tables = [get_input(attention, slot) for slot in (Slot.COS_CACHE, Slot.SIN_CACHE)]
+        part = 2 * int(tables[0].shape[1])  # type: ignore[union-attr, index, arg-type]
+        options = {"num_heads": heads, "interleaved": attributes.get_int("rotary_interleaved", 0)}
+        options |= {"rotary_embedding_dim": part} if part != size else {}
+        query = then("RotaryEmbedding", query, masks.positions, *tables, domain=CONTRIB_DOMAIN, **options)
     return then("Transpose", then("Reshape", query, [0, 0, groups, heads // groups, size]), perm=[0, 2, 3, 1, 4])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -35,7 +36,8 @@ class Layer:
     @property
     def scales(self) -> tuple[Array, Array]:
         rng = np.random.default_rng(5)
-        return tuple(rng.uniform(0.01, 0.04, (1, KV, 1, SIZE)).astype("f") for _ in range(2))
+        both = rng.uniform(0.01, 0.04, (2, 1, KV, 1, SIZE)).astype("f")
+        return both[0], both[1]
 
     @property
     def angles(self) -> Array:
@@ -44,13 +46,17 @@ class Layer:
 
 def model_of(*layers: Layer) -> ir.Model:
     """One attention after the other over the same new tokens; the result of each is an output."""
-    inputs = {"image_rows": (TensorProto.INT32, ["B", "S"]), "input_lengths": (TensorProto.INT32, ["B"])}
+    inputs: dict[str, tuple[int, list[Any]]] = {
+        "image_rows": (TensorProto.INT32, ["B", "S"]),
+        "input_lengths": (TensorProto.INT32, ["B"]),
+    }
     inputs |= {
         "lengths": (TensorProto.INT32, ["B"]),
         "seqlens": (TensorProto.INT32, ["B"]),
         "total": (TensorProto.INT32, []),
     }
-    outputs, nodes, constants = {}, [], []
+    outputs: dict[str, tuple[int, list[Any]]] = {}
+    nodes, constants = [], []
     for one in layers:
         kind, cell, names = CELLS[one.dtype], CELLS[one.cache or one.dtype], {"x": HEADS, "k": KV, "v": KV}
         if one.packed:
@@ -63,7 +69,7 @@ def model_of(*layers: Layer) -> ir.Model:
         outputs[f"out{one.layer}"] = (kind, ["B", "S", HEADS * SIZE])
         read = [f"{name}{one.layer}" for name in names] + [""] * (3 - len(names))
         read += [f"past_key_values.{one.layer}.{name}" for name in states] + ["seqlens", "total"]
-        extra: dict[str, object] = {}
+        extra: dict[str, Any] = {}
         if one.rotary:
             extra |= {"do_rotary": 1, "rotary_interleaved": one.interleaved}
             for name, table in (("cos", np.cos(one.angles)), ("sin", np.sin(one.angles))):
@@ -79,18 +85,19 @@ def model_of(*layers: Layer) -> ir.Model:
         if one.window:
             extra["local_window_size"] = one.window
         made = [f"plain{one.layer}", *(present.format(one.layer) for present in states.values())]
-        sizes = {"num_heads": HEADS, "kv_num_heads": KV, "softcap": one.softcap}
+        sizes: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV, "softcap": one.softcap}
         nodes.append(
             helper.make_node(
                 "GroupQueryAttention", read, made, f"attention{one.layer}", domain="com.microsoft", **sizes, **extra
             )
         )
         nodes.append(helper.make_node("Identity", made[:1], [f"out{one.layer}"], f"identity{one.layer}"))
-    typed = [[helper.make_tensor_value_info(name, *of) for name, of in values.items()] for values in (inputs, outputs)]
-    known = [
-        helper.make_tensor_value_info(f"plain{one.layer}", CELLS[one.dtype], ["B", "S", HEADS * SIZE]) for one in layers
-    ]
-    graph = helper.make_graph(nodes, "g", *typed, constants, value_info=known)
+    before, after = (
+        [helper.make_tensor_value_info(name, *of) for name, of in values.items()] for values in (inputs, outputs)
+    )
+    known: list[Any] = ["B", "S", HEADS * SIZE]
+    plain = [helper.make_tensor_value_info(f"plain{one.layer}", CELLS[one.dtype], known) for one in layers]
+    graph = helper.make_graph(nodes, "g", before, after, constants, value_info=plain)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     return ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
 
@@ -156,7 +163,7 @@ def reference(one: Layer, call: Call, fed: dict[str, Array], row: int) -> Array:
     run_of = {place: (before + a, before + b) for a, b in call.runs[row] for place in range(before + a, before + b)}
     out = np.zeros((n, HEADS, SIZE))
     for index, place in enumerate(places):
-        begin, end = run_of.get(place, (place, place))
+        begin, end = run_of.get(int(place), (place, place))
         sees = [t for t in range(before + n) if (t <= place or begin <= t < end) and place - t < window]
         for head in range(HEADS):
             scores = keys[head * KV // HEADS, sees] @ query[head, index] * SIZE**-0.5

@@ -13,6 +13,7 @@ from qsample import AutoModelForCausalLM, cli
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.targets import Target, find_target, target_names
+from qsample.contract.interface import ImageShape
 from qsample.errors import CompileError, PackageError
 from qsample.models.model import PackagedModel
 from qsample.ort.providers import available_providers
@@ -62,6 +63,24 @@ def test_refused_before_any_work(
     with pytest.raises(CompileError, match=message):
         compile_package(llama, tmp_path / "out", CompileOptions(provider=provider, **{"ctx_len": 32, **options}))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("provider", "options", "message"),
+    [
+        ("cuda", {"dtype": "bfloat16"}, "graphs for cuda have none; compile for cpu or web, or export the text model"),
+        ("webgpu", {}, "graphs for webgpu have none"),
+        ("openvino", {}, "graphs for openvino have none"),
+        ("cpu", {"num_speculative_tokens": 1, "kv_cache_dtype": "int8"}, "the tokens of an image see each other"),
+    ],
+)
+def test_images_whose_tokens_see_each_other_need_a_branch(
+    provider: str, options: dict[str, Any], message: str, small: Package, tmp_path: Path
+) -> None:
+    interface = replace(small.interface, image=ImageShape(64, blockwise=True))
+    source = replace(small, manifest=replace(small.manifest, interface=interface))
+    with pytest.raises(CompileError, match=message):
+        compile_package(source, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
 
 
 def test_a_package_in_half_precision_is_not_rounded_again(small: Package, tmp_path: Path) -> None:
