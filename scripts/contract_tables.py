@@ -18,7 +18,7 @@ import contract_typescript
 
 from qsample.cli.spellings import ELSEWHERE
 from qsample.contract import tensors as contract
-from qsample.contract.interface import AdapterTarget, Features, Interface, KeyValueShape, adapter_ids
+from qsample.contract.interface import AdapterTarget, Features, ImageShape, Interface, KeyValueShape, adapter_ids
 from qsample.contract.tensors import TensorSpec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +116,19 @@ def adapters() -> str:
     return tensors((contract.ADAPTER, replace(adapter_ids("{kind}"), axes=("P.{kind}",)), *matrices))
 
 
+def images() -> str:
+    """The inputs of packages that read images; then those of vision.onnx, which reads patches or tiles."""
+    kinds = [Interface(1, (), image=ImageShape(0, axial=True, patch_values=values)) for values in (1, 0)]
+
+    def named(spec: TensorSpec) -> TensorSpec:
+        if spec.name == contract.IMAGE_FEATURES:
+            return replace(spec, dtype="model", axes=(spec.axes[0], "C"))
+        return replace(spec, axes=tuple("patch_values" if axis == 1 else axis for axis in spec.axes))
+
+    vision = [named(spec) for kind in kinds for spec in (*kind.vision.inputs, *kind.vision.outputs)]
+    return parameters(map(named, kinds[0].image_inputs)) + "\n" + tensors(dict.fromkeys(vision))
+
+
 def spellings() -> str:
     """What other programs call the commands and options."""
     return markdown(
@@ -135,6 +148,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "row_multiple": lambda: tensors((contract.ROW_MULTIPLE,)),
     "speculation": speculation,
     "adapters": adapters,
+    "images": images,
     "states": states,
     "outputs": outputs,
     "initial_state": lambda: tensors((contract.SEED, contract.CAPACITY_INPUT)),

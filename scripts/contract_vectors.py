@@ -24,10 +24,11 @@ sys.path.insert(0, str(ROOT))
 from qsample import AutoModelForCausalLM  # noqa: E402
 from qsample.compiler.compile import compile_package  # noqa: E402
 from qsample.compiler.options import CompileOptions  # noqa: E402
-from qsample.contract.tensors import CONTRACT_VERSION, HUGGING_FACE, STEPS_VERSION  # noqa: E402
+from qsample.contract.tensors import CONTRACT_VERSION, HUGGING_FACE, IMAGES_VERSION, STEPS_VERSION  # noqa: E402
 from scripts.vector_drafts import (  # noqa: E402
     ADJUST,
     FILTERS,
+    IMAGES,
     PIECES,
     PROMPTS,
     RECENT,
@@ -59,6 +60,7 @@ def main() -> None:
     write("noise", noise())
     write("package", package())
     write("waiting", waiting())
+    write("images", images())
 
 
 def drawn(draft: Draft, order: str, number: int) -> Case:
@@ -178,6 +180,32 @@ def waiting() -> dict[str, Any]:
     compilation = f"qsample compile tiny tiny-cpu --ctx-len {CAPACITY} --kv-cache-dtype int8 --num-speculative-tokens 4"
     commands = {"export": f"qsample export {CHECKPOINT} tiny", "compile": compilation}
     return {"contract_version": STEPS_VERSION, **commands, "capacity": CAPACITY, "calls": calls, "rows": rows}
+
+
+def images() -> dict[str, Any]:
+    """Offsets of prompts with images: transformers' positions of a Qwen2.5-VL, less the tokens' places."""
+    import torch
+
+    from tests.helpers.tiny_vlms import ids_of, random_vlm
+
+    model, placeholder = random_vlm("qwen2_5_vl").model, ids_of("qwen2_5_vl")["<|image_pad|>"]
+    merged = model.config.vision_config.spatial_merge_size
+    cases = []
+    for pieces in IMAGES:
+        sizes = [piece for piece in pieces if isinstance(piece, tuple)]
+        ids = [id for n, piece in enumerate(pieces) for id in _ids(piece, placeholder, n)]
+        prompt = torch.tensor([[*ids, 5]])  # and a token after it
+        grids = torch.tensor([[1, rows * merged, columns * merged] for rows, columns in sizes])
+        kinds = (prompt == placeholder).int()
+        positions, _ = model.get_rope_index(prompt, kinds, image_grid_thw=grids if sizes else None)
+        offsets = positions[:, 0].T.numpy() - np.arange(prompt.shape[1])[:, None]
+        cases.append({"input_ids": ids, "sizes": sizes, "position_offsets": offsets.tolist()})
+    return {"contract_version": IMAGES_VERSION, "placeholder": placeholder, "cases": cases}
+
+
+def _ids(piece: Any, placeholder: int, place: int) -> list[int]:
+    """An image's placeholders, or as many tokens of text."""
+    return [placeholder] * (piece[0] * piece[1]) if isinstance(piece, tuple) else [10 * place + i for i in range(piece)]
 
 
 def written(host: PlainHost, text: str, parameters: dict[str, Any], least_gap: float = MODEL_GAP) -> dict[str, Any]:

@@ -432,3 +432,12 @@ PROMPTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("The words of", {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.25, "frequency_penalty": 0.5}),
     ("He that", {"temperature": 0.8, "presence_penalty": 0.75, "min_length": 16, "stop_ids": [1, 16]}),
 )
+
+# Prompts with images: numbers of text tokens, and rows and columns of the placeholders of an image.
+IMAGES: Final = (
+    (4,),
+    (3, (2, 3), 4),
+    (1, (4, 2), 2, (1, 5), 3),
+    ((3, 3), 1, (2, 2)),
+    (2, (1, 1), 1, (1, 4), 1, (4, 1), 2),
+)

@@ -14,8 +14,9 @@ import pytest
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import CONTRACT_VERSION, STEPS_VERSION
+from qsample.contract.tensors import CONTRACT_VERSION, IMAGES_VERSION, STEPS_VERSION
 from qsample.exporters.portable import build_initial_state
+from qsample.images.positions import position_offsets
 from qsample.package.package import read_package
 from tests.helpers.plain_host import OFF, PlainHost
 from tests.helpers.reference import philox4x32, philox_uniform, reference_step
@@ -177,8 +178,33 @@ def test_waiting(package_with_guesses: Path) -> None:
     assert most > 1
 
 
+def test_images() -> None:
+    """transformers' positions and those that the runtime feeds; and a NumPy host, written from the contract."""
+    content = load("images")
+    for case in content["cases"]:
+        is_image = np.array(case["input_ids"]) == content["placeholder"]
+        offsets = position_offsets(is_image, [tuple(size) for size in case["sizes"]])
+        assert offsets.tolist() == case["position_offsets"]
+        sizes, places, after = iter(case["sizes"]), iter(range(len(is_image) + 1)), 0
+        by_contract = []
+        for place in places:
+            if place < len(is_image) and is_image[place]:
+                rows, columns = next(sizes)
+                for n in range(rows * columns):
+                    at = [after, after + n // columns, after + n % columns]
+                    by_contract.append([position - (place + n) for position in at])
+                for _ in range(rows * columns - 1):
+                    next(places)
+                after += max(rows, columns)
+            else:
+                by_contract.append([after - place] * 3)
+                after += 1
+        assert by_contract == case["position_offsets"]
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)
 def test_files_are_small_and_of_this_contract(path: Path) -> None:
     assert path.stat().st_size < 100_000
-    assert load(path.stem)["contract_version"] == (STEPS_VERSION if path.stem == "waiting" else CONTRACT_VERSION)
+    version = {"waiting": STEPS_VERSION, "images": IMAGES_VERSION}.get(path.stem, CONTRACT_VERSION)
+    assert load(path.stem)["contract_version"] == version
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text("utf-8")

@@ -35,7 +35,7 @@ export interface Manifest {
 
 export const MANIFEST = "qsample.json";
 export const LARGEST_MANIFEST = 1 << 23; // bytes; a model of a hundred layers needs 50 kB
-// Not 2.1, of packages with speculation or adapters: this host feeds neither.
+// Not 2.1, of packages with speculation or adapters, or 2.2, of packages that read images: this host feeds neither.
 const VERSIONS = [CONTRACT_VERSION];
 
 /** The content of qsample.json. `where`: of the package, for messages. */
@@ -48,6 +48,12 @@ export function parseManifest(text: string, where: string): Manifest {
   }
   if (typeof data?.contract_version !== "string") {
     throw new PackageError(`${MANIFEST} of ${where} has no contract_version, so it is no package of qsample`);
+  }
+  if (data.contract_version === "2.2") {
+    throw new PackageError(
+      `the package ${where} reads images, and this version of qsample runs packages that read text; export its ` +
+        "language model alone (qsample export --text-only), and compile that",
+    );
   }
   if (!VERSIONS.includes(data.contract_version)) {
     throw new PackageError(

@@ -63,7 +63,9 @@ AXIS_MEANINGS: Final = {
     GUESSES: "guesses per row and step, at most",
     ADAPTER_RANKS: "ranks of all bound LoRA adapters; `P.q_proj` in the layers called q_proj",
     NEW_TOKENS: "new tokens per row and step, at most: G + 1",
-    IMAGE_TOKENS: "rows of image features in a call",
+    IMAGE_TOKENS: "rows of image features in a call, or of an image",
+    TILES: "tiles of an image",
+    PATCHES: "patches of an image",
 }
 
 CANDIDATES: Final = 64  # a top_k up to this keeps at most this many tokens, ties included, and needs no search

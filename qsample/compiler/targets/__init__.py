@@ -39,6 +39,7 @@ class Target(ABC):
         adapts: whether the phases keep the inputs of LoRA adapters.
         speculates: whether a step may check guessed tokens (`num_speculative_tokens`).
         cuts: whether the graph can be cut for several devices (`num_devices`).
+        sees: whether the phases keep the inputs of images.
         branches: whether the graph may have an If, as images have whose tokens see each other.
         self_contained: whether the compiled graph runs on the CPU without the options of a session. The self-test then
             drives it with its weights mapped, as they may be larger than the memory, and with padded prompts.
@@ -55,6 +56,7 @@ class Target(ABC):
     adapts = False
     speculates = False
     cuts = False
+    sees = False
     branches = False
     self_contained = False
 
@@ -104,10 +106,15 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
             f"{target.name} has no inputs for them; compile for cpu, or export the model without max_loras, its "
             "adapter merged (--adapter)"
         )
+    if source.interface.image is not None and not target.sees:
+        raise CompileError(
+            f"{source.path} reads images, and packages for {target.name} read text; compile for cpu or cuda, or export "
+            "the text model alone (--text-only)"
+        )
     if source.interface.image is not None and source.interface.image.blockwise and not target.branches:
         raise CompileError(
             f"{source.path} is of a model in which the tokens of an image see each other: a branch of its graph, and "
-            f"graphs for {target.name} have none; compile for cpu or web, or export the text model alone (--text-only)"
+            f"graphs for {target.name} have none; compile for cpu, or export the text model alone (--text-only)"
         )
     if plan.store_float16 and not target.stores_float16:
         converts = target.converts and "float16" in target.dtypes

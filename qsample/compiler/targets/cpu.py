@@ -52,6 +52,7 @@ class CpuTarget(Target):
     adapts = True
     speculates = True
     cuts = True
+    sees = True
     branches = True
     self_contained = True
     rounds_activations = True  # to 8 bits, in products with quantized weights

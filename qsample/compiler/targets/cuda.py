@@ -68,6 +68,7 @@ class CudaTarget(Target):
     dtypes: tuple[str, ...] = HALF_DTYPES
     converts = True
     cuts = True
+    sees = True
 
     def interface(self, plan: CompilePlan) -> Interface:
         """In half precision, and captured if it has the sampler."""
