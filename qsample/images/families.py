@@ -163,7 +163,7 @@ class Square(Family):
         edge, crop = self.size.get("shortest_edge"), self.crop_size
         if crop is None and edge:
             raise ArgumentError("size has a shortest_edge and crop_size is None: images would have many sizes")
-        if crop is not None and any(crop[side] > self.size.get(side, edge) for side in crop):
+        if crop is not None and any(crop[side] > self.size.get(side, edge or 0) for side in crop):
             refuse("crop_size", dict(crop), "height and width, at most those of size")
 
     def layout(self, width: int, height: int) -> Layout:
