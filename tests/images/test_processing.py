@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from qsample.contract.interface import ImageShape
 from qsample.contract.tensors import IMAGES_VERSION
 from qsample.errors import PackageError
 from qsample.images.decode import ImageLimits
+from qsample.images.positions import position_offsets
 from qsample.images.processing import ImageProcessor, ImageTexts
 from qsample.package.manifest import FileEntry, Manifest
 from qsample.package.package import Package
@@ -180,6 +183,7 @@ import sys
 for name in ("torch", "torchvision", "transformers", "onnx", "onnx_ir"):
     sys.modules[name] = None
 import numpy as np
+from qsample.images.positions import position_offsets
 from qsample.images.processing import ImageProcessor
 processor = ImageProcessor({IMAGES!r}, axial=True)
 image = processor.process(np.zeros((16, 24, 3), np.uint8))
@@ -187,3 +191,29 @@ print(len(processor.prompt([9] * 6, [image]).identities), image.pixel_values[0, 
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout.split() == ["6", "-1.0"]
+
+
+VECTORS: Final = json.loads((Path(__file__).parents[2] / "docs" / "vectors" / "images.json").read_text())
+
+
+@pytest.mark.parametrize("number", range(len(VECTORS["families"])))
+def test_published_vectors(number: int) -> None:
+    entry = VECTORS["families"][number]
+    processor = ImageProcessor(entry["images"])
+    for case in entry["cases"]:
+        y, x, channel = np.ogrid[: case["height"], : case["width"], :3]
+        image = processor.process(((31 * x + 17 * y + 101 * channel + x * y // 7) % 256).astype(np.uint8))
+        assert image.pixel_values.dtype == np.float32
+        assert list(image.pixel_values.shape) == case["shape"]
+        assert image.pixel_values.reshape(-1)[:4].tolist() == pytest.approx(case["first"], rel=1e-7)
+        assert hashlib.sha256(image.pixel_values.astype("<f4").tobytes()).hexdigest() == case["sha256"]
+        assert (image.text, image.grid and list(image.grid)) == (case["text"], case["grid"])
+        assert (image.size and list(image.size)) == case["size"]
+        placeholders = case["text"].count(processor.token)
+        assert image.rows.tolist() == (case["rows"] or list(range(placeholders)))
+
+
+def test_published_positions() -> None:
+    for entry in VECTORS["positions"]:
+        is_image = np.array([token == "#" for token in entry["tokens"]])
+        assert position_offsets(is_image, entry["sizes"]).tolist() == entry["offsets"]
