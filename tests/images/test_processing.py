@@ -19,7 +19,6 @@ from qsample.contract.interface import ImageShape
 from qsample.contract.tensors import IMAGES_VERSION
 from qsample.errors import PackageError
 from qsample.images.decode import ImageLimits
-from qsample.images.positions import position_offsets
 from qsample.images.processing import ImageProcessor, ImageTexts
 from qsample.package.manifest import FileEntry, Manifest
 from qsample.package.package import Package
@@ -183,7 +182,6 @@ import sys
 for name in ("torch", "torchvision", "transformers", "onnx", "onnx_ir"):
     sys.modules[name] = None
 import numpy as np
-from qsample.images.positions import position_offsets
 from qsample.images.processing import ImageProcessor
 processor = ImageProcessor({IMAGES!r}, axial=True)
 image = processor.process(np.zeros((16, 24, 3), np.uint8))
@@ -193,7 +191,7 @@ print(len(processor.prompt([9] * 6, [image]).identities), image.pixel_values[0, 
     assert run.stdout.split() == ["6", "-1.0"]
 
 
-VECTORS: Final = json.loads((Path(__file__).parents[2] / "docs" / "vectors" / "images.json").read_text())
+VECTORS: Final = json.loads((Path(__file__).parents[2] / "docs" / "vectors" / "pixels.json").read_text())
 
 
 @pytest.mark.parametrize("number", range(len(VECTORS["families"])))
@@ -211,9 +209,3 @@ def test_published_vectors(number: int) -> None:
         assert (image.size and list(image.size)) == case["size"]
         placeholders = case["text"].count(processor.token)
         assert image.rows.tolist() == (case["rows"] or list(range(placeholders)))
-
-
-def test_published_positions() -> None:
-    for entry in VECTORS["positions"]:
-        is_image = np.array([token == "#" for token in entry["tokens"]])
-        assert position_offsets(is_image, entry["sizes"]).tolist() == entry["offsets"]
