@@ -175,6 +175,19 @@ def bundled_package(shared_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def image_package(shared_folder: Path) -> Path:
+    """A portable package of a random SmolVLM, which reads tiles of 9 tokens each, with the features for serving."""
+    from qsample import AutoModelForImageTextToText
+    from tests.helpers.tiny_vlms import make_tiny_vlm
+
+    def make(path: Path) -> None:
+        checkpoint = make_tiny_vlm("smolvlm", shared_folder / "smolvlm-tiny")
+        AutoModelForImageTextToText.from_pretrained(checkpoint, for_serving=True).export(path)
+
+    return made_once(shared_folder / "smolvlm-for-serving", make)
+
+
+@pytest.fixture(scope="session")
 def guessing_package(bundled_package: Path, shared_folder: Path) -> Path:
     """The bundled model with the features for serving and some filters; a step checks up to 7 guesses."""
     from qsample.compiler.compile import compile_package

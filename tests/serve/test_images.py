@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import base64
 import datetime
+import io
+import json
 import os
 import ssl
+import struct
+import time
+import zlib
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
-from qsample.serve import images
+from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.serve import ServeSettings, images, make_app
 from qsample.serve.http import ApiError
 from qsample.serve.images import MediaReader, is_public, take_addresses
+from tests.helpers.servers import ServerProcess
 
 PUBLIC, MOST = "93.184.216.34", 2000
 PNG = b"\x89PNG" + bytes(996)
@@ -269,3 +278,164 @@ def test_a_name_that_moves_is_looked_up_once(certificate: Path) -> None:
             await reader.read(["https://example.org/moved"])
 
     assert on_the_internet(certificate, work, resolve=resolve) == [f"{PUBLIC}:443"]
+
+
+def png(width: int = 30, height: int = 20, seed: int = 0) -> bytes:
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def data_url(content: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of that size of nothing, in a few bytes."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = zlib.compress(bytes(1000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+ONE, TWO = png(30, 20, 1), png(48, 20, 2)
+SETTINGS: dict[str, Any] = {"max_tokens": 8, "temperature": 0.7, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def model(image_package: Path) -> CausalLM:
+    return load(image_package, intra_op_num_threads=1, ctx_len=256)
+
+
+def expected(model: CausalLM, *parts: Any) -> tuple[str, int]:
+    """The text of `generate` for a user's message of images (bytes) and texts, and the tokens of the prompt."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    done = model.generate(
+        [{"role": "user", "content": content}], SamplingParams(temperature=0.7, max_new_tokens=8), seed=3
+    )
+    assert done.texts is not None
+    return done.texts[0], done.prompt_lengths[0]
+
+
+@pytest.mark.ci
+def test_the_clients_of_three_apis_send_images(image_package: Path, model: CausalLM, tmp_path: Path) -> None:
+    import anthropic
+    import openai
+
+    (tmp_path / "two.png").write_bytes(TWO)
+    one, two = url_part(data_url(ONE), detail="low"), url_part(f"file://{tmp_path}/two.png")
+    hello = {"type": "text", "text": "hello"}
+    options = ("--served-model-name", "tiny", "--ctx-len", "256", "--threads", "1", "--slots", "2")
+    with ServerProcess(image_package, *options, "--allowed-local-media-path", tmp_path) as server:
+        ours = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        assert ours.models.list().data[0].capabilities == {"completion_chat": True, "vision": True}  # type: ignore[attr-defined]
+        text, tokens = expected(model, ONE, "hello", TWO)
+        for stream in (False, True):
+            chat: Any = {"model": "tiny", "messages": [user(one, hello, two)], **SETTINGS}
+            if stream:
+                events = ours.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True})
+                heard = list(events)
+                assert "".join(event.choices[0].delta.content or "" for event in heard[:-1]) == text
+                usage = heard[-1].usage
+            else:
+                answer = ours.chat.completions.create(**chat, n=2)
+                assert answer.choices[0].message.content == text
+                usage = answer.usage
+            assert usage is not None and usage.prompt_tokens == tokens  # noqa: PT018
+        # Another image of the same size is not taken for the first, nor its prompt for that one.
+        assert expected(model, png(30, 20, 9), "hello", TWO)[0] != text
+        other = url_part(data_url(png(30, 20, 9)))
+        answer = ours.chat.completions.create(model="tiny", messages=[user(other, hello, two)], **SETTINGS)  # type: ignore[call-overload]
+        assert answer.choices[0].message.content == expected(model, png(30, 20, 9), "hello", TWO)[0]
+        assert usage.prompt_tokens_details is None or usage.prompt_tokens_details.cached_tokens > 0
+
+        alone, tokens = expected(model, ONE, "hello")
+        response = ours.responses.create(
+            model="tiny", max_output_tokens=8, temperature=0.7, extra_body={"seed": 3},
+            input=[user({"type": "input_image", "image_url": data_url(ONE)}, {"type": "input_text", "text": "hello"})],  # type: ignore[list-item]
+        )  # fmt: skip
+        assert (response.output_text, response.usage.input_tokens) == (alone, tokens)  # type: ignore[union-attr]
+
+        theirs = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE).decode()}
+        asked: Any = {"model": "tiny", "messages": [user({"type": "image", "source": source}, hello)]}
+        message = theirs.messages.create(**asked, max_tokens=8, extra_body={"temperature": 0.7, "seed": 3})
+        assert [block.text for block in message.content] == [alone]  # type: ignore[union-attr]
+        assert theirs.messages.count_tokens(**asked).input_tokens == tokens
+
+        # Seven prompts with images so far; the last ones are computed once.
+        images = 2 + 2 + 2 + 1 + 1
+        assert server.metric("prompt_images_total") == images
+        assert server.metric("image_encoder_seconds_count") == 5
+        assert server.metric("prompt_image_tokens_total") % 9 == 0
+
+
+@pytest.fixture(scope="module")
+def image_app(image_package: Path) -> Any:
+    settings = ServeSettings(
+        models={"tiny": str(image_package)}, ctx_len=256, threads=1, limit_images_per_prompt=3, max_image_bytes=10_000,
+        max_image_pixels=10_000, slots=1,
+    )  # fmt: skip
+    with TestClient(make_app(settings), raise_server_exceptions=False) as client:
+        yield client
+
+
+HELLO = {"type": "text", "text": "hello"}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("parts", "message", "more"),
+    [
+        ([url_part("https://example.org/a.png")] * 10_000, "10000 images, and this server takes 3", {}),
+        ([url_part(data_url(ONE))] * 4, "4 images, and this server takes 3", {}),
+        ([url_part("https://example.org/a.png")], "this server fetches no images; send a data URL", {}),
+        ([url_part("http://169.254.169.254/latest")], "this server fetches no images", {}),
+        ([url_part("file:///etc/passwd")], "--allowed-local-media-path", {}),
+        ([url_part("/etc/passwd")], "this server fetches no images", {}),
+        ([{"type": "image", "image": "/etc/passwd"}], "has no image_url", {}),
+        ([url_part(data_url(bytes(20_000)))], "10000 are the most", {}),
+        ([url_part(data_url(bomb(60_000, 60_000)))], "at most 10000 are read", {}),
+        ([url_part(data_url(ONE[:200]))], "cannot be decoded|damaged", {}),
+        ([url_part(data_url(b"<svg></svg>"))], "give a PNG, JPEG, WebP or GIF file", {}),
+        ([url_part(data_url(ONE, "svg+xml"))], "of the types image/png", {}),
+        ([url_part(data_url(ONE)), {"type": "text", "text": "an <image>"}], "which stands for an image", {}),
+        ([{"type": "text", "text": "an <image>"}], "which stands for an image", {}),
+        ([url_part(data_url(ONE)), HELLO], "log-probabilities of a prompt with images", {"prompt_logprobs": 1}),
+        ([url_part(data_url(ONE))] * 3 + [HELLO] * 30, "this model's context 256", {}),
+    ],
+    ids=range(16),
+)  # fmt: skip
+def test_requests_that_are_refused(image_app: TestClient, parts: list[Any], message: str, more: dict[str, Any]) -> None:
+    """Quickly, and without a run of vision.onnx."""
+    began = time.monotonic()
+    answer = image_app.post("/v1/chat/completions", json={"messages": [user(*parts)], **SETTINGS, **more})
+    assert answer.status_code == 400, answer.text[:300]
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(answer.json()["error"]["message"])
+    assert time.monotonic() - began < 20
+    assert "prompt_images_total{" not in image_app.get("/metrics").text
+
+
+@pytest.mark.ci
+def test_bodies_are_as_large_as_their_images(image_app: TestClient) -> None:
+    """32 MiB of base64, and no more JSON than in a server of text."""
+
+    def post(body: str) -> tuple[int, str]:
+        answer = image_app.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+        return answer.status_code, answer.json()["error"]["message"]
+
+    large = json.dumps({"messages": [user(url_part("data:image/png;base64," + "A" * (30 << 20)))]})
+    status, message = post(large)
+    assert (status, "10000 are the most" in message) == (400, True)
+    assert post(large + " " * (4 << 20))[0] == 413
+    status, message = post(json.dumps({"messages": [{"role": "user", "content": [0] * 3_000_000}]}))
+    assert (status, "besides its images" in message) == (413, True)
