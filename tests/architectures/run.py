@@ -51,8 +51,8 @@ MARGIN = 1e-4
 class Row:
     """The result of a model type.
 
-    `result` is "passed" or the stage that failed, `error` that of a logit, `operators` counts those on the cache, and
-    `int4` describes the packed and the float weights.
+    `result` is "passed" or the stage that failed, `error` that of a logit, `operators` counts those on the cache,
+    `int4` describes the packed and the float weights, and `images` how images enter.
     """
 
     model_type: str
@@ -63,6 +63,7 @@ class Row:
     tokens: int = 0
     operators: dict[str, int] = field(default_factory=dict)
     int4: str = ""
+    images: str = ""
     seconds: float = 0.0
 
     @property
@@ -147,22 +148,29 @@ def check_sampling(model: PreTrainedModel, path: Path) -> int:
         assert len(new) == NEW_TOKENS, f"row {row} ended after {len(new)} tokens: {output.finish_reasons[row]}"
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + new]), use_cache=False).logits[0].float().numpy()
-        uniforms = reference.philox_uniforms(SEED + row, len(prompt) + NEW_TOKENS)
-        options = {
-            "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-            "frequency_penalty": 0.0, "min_length": 0, "stop_ids": np.array([-1]),
-            "output_counts": np.zeros(VOCAB_SIZE), **PARAMS[row],
-        }  # fmt: skip
-        for step, token in enumerate(new):
-            total = len(prompt) + step
-            history = np.array(prompt + new[:step])
-            adjusted = reference.adjust(logits[total - 1], options, history, total)
-            probs = reference.distribution(adjusted, options)
-            wanted, margin = reference.pick(probs, adjusted, options, float(uniforms[total]))
-            if margin < MARGIN:
-                continue
-            assert token == wanted, f"row {row}, token {step}: {token} instead of {wanted} (margin {margin:.2g})"
-            compared += 1
+        compared += check_draws(row, prompt, new, logits)
+    return compared
+
+
+def check_draws(row: int, prompt: list[int], new: list[int], logits: np.ndarray) -> int:
+    """Compare the new tokens of a row with the reference's choices from the logits of all its tokens."""
+    compared = 0
+    uniforms = reference.philox_uniforms(SEED + row, len(prompt) + len(new))
+    options = {
+        "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "min_length": 0, "stop_ids": np.array([-1]),
+        "output_counts": np.zeros(VOCAB_SIZE), **PARAMS[row % len(PARAMS)],
+    }  # fmt: skip
+    for step, token in enumerate(new):
+        total = len(prompt) + step
+        history = np.array(prompt + new[:step])
+        adjusted = reference.adjust(logits[total - 1], options, history, total)
+        probs = reference.distribution(adjusted, options)
+        wanted, margin = reference.pick(probs, adjusted, options, float(uniforms[total]))
+        if margin < MARGIN:
+            continue
+        assert token == wanted, f"row {row}, token {step}: {token} instead of {wanted} (margin {margin:.2g})"
+        compared += 1
     return compared
 
 

@@ -457,12 +457,21 @@ def reference_generate(
     return results
 
 
-def reference_logits(folder: Path, prompt: str, images: Sequence[Any] = ()) -> np.ndarray:
-    """float32 [tokens of the prompt, V], placeholders among them."""
+def reference_logits(
+    folder: Path, prompt: str, images: Sequence[Any] = (), following: Sequence[int] = ()
+) -> tuple[list[int], np.ndarray]:
+    """The ids of a prompt, placeholders among them, and float32 [tokens, V], of these and of the ids that follow."""
     model, _ = open_reference(folder)
+    inputs = reference_inputs(folder, prompt, images)
+    ids = inputs["input_ids"]
+    for name, value in inputs.items():  # the mask, and the types of the tokens: 0 for text
+        if value.shape == ids.shape and name != "input_ids":
+            filler = torch.full((1, len(following)), int(name == "attention_mask"), dtype=value.dtype)
+            inputs[name] = torch.cat([value, filler], 1)
+    inputs["input_ids"] = torch.cat([ids, torch.tensor([list(following)], dtype=ids.dtype)], 1)
     with torch.no_grad():
-        logits = model(**reference_inputs(folder, prompt, images)).logits
-    return np.asarray(logits[0].float().numpy())
+        logits = model(**inputs, use_cache=False).logits
+    return ids[0].tolist(), np.asarray(logits[0].float().numpy())
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
