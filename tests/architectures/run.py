@@ -148,18 +148,18 @@ def check_sampling(model: PreTrainedModel, path: Path) -> int:
         assert len(new) == NEW_TOKENS, f"row {row} ended after {len(new)} tokens: {output.finish_reasons[row]}"
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + new]), use_cache=False).logits[0].float().numpy()
-        compared += check_draws(row, prompt, new, logits)
+        compared += check_draws(row, prompt, new, logits, PARAMS[row])
     return compared
 
 
-def check_draws(row: int, prompt: list[int], new: list[int], logits: np.ndarray) -> int:
+def check_draws(row: int, prompt: list[int], new: list[int], logits: np.ndarray, params: dict[str, float]) -> int:
     """Compare the new tokens of a row with the reference's choices from the logits of all its tokens."""
     compared = 0
     uniforms = reference.philox_uniforms(SEED + row, len(prompt) + len(new))
     options = {
         "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "min_length": 0, "stop_ids": np.array([-1]),
-        "output_counts": np.zeros(VOCAB_SIZE), **PARAMS[row % len(PARAMS)],
+        "output_counts": np.zeros(VOCAB_SIZE), "temperature": 1.0, **params,
     }  # fmt: skip
     for step, token in enumerate(new):
         total = len(prompt) + step
