@@ -6,13 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from qsample import AutoModelForCausalLM, AutoModelForImageTextToText
 from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.transforms.quantized_linear import quantized_layers
+from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.fake_package import fake_package
+from tests.helpers.quantized_checkpoints import Scheme, quantized_layer
 from tests.helpers.tiny_models import save_checkpoint
 from tests.helpers.tiny_vlms import IMAGE_TEXT, config_of, make_tiny_vlm, picture, tokenizer_of
 
@@ -117,3 +123,43 @@ def test_images_need_the_tokenizer(tmp_path: Path) -> None:
     path = outlined(tmp_path, config_of("llava"), image_processor_type="LlavaImageProcessor")
     with pytest.raises(UnsupportedModelError, match=f"needs its tokenizer to read images, .*{ALONE}"):
         _ = Checkpoint(path, images=True, tokenizer=None).processor
+
+
+def test_an_adapter_with_matrices_of_the_tower_is_merged(tmp_path: Path) -> None:
+    path = str(make_tiny_vlm("llava", tmp_path / "llava"))
+    layers = [
+        "model.vision_tower.encoder.layers.0.mlp.fc1",
+        "model.language_model.layers.1.mlp.up_proj",
+    ]
+    pairs = {**lora_pair(layers[0], 48, 32), **lora_pair(layers[1], 96, 64)}
+    save_adapter(tmp_path / "adapter", pairs)
+    plain, adapted = (
+        Checkpoint(path, images=True, adapter=adapter).load().state_dict()
+        for adapter in (None, str(tmp_path / "adapter"))
+    )
+    changed = {name.removesuffix(".weight") for name in plain if not torch.equal(plain[name], adapted[name])}
+    assert changed == set(layers)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_packed_language_layers_and_a_float_tower(method: str, tmp_path: Path) -> None:
+    """As published quantized models have them, under the names that older versions of transformers gave the layers."""
+    folder = make_tiny_vlm("llava", tmp_path / "llava", hidden_size=128, intermediate_size=256)
+    scheme, generator = Scheme(method=method), np.random.default_rng(0)
+    stored, wanted = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "language_model" in name and name.endswith("proj.weight"):
+            layer = name.removesuffix(".weight")
+            packed = quantized_layer(generator, *tensor.shape, scheme)
+            stored |= {f"{layer}.{part}": values for part, values in packed.tensors.items()}
+            wanted[layer.removeprefix("language_model.")] = packed.weight
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": scheme.config()}
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "scratch").mkdir()
+    model = Checkpoint(str(folder), images=True).load(scratch=tmp_path / "scratch")
+    packed_layers = {layer for layer, _ in quantized_layers(model)}
+    names = {name for name, module in model.named_modules() if module in packed_layers}
+    assert names == {f"model.language_model.{layer.removeprefix('model.')}" for layer in wanted}
