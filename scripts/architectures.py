@@ -1,7 +1,8 @@
-"""Exports and compiles every causal-LM model type of transformers and writes docs/architectures.md.
+"""Exports and compiles every causal-LM model type of transformers, and types that read images; writes
+docs/architectures.md.
 
-    python scripts/architectures.py            all types: about 25 minutes on two cores
-    python scripts/architectures.py TYPE ...   only those, printed and not written
+    python scripts/architectures.py            all types: about 30 minutes on two cores
+    python scripts/architectures.py TYPE ...   only those, printed and not written; image:TYPE for one with its images
 
 Each result is appended to a file; an interrupted run continues after the last result. The checks are in
 tests/architectures/.
@@ -29,11 +30,14 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # the processes of the pool inherit it
     from tests.architectures.document import all_types, write_document
-    from tests.architectures.run import Row, quiet, run_in_time
+    from tests.architectures.images import image_names
+    from tests.architectures.run import Row, quiet
+    from tests.architectures.timed import run_in_time
 
     lines = arguments.rows.read_text("utf-8").splitlines() if arguments.rows.exists() else []
     kept = {row.model_type: row for row in (Row(**json.loads(line)) for line in lines)}
-    wanted = arguments.model_types or [name for name in all_types() if name not in kept]
+    names = [*all_types(), *image_names()]
+    wanted = arguments.model_types or [name for name in names if name not in kept]
     with (
         ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn"), initializer=quiet) as pool,
         arguments.rows.open("a") as file,
@@ -45,7 +49,7 @@ def main() -> None:
             kept[row.model_type] = row
     if not arguments.model_types:
         write_document(kept, ROOT / "docs" / "architectures.md")
-    print(f"{sum(row.passed for row in kept.values())} of {len(all_types())} model types pass")
+    print(f"{sum(row.passed for row in kept.values())} of {len(names)} model types pass")
 
 
 if __name__ == "__main__":

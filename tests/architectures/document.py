@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.architectures.images import IMAGE, image_names
 from tests.architectures.run import MAX_ERROR, Row
 
 _INTRODUCTION = """\
@@ -40,13 +41,35 @@ this small, the former are mostly tables of angles and norms.
   over all tokens of a call at once. **Scan**: a layer that runs token by token.
 
 Types such as `bert` pass as decoders (`is_decoder`); checkpoints of encoders and of encoder-decoders are refused. Of a
-model that reads images or audio, too, the language model alone is exported, and a warning says so.
+model that reads images or audio, too, this table has the language model; [a second](#types-that-read-images) has
+models with their images.
 
 An export of a type that does not pass fails with the reason, and publishes nothing. These checks use a single small
 configuration per type; every export runs the same parity gate on the real model.
 
 | model type | result | largest error | tokens compared | layers | int4 | reason |
 | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+_IMAGES = """\
+
+## Types that read images
+
+The result of exporting a small random model of each type with its tokenizer and processor, as
+[`AutoModelForImageTextToText`](images.md) opens it: **{passed} of {total} pass**. A type passes under these
+conditions, for prompts without an image, with one, and with two of different sizes:
+
+- The probabilities of its tokens equal those of transformers' model with `pixel_values`, to {max_error:g} of a logit.
+- The greedy tokens are those of transformers' `generate`, for each prompt alone, in a batch with and without images,
+  and in another order in pieces; those of the portable package and of the package compiled for the CPU.
+- Every token sampled with fixed seeds equals the float64 reference's draw from transformers' logits.
+
+Every export compares pixels, placeholders, features and logits with transformers in the same way. So other types pass
+if they consist of the same parts, and a type that does not is refused with the reason.
+
+| model type | result | largest error | tokens compared | images | reason |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -68,14 +91,28 @@ def write_document(rows: Mapping[str, Row], path: Path) -> None:
     text += "".join(f"{_line(row)}\n" for row in found)
     counts = Counter(row.result for row in found)
     text += "\nIn all: " + ", ".join(f"{count} {result}" for result, count in counts.most_common()) + ".\n"
+    found = [rows.get(name, Row(name, "not run")) for name in image_names()]
+    text += _IMAGES.format(passed=sum(row.passed for row in found), total=len(found), max_error=MAX_ERROR)
+    text += "".join(f"{_image_line(row)}\n" for row in found)
     path.write_text(text, encoding="utf-8")
 
 
 def _line(row: Row) -> str:
-    error = "" if row.error is None else f"{row.error:.1e}"
     attention = ", ".join(f"{count} {name}" for name, count in row.operators.items())
+    cells = [f"`{row.model_type}`", *_figures(row), attention, row.int4, _reason(row)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _image_line(row: Row) -> str:
+    cells = [f"`{row.model_type.removeprefix(IMAGE)}`", *_figures(row), row.images, _reason(row)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _figures(row: Row) -> tuple[str, str, str]:
+    return row.result, "" if row.error is None else f"{row.error:.1e}", str(row.tokens or "")
+
+
+def _reason(row: Row) -> str:
     # After its message, torch appends locations in files of this machine and values of the traced graph.
     message = row.reason.split(" (Refer to")[0].split(" While executing")[0].split("\x1b")[0]
-    reason = message.replace("|", "\\|")[:300]
-    cells = [f"`{row.model_type}`", row.result, error, str(row.tokens or ""), attention, row.int4, reason]
-    return "| " + " | ".join(cells) + " |"
+    return message.replace("|", "\\|")[:300]

@@ -21,6 +21,7 @@ from qsample.runtime import SamplingParams, load
 from tests.architectures.run import MAX_ERROR, NEW_TOKENS, PARAMS, SEED, Row, check_draws
 from tests.helpers.tiny_vlms import IMAGE_TEXT, TYPES, make_tiny_vlm, picture, reference_generate, reference_logits
 
+IMAGE = "image:"  # in front of the type in a row's name
 SIZES = ((40, 30), (50, 20), (20, 50), (64, 64), (33, 47))
 # The second is longer than a piece of a prompt, and its first image lies across the pieces' border.
 PROMPTS = ("{}What is this?", "Compare these two with care, and say which is larger: {} or {}?", "Hello", "{} A {}.")
@@ -28,19 +29,19 @@ IMAGES = ((0,), (1, 2), (), (3, 4))
 _SMALL = 1e-6  # probabilities below are not compared
 
 
-def image_types() -> list[str]:
-    """The types of the table."""
-    return sorted(TYPES)
+def image_names() -> list[str]:
+    """The names of the table's rows."""
+    return sorted(f"{IMAGE}{model_type}" for model_type in TYPES)
 
 
-def run_images(model_type: str, *, compiled: bool = True) -> Row:
-    """Make, export, generate from, and if `compiled` compile a model of `model_type`; errors become the result."""
-    started = time.perf_counter()
+def run_images(name: str, *, compiled: bool = True) -> Row:
+    """Make, export, generate from, and if `compiled` compile a model of the type of a row; errors become the result."""
+    started, model_type = time.perf_counter(), name.removeprefix(IMAGE)
     figures: dict[str, Any] = {}
 
     def row(result: str, reason: object = "") -> Row:
         text = " ".join(str(reason).split())
-        return Row(model_type, result, text, seconds=round(time.perf_counter() - started, 1), **figures)
+        return Row(name, result, text, seconds=round(time.perf_counter() - started, 1), **figures)
 
     with tempfile.TemporaryDirectory() as folder:
         path = make_tiny_vlm(model_type, Path(folder, "model"))

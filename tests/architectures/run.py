@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import tempfile
 import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import numpy as np
 import onnx_ir as ir
@@ -35,7 +33,6 @@ from tests.helpers import reference
 
 MAX_ERROR = 2e-4  # of a logit; the largest is of order 10
 NEW_TOKENS = 12
-TIMEOUT = 600  # seconds a type, on a machine that may be busy with something else
 PROMPT_LENGTHS = (3, 11, 9)  # the first is read alone, the others together
 SEED = 5
 PARAMS = (
@@ -180,17 +177,3 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
-
-
-def run_in_time(model_type: str) -> Row:
-    """`run`, given up after `TIMEOUT`."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"no result after {TIMEOUT} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(TIMEOUT)
-    try:
-        return run(model_type)
-    finally:
-        signal.alarm(0)

@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 
 from tests.architectures.document import all_types
+from tests.architectures.images import IMAGE, image_names, run_images
 from tests.architectures.run import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 # The families of tests/helpers/tiny_models.py have attention. The slow test takes every other type.
 REPRESENTATIVES = ["mamba"]
+# Patches with three positions and deepstack; tiles whose tokens see each other.
+READING_IMAGES = [f"{IMAGE}qwen3_vl", f"{IMAGE}gemma3"]
 
 
-def listed() -> dict[str, str]:
-    """Model type → result, as the page has them."""
-    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE))
+def listed(table: int = 0) -> dict[str, str]:
+    """Model type → result, as the page's first table has them, or the second, of types that read images."""
+    text = PAGE.read_text("utf-8").split("## Types that read images")[table]
+    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, re.MULTILINE))
 
 
 def test_the_page_lists_every_model_type() -> None:
@@ -26,8 +30,10 @@ def test_the_page_lists_every_model_type() -> None:
     if f"transformers {version('transformers')} " not in PAGE.read_text():
         pytest.skip("the page is of another transformers, which has other types; scripts/architectures.py writes it")
     assert sorted(results) == all_types()
-    passed = sum(result == "passed" for result in results.values())
-    assert f"**{passed} of {len(results)} pass**" in PAGE.read_text()
+    assert sorted(f"{IMAGE}{name}" for name in listed(1)) == image_names()
+    for table in (results, listed(1)):
+        passed = sum(result == "passed" for result in table.values())
+        assert f"**{passed} of {len(table)} pass**" in PAGE.read_text()
 
 
 @pytest.mark.ci
@@ -43,3 +49,15 @@ def test_representatives(model_type: str) -> None:
 def test_the_page_is_true(model_type: str) -> None:
     row = run(model_type)
     assert row.result == listed()[model_type], row.reason
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.ci if name in READING_IMAGES else pytest.mark.slow)
+        for name in image_names()
+    ],
+)
+def test_types_that_read_images(name: str) -> None:
+    row = run_images(name, compiled=name not in READING_IMAGES)
+    assert row.result == listed(1)[name.removeprefix(IMAGE)], row.reason
