@@ -157,6 +157,31 @@ def adapted(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[
 
 
 @pytest.fixture(scope="session")
+def image_checkpoint(shared_folder: Path) -> Callable[[str], Path]:
+    """model_type → a checkpoint folder of a random model that reads images."""
+    from tests.helpers.tiny_vlms import make_tiny_vlm
+
+    return lambda model_type: made_once(
+        shared_folder / f"{model_type}-images", lambda path: make_tiny_vlm(model_type, path)
+    )
+
+
+@pytest.fixture(scope="session")
+def image_package(image_checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[..., Path]:
+    """(model_type, **features) → a portable package that reads images; an export of 25 seconds."""
+    from qsample import AutoModelForImageTextToText
+
+    def make(model_type: str, **features: object) -> Path:
+        name = f"{named(model_type, features)}-images-package"
+        model = AutoModelForImageTextToText.from_pretrained
+        return made_once(
+            shared_folder / name, lambda path: model(image_checkpoint(model_type), **features).export(path)
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def llama_package(exported: Callable[..., Path]) -> Path:
     """A portable package of a random Llama with the sampler in its graph."""
     return exported("llama")
