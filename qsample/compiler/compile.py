@@ -25,10 +25,12 @@ from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize import METHODS
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
 from qsample.compiler.targets import Target, check_plan, find_target
+from qsample.compiler.vision import compare_vision, compile_vision
 from qsample.contract.tensors import BATCH, STEPS_ONNXRUNTIME
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
 from qsample.exporters.portable import build_initial_state
+from qsample.ort.session import VISION
 from qsample.package import package
 from qsample.progress import Progress, Stage, Stages, metered
 
@@ -63,6 +65,8 @@ def compile_package(
         stages.begin(Stage.TESTING)
         unsealed = _unsealed(plan, compilation, folder)
         compilation = replace(compilation, self_test=asdict(run_self_test(plan, unsealed, target)))
+        if plan.interface.image is not None:
+            compilation = replace(compilation, self_test={**compilation.self_test, **compare_vision(plan, unsealed)})
         if options.num_speculative_tokens:
             check_guesses_change_nothing(plan, unsealed)
         refused = None
@@ -101,6 +105,8 @@ def _build(
     with ScratchFolder(folder.parent) as scratch:
         build = pipeline.start(plan, stages, folder, scratch.new)
         pipeline.run(build, target.phases(plan), dump)
+        if plan.interface.image is not None:
+            compile_vision(plan, target.execution_providers, folder, scratch.new)
         assert build.placement is not None, f"the last phase of {target.name} sets the placement"
         compilation = package.Compilation(
             provider=plan.options.provider,
@@ -122,7 +128,7 @@ def _build(
 def _add_other_files(plan: CompilePlan, folder: Path) -> None:
     """Copy the other files of the portable package; the starting state follows the cache's dtype."""
     for name in plan.source.manifest.files:
-        if not name.startswith("decoder.onnx"):
+        if not name.startswith((pipeline.DECODER, VISION)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(plan.source.path / name, folder / name)
     if plan.interface.cache_states != plan.source.interface.cache_states:

@@ -107,15 +107,21 @@ class Build:
         self.weights_sha256 = sha256
 
     def replace_model(self, path: Path) -> None:
-        """Go on with the model in `path`, made of the present model; reports of passes are kept. ONNX Runtime writes
-        constants in the order of a hash table, which differs from process to process: they are sorted."""
+        """Go on with the model in `path`, made of the present model; reports of passes are kept."""
         meta = self.model.meta
-        self.model = ir.load(path)
+        self.model = load_optimized(path)
         self.model.meta.update(meta)
-        for part in (self.model.graph, *self.model.graph.subgraphs()):
-            constants = sorted(part.initializers.items())
-            part.initializers.clear()
-            part.initializers.update(constants)
+
+
+def load_optimized(path: Path) -> ir.Model:
+    """A model that ONNX Runtime wrote. It writes constants in the order of a hash table, which differs from process to
+    process: they are sorted."""
+    model = ir.load(path)
+    for part in (model.graph, *model.graph.subgraphs()):
+        constants = sorted(part.initializers.items())
+        part.initializers.clear()
+        part.initializers.update(constants)
+    return model
 
 
 class Phase(NamedTuple):

@@ -50,6 +50,7 @@ from qsample.contract.tensors import (
     NUM_NEW,
     PARAMETERS,
     PATCHES,
+    PIXEL_VALUES,
     POSITION_OFFSETS,
     PROBS,
     SAMPLER_STATES,
@@ -450,8 +451,8 @@ class Interface:
         result = self.image.features(self.dtype)
         if self.image.patch_values:
             axes, meaning = (PATCHES, self.image.patch_values), "the patches of an image"
-            return GraphSpec((TensorSpec("pixel_values", "float32", axes, meaning), GRID), (), (result,))
-        tiles = TensorSpec("pixel_values", "float32", (TILES, 3, HEIGHT, WIDTH), "the tiles of an image")
+            return GraphSpec((TensorSpec(PIXEL_VALUES, "float32", axes, meaning), GRID), (), (result,))
+        tiles = TensorSpec(PIXEL_VALUES, "float32", (TILES, 3, HEIGHT, WIDTH), "the tiles of an image")
         return GraphSpec((tiles,), (), (result,))
 
     @property

@@ -124,6 +124,7 @@ POSITION_OFFSETS = TensorSpec(
     "position_offsets", "int32", (BATCH, SEQUENCE, 3), "added to a token's position: time, height, width", off=0
 )
 IMAGE_FEATURES: Final = "image_features"  # the result of vision.onnx, and an input of the decoder
+PIXEL_VALUES: Final = "pixel_values"
 GRID = TensorSpec("grid", "int64", (2,), "rows and columns of patches of the image")
 NEXT_IDS = TensorSpec("next_ids", "int64", (BATCH, 1), "the sampled token; the pad id for a row that emitted nothing")
 

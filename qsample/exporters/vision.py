@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.interface import Interface
+from qsample.contract.tensors import PIXEL_VALUES
 from qsample.errors import ParityError
 from qsample.exporters.lowering import fill_placeholders
 from qsample.exporters.parity import TOLERANCES, rounded_up
@@ -27,7 +28,7 @@ from qsample.graph.vision import compute_in_float32, furthest, give_features_as,
 from qsample.graph.weights import narrow_weights, save_beside
 from qsample.ort.session import VISION
 from qsample.transforms.deferred import computing
-from qsample.transforms.vision import PIXELS, RandomImage, VisionModule, attention_of, vision_module
+from qsample.transforms.vision import RandomImage, VisionModule, attention_of, vision_module
 
 # Rows and columns of features, or of tiles, of the images that are compared.
 _SIZES: Final = ((2, 3), (5, 4), (1, 7))
@@ -94,15 +95,17 @@ def compare_vision(model: PreTrainedModel, module: VisionModule, folder: Path, d
 
 def _sizes_of(image: RandomImage) -> dict[str, list[int]]:
     """The shape of the pixels, and the grid itself."""
-    return {name: list(tensor.shape) if name == PIXELS else tensor.tolist() for name, tensor in image.inputs.items()}
+    return {
+        name: list(tensor.shape) if name == PIXEL_VALUES else tensor.tolist() for name, tensor in image.inputs.items()
+    }
 
 
 def _features(model: PreTrainedModel, module: VisionModule, images: list[RandomImage]) -> Iterator[Array]:
     """[F, C] float32 of each image, as transformers computes it from the pixels."""
     with torch.no_grad(), computing(), attention_of(module.tower, "eager"):
         for image in images:
-            pixels = image.arguments[PIXELS].to(model.dtype)
-            output = model.base_model.get_image_features(**{**image.arguments, PIXELS: pixels})
+            pixels = image.arguments[PIXEL_VALUES].to(model.dtype)
+            output = model.base_model.get_image_features(**{**image.arguments, PIXEL_VALUES: pixels})
             parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
             rows = [torch.cat([one.flatten(0, -2) for one in part]) for part in parts]
             yield torch.cat(rows, -1).to(torch.float32).numpy()

@@ -94,7 +94,7 @@ class Compilation:
     batch_size: int | None
     ctx_len: int
     placement: Mapping[str, Mapping[str, int]]
-    self_test: Mapping[str, int]
+    self_test: Mapping[str, Any]
     provider_options: Mapping[str, str] = field(default_factory=dict)
     quantization: Mapping[str, Any] | None = None
     least_onnxruntime: str | None = None

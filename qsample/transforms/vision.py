@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from qsample.contract.tensors import GRID, HEIGHT, IMAGE_FEATURES, PATCHES, TILES, WIDTH
+from qsample.contract.tensors import GRID, HEIGHT, IMAGE_FEATURES, PATCHES, PIXEL_VALUES, TILES, WIDTH
 from qsample.errors import UnsupportedModelError
 
-PIXELS: Final = "pixel_values"
 _ATTENTION: Final = "qsample_flash_vision"  # transformers looks for "flash" in the name
 _MASKED: Final = -1e30
 _EXAMPLE: Final = (4, 6)  # rows and columns of features of the image that is traced
@@ -34,8 +33,8 @@ class RandomImage:
     """Pixels, the same for each size. inputs: of vision.onnx, by name. arguments: of get_image_features."""
 
     def __init__(self, pixels: Tensor, grid: Tensor | None = None, **arguments: Any) -> None:
-        self.inputs = {PIXELS: pixels} | ({} if grid is None else {GRID.name: grid})
-        self.arguments = {PIXELS: pixels} | arguments
+        self.inputs = {PIXEL_VALUES: pixels} | ({} if grid is None else {GRID.name: grid})
+        self.arguments = {PIXEL_VALUES: pixels} | arguments
 
 
 class VisionModule(nn.Module):
@@ -117,10 +116,8 @@ class _MergedPatches(VisionModule):
         return RandomImage(_random(int(grid.prod()), values), grid, image_grid_thw=_with_time(grid))
 
     def rows(self, pixel_values: Tensor, grid: Tensor) -> Tensor:
-        tower, count = self.tower, pixel_values.shape[0]
-        merge, index = tower.spatial_merge_size, torch.arange(pixel_values.shape[0])
-        block, blocks = index // merge**2, grid[1] // merge  # of each patch, and in a row
-        row, column = block // blocks * merge + index // merge % merge, block % blocks * merge + index % merge
+        tower, merge, count = self.tower, self.tower.spatial_merge_size, pixel_values.shape[0]
+        row, column = places_of_patches(grid, count, merge)
         options: dict[str, Any] = {
             "position_ids": torch.stack([row, column], -1),
             "cu_seqlens": torch.arange(2, dtype=torch.int32) * count,
@@ -129,10 +126,10 @@ class _MergedPatches(VisionModule):
         if hasattr(tower, "window_size"):
             side = tower.window_size // merge // tower.patch_size * merge
             options["window_index"] = torch.arange(count // merge**2)
-            options["cu_window_seqlens"] = _windows(row, column, grid, side, merge)
+            options["cu_window_seqlens"] = windows_of(row, column, grid, side, merge)
             options["max_window_seqlen"] = side**2
         if hasattr(tower, "num_grid_per_side"):
-            options |= _resampled(tower, row, column, grid)
+            options |= resampled(tower, row, column, grid)
         output = tower(pixel_values, grid_thw=_with_time(grid), **options)
         return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], -1)
 
@@ -145,7 +142,7 @@ class _PositionedPatches(VisionModule):
         grid = torch.tensor([rows, columns]) * config.pooling_kernel_size
         pixels = _random(int(grid.prod()), 3 * config.patch_size**2)
         image = RandomImage(pixels, grid, image_position_ids=_places(grid, len(pixels)))
-        image.arguments[PIXELS] = pixels[None]
+        image.arguments[PIXEL_VALUES] = pixels[None]
         return image
 
     def rows(self, pixel_values: Tensor, grid: Tensor) -> Tensor:
@@ -185,7 +182,7 @@ class _MaskedTiles(_Tiles):
     def __init__(self, model: PreTrainedModel, tower: PreTrainedModel) -> None:
         super().__init__(model, tower)
         # bucketize, of which a tile's positions come, does not export; they are the same for all whole tiles.
-        embeddings, tile, found = tower.embeddings, self.image(1, 1).inputs[PIXELS], list[Tensor]()
+        embeddings, tile, found = tower.embeddings, self.image(1, 1).inputs[PIXEL_VALUES], list[Tensor]()
         hook = embeddings.position_embedding.register_forward_pre_hook(lambda module, args: found.append(args[0]))
         with torch.no_grad():
             embeddings(
@@ -197,7 +194,7 @@ class _MaskedTiles(_Tiles):
 
     def image(self, rows: int, columns: int) -> RandomImage:
         image = super().image(rows, columns)
-        image.arguments[PIXELS] = image.inputs[PIXELS][None]
+        image.arguments[PIXEL_VALUES] = image.inputs[PIXEL_VALUES][None]
         return image
 
     def rows(self, pixel_values: Tensor) -> Tensor:
@@ -247,7 +244,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    cu_seq_lens_q: Tensor | _Windows | None = None,
+    cu_seq_lens_q: Tensor | Windows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in every layer of a tower: query [B, heads, S, D], key and value
@@ -256,7 +253,7 @@ def attention(
     if (groups := heads // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     states = [part.transpose(1, 2).flatten(2) for part in (query, key, value)]
-    if not isinstance(cu_seq_lens_q, _Windows):
+    if not isinstance(cu_seq_lens_q, Windows):
         output = _multi_head(states, heads, scaling, attention_mask)
     else:
         windows = cu_seq_lens_q
@@ -338,7 +335,14 @@ def _places(grid: Tensor, count: Any) -> Tensor:
     return torch.stack([index % grid[1], index // grid[1]], -1)[None]
 
 
-def _resampled(tower: Any, row: Tensor, column: Tensor, grid: Tensor) -> dict[str, Tensor]:
+def places_of_patches(grid: Tensor, count: Any, merge: int) -> tuple[Tensor, Tensor]:
+    """Row and column, [count] each, of patches in squares of `merge`, which follow one another in rows."""
+    index, across = torch.arange(count), grid[1] // merge
+    square = index // merge**2
+    return square // across * merge + index // merge % merge, square % across * merge + index % merge
+
+
+def resampled(tower: Any, row: Tensor, column: Tensor, grid: Tensor) -> dict[str, Tensor]:
     """Which of the learned positions each patch takes, and how much of each. row, column: [A]."""
     from transformers.vision_utils import _interpolation_axis_taps_weights as taps_and_weights
 
@@ -352,7 +356,7 @@ def _resampled(tower: Any, row: Tensor, column: Tensor, grid: Tensor) -> dict[st
 
 
 @dataclass(frozen=True, slots=True)
-class _Windows:
+class Windows:
     """Stands for the lengths of windows: which patch is at which place of which window.
 
     Attributes:
@@ -366,7 +370,7 @@ class _Windows:
     places: Tensor
 
 
-def _windows(row: Tensor, column: Tensor, grid: Tensor, side: int, merge: int) -> _Windows:
+def windows_of(row: Tensor, column: Tensor, grid: Tensor, side: int, merge: int) -> Windows:
     """Qwen2.5-VL's windows of an image, `side` patches in height and width, less at the lower and right edges.
     row, column: [A]."""
     across = (grid[1] + side - 1) // side  # windows of a row
@@ -377,4 +381,4 @@ def _windows(row: Tensor, column: Tensor, grid: Tensor, side: int, merge: int) -
     block = down // merge * (grid[1] // merge) + right // merge
     patches = torch.where(held, (block * merge + down % merge) * merge + right % merge, 0)
     places = (row // side * across + column // side) * side**2 + row % side * side + column % side
-    return _Windows(patches, held, places)
+    return Windows(patches, held, places)
