@@ -200,16 +200,9 @@ def bundled_package(shared_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def image_package(shared_folder: Path) -> Path:
+def smolvlm_package(image_package: Callable[..., Path]) -> Path:
     """A portable package of a random SmolVLM, which reads tiles of 9 tokens each, with the features for serving."""
-    from qsample import AutoModelForImageTextToText
-    from tests.helpers.tiny_vlms import make_tiny_vlm
-
-    def make(path: Path) -> None:
-        checkpoint = make_tiny_vlm("smolvlm", shared_folder / "smolvlm-tiny")
-        AutoModelForImageTextToText.from_pretrained(checkpoint, for_serving=True).export(path)
-
-    return made_once(shared_folder / "smolvlm-for-serving", make)
+    return image_package("smolvlm", for_serving=True)
 
 
 @pytest.fixture(scope="session")

@@ -309,8 +309,8 @@ SETTINGS: dict[str, Any] = {"max_tokens": 8, "temperature": 0.7, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def model(image_package: Path) -> CausalLM:
-    return load(image_package, intra_op_num_threads=1, ctx_len=256)
+def model(smolvlm_package: Path) -> CausalLM:
+    return load(smolvlm_package, intra_op_num_threads=1, ctx_len=256)
 
 
 def expected(model: CausalLM, *parts: Any) -> tuple[str, int]:
@@ -326,7 +326,7 @@ def expected(model: CausalLM, *parts: Any) -> tuple[str, int]:
 
 
 @pytest.mark.ci
-def test_the_clients_of_three_apis_send_images(image_package: Path, model: CausalLM, tmp_path: Path) -> None:
+def test_the_clients_of_three_apis_send_images(smolvlm_package: Path, model: CausalLM, tmp_path: Path) -> None:
     import anthropic
     import openai
 
@@ -334,7 +334,7 @@ def test_the_clients_of_three_apis_send_images(image_package: Path, model: Causa
     one, two = url_part(data_url(ONE), detail="low"), url_part(f"file://{tmp_path}/two.png")
     hello = {"type": "text", "text": "hello"}
     options = ("--served-model-name", "tiny", "--ctx-len", "256", "--threads", "1", "--slots", "2")
-    with ServerProcess(image_package, *options, "--allowed-local-media-path", tmp_path) as server:
+    with ServerProcess(smolvlm_package, *options, "--allowed-local-media-path", tmp_path) as server:
         ours = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         assert ours.models.list().data[0].capabilities == {"completion_chat": True, "vision": True}  # type: ignore[attr-defined]
         text, tokens = expected(model, ONE, "hello", TWO)
@@ -379,9 +379,9 @@ def test_the_clients_of_three_apis_send_images(image_package: Path, model: Causa
 
 
 @pytest.fixture(scope="module")
-def image_app(image_package: Path) -> Any:
+def image_app(smolvlm_package: Path) -> Any:
     settings = ServeSettings(
-        models={"tiny": str(image_package)}, ctx_len=256, threads=1, limit_images_per_prompt=3, max_image_bytes=10_000,
+        models={"tiny": str(smolvlm_package)}, ctx_len=256, threads=1, limit_images_per_prompt=3, max_image_bytes=10_000,
         max_image_pixels=10_000, slots=1,
     )  # fmt: skip
     with TestClient(make_app(settings), raise_server_exceptions=False) as client:
