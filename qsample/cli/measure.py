@@ -128,10 +128,11 @@ def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_secon
     """Print a benchmark on stdout."""
     facts = _describe_bench(model, measurements, load_seconds)
     prompt, new = measurements[0].prompt_tokens, measurements[0].new_tokens
-    images = any(row.image_tokens for row in measurements)
+    images = measurements[0].image_tokens
+    of_image = f", {images} of an image" if images else ""
     guesses = any(row.tokens_per_step > 1 for row in measurements)
     shown = table(
-        f"{model.package.path}: {prompt} prompt tokens, {new} decode steps",
+        f"{model.package.path}: {prompt} prompt tokens{of_image}, {new} decode steps",
         "rows",
         "TTFT, ms",
         "prefill, tok/s",
@@ -139,7 +140,7 @@ def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_secon
         "p90, ms",
         "decode, tok/s",
         *(["tok/step"] if guesses else []),
-        *(["image, tok", "vision, ms"] if images else []),
+        *(["vision, ms"] if images else []),
     )
     for row in measurements:
         shown.add_row(
@@ -150,7 +151,7 @@ def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_secon
             f"{row.decode_ms_p90:.2f}",
             f"{row.tokens_per_second:.1f}",
             *([f"{row.tokens_per_step:.2f}"] if guesses else []),
-            *([str(row.image_tokens), f"{row.vision_ms:.1f}"] if images else []),
+            *([f"{row.vision_ms:.1f}"] if images else []),
         )
     screen = console()
     screen.print(shown)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from qsample.request.sampling_params import FILTER_FIELDS, OFF
+from qsample.runtime import load
 from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import fake_package
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
@@ -20,8 +21,6 @@ GENERATE = ["--max-new-tokens", "8", "--seed", "3", "--temperature", "1.0"]
 
 
 def test_generate_streams_one_prompt(llama_package: Path) -> None:
-    from qsample.runtime import load
-
     done = qsample("generate", llama_package, "-p", "Hello", *GENERATE)
     assert done.returncode == 0, done.stderr
     expected = load(llama_package).generate("Hello", max_new_tokens=8, seed=3, temperature=1.0)
@@ -51,8 +50,6 @@ def test_standard_input_of_another_encoding(run: Any, monkeypatch: pytest.Monkey
 
 
 def test_generate_several_prompts_in_sections(run: Any, llama_package: Path) -> None:
-    from qsample.runtime import load
-
     status, out, _ = run("generate", llama_package, "-p", "One", "-p", "Two [b]", *GENERATE)
     assert status == 0
     output = load(llama_package).generate(["One", "Two [b]"], max_new_tokens=8, seed=3, temperature=1.0)
@@ -63,8 +60,6 @@ def test_generate_several_prompts_in_sections(run: Any, llama_package: Path) -> 
 
 
 def test_generate_json(run: Any, everything: Path) -> None:
-    from qsample.runtime import load
-
     status, out, _ = run("generate", everything, "-p", "One", "-p", "Three", "--json", *GENERATE)
     assert status == 0
     document = json.loads(out)
@@ -78,6 +73,27 @@ def test_generate_json(run: Any, everything: Path) -> None:
         assert len(result["logprobs"]) == 8
         assert [len(step) for step in result["top_logprobs"]] == [3] * 8
     assert document["timing"]["steps"] == 7
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("chat", [False, True])
+def test_generate_with_images(run: Any, image_package: Path, tmp_path: Path, chat: bool) -> None:
+    from tests.helpers.tiny_vlms import picture
+
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    for seed, file in enumerate(files):
+        picture(30, 20, seed).save(file)
+    flags = [flag for file in files for flag in ("--image", file)] + ["--chat"] * chat
+    status, out, err = run("generate", image_package, "-p", "hi", *flags, "--max-new-tokens", 6, "--seed", 1, "--json")
+    assert status == 0, err
+    parts = [*({"type": "image", "image": file} for file in files), {"type": "text", "text": "hi"}]
+    given: dict[str, Any] = (
+        {"inputs": [{"role": "user", "content": parts}]} if chat else {"images": files, "inputs": "hi"}
+    )
+    done = load(image_package).generate(**given, max_new_tokens=6, seed=1)
+    assert json.loads(out)["results"][0]["token_ids"] == done.token_ids[0]
+    status, _, err = run("generate", image_package, "-p", "a", "-p", "b", "--image", files[0])
+    assert (status, "goes with a single --prompt" in err) == (2, True)
 
 
 def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,18 @@ def test_a_table_json_and_a_plot(run: Any, text: Path, tmp_path: Path) -> None:
     assert one["perplexity"]["low"] < one["perplexity"]["value"] < one["perplexity"]["high"]
 
 
+@pytest.mark.ci
+def test_bench_with_an_image(run: Any, image_package: Path) -> None:
+    counts = ("--prompt-tokens", 4, "--new-tokens", 2, "--repetitions", 1, "--batch", 2)
+    status, out, err = run("bench", image_package, "--image", "48x20", *counts, "--json")
+    assert status == 0, err
+    (found,) = json.loads(out)["measurements"]
+    assert (found["rows"], found["image_tokens"] % 9, found["vision_ms"] > 0) == (2, 0, True)
+    assert found["prompt_tokens"] > found["image_tokens"] + 4  # the texts around its tiles
+    status, _, err = run("bench", image_package, "--image", "48")
+    assert (status, "give a width and a height in pixels" in err) == (2, True)
+
+
 def test_no_columns_for_what_was_not_asked_for(run: Any, text: Path, tmp_path: Path) -> None:
     status, out, _ = run("evaluate", fake_package(tmp_path / "package").path, "--text", text)
     assert status == 0

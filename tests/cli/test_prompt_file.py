@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from qsample.cli.prompt_file import read_rows, with_fingerprints
 from qsample.package.package import Package
 from qsample.runtime import load
 from qsample.runtime.decode.loop import DecodeLoop
@@ -44,6 +45,47 @@ def written(path: Path, rows: list[Any]) -> Path:
 
 def records(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
+
+
+def test_images_of_a_line(tmp_path: Path) -> None:
+    """They are files beside the prompts, and the fingerprint depends on what is in them, not on where they are."""
+    url = "data:image/png;base64,AAAA"
+    said = [{"type": "image", "path": "a.png"}, "hi", {"type": "image_url", "image_url": {"url": url}}]
+    lines = [{"prompt": "x", "images": ["a.png", url]}, {"messages": [{"role": "user", "content": said}]}, ROWS[0]]
+
+    def read(folder: Path, content: bytes, as_chat: bool = False) -> list[str]:
+        folder.mkdir()
+        (folder / "a.png").write_bytes(content)
+        rows = read_rows(written(folder / "p.jsonl", lines), {}, {}, as_chat=as_chat, system=None)
+        parts = [{"type": "image", "image": image} for image in (folder / "a.png", bytes(3))]
+        text = {"type": "text", "text": "x"}
+        if as_chat:
+            assert rows[0].inputs == [{"role": "user", "content": [*parts, text]}]
+        else:
+            assert (rows[0].inputs, rows[0].options["images"]) == ("x", [folder / "a.png", bytes(3)])
+        assert rows[1].inputs == [{"role": "user", "content": [parts[0], "hi", parts[1]]}]
+        return [row.fingerprint for row in with_fingerprints(rows, {})]
+
+    one = read(tmp_path / "one", b"1")
+    assert read(tmp_path / "two", b"1") == one
+    other = read(tmp_path / "three", b"2")
+    assert [mine == theirs for mine, theirs in zip(one, other, strict=True)] == [False, False, True]
+    assert read(tmp_path / "four", b"1", as_chat=True)[1] == one[1]
+
+
+@pytest.mark.ci
+def test_rows_with_images(run: Any, image_package: Path, tmp_path: Path) -> None:
+    from tests.helpers.tiny_vlms import picture
+
+    picture(30, 20).save(tmp_path / "a.png")
+    lines = [{"prompt": "x", "images": ["a.png"]}, {"prompt": "x"}]
+    status, out, err = run("generate", image_package, "--prompt-file", written(tmp_path / "p.jsonl", lines), *SETTINGS)
+    assert status == 0, err
+    model = load(image_package)
+    for row, (record, images) in enumerate(zip(records(out), [tmp_path / "a.png", None], strict=True)):
+        done = model.generate("x", images=images, max_new_tokens=6, temperature=0.9, seed=3 + row)
+        assert record["token_ids"] == done.token_ids[0]
+        assert record["prompt_tokens"] == done.prompt_lengths[0]
 
 
 def test_every_row_is_what_it_is_alone(run: Any, package: Package, tmp_path: Path) -> None:
@@ -102,6 +144,9 @@ def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -
         ({"messages": "hi"}, "messages is 'hi'"),
         ({"messages": []}, "messages is []"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "part of type 'image'"),
+        ({"prompt": "x", "images": ["none.png"]}, "the image none.png cannot be read: No such file"),
+        ({"prompt": "x", "images": "a.png"}, "images is 'a.png'; give a list of files"),
+        ({"prompt": "x", "images": ["https://example.org/a.png"]}, "nothing is fetched here"),
         ({"prompt": "x", "top_p": 7}, "top_p is 7"),
         ({"prompt": "x", "eos_token_id": {"a": 1}}, "eos_token_id"),
         ({"prompt": "x" * 300}, "context length is 256"),
