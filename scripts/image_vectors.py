@@ -19,6 +19,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from qsample.contract.tensors import IMAGES_VERSION  # noqa: E402
 from qsample.exporters.images import describe_images  # noqa: E402
 from qsample.images.families import FAMILIES, Family  # noqa: E402
 from tests.helpers.tiny_vlms import config_of, processor_of  # noqa: E402
@@ -30,7 +31,8 @@ SIZES: Final = ((64, 48), (30, 99), (12, 12))
 
 def main() -> None:
     families = (json.dumps(vectors(processor_of(kind), config_of(kind))) for kind in TYPES)
-    FILE.write_text('{"families": [\n' + ",\n".join(families) + "\n]}\n", encoding="utf-8")
+    head = f'{{"contract_version": "{IMAGES_VERSION}", "families": [\n'
+    FILE.write_text(head + ",\n".join(families) + "\n]}\n", encoding="utf-8")
 
 
 def picture(width: int, height: int) -> Image.Image:

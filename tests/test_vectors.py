@@ -205,6 +205,8 @@ def test_images() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)
 def test_files_are_small_and_of_this_contract(path: Path) -> None:
     assert path.stat().st_size < 100_000
-    version = {"waiting": STEPS_VERSION, "images": IMAGES_VERSION}.get(path.stem, CONTRACT_VERSION)
+    version = {"waiting": STEPS_VERSION, "images": IMAGES_VERSION, "pixels": IMAGES_VERSION}.get(
+        path.stem, CONTRACT_VERSION
+    )
     assert load(path.stem)["contract_version"] == version
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text("utf-8")

@@ -26,7 +26,6 @@ PARTS: Final = {
     "transformers.activations": "ACT2FN",
     "transformers.cache_utils": "Cache CacheLayerMixin LinearAttentionLayer.update_conv_state "
     "LinearAttentionLayer.update_recurrent_state",
-    "transformers.image_processing_backends": "PilBackend._preprocess",
     "transformers.integrations.moe": "ExpertsInterface batched_mm_experts_forward",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_rope_utils": "ROPE_INIT_FUNCTIONS",

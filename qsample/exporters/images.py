@@ -18,7 +18,6 @@ import numpy as np
 from PIL import Image
 from transformers import PretrainedConfig, ProcessorMixin
 from transformers.image_processing_backends import PilBackend
-from transformers.image_utils import SizeDict
 
 from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError, UnsupportedModelError
@@ -113,23 +112,23 @@ def _probe(processor: ProcessorMixin, image: Image.Image, prompt: str, **options
     """What the processor makes of an image; its image class is watched for the settings."""
     images: Any = processor.image_processor
     watched: Any = processor
-    preprocess, replace = images._preprocess, watched.replace_image_token
+    preprocess, replacement = images.preprocess, watched.replace_image_token
     calls: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     texts: list[str] = []
 
     def preprocessing(*arguments: Any, **settings: Any) -> Any:
-        calls.append((settings, preprocess(*arguments, **settings)))
+        calls.append(({**images.to_dict(), **settings}, preprocess(*arguments, **settings)))
         return calls[-1][1]
 
     def replacing(*arguments: Any, **settings: Any) -> str:
-        texts.append(replace(*arguments, **settings))
+        texts.append(replacement(*arguments, **settings))
         return texts[-1]
 
-    images._preprocess, watched.replace_image_token = preprocessing, replacing
+    images.preprocess, watched.replace_image_token = preprocessing, replacing
     try:
         inputs = watched(text=[prompt], images=[image], **({"images_kwargs": options} if options else {}))
     finally:
-        del images._preprocess, watched.replace_image_token
+        del images.preprocess, watched.replace_image_token
     (settings, result), text = calls[0], texts[0]
     values = result["pixel_values"]
     pixels = np.asarray(values if hasattr(values, "shape") else [np.asarray(value) for value in values], np.float32)
@@ -142,7 +141,7 @@ def _settings(family: str, settings: Mapping[str, Any], config: PretrainedConfig
     """Those of the settings that the family has."""
     values: dict[str, Any] = {}
     for name, value in settings.items():
-        if isinstance(value, Mapping | SizeDict):
+        if isinstance(value, Mapping):
             value = {key: number for key, number in dict(value).items() if number is not None}
         values[name] = value
     values["resample"] = int(values["resample"] if values.get("resample") is not None else Image.Resampling.BILINEAR)

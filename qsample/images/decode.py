@@ -15,15 +15,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
-import numpy as np
-
 from qsample.checks import check_fields, integer
-from qsample.contract.arrays import Array
 from qsample.disk.untrusted import open_plain
 from qsample.errors import ArgumentError, QsampleError, install_hint, shown
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from qsample.contract.arrays import Array
 
 ImageLike: TypeAlias = "str | Path | bytes | Image | Array"
 FORMATS: Final = "PNG, JPEG, WebP or GIF"
@@ -56,6 +55,8 @@ def read_image(image: ImageLike, limits: ImageLimits | None = None, name: str = 
     name: of the image in messages; a path is named besides. Raises ValueError for anything but an image within the
     limits, QsampleError without Pillow.
     """
+    import numpy as np  # here, because the command line has the limits
+
     pillow, limits = _pillow(), limits or ImageLimits()
     if isinstance(image, str | Path):
         name = f"{name} {shown(str(image), 200)}"

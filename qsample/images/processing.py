@@ -144,7 +144,7 @@ class ImageProcessor:
                 f"images.token_id in {MANIFEST_NAME} is {processor.token_id}, and the model has "
                 f"{package.interface.vocab_size} tokens; export the package again"
             )
-        if image.axial and processor._layout(64, 64, "an image").size is None:
+        if image.axial and processor.layout(64, 64).size is None:
             raise PackageError(f"images in {MANIFEST_NAME} give no sizes for M-RoPE; export the package again")
         return processor
 
@@ -155,7 +155,7 @@ class ImageProcessor:
         without Pillow.
         """
         upright = read_image(image, limits, name)
-        layout = self._layout(*upright.size, name)
+        layout = self.layout(*upright.size, name)
         values, grid = self.family.pixels(upright, layout)
         digest = hashlib.sha256(self._identity + repr(upright.size).encode())
         digest.update(upright.tobytes())
@@ -163,7 +163,8 @@ class ImageProcessor:
         text = self.texts.written(layout, self.token)
         return ProcessedImage(digest.digest(), values, grid, rows, layout.size, text)
 
-    def _layout(self, width: int, height: int, name: str) -> Layout:
+    def layout(self, width: int, height: int, name: str = "the image") -> Layout:
+        """What becomes of an image of this size, in pixels. Raises ValueError as `process` does."""
         try:
             layout = self.family.layout(width, height)
         except ArgumentError as error:
