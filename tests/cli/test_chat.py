@@ -49,7 +49,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any],
 
 @pytest.mark.ci
 def test_images_of_a_conversation(
-    say: Any, image_package: Path, requests: list[tuple[Any, dict[str, Any], Any]], tmp_path: Path
+    say: Any, smolvlm_package: Path, requests: list[tuple[Any, dict[str, Any], Any]], tmp_path: Path
 ) -> None:
     from tests.helpers.tiny_vlms import picture
 
@@ -58,7 +58,7 @@ def test_images_of_a_conversation(
     picture(48, 20).save(two)
     saved = tmp_path / "saved.json"
     lines = f"hello\n/image {two}\n/image {tmp_path}/none.png\nwhat\n/retry\n/save {saved}\n"
-    status, _, err = say(lines, "--image", one, path=image_package)
+    status, _, err = say(lines, "--image", one, path=smolvlm_package)
     assert (status, "1 image for the next message" in err, "none.png' cannot be read" in err) == (1, True, True)
     turns = json.loads(saved.read_text())["messages"]
 
@@ -66,12 +66,12 @@ def test_images_of_a_conversation(
         return {"role": "user", "content": [{"type": "image", "image": str(file)}, {"type": "text", "text": text}]}
 
     assert turns[::2] == [user(one, "hello"), user(two, "what")]
-    model = load(image_package, ctx_len=512)
+    model = load(smolvlm_package, ctx_len=512)
     whole = model.generate(turns[:3], max_new_tokens=9, seed=4)  # /retry takes the next seed
     assert requests[-1][2].result().token_ids == whole.token_ids[0]
     assert requests[-1][2].prompt_tokens == whole.prompt_lengths[0]
     # A conversation that was saved goes on.
-    status, _, err = say(f"/load {saved}\nand\n", path=image_package)
+    status, _, err = say(f"/load {saved}\nand\n", path=smolvlm_package)
     assert status == 0, err
 
 

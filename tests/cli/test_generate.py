@@ -77,22 +77,24 @@ def test_generate_json(run: Any, everything: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("chat", [False, True])
-def test_generate_with_images(run: Any, image_package: Path, tmp_path: Path, chat: bool) -> None:
+def test_generate_with_images(run: Any, smolvlm_package: Path, tmp_path: Path, chat: bool) -> None:
     from tests.helpers.tiny_vlms import picture
 
     files = [tmp_path / "a.png", tmp_path / "b.png"]
     for seed, file in enumerate(files):
         picture(30, 20, seed).save(file)
     flags = [flag for file in files for flag in ("--image", file)] + ["--chat"] * chat
-    status, out, err = run("generate", image_package, "-p", "hi", *flags, "--max-new-tokens", 6, "--seed", 1, "--json")
+    status, out, err = run(
+        "generate", smolvlm_package, "-p", "hi", *flags, "--max-new-tokens", 6, "--seed", 1, "--json"
+    )
     assert status == 0, err
     parts = [*({"type": "image", "image": file} for file in files), {"type": "text", "text": "hi"}]
     given: dict[str, Any] = (
         {"inputs": [{"role": "user", "content": parts}]} if chat else {"images": files, "inputs": "hi"}
     )
-    done = load(image_package).generate(**given, max_new_tokens=6, seed=1)
+    done = load(smolvlm_package).generate(**given, max_new_tokens=6, seed=1)
     assert json.loads(out)["results"][0]["token_ids"] == done.token_ids[0]
-    status, _, err = run("generate", image_package, "-p", "a", "-p", "b", "--image", files[0])
+    status, _, err = run("generate", smolvlm_package, "-p", "a", "-p", "b", "--image", files[0])
     assert (status, "goes with a single --prompt" in err) == (2, True)
 
 

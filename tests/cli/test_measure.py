@@ -72,14 +72,14 @@ def test_a_table_json_and_a_plot(run: Any, text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_bench_with_an_image(run: Any, image_package: Path) -> None:
+def test_bench_with_an_image(run: Any, smolvlm_package: Path) -> None:
     counts = ("--prompt-tokens", 4, "--new-tokens", 2, "--repetitions", 1, "--batch", 2)
-    status, out, err = run("bench", image_package, "--image", "48x20", *counts, "--json")
+    status, out, err = run("bench", smolvlm_package, "--image", "48x20", *counts, "--json")
     assert status == 0, err
     (found,) = json.loads(out)["measurements"]
     assert (found["rows"], found["image_tokens"] % 9, found["vision_ms"] > 0) == (2, 0, True)
     assert found["prompt_tokens"] > found["image_tokens"] + 4  # the texts around its tiles
-    status, _, err = run("bench", image_package, "--image", "48")
+    status, _, err = run("bench", smolvlm_package, "--image", "48")
     assert (status, "give a width and a height in pixels" in err) == (2, True)
 
 

@@ -74,14 +74,16 @@ def test_images_of_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_rows_with_images(run: Any, image_package: Path, tmp_path: Path) -> None:
+def test_rows_with_images(run: Any, smolvlm_package: Path, tmp_path: Path) -> None:
     from tests.helpers.tiny_vlms import picture
 
     picture(30, 20).save(tmp_path / "a.png")
     lines = [{"prompt": "x", "images": ["a.png"]}, {"prompt": "x"}]
-    status, out, err = run("generate", image_package, "--prompt-file", written(tmp_path / "p.jsonl", lines), *SETTINGS)
+    status, out, err = run(
+        "generate", smolvlm_package, "--prompt-file", written(tmp_path / "p.jsonl", lines), *SETTINGS
+    )
     assert status == 0, err
-    model = load(image_package)
+    model = load(smolvlm_package)
     for row, (record, images) in enumerate(zip(records(out), [tmp_path / "a.png", None], strict=True)):
         done = model.generate("x", images=images, max_new_tokens=6, temperature=0.9, seed=3 + row)
         assert record["token_ids"] == done.token_ids[0]
