@@ -30,8 +30,8 @@ from qsample.ort.session import VISION
 from qsample.transforms.deferred import computing
 from qsample.transforms.vision import RandomImage, VisionModule, attention_of, vision_module
 
-# Rows and columns of features, or of tiles, of the images that are compared.
-_SIZES: Final = ((2, 3), (5, 4), (1, 7))
+# Rows and columns of features, or of tiles, of the images that are compared: fewer and more than in the trace.
+_SIZES: Final = ((2, 3), (5, 6), (1, 7))
 _TILES: Final = ((1, 2), (1, 1), (3, 1))
 
 

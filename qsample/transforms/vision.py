@@ -146,7 +146,13 @@ class _PositionedPatches(VisionModule):
         return image
 
     def rows(self, pixel_values: Tensor, grid: Tensor) -> Tensor:
-        return self.projected(pixel_values[None], image_position_ids=_places(grid, pixel_values.shape[0]))
+        own = nn.functional.one_hot
+        # A trace would fix the number of squares.
+        nn.functional.one_hot = lambda index, count: (index[..., None] == torch.arange(count)).to(torch.int64)
+        try:
+            return self.projected(pixel_values[None], image_position_ids=_places(grid, pixel_values.shape[0]))
+        finally:
+            nn.functional.one_hot = own
 
 
 class _Tiles(VisionModule):
