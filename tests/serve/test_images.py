@@ -381,8 +381,8 @@ def test_the_clients_of_three_apis_send_images(smolvlm_package: Path, model: Cau
 @pytest.fixture(scope="module")
 def image_app(smolvlm_package: Path) -> Any:
     settings = ServeSettings(
-        models={"tiny": str(smolvlm_package)}, ctx_len=256, threads=1, limit_images_per_prompt=3, max_image_bytes=10_000,
-        max_image_pixels=10_000, slots=1,
+        models={"tiny": str(smolvlm_package)}, ctx_len=256, threads=1, limit_images_per_prompt=3,
+        max_image_bytes=10_000, max_image_pixels=10_000, slots=1,
     )  # fmt: skip
     with TestClient(make_app(settings), raise_server_exceptions=False) as client:
         yield client
