@@ -15,12 +15,24 @@ from qsample.package.package import read_package
 from qsample.runtime import Engine, load
 from qsample.serve.models import ServedModel
 from qsample.serve.settings import ServeSettings
+from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import fake_package
 
 
 @pytest.mark.ci
-def test_export_writes_a_package_with_what_was_asked_for(everything: Path) -> None:
-    assert read_package(everything).interface.features == Features(True, True, True, True, 3, True)
+def test_export_writes_a_package_with_what_was_asked_for(run: Any, checkpoint: Any, tmp_path: Path) -> None:
+    (tmp_path / "qsample.json").write_text("{}")
+    status, _, err = run("export", checkpoint("llama"), tmp_path)
+    assert (status, "already holds a package" in err) == (1, True)
+    features = ("--logprobs", "--top-logprobs", "3", "--logit-bias", "--allowed-tokens", "--return-pdfs")
+    done = qsample("export", checkpoint("llama"), tmp_path, "--overwrite", *features)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}\n"
+    *stages, written = done.stderr.splitlines()
+    assert all(re.fullmatch(r" *\d+\.\d s  [a-zA-Z -]+", line) for line in stages), "no notices of the libraries"
+    assert [stages[0].split("  ")[-1], stages[-1].split("  ")[-1]] == ["starting", "publishing"]
+    assert written.endswith("written to")
+    assert read_package(tmp_path).interface.features == Features(True, True, True, True, 3, True)
 
 
 def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

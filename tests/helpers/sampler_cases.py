@@ -69,7 +69,7 @@ def _fill(spec: TensorSpec, value: object, shape: tuple[int, ...]) -> Array:
     return np.array(np.broadcast_to(array, shape))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)  # a graph and its session take 15 MB
 def graph(face: Interface, **options: int) -> ir.Model:
     return build_sampler(face, PAD, **options)
 
@@ -82,12 +82,12 @@ def opened(model: ir.Model) -> ort.InferenceSession:
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), settings)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def session(face: Interface, **options: int) -> ort.InferenceSession:
     return opened(graph(face, **options))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def sampler(face: Interface, **options: int) -> Step:
     """The graph's step. The options are those of `build_sampler`."""
     runner = session(face, **options)
