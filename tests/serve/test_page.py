@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime import CausalLM, SamplingParams, load
 from tests.helpers.browsers import check_readable, open_browser, pages, tab_order
 from tests.helpers.servers import ServerProcess
 
@@ -243,3 +244,88 @@ def test_the_keyboard_is_enough(open_page: Callable[..., Any], server: ServerPro
     sync_api.expect(page.locator("article[aria-busy=false]")).to_have_count(1, timeout=60_000)
     assert page.evaluate("document.activeElement.id") == "go"
     assert page.locator(".answer").text_content() == expected(served_model, PROMPT, 3, max_new_tokens=8)
+
+
+def test_images(open_page: Callable[..., Any], smolvlm_package: Path, served_package: Path, tmp_path: Path) -> None:
+    """They are chosen, pasted or dropped, seen beside the message, and sent with it; on a telephone's width, too."""
+    from tests.helpers.tiny_vlms import picture
+
+    files = [tmp_path / "one.png", tmp_path / "two.png", tmp_path / "three.png"]
+    for seed, file in enumerate(files):
+        picture(30, 20 + 10 * seed, seed).save(file)
+    model = load(smolvlm_package, intra_op_num_threads=1, ctx_len=512)
+
+    def answer(*turns: Any) -> str:
+        messages = []
+        for place, (text, *images) in enumerate(turns):
+            parts: Any = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+            messages.append({"role": ("user", "assistant")[place % 2], "content": parts if images else text})
+        texts = model.generate(messages, SamplingParams(temperature=0.7, max_new_tokens=8), seed=1).texts
+        assert texts is not None
+        return texts[0]
+
+    options = (
+        "--served-model-name",
+        "eyes",
+        "--model",
+        f"plain={served_package}",
+        "--threads",
+        "1",
+        "--ctx-len",
+        "512",
+    )
+    with ServerProcess(smolvlm_package, *options) as server:
+        page = open_page(server.url, viewport={"width": 390, "height": 700})
+        attach, shown = page.locator("#attach"), page.locator("#images img")
+        sync_api.expect(page.locator("#model")).to_have_value("eyes")
+        sync_api.expect(attach).to_be_hidden()  # a text to continue has none
+        page.click("#settings summary")
+        page.check("#as-chat")
+        sync_api.expect(attach).to_be_visible()
+
+        with page.expect_file_chooser() as chooser:
+            attach.press("Enter")
+        chooser.value.set_files(files[:2])
+        sync_api.expect(shown).to_have_count(2)
+        sync_api.expect(page.locator("#spoken")).to_have_text("one.png, two.png: added")
+        page.get_by_role("button", name="Remove one.png").press("Enter")
+        sync_api.expect(shown).to_have_count(1)
+        assert page.evaluate("document.activeElement.id") == "attach"
+        assert shown.first.get_attribute("alt") == "two.png"
+        give = """([id, event, name, type, text]) => {
+            const files = new DataTransfer(), bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+            files.items.add(new File([bytes], name, { type }));
+            document.getElementById(id).dispatchEvent(event === "paste"
+                ? new ClipboardEvent(event, { clipboardData: files, bubbles: true, cancelable: true })
+                : new DragEvent(event, { dataTransfer: files, bubbles: true, cancelable: true }));
+        }"""
+        third = base64.b64encode(files[2].read_bytes()).decode()
+        page.evaluate(give, ["form", "drop", "three.png", "image/png", third])
+        sync_api.expect(shown).to_have_count(2)
+        page.evaluate(give, ["prompt", "paste", "page.pdf", "application/pdf", third])
+        sync_api.expect(page.locator("#note.error")).to_have_text("Images are PNG, JPEG, WebP or GIF files.")
+        page.evaluate(
+            give, ["prompt", "paste", "one.png", "image/png", base64.b64encode(files[0].read_bytes()).decode()]
+        )
+        sync_api.expect(shown).to_have_count(3)
+
+        ask = {"temperature": 0.7, "top_p": 1, "max_tokens": 8, "seed": 1}
+        seen = (files[1], files[2], files[0])
+        first, _ = generate(page, prompt="What is there?", **ask)
+        assert first == answer(("What is there?", *seen))
+        sync_api.expect(shown).to_have_count(0)
+        sync_api.expect(page.locator("article img")).to_have_count(3)
+        assert {"attach"} <= check_readable(page, 390)
+        second, _ = generate(page, prompt="And now?")  # the images are still in the conversation
+        assert second == answer(("What is there?", *seen), (first,), ("And now?",))
+        page.click("#back")
+        page.click("#back")
+        sync_api.expect(shown).to_have_count(3)
+        assert generate(page, prompt="What is there?")[0] == first
+        # What fails leaves the images with the message.
+        page.set_input_files("#files", files[:1])
+        expect_error(page, "context", prompt="and " * 5000)
+        sync_api.expect(shown).to_have_count(1)
+        page.select_option("#model", "plain")
+        sync_api.expect(attach).to_be_hidden()
+        sync_api.expect(shown).to_be_hidden()
