@@ -44,6 +44,7 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr("qsample.models.auto_model.AutoModelForCausalLM.from_pretrained", spy)
     defaults = {"dtype": "float32", "tokenizer": "auto", "revision": None, "adapter": None, "for_serving": False}
+    defaults["text_only"] = False
     for name, option in Features.__dataclass_fields__.items():
         if "help" in option.metadata:
             defaults[option.metadata.get("argument", name)] = option.default
@@ -55,6 +56,7 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
         (("--revision", "v2", "--return-pdfs"), {"revision": "v2", "return_pdfs": True}),
         (filters, chosen),
         (("--for-serving", "--max-loras", "2"), {"for_serving": True, "max_loras": 2}),
+        (("--text-only",), {"text_only": True}),
     ):
         assert run("export", "some/model", tmp_path / "p", *given)[0] == 1
         assert seen == {**defaults, **expected, "model": "some/model"}

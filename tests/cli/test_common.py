@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer
 
+from qsample.checkpoints.source import CheckpointSource
 from qsample.checks import checked, flag, integer
 from qsample.cli.common import flags_of, given_of, is_package, open_exported, open_model, with_flags
 from qsample.models.model import PackagedModel, SourceModel
@@ -30,7 +31,12 @@ def test_a_checkpoint_is_not_loaded_when_it_is_opened(tmp_path: Path, monkeypatc
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
     assert not is_package(str(tmp_path))
-    assert isinstance(open_model(str(tmp_path)), SourceModel)
+    for text_only in (False, True):
+        opened = open_model(str(tmp_path), text_only=text_only)
+        assert isinstance(opened, SourceModel)
+        assert isinstance(opened.source, CheckpointSource)
+        assert (opened.source.images, opened.source.text_only) == (None, text_only)
+        assert opened.source.identity()["images"] == [None, text_only]  # of the cache
 
 
 @dataclass
@@ -68,7 +74,7 @@ def test_the_options_of_loading_and_measuring_reach_the_runtime(
     package, seen = fake_package(tmp_path / "package").path, dict[str, Any]()
     monkeypatch.setattr("qsample.runtime.bench.measure", lambda model, *given: seen.update(given=given))
     run("bench", package, "--batch", "2", "--top-k", "3")
-    assert seen["given"] == (2, 64, 64, SamplingParams(temperature=0, top_k=3), 3, [])
+    assert seen["given"] == (2, 64, 64, SamplingParams(temperature=0, top_k=3), 3, [], None)
 
     def load(path: Path, provider: str, **options: Any) -> None:
         seen.update(options, path=path, provider=provider)
@@ -79,3 +85,11 @@ def test_the_options_of_loading_and_measuring_reach_the_runtime(
     options = {"ctx_len": 32, "intra_op_num_threads": 3, "batch_invariant": False, "verify": False}
     options["trusted_keys"] = None
     assert seen == {"path": package, "provider": "cpu", **options}
+
+
+def test_a_package_cannot_leave_out_its_images(run: Any, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package").path
+    for command in (("generate", package), ("compile", package, tmp_path / "out"), ("bench", package)):
+        code, _, said = run(*command, "--text-only")
+        assert code == 2
+        assert "--text-only is for a checkpoint, and" in " ".join(said.split())
