@@ -215,26 +215,12 @@ class Checkpoint:
         if self.images is False or self.text_only or type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return None
         try:
-            return self._load_processor()
+            return load_processor(self.model_id, self.config, self.tokenizer, self.hub)
         except UnsupportedModelError as error:
             if self.images is None and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
                 warnings.warn(f"{error}; its language model alone is exported", stacklevel=3)
                 return None
             raise UnsupportedModelError(f"{error}; open {_ALONE}") from error
-
-    def _load_processor(self) -> ProcessorMixin:
-        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)]
-        if not hasattr(kind, "get_image_features"):
-            raise UnsupportedModelError(
-                f"{self.model_id} is a {kind.__name__}, which does not turn images into rows that stand for tokens, as "
-                "models do that packages can read images with"
-            )
-        if self.tokenizer is None:
-            raise UnsupportedModelError(f"{self.model_id} needs its tokenizer to read images, and tokenizer is None")
-        processor = load_processor(self.model_id, self.config, self.tokenizer, self.hub)
-        if getattr(processor, "chat_template", None) is not None:
-            self.tokenizer.chat_template = processor.chat_template
-        return processor
 
     @property
     def _auto_class(self) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import transformers
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoImageProcessor,
     ImageProcessingMixin,
     PretrainedConfig,
@@ -27,13 +28,21 @@ from qsample.errors import UnsupportedModelError
 
 
 def load_processor(
-    model_id: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, hub: HubOptions | None = None
+    model_id: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, hub: HubOptions | None = None
 ) -> ProcessorMixin:
-    """The processor of `model_id` for texts and images.
+    """The processor of `model_id`, a model of texts and images, for these. `tokenizer` gets its chat template.
 
-    Raises UnsupportedModelError for a checkpoint without a processor, with one that is the repository's code, or with
-    one whose image processor needs torchvision.
+    Raises UnsupportedModelError for a model whose images do not enter as rows that stand for tokens, for a missing
+    tokenizer, and for a processor that is missing, the repository's code, or in need of torchvision.
     """
+    model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    if not hasattr(model, "get_image_features"):
+        raise UnsupportedModelError(
+            f"{model_id} is a {model.__name__}, which does not turn images into rows that stand for tokens, as models "
+            "do that packages can read images with"
+        )
+    if tokenizer is None:
+        raise UnsupportedModelError(f"{model_id} needs its tokenizer to read images, and tokenizer is None")
     options = (hub or HubOptions()).downloading()
     try:
         settings, _ = ProcessorMixin.get_processor_dict(model_id, **options)
@@ -54,7 +63,10 @@ def load_processor(
             f"{model_id} has an image processor for torchvision alone ({type(images).__name__}), and packages process "
             "images with Pillow"
         )
-    return assemble(kind, {"image_processor": images, "tokenizer": tokenizer}, settings)
+    processor = assemble(kind, {"image_processor": images, "tokenizer": tokenizer}, settings)
+    if getattr(processor, "chat_template", None) is not None:
+        tokenizer.chat_template = processor.chat_template
+    return processor
 
 
 def assemble(kind: type[ProcessorMixin], parts: dict[str, Any], settings: dict[str, Any]) -> ProcessorMixin:

@@ -89,7 +89,7 @@ def test_the_options_of_loading_and_measuring_reach_the_runtime(
 
 def test_a_package_cannot_leave_out_its_images(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package").path
-    for command in (("generate", package), ("compile", package, tmp_path / "out"), ("bench", package)):
+    for command in (("generate", package, "-p", "x"), ("compile", package, tmp_path / "out"), ("bench", package)):
         code, _, said = run(*command, "--text-only")
         assert code == 2
         assert "--text-only is for a checkpoint, and" in " ".join(said.split())
