@@ -73,3 +73,4 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compile_module, "run_self_test", lambda *_: SelfTest(tokens=0, agreeing=0))
     monkeypatch.setattr(compile_module, "measure_divergence", measured)
+    monkeypatch.setattr(compile_module, "compare_vision", lambda *_: {})
