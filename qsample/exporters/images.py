@@ -41,8 +41,8 @@ _REMEDY: Final = "export the model without images (--text-only)"
 
 @dataclass(frozen=True)
 class _Probe:
-    """An image, and what the processor makes of it: the settings that its image class received, its result, the text
-    that stands for the image, and the ids of `prompt`."""
+    """An image with the processor's results: the settings that its image class received, the pixels, patches, the text
+    for the image, and the ids of the prompt."""
 
     image: Image.Image
     settings: Mapping[str, Any]
@@ -56,7 +56,7 @@ def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict
     """The content of `Manifest.images`.
 
     processor: with a Pillow class for images, as `load_processor` opens it. config: of the model. Raises
-    UnsupportedModelError, which names the processor and the difference, if packages cannot do the same.
+    UnsupportedModelError with the processor and the difference if packages cannot do the same.
     """
     name = f"{type(processor).__name__} with {type(processor.image_processor).__name__}"
     if not isinstance(processor.image_processor, PilBackend):
@@ -109,7 +109,7 @@ def _probes(processor: ProcessorMixin, placeholder: str) -> list[_Probe]:
 
 
 def _probe(processor: ProcessorMixin, image: Image.Image, prompt: str, **options: Any) -> _Probe:
-    """What the processor makes of an image; its image class is watched for the settings."""
+    """The processor's results for an image; its image class is watched for the settings."""
     images: Any = processor.image_processor
     watched: Any = processor
     preprocess, replacement = images.preprocess, watched.replace_image_token
@@ -138,7 +138,7 @@ def _probe(processor: ProcessorMixin, image: Image.Image, prompt: str, **options
 
 
 def _settings(family: str, settings: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Those of the settings that the family has."""
+    """The settings of the family among all settings."""
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -214,7 +214,7 @@ def _described(
 def _difference(
     described: Sequence[dict[str, Any]], probes: Sequence[_Probe], processor: ProcessorMixin
 ) -> tuple[int, str]:
-    """How many probes came out the same, and what is different then; an empty text if nothing is."""
+    """The number of probes that came out the same, and the first difference, or an empty text."""
     placeholder, images = described[0]["placeholder"], []
     for number, (probe, settings) in enumerate(zip(probes, described, strict=True)):
         mine = ImageProcessor(settings)
@@ -271,7 +271,7 @@ def image_texts(layouts: Sequence[Layout], written: Sequence[str], token: str) -
             line, most = part[columns], columns
         if columns > 1:
             patterns = _patterns(part[rows * columns - 1], rows - 1, columns - 1, columns)
-    for tile in patterns:  # what was before the first tile of an image and of a row has the text of that tile, too
+    for tile in patterns:  # the texts before the first tile of an image and of a row include that tile's
         found = replace(texts, tile=tile)
         before = found.before.removesuffix(found.of_tile(0, 0, 1))
         found = replace(found, before=before, line=line.removesuffix(found.of_tile(1, 0, most)))
@@ -281,7 +281,7 @@ def image_texts(layouts: Sequence[Layout], written: Sequence[str], token: str) -
 
 
 def _around(layout: Layout, text: str, token: str) -> list[str] | None:
-    """What stands before each run of placeholders, and after the last; None if the text has other runs."""
+    """The texts before each run of placeholders, and after the last; None if there are other runs."""
     rows, columns = layout.tiles
     parts, at, run = [], 0, token * layout.count
     for _ in range(max(rows * columns, 1) + layout.whole):

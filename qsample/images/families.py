@@ -195,7 +195,7 @@ class Grid(Family):
     size: Mapping[str, int] = _sides({"shortest_edge", "longest_edge"})
     patch_size: int = _count()
     merge_size: int = _count()
-    temporal_patch_size: int = _count(64)
+    temporal_patch_size: int = _count(8)
     frames: bool = flag(False)
 
     def layout(self, width: int, height: int) -> Layout:
@@ -307,8 +307,8 @@ class Tiles(Family):
     size: of a tile. tokens: its placeholders."""
 
     size: Mapping[str, int] = _sides({"height", "width"})
-    min_patches: int = _count(1000)
-    max_patches: int = _count(1000)
+    min_patches: int = _count(128)
+    max_patches: int = _count(128)
     tokens: int = _count()
 
     def __post_init__(self) -> None:

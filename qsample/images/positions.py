@@ -10,8 +10,8 @@ from qsample.contract.arrays import Array
 
 
 def position_offsets(is_image: Array, sizes: Sequence[tuple[int, int]]) -> Array:
-    """[n + 1, 3] int32: what is added to the place of each token to give its positions in time, height and width. The
-    last is that of all tokens after these n.
+    """[n + 1, 3] int32: the positions of each token in time, height and width, less its place. The last is for all
+    tokens after these n.
 
     An image at position p has its placeholders, row by row, at (p, p + row, p + column); the token after it is at p
     plus the larger side. is_image: [n] bool. sizes: rows and columns of each image's placeholders, in order.

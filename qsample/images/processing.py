@@ -32,15 +32,15 @@ def _text(accepted: str = "a text") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ImageTexts:
-    """What is written around the placeholders of an image. The text of a tile may contain {row}, {column} and {number},
-    counted from 1.
+    """The texts around the placeholders of an image. That of a tile may contain {row}, {column} and {number}, counted
+    from 1.
 
     Attributes:
         single: before the placeholders of an image without tiles.
         before: before the first tile.
         tile: before each tile.
         line: between two rows of tiles.
-        whole: before the placeholders of the whole image, which follow the tiles.
+        whole: before the placeholders of the whole image, after the tiles.
         after: after the image.
     """
 
@@ -78,10 +78,10 @@ class ImageSettings:
     Attributes:
         family: a name from FAMILIES.
         settings: of the family, by name.
-        placeholder: what stands for an image in the text of a prompt or in what a chat template writes.
-        token: the text of one of the placeholders that it becomes.
-        token_id: the id of that.
-        texts: what is written around these; see `ImageTexts`.
+        placeholder: the text for an image in a prompt, or in the output of a chat template.
+        token: the text of each of the image's placeholders.
+        token_id: the id of `token`.
+        texts: around these; see `ImageTexts`.
     """
 
     family: str = choice(MISSING, FAMILIES)
@@ -164,7 +164,7 @@ class ImageProcessor:
         return ProcessedImage(digest.digest(), values, grid, rows, layout.size, text)
 
     def layout(self, width: int, height: int, name: str = "the image") -> Layout:
-        """What becomes of an image of this size, in pixels. Raises ValueError as `process` does."""
+        """The layout of an image of this size, in pixels. Raises ValueError as `process` does."""
         try:
             layout = self.family.layout(width, height)
         except ArgumentError as error:
@@ -176,19 +176,19 @@ class ImageProcessor:
         return layout
 
     def expand(self, text: str, images: Sequence[ProcessedImage]) -> str:
-        """`text` with each image's placeholders where `placeholder` stands for it. Raises ValueError if their numbers
+        """`text` with the placeholders of each image in place of `placeholder`. Raises ValueError if their numbers
         differ."""
         parts = text.split(self.placeholder)
         if len(parts) - 1 != len(images):
             raise ArgumentError(
-                f"the text has {len(parts) - 1} times {self.placeholder!r}, which stands for an image, and "
+                f"the text has {len(parts) - 1} times {self.placeholder!r} (an image), and "
                 f"{len(images)} images were given; give one for each",
                 "images",
             )
         return parts[0] + "".join(image.text + part for image, part in zip(images, parts[1:], strict=True))
 
     def prompt(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> ImagePrompt:
-        """What the decoder takes of the images of a prompt. ids: with all placeholders, as `expand` writes them. Raises
+        """The decoder's inputs for the images of a prompt. ids: with all placeholders, as `expand` writes them. Raises
         ValueError if there are more or fewer placeholders than these images have."""
         tokens = np.asarray(ids, np.int64).reshape(-1)
         is_image = tokens == self.token_id

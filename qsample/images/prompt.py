@@ -17,7 +17,7 @@ class ProcessedImage:
         grid: rows and columns of patches, for packages whose `ImageShape.patch_values` is not 0.
         rows: [n] int64, the row of vision.onnx's result for each of the n placeholders, in order.
         size: rows and columns of placeholders, for packages with `ImageShape.axial`: n is their product.
-        text: what stands for it in the text of a prompt: placeholders, and what is written around them.
+        text: the image in the text of a prompt: placeholders, and the texts around them.
         features: [n, C], of the placeholders, if they are computed already.
     """
 

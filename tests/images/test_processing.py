@@ -61,7 +61,8 @@ def package_of(images: Any, image: ImageShape | None, sha256: str = "a" * 64) ->
 
 
 def test_a_package_of_text_has_no_processor() -> None:
-    assert ImageProcessor.of(package_of(None, None)) is None
+    for images, image in ((None, None), (IMAGES, None), (None, ImageShape(8))):
+        assert ImageProcessor.of(package_of(images, image)) is None
 
 
 @pytest.mark.parametrize(
