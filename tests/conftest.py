@@ -80,19 +80,26 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return lines
 
 
-@pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that every process of a pytest-xdist run sees."""
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a pytest-xdist run."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that every process of a run sees, and the runs of scripts/check: what one exports, the next takes."""
+    # Tests of a changed copy of qsample, which these may start, make packages of their own.
+    given = os.environ.pop("QSAMPLE_TESTS_FOLDER", None)
+    folder = Path(given) if given else run_folder(tmp_path_factory) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(shared_folder: Path) -> None:
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Models that are given directly go into a cache of this run, not into the user's."""
-    os.environ["QSAMPLE_CACHE"] = str(shared_folder / "cache")
+    os.environ["QSAMPLE_CACHE"] = str(run_folder(tmp_path_factory) / "cache")
     os.environ.pop("QSAMPLE_CACHE_LIMIT", None)
 
 
