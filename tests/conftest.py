@@ -149,29 +149,6 @@ def exported(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable
 
 
 @pytest.fixture(scope="session")
-def vlm_checkpoint(shared_folder: Path) -> Callable[[str], Path]:
-    """model_type → a checkpoint folder of a random image-text model of that type."""
-    from tests.helpers.tiny_vlms import make_tiny_vlm
-
-    return lambda model_type: made_once(
-        shared_folder / f"{model_type}-vlm-checkpoint", lambda path: make_tiny_vlm(model_type, path)
-    )
-
-
-@pytest.fixture(scope="session")
-def exported_vlm(vlm_checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[..., Path]:
-    """(model_type, **features) → a portable package of that model, which reads images."""
-    from qsample import AutoModelForImageTextToText
-
-    def make(model_type: str, **features: object) -> Path:
-        path = shared_folder / f"{named(model_type, features)}-vlm-package"
-        model = AutoModelForImageTextToText.from_pretrained(vlm_checkpoint(model_type), **features)
-        return made_once(path, model.export)
-
-    return make
-
-
-@pytest.fixture(scope="session")
 def adapted(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[..., Path]:
     """(model_type, **features) → a portable package that takes LoRA adapters, from a trace of its own."""
     from qsample import AutoModelForCausalLM
