@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.checks import check_fields, choice, instance, integer
+from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError, PackageError, shown
 from qsample.images.decode import ImageLike, ImageLimits, read_image
 from qsample.images.families import FAMILIES, Family, Layout
@@ -187,7 +188,7 @@ class ImageProcessor:
             )
         return parts[0] + "".join(image.text + part for image, part in zip(images, parts[1:], strict=True))
 
-    def prompt(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> ImagePrompt:
+    def prompt(self, ids: Sequence[int] | Array, images: Sequence[ProcessedImage]) -> ImagePrompt:
         """The decoder's inputs for the images of a prompt. ids: with all placeholders, as `expand` writes them. Raises
         ValueError if there are more or fewer placeholders than these images have."""
         tokens = np.asarray(ids, np.int64).reshape(-1)

@@ -366,7 +366,7 @@ class CausalLM(ModelMethods):
             path: of the file, in safetensors' format; a file of that name is replaced.
             adapter: the name of a loaded adapter; the file is for prompts with the same adapter, under any name.
             progress: called with a stage's name and the fraction done, in [0, 1].
-            options: of chat messages, as in `generate`.
+            options: of chat messages, and images, as in `generate`.
 
         Returns:
             The number of tokens in the file.

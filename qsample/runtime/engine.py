@@ -176,7 +176,7 @@ class Engine:
             priority: waiting requests with the lowest number get slots first, and of equals the earliest.
             cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`; False lets it go on.
 
-        Images of a prompt are computed in this thread, before it waits for a slot.
+        Images of the prompt are computed in the calling thread, once it has its place among those that run or wait.
 
         Raises ValueError if an argument is wrong or the prompt does not fit, QueueFullError after `timeout`, and
         EngineClosedError if the engine takes no requests any more, or in a fork of the engine's process.
@@ -416,7 +416,8 @@ class Engine:
             self._changed.wait_for(lambda: self._closed or self._added or self._cancelled or loop.busy)
             if self._closed:
                 return False
-            # These first: a request that is cancelled was added before, and is then among the added or in the loop.
+            # These first: a request that is cancelled was added before, and is then among the added or in the loop, or
+            # its images are still computed, and it will not be added.
             cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
             added, self._added = self._added, []
         for sequence in added:

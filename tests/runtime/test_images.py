@@ -35,7 +35,7 @@ Images = list[np.ndarray]
 HEAD = [1, 5, 6, 7]
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.ci), "axial", "blockwise"])
 def shape(request: pytest.FixtureRequest) -> ImageShape:
     return SHAPES[request.param]
 
@@ -84,8 +84,8 @@ def drawn(generator: random.Random) -> Case:
     return Case(ids or [5], images)
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 6])
-@pytest.mark.parametrize("params", [GREEDY, LIVELY])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.ci), 6])
+@pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=pytest.mark.ci), LIVELY])
 def test_alone_and_in_any_batch_and_any_chunk(chunk: int | None, params: SamplingParams, model: CausalLM) -> None:
     wanted = [case.expected(model, params, 3 + row) for row, case in enumerate(CASES)]
     assert len({tuple(tokens) for tokens in wanted}) == len(CASES)
@@ -105,6 +105,7 @@ def test_other_images_give_other_tokens(model: CausalLM) -> None:
     assert tokens == [replace(case, images=[one]).expected(model, GREEDY, 0) for one in given]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("options", [{"sampler": False}, {"logprobs": True, "logit_bias": True}])
 def test_with_the_sampler_on_the_host_and_with_other_features(
     options: dict[str, Any], shape: ImageShape, fake_model: Callable[..., CausalLM]
@@ -116,6 +117,7 @@ def test_with_the_sampler_on_the_host_and_with_other_features(
     assert got.token_ids == [case.expected(model, params, 1 + row) for row in range(3)]
 
 
+@pytest.mark.ci
 def test_replays_of_captured_steps(model: CausalLM) -> None:
     """Text and images by turns over the memory of one capture."""
     replaying, session = capturing(model)
@@ -126,7 +128,7 @@ def test_replays_of_captured_steps(model: CausalLM) -> None:
     assert len(session.captured) == 2
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("narrow", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_requests_that_come_and_go(narrow: bool, model: CausalLM) -> None:
     """In an engine whose slots keep the beginnings of others, some with the same images, and whose rows move."""
     sessions = replace(model.sessions, step_rows=RowCounts(1) if narrow else None)
@@ -228,6 +230,10 @@ def test_places_for_images_in_texts(model: CausalLM, tmp_path: Path) -> None:
     wanted = before.expected(model, GREEDY, 0)
     for text in ("Is ", "<image><image>Is "):
         assert model.generate(text, GREEDY, images=[SMALL, LARGE]).token_ids == [wanted]
+    padded = np.zeros((2, len(before.ids) + 3), int)
+    padded[0, 3:], padded[1, 3 : 3 + len(middle.ids)] = before.ids, middle.ids
+    both = model.generate(padded, GREEDY, attention_mask=padded > 0, images=[[SMALL, LARGE], SMALL])
+    assert both.token_ids == [wanted, middle.expected(model, GREEDY, 0)]
     batch = model.generate(["<image>Is ", "Is "], GREEDY, images=[LARGE, None])
     assert batch.token_ids[1] == Case([1, *head], []).expected(model, GREEDY, 0)
     content = [{"type": "text", "text": "Is "}, {"type": "image"}, {"type": "text", "text": "?"}]

@@ -12,7 +12,7 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import IMAGE_FEATURES, IMAGE_ROWS, IMAGE_TOKENS, POSITION_OFFSETS
+from qsample.contract.tensors import BATCH, IMAGE_FEATURES, IMAGE_ROWS, IMAGE_TOKENS, POSITION_OFFSETS, SEQUENCE
 from qsample.images.prompt import ImagePrompt
 from qsample.ort.buffers import Buffer
 
@@ -50,14 +50,15 @@ class ImageInputs:
         self._device = prompt_device
         self._step: dict[str, Buffer] = {}
         self._text: dict[str, Buffer] = {}  # of calls over text, in the shape [1, rows * capacity, ...]
-        off = {name: np.array(spec.off, spec.dtype) for name, spec in self._specs.items() if name != IMAGE_FEATURES}
-        for name, value in off.items():
-            axes = self._specs[name].axes[2:]
-            self._step[name] = Buffer.of(np.full((rows, 1, *axes), value), device)
-            self._text[name] = Buffer.of(np.full((1, rows * capacity, *axes), value), prompt_device)
-        if self._specs:
-            none = self._specs[IMAGE_FEATURES], {IMAGE_TOKENS: 1}
-            self._no_features = Buffer.allocate(*none, device), Buffer.allocate(*none, prompt_device)
+        for name, spec in self._specs.items():
+            if name == IMAGE_FEATURES:
+                self._no_features = [
+                    Buffer.allocate(spec, {IMAGE_TOKENS: 1}, place) for place in (device, prompt_device)
+                ]
+            else:
+                step, text = spec.shape({BATCH: rows, SEQUENCE: 1}), spec.shape({BATCH: 1, SEQUENCE: rows * capacity})
+                self._step[name] = Buffer.of(np.full(step, spec.off, spec.dtype), device)
+                self._text[name] = Buffer.of(np.full(text, spec.off, spec.dtype), prompt_device)
 
     def begin(self, row: int, images: ImagePrompt | None) -> None:
         """Let a row decode after a prompt with these images."""
