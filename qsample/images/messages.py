@@ -7,11 +7,10 @@ import binascii
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
 from qsample.errors import shown
-from qsample.text.chat import IMAGES
 
 MEDIA_TYPES: Final = ("png", "jpeg", "jpg", "webp", "gif")  # image/...
 _DATA: Final = re.compile(r"data:image/(\w+);base64,", re.IGNORECASE)
@@ -19,6 +18,12 @@ _FORM: Final = (
     'give {"type": "image", "image": ...} with a path, bytes, an image of Pillow or an array [height, width, 3] uint8, '
     'or with "path", "url" or "base64" in place of "image"'
 )
+
+
+def _is_image(part: Any) -> TypeGuard[Mapping[str, Any]]:
+    from qsample.text.chat import IMAGES  # it needs NumPy, and the command line starts without
+
+    return isinstance(part, Mapping) and part.get("type") in IMAGES
 
 
 def images_in(messages: Sequence[Mapping[str, Any]], placeholder: str, given: Iterable[Any] = ()) -> list[Any]:
@@ -36,7 +41,7 @@ def images_in(messages: Sequence[Mapping[str, Any]], placeholder: str, given: It
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str) and placeholder in text:
                 raise ValueError(f"{what} has the text {placeholder}, which stands for an image here; leave it out")
-            if isinstance(part, Mapping) and part.get("type") in IMAGES:
+            if _is_image(part):
                 image = _image(what, part)
                 images.append(next(left, None) if image is None else image)
                 if images[-1] is None:
@@ -51,8 +56,8 @@ def with_images(messages: Iterable[Mapping[str, Any]], change: Callable[[Any], A
     `images_in` does."""
 
     def changed(what: str, part: Any) -> Any:
-        image = _image(what, part) if isinstance(part, Mapping) and part.get("type") in IMAGES else None
-        return part if image is None else {"type": IMAGES[0], "image": change(image)}
+        image = _image(what, part) if _is_image(part) else None
+        return part if image is None else {"type": "image", "image": change(image)}
 
     copies = [dict(message) for message in messages]
     for index, message in enumerate(copies):
