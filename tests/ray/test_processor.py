@@ -178,6 +178,55 @@ def test_what_arrow_and_pandas_make_of_rows() -> None:
     assert SamplingParams(**options).bad_words_ids == ((5, 6), (7,))
 
 
+def test_images_of_a_row() -> None:
+    """As Arrow, pandas and Hugging Face's datasets hold them."""
+    pixels = np.arange(18, dtype=np.uint8).reshape(2, 3, 3)
+    text = {"type": "text", "text": "x", "image": None}
+    for given, expected in (
+        ([b"x", "a.png"], [b"x", "a.png"]),
+        (np.array([b"x"], dtype=object), [b"x"]),
+        (b"x", [b"x"]),
+        ([{"bytes": b"x", "path": "a.png"}, {"bytes": None, "path": "a.png"}], [b"x", "a.png"]),
+        (pixels, [pixels]),
+        ([pixels.tolist()], [pixels]),
+    ):
+        _, options = request_of({"id": 1, "prompt": "x", "images": given}, {}, "id")
+        assert all(map(np.array_equal, options["images"], expected))
+        assert len(options["images"]) == len(expected)
+        if len(expected) == 1 and not isinstance(expected[0], bytes):
+            part = {"type": "image", "image": given if given is pixels else given[0], "text": None}
+            (message,), _ = request_of({"id": 1, "messages": [{"role": "user", "content": [part, text]}]}, {}, "id")
+            assert message["content"][1] == {"type": "text", "text": "x"}
+            assert (message["content"][0]["image"] == pixels).all()
+            assert message["content"][0]["image"].dtype == np.uint8
+    assert "images" not in request_of({"id": 1, "prompt": "x", "images": None}, {}, "id")[1]
+
+
+@pytest.mark.ci
+def test_rows_with_images(smolvlm_package: Path, tmp_path: Path) -> None:
+    from tests.helpers.tiny_vlms import picture
+
+    picture(30, 20).save(tmp_path / "a.png")
+    content = (tmp_path / "a.png").read_bytes()
+    said = [{"role": "user", "content": [{"type": "image", "image": content}, {"type": "text", "text": "x"}]}]
+    rows = [
+        {"prompt": "x", "images": [content]},
+        {"messages": said},
+        {"prompt": "x", "images": [b"x"]},
+        {"prompt": "x"},
+    ]
+    config = QsampleProcessorConfig(
+        package=str(smolvlm_package), slots=2, sampling_params={"max_new_tokens": 4}, should_continue_on_error=True
+    )
+    done = run(config, [{"id": number, "seed": number, **row} for number, row in enumerate(rows)])
+    assert "give a PNG, JPEG, WebP or GIF file" in done[2]["__inference_error__"]
+    model = load(smolvlm_package)
+    for number, inputs, images in ((0, "x", [content]), (1, said, None), (3, "x", None)):
+        alone = model.generate(inputs, images=images, seed=number, max_new_tokens=4)
+        assert done[number]["generated_tokens"] == alone.token_ids[0]
+        assert done[number]["num_input_tokens"] == alone.prompt_lengths[0]
+
+
 def test_seeds_follow_from_ids() -> None:
     seeds = [seed_of({"id": one}, "id") for one in (0, 1, "0", "a", [1, 2], 1.5)]
     assert len(set(seeds)) == len(seeds)
