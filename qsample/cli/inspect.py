@@ -6,7 +6,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,8 @@ from qsample.cli.help import Command
 from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
+from qsample.disk.protobuf import fields
+from qsample.errors import QsampleError
 from qsample.package.manifest import GraphPart
 from qsample.package.package import Package, read_package
 from qsample.package.signature import signer_of
@@ -37,6 +40,8 @@ PULL_EXAMPLES: Final = (
     "qsample chat Qwen/Qwen3-0.6B --weights int4"
 )
 _INPUTS_SHOWN: Final = 6
+_GRAPH, _NODE, _TYPE = 7, 1, 4  # fields of onnx.proto: a model's graph, its nodes, their operators
+_SIZES: Final = ((640, 480), (1920, 1080))  # of images, for the number of their tokens
 _WIDTH_OF_A_FILE: Final = 120
 _WIDTH_OF_A_LIST: Final = 160
 
@@ -218,6 +223,8 @@ def _facts(package: Package) -> dict[str, str]:
         "parity": figures_in_words(manifest.parity or {}),
         "signature": str(signer_of(package.path) or "none"),
     }
+    if interface.image is not None:
+        facts["images"] = _images(package)
     if packed := manifest.packed_weights:
         facts["packed"] = _or_raw(_packed, packed)
     if compilation:
@@ -233,6 +240,36 @@ def _facts(package: Package) -> dict[str, str]:
     return {**facts, "rows here": _rounding(package)}
 
 
+def _images(package: Package) -> str:
+    """The family of image processing, what stands for an image in a prompt, tokens, and vision.onnx's operators."""
+    from qsample.images.processing import ImageProcessor
+
+    try:
+        processor, found = ImageProcessor.of(package), package.manifest.images
+        if processor is None or found is None:
+            return "missing in the manifest; export the package again"
+        tokens = [f"{processor.layout(*size).placeholders} for {size[0]} x {size[1]} pixels" for size in _SIZES]
+        operators = _counts(_operators(package.path / "vision.onnx"))
+    except (OSError, QsampleError, ValueError) as error:  # a damaged package is shown as far as it can be read
+        return str(error)
+    return f"{found['family']}, {processor.placeholder}; tokens: {', '.join(tokens)}; vision: {operators}"
+
+
+def _operators(path: Path) -> Mapping[str, int]:
+    """The number of each operator of an ONNX file, without the package onnx. Raises ValueError if it is none."""
+    data = path.read_bytes()
+
+    def parts(place: range, number: int) -> Iterator[range]:
+        return (
+            part for name, part in fields(data, place.start, place.stop) if name == number and isinstance(part, range)
+        )
+
+    nodes = (node for graph in parts(range(len(data)), _GRAPH) for node in parts(graph, _NODE))
+    return Counter(
+        str(data[name.start : name.stop], "utf-8", "replace") for node in nodes for name in parts(node, _TYPE)
+    )
+
+
 def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in sorted(values.items()))
 
@@ -244,7 +281,6 @@ def _part(number: int, part: GraphPart) -> str:
 
 def _rounding(package: Package) -> str:
     """How this machine's kernels round the rows of a package for the CPU, in words; empty for another device."""
-    from qsample.errors import QsampleError
     from qsample.ort.providers import CPU
     from qsample.ort.rounding import measured
 

@@ -74,6 +74,15 @@ def read_image(image: ImageLike, limits: ImageLimits | None = None, name: str = 
     return _refuse(f"{name} is {shown(image)}, a {type(image).__name__}; {ACCEPTED}")
 
 
+def read_size(file: bytes, limits: ImageLimits | None = None, name: str = "the image") -> tuple[int, int]:
+    """Width and height in the header of an image file, before any rotation; nothing is unfolded. Raises as `read_image`
+    does."""
+    limits = limits or ImageLimits()
+    width, height = _opened(file, limits, name).size
+    _check_size(width, height, limits, name)
+    return width, height
+
+
 def _pillow() -> Any:
     try:
         import PIL.Image

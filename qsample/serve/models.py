@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from qsample.disk.untrusted import leads_out
 from qsample.errors import DISTRIBUTION, QsampleError, shown
-from qsample.images.decode import ImageLimits
+from qsample.images.decode import ImageLimits, read_size
 from qsample.images.messages import images_in
 from qsample.images.prompt import ProcessedImage
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
@@ -275,9 +275,16 @@ class ServedModel:
             raise ApiError(400, text, code="invalid_image")
 
     def process_images(self, files: Sequence[bytes]) -> list[ProcessedImage]:
-        """Files as vision.onnx reads them. Raises ApiError for a file that cannot be read or is too large."""
+        """Files as vision.onnx reads them. Raises ApiError for a file that cannot be read or is too large, and before
+        any is unfolded, for more tokens than a slot holds."""
+        reader, tokens = self.model.images, 0
+        assert reader.processor is not None
         try:
-            return self.model.images.process(files)
+            for number, file in enumerate(files):
+                size = read_size(file, reader.limits, f"image {number}")
+                tokens += reader.processor.layout(*size, f"image {number}").placeholders
+            self.check_room(range(tokens))
+            return reader.process(files)
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_image") from error
 

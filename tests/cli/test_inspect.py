@@ -33,6 +33,24 @@ def test_inspect_shows_every_tensor_of_the_contract(run: Any, llama_package: Pat
     assert "max_error" in out
 
 
+@pytest.mark.ci
+def test_inspect_shows_what_becomes_of_images(run: Any, smolvlm_package: Path, tmp_path: Path) -> None:
+    """Of SmolVLM's processor: 48 pixels at most in tiles of 24, and the whole: five tiles of nine tokens."""
+    import onnx
+
+    _, out, _ = run("inspect", smolvlm_package)
+    shown = " ".join(out.split())
+    assert "images split, <image>; tokens: 45 for 640 x 480 pixels, 45 for 1920 x 1080 pixels; vision: " in shown
+    nodes = onnx.load(smolvlm_package / "vision.onnx", load_external_data=False).graph.node
+    assert f"MatMul {sum(node.op_type == 'MatMul' for node in nodes)}, " in shown
+    broken = shutil.copytree(smolvlm_package, tmp_path / "broken")
+    manifest = json.loads((broken / "qsample.json").read_text())
+    manifest["images"]["family"] = "none"
+    (broken / "qsample.json").write_text(json.dumps(manifest))
+    status, out, _ = run("inspect", broken, "--no-verify")
+    assert (status, "export the package again" in " ".join(out.split())) == (0, True)
+
+
 def test_inspect_shows_filters(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package", filters=("mirostat", "dry"), filter_order="llama.cpp", seed=True)
     _, out, _ = run("inspect", package.path)

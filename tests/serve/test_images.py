@@ -381,7 +381,7 @@ def test_the_clients_of_three_apis_send_images(smolvlm_package: Path, model: Cau
 @pytest.fixture(scope="module")
 def image_app(smolvlm_package: Path) -> Any:
     settings = ServeSettings(
-        models={"tiny": str(smolvlm_package)}, ctx_len=256, threads=1, limit_images_per_prompt=3,
+        models={"tiny": str(smolvlm_package)}, ctx_len=256, threads=1, limit_images_per_prompt=6,
         max_image_bytes=10_000, max_image_pixels=10_000, slots=1,
     )  # fmt: skip
     with TestClient(make_app(settings), raise_server_exceptions=False) as client:
@@ -395,8 +395,8 @@ HELLO = {"type": "text", "text": "hello"}
 @pytest.mark.parametrize(
     ("parts", "message", "more"),
     [
-        ([url_part("https://example.org/a.png")] * 10_000, "10000 images, and this server takes 3", {}),
-        ([url_part(data_url(ONE))] * 4, "4 images, and this server takes 3", {}),
+        ([url_part("https://example.org/a.png")] * 10_000, "10000 images, and this server takes 6", {}),
+        ([url_part(data_url(ONE))] * 7, "7 images, and this server takes 6", {}),
         ([url_part("https://example.org/a.png")], "this server fetches no images; send a data URL", {}),
         ([url_part("http://169.254.169.254/latest")], "this server fetches no images", {}),
         ([url_part("file:///etc/passwd")], "--allowed-local-media-path", {}),
@@ -411,8 +411,9 @@ HELLO = {"type": "text", "text": "hello"}
         ([{"type": "text", "text": "an <image>"}], "which stands for an image", {}),
         ([url_part(data_url(ONE)), HELLO], "log-probabilities of a prompt with images", {"prompt_logprobs": 1}),
         ([url_part(data_url(ONE))] * 3 + [HELLO] * 30, "this model's context 256", {}),
+        ([url_part(data_url(png(48, 48)[:200]))] * 6, "the prompt has 270 tokens and this model's context 256", {}),
     ],
-    ids=range(16),
+    ids=range(17),
 )  # fmt: skip
 def test_requests_that_are_refused(image_app: TestClient, parts: list[Any], message: str, more: dict[str, Any]) -> None:
     """Quickly, and without a run of vision.onnx."""
