@@ -187,7 +187,8 @@ def make_package(
         before: Python statements to run before the command.
     """
     if not package.exists():
-        positions = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
+        config = json.loads((checkpoint / "config.json").read_text())
+        positions = config.get("text_config", config)["max_position_embeddings"]
         more = ["--ctx-len", min(ctx_len, positions), *options]
         if weights != "float32":
             # Random weights diverge further than trained weights; the benchmarks report the divergence.

@@ -71,8 +71,9 @@ def text_sizes(name: str, options: argparse.Namespace) -> dict[str, Any]:
     if options.tiny:
         sizes |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
     if name == "qwen3_vl":
-        parts = [sizes["head_dim"] // 8, *[sizes["head_dim"] * 3 // 16] * 2]
-        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": parts}
+        half = sizes["head_dim"] // 2
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+        sizes["rope_parameters"]["mrope_section"] = [half // 4, half * 3 // 8, half * 3 // 8]
         sizes["rope_parameters"]["mrope_interleaved"] = True
     if name.startswith("gemma3"):
         sizes |= {"sliding_window": 512, "query_pre_attn_scalar": sizes["head_dim"]}
@@ -82,12 +83,13 @@ def text_sizes(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def make_checkpoint(name: str, folder: Path, options: argparse.Namespace) -> Path:
     """Write a bfloat16 checkpoint of random weights with tokenizer and processor, unless it exists."""
     import torch
-    import transformers as tf
+    import transformers
 
     from qsample.checkpoints.processor import assemble
 
     if (folder / "config.json").exists():
         return folder
+    tf: Any = transformers
     tokenizer = tf.AutoTokenizer.from_pretrained(ASSETS)
     tokenizer.add_special_tokens({"extra_special_tokens": list(MARKS)})
     begin, end, image, video = tokenizer.convert_tokens_to_ids(list(MARKS))
@@ -96,7 +98,6 @@ def make_checkpoint(name: str, folder: Path, options: argparse.Namespace) -> Pat
     small |= {"patch_size": 14, "image_size": 56}
     sizes = {"depth": options.depth, "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0]}
     own: dict[str, Any] = {"tie_word_embeddings": True, "image_token_index": image}
-    config: tf.PretrainedConfig
     if name == "qwen3_vl":
         if options.tiny:
             sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
@@ -204,12 +205,13 @@ def operators(package: Path) -> dict[str, int]:
 def first_token(package: Path, checkpoint: Path, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Milliseconds to the first token, and its parts, per round."""
     import torch
-    import transformers as tf
+    import transformers
 
     from qsample.checkpoints.processor import load_processor
     from qsample.runtime import load
 
     torch.set_num_threads(options.threads)
+    tf: Any = transformers
     own = load(package, intra_op_num_threads=options.threads)
     kind, config = tf.AutoModelForImageTextToText, tf.AutoConfig.from_pretrained(checkpoint)
     peer = kind.from_pretrained(checkpoint, dtype=options.dtype).eval()

@@ -166,7 +166,8 @@ def test_compiled(vlm: Callable[[str], tuple[Path, Path]], tmp_path: Path, name:
     compiled = compile_package(read_package(package), tmp_path / "cpu", CompileOptions(provider="cpu", ctx_len=256))
     check_tokens(compiled.path, checkpoint, name)
     graph = load_graph(compiled.path / "decoder.onnx").graph
-    assert not [node for node in graph if node.op_type == "RotaryEmbedding"]
+    if name == "gemma3":
+        assert not [node for node in graph if node.op_type == "RotaryEmbedding"]
     assert len([node for node in graph if str(node.name).startswith("image_blocks")]) == (5 if name == "gemma3" else 4)
 
 
@@ -184,7 +185,8 @@ def test_compiled_otherwise(vlm: Callable[[str], tuple[Path, Path]], tmp_path: P
     if "num_devices" in changes:
         return check_tokens(compiled.path, checkpoint, "gemma3")
     prompts, images = cases("gemma3")
-    model, greedy = load(compiled.path), {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    model = load(compiled.path)
+    greedy: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     together = model.generate(prompts, images=images, **greedy).token_ids
     alone = [
         model.generate(prompt, images=some, **greedy).token_ids[0] for prompt, some in zip(prompts, images, strict=True)

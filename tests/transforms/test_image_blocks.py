@@ -34,14 +34,15 @@ def test_a_prefix_that_sees_itself_is_refused() -> None:
     text = tf.GemmaConfig(**TEXT)
     vision = tf.SiglipVisionConfig(**TOWER, vision_use_head=False)
     config = tf.PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=300, projection_dim=64)
+    auto: Any = AutoModelForImageTextToText
     with pytest.raises(UnsupportedModelError, match="PaliGemmaForConditionalGeneration lets more than"):
-        find_blockwise(AutoModelForImageTextToText.from_config(config).eval())
+        find_blockwise(auto.from_config(config).eval())
 
 
 def test_a_window_cuts_images_or_not() -> None:
     """Runs that see beyond the window backwards would be another mask: refused."""
     model = random_vlm("gemma3")
-    module = tf.models.gemma3.modeling_gemma3
+    module: Any = tf.models.gemma3.modeling_gemma3
     made = module.create_masks_for_vision_model
 
     def without(**options: Any) -> Any:

@@ -13,7 +13,14 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from qsample.contract.interface import ImageShape
 from qsample.errors import UnsupportedModelError
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.images import ImageEmbedding, image_shape, text_model, use_images, with_offsets
+from qsample.transforms.images import (
+    ImageEmbedding,
+    choose_angles,
+    image_shape,
+    text_model,
+    use_images,
+    with_offsets,
+)
 from tests.helpers.tiny_vlms import config_of, random_vlm
 
 IDS = torch.tensor([[3, 9, 9, 4], [9, 1, 2, 0]])  # 9: beyond the table
@@ -108,3 +115,16 @@ def test_features_are_added_after_the_first_layers() -> None:
         after = text(inputs_embeds=embedded, visual_pos_masks=masks, deepstack_visual_embeds=list(visual[1:]))
     for result in (got, after):
         torch.testing.assert_close(result.last_hidden_state, wanted.last_hidden_state)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_angles_of_three_positions_are_chosen_by_index(model_type: str) -> None:
+    """Sections in blocks and interleaved: the same numbers, bit for bit, however often the model is prepared."""
+    text = text_model(random_vlm(model_type))
+    rotary: Any = next(module for module in text.modules() if hasattr(module, "mrope_section"))
+    own, angles = rotary.recomposition_frequencies, torch.randn(3, 2, 5, len(rotary.inv_freq))
+    expected = own(angles.clone())
+    for _ in range(2):
+        choose_angles(text)
+        assert rotary.recomposition_frequencies != own
+        assert torch.equal(rotary.recomposition_frequencies(angles), expected)
