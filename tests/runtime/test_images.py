@@ -23,12 +23,13 @@ from qsample.images.features import VisionEncoder
 from qsample.images.prompt import ProcessedImage
 from qsample.ort.rounding import RowCounts
 from qsample.runtime import CausalLM, Engine, SamplingParams
+from qsample.runtime.decode.image_inputs import image_piece
 from qsample.runtime.decode.slots import Slots
 from tests.helpers import fake_reference
 from tests.helpers.capturing import capturing
 from tests.helpers.fake_images import AXIAL, BEGIN, BLOCKWISE, END, IMAGE, ROWS, Seen, picture, placeholders
 from tests.helpers.fake_package import MAX_POSITIONS
-from tests.helpers.requests import FREE, GREEDY, random_params, wait_until
+from tests.helpers.requests import FREE, GREEDY, make_sequence, random_params, wait_until
 
 SHAPES = {"rows": ROWS, "axial": AXIAL, "blockwise": BLOCKWISE}
 Images = list[np.ndarray]
@@ -149,6 +150,41 @@ def test_requests_that_come_and_go(narrow: bool, model: CausalLM) -> None:
     for turn, (output, (case, params)) in enumerate(zip(outputs, asked, strict=True)):
         assert output.token_ids == case.expected(model, params, turn, engine.capacity), turn
     assert stats.hits > 5
+
+
+def test_prompts_that_are_read_in_one_call(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    plain = Slots.prefill
+
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, **rest: Any) -> None:
+        calls.append(len(ids))
+        plain(self, slot, *ids, **rest)
+
+    monkeypatch.setattr(Slots, "prefill", prefill)
+    images = [picture(8, 8, seed) for seed in range(3)]
+    cases = [Case([IMAGE] * 4, [image]) for image in images]
+    cases.insert(1, Case([5, 6, 7, 8], []))
+    got = model.generate([case.ids for case in cases], LIVELY, images=[case.images for case in cases], seed=2)
+    assert got.token_ids == [case.expected(model, LIVELY, 2 + row) for row, case in enumerate(cases)]
+    assert calls == ([4] if model.sessions.joins_prompts else [1] * 4)
+
+
+def test_offsets_go_with_a_row_that_is_moved(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(image=AXIAL)
+    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 3, 64)
+    for slot, case in ((2, CASES[0]), (1, CASES[1])):
+        ids = np.array(case.ids)
+        prompt = model.images.prompt(ids, model.images.process(case.images))
+        features = None if prompt is None else model.images.features(prompt)
+        sequence = make_sequence(model, case.ids, GREEDY, slot, 64)
+        slots.begin(slot, ids, slot, sequence.parameters, images=prompt)
+        slots.prefill(slot, ids, emit=True, images=[image_piece(prompt, features, range(len(ids)))])
+    slots.decode()
+    slots.move(2, 0, 0)
+    for _ in range(6):
+        slots.decode()
+    for slot, case in ((0, CASES[0]), (1, CASES[1])):
+        assert slots.read().tokens_from(slot, len(case.ids)) == case.expected(model, GREEDY, 0)[:8]
 
 
 def reused(engine: Engine, model: CausalLM, case: Case) -> int:
