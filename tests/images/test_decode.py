@@ -81,6 +81,12 @@ def test_a_rotated_photo_is_upright_as_in_load_image(tmp_path: Path, orientation
         np.testing.assert_array_equal(np.asarray(read_image(given)), want)
 
 
+@pytest.mark.parametrize("lossless", [False, True])
+def test_webp_is_read_as_pillow_reads_it(lossless: bool) -> None:
+    data = encoded(RGB, "WEBP", lossless=lossless)
+    np.testing.assert_array_equal(np.asarray(read_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_an_animation_gives_its_first_frame(kind: str) -> None:
     lossless = {"lossless": True} if kind == "WEBP" else {}
@@ -98,6 +104,10 @@ BOMBS = {
     "65000 x 65000 = 4225000000 pixels": patched(encoded(RED, "JPEG"), b"\xff\xc0", 5, ">HH", 65000, 65000),
     "16383 x 16383 = 268402689 pixels": b"RIFF\x64\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xfe\x3f\0" * 2 + bytes(60),
     "16383 x 16384 = 268419072 pixels": b"RIFF\x64\0\0\0WEBPVP8L\x0a\0\0\0\x2f\xfe\xff\xff\x0f" + bytes(60),
+    # Without a palette of its own, and with a comment.
+    "50000 x 2000 = 100000000 pixels": b"GIF89a\x01\0\x01\0\0\0\0!\xfe\x03abc\x02de\0,"
+    + struct.pack("<4H", 0, 0, 50000, 2000)
+    + bytes(60),
     "60000 x 2000 = 120000000 pixels": patched(GIF, b",", 1, "<4H", 0, 0, 60000, 2000, start=13),
 }
 
