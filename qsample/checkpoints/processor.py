@@ -36,7 +36,7 @@ def load_processor(
     tokenizer, and for a processor that is missing, the repository's code, or in need of torchvision.
     """
     model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    if not hasattr(model, "get_image_features"):
+    if not hasattr(model, "get_image_features") or getattr(config, "vision_config", None) is None:
         raise UnsupportedModelError(
             f"{model_id} is a {model.__name__}, which does not turn images into rows that stand for tokens, as models "
             "do that packages can read images with"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.architectures.images import IMAGE, image_names
+from tests.architectures.images import IMAGE, image_names, other_types
 from tests.architectures.run import MAX_ERROR, Row
 
 _INTRODUCTION = """\
@@ -94,6 +94,9 @@ def write_document(rows: Mapping[str, Row], path: Path) -> None:
     found = [rows.get(name, Row(name, "not run")) for name in image_names()]
     text += _IMAGES.format(passed=sum(row.passed for row in found), total=len(found), max_error=MAX_ERROR)
     text += "".join(f"{_image_line(row)}\n" for row in found)
+    text += "\nTransformers' further types of texts and images:\n\n"
+    for group, names in other_types().items():
+        text += f"- {group}: {', '.join(f'`{name}`' for name in names)}\n"
     path.write_text(text, encoding="utf-8")
 
 

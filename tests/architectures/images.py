@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from qsample import AutoModelForImageTextToText
 from qsample.contract.interface import ImageShape
@@ -111,3 +114,23 @@ def _in_words(shape: ImageShape, family: str) -> str:
     parts += ["M-RoPE"] if shape.axial else []
     parts += ["blockwise attention"] if shape.blockwise else []
     return ", ".join(parts)
+
+
+def other_types() -> dict[str, list[str]]:
+    """transformers' further types of texts and images, by what is known of them without a model."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(TYPES)):
+        config = CONFIG_MAPPING[name]
+        backends = IMAGE_PROCESSOR_MAPPING_NAMES.get(name, {})
+        if config.is_encoder_decoder:
+            group = "encoder-decoders, refused"
+        elif "vision_config" not in config.sub_configs or not hasattr(
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config], "get_image_features"
+        ):
+            group = "images that do not enter as rows of a vision tower, refused"
+        elif backends and not backends.get("pil"):
+            group = "image processors for torchvision alone, refused"
+        else:
+            group = "not tried"
+        groups.setdefault(group, []).append(name)
+    return groups
