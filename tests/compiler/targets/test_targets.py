@@ -68,9 +68,10 @@ def test_refused_before_any_work(
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
-        ("cuda", {"dtype": "bfloat16"}, "graphs for cuda have none; compile for cpu or web, or export the text model"),
-        ("webgpu", {}, "graphs for webgpu have none"),
-        ("openvino", {}, "graphs for openvino have none"),
+        ("cuda", {"dtype": "bfloat16"}, "graphs for cuda have none; compile for cpu, or export the text model"),
+        ("web", {}, "reads images, and packages for web read text; compile for cpu or cuda, or export the text model"),
+        ("webgpu", {}, "reads images, and packages for webgpu read text"),
+        ("openvino", {}, "reads images, and packages for openvino read text"),
         ("cpu", {"num_speculative_tokens": 1, "kv_cache_dtype": "int8"}, "the tokens of an image see each other"),
     ],
 )
