@@ -287,6 +287,10 @@ class ServedModel:
             return reader.process(files)
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_image") from error
+        except ApiError:
+            raise
+        except QsampleError as error:  # Pillow is missing
+            raise ApiError(501, str(error), code="missing_module") from None
 
     def with_placeholders(self, text: str, images: Sequence[ProcessedImage]) -> str:
         """A conversation's text with the images' placeholders. Raises ValueError if the template leaves one out."""
