@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel, ProcessorMixin
 
@@ -95,10 +94,11 @@ def image_reference(
 
 def _inputs(model: PreTrainedModel, processor: ProcessorMixin, count: int) -> dict[str, Any]:
     """The inputs of `model` for a prompt with that many images, and a token after it."""
+    from PIL.Image import fromarray  # late: models of text export without Pillow
+
     generator = np.random.default_rng(0)
     images = [
-        Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        for width, height in _SIZES[:count]
+        fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in _SIZES[:count]
     ]
     text = "".join(f"{word} {getattr(processor, 'image_token', '')} " for word in ("one", "two")[:count])
     inputs: dict[str, Any] = dict(processor(text=[f"{text}three"], images=[images], return_tensors="pt"))

@@ -12,10 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from PIL import Image
 from transformers import PretrainedConfig, ProcessorMixin
 from transformers.image_processing_backends import PilBackend
 
@@ -23,6 +22,9 @@ from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError, UnsupportedModelError
 from qsample.images.families import FAMILIES, Family, Layout
 from qsample.images.processing import ImageProcessor, ImageTexts
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # Width, height and mode: smaller than a patch's block, tall, wide, of one tile, of many.
 PROBES: Final = (
@@ -36,6 +38,7 @@ PROBES: Final = (
 )
 _SMALLER: Final = {"shortest_edge": 50_000, "longest_edge": 200_000}  # limits that the last of them passes
 _SMALLER_EDGE: Final = 400
+_BILINEAR: Final = 2  # Pillow's number of transformers' default
 _REMEDY: Final = "export the model without images (--text-only)"
 
 
@@ -44,7 +47,7 @@ class _Probe:
     """An image with the processor's results: the settings that its image class received, the pixels, patches, the text
     for the image, and the ids of the prompt."""
 
-    image: Image.Image
+    image: Image
     settings: Mapping[str, Any]
     pixels: Array
     grid: tuple[int, int] | None
@@ -90,11 +93,13 @@ def prompt_of(placeholder: str, count: int = 1) -> str:
 
 
 def _probes(processor: ProcessorMixin, placeholder: str) -> list[_Probe]:
+    from PIL.Image import Resampling, fromarray  # late: models of text export without Pillow
+
     rng = np.random.default_rng(0)
     probes = []
     for width, height, mode in PROBES:
         small = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)  # smooth, and noisy
-        image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+        image = fromarray(small).resize((width, height), Resampling.BICUBIC)
         if getattr(processor.image_processor, "do_convert_rgb", False):
             image = image.convert(mode)
             if mode == "RGBA":
@@ -108,7 +113,7 @@ def _probes(processor: ProcessorMixin, placeholder: str) -> list[_Probe]:
     return probes
 
 
-def _probe(processor: ProcessorMixin, image: Image.Image, prompt: str, **options: Any) -> _Probe:
+def _probe(processor: ProcessorMixin, image: Image, prompt: str, **options: Any) -> _Probe:
     """The processor's results for an image; its image class is watched for the settings."""
     images: Any = processor.image_processor
     watched: Any = processor
@@ -144,7 +149,7 @@ def _settings(family: str, settings: Mapping[str, Any], config: PretrainedConfig
         if isinstance(value, Mapping):
             value = {key: number for key, number in dict(value).items() if number is not None}
         values[name] = value
-    values["resample"] = int(values["resample"] if values.get("resample") is not None else Image.Resampling.BILINEAR)
+    values["resample"] = _BILINEAR if values.get("resample") is None else int(values["resample"])
     for name in ("image_mean", "image_std"):
         value = values.get(name) if values.get("do_normalize") else None
         values[name] = value if value is None or isinstance(value, Sequence) else [value] * 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -157,3 +159,9 @@ def test_the_texts_of_tiles_are_found_from_examples() -> None:
     assert found is not None
     assert found.tile == "<r{row}c{column}>"
     assert image_texts([many], ["**" * 6 + "***"], token) is None
+
+
+@pytest.mark.ci
+def test_an_export_without_images_needs_no_pillow() -> None:
+    code = "import sys; sys.modules['PIL'] = None; import qsample.exporters.export, qsample.checkpoints.checkpoint"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
