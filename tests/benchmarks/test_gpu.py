@@ -129,6 +129,7 @@ def test_where_cuda_does_not_run_it_says_why_and_ends(
     assert [part.name for part in some][:3] == ["the sampler", "tiny: export", "tiny, cuda-bfloat16: smoke test"]
 
 
+@pytest.mark.ci
 def test_the_sampler_is_checked_over_logits_of_every_kind(benchmark: Callable[[str], ModuleType]) -> None:
     """Two graphs, with and without control flow, on the CPU. A wrong argmax is found."""
     sampler = benchmark("gpu_checks")

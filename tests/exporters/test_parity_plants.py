@@ -22,6 +22,7 @@ from qsample.graph.weights import load_graph
 from qsample.package.package import Package, read_package
 from tests.helpers.tiny_models import export_without_sampler, random_model
 
+pytestmark = pytest.mark.ci  # an export, for these tests alone
 LAYERS = 3
 MATRICES = 7  # of a layer
 

@@ -104,6 +104,7 @@ def test_the_digest_is_that_of_the_kernels(tmp_path: Path) -> None:
     assert wide == narrow != other
 
 
+@pytest.mark.ci
 def test_attention_to_several_tokens(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over an int8 cache it is exact on this processor if compile says so, over a float cache on none."""
     from qsample.compiler import compile as compiling

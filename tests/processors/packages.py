@@ -15,6 +15,7 @@ from qsample import AutoModelForCausalLM
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.package.package import read_package
+from tests.conftest import made_once
 from tests.helpers.tiny_models import save_checkpoint
 
 # Multiples of 128, so that every size of block divides them.
@@ -40,15 +41,18 @@ def make_packages(folder: Path, *names: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for name in names or PACKAGES:
         model_type, sizes, options = PACKAGES[name]
-        if (folder / name).exists():
-            continue
-        portable = folder / f"{model_type}-portable"
-        if not portable.exists():
+        given = CompileOptions(ctx_len=CTX_LEN, max_divergence=_ANY, **options)
+
+        def export(path: Path, model_type: str = model_type, sizes: dict[str, Any] = sizes) -> None:
             checkpoint = save_checkpoint(folder / f"{model_type}-checkpoint", model_type, **sizes)
             # A log-probability shows a last bit that a token hides.
-            AutoModelForCausalLM.from_pretrained(checkpoint, logprobs=True, logit_bias=True).export(portable)
-        given = CompileOptions(ctx_len=CTX_LEN, max_divergence=_ANY, **options)
-        compile_package(read_package(portable), folder / name, given)
+            AutoModelForCausalLM.from_pretrained(checkpoint, logprobs=True, logit_bias=True).export(path)
+
+        def build(path: Path, model_type: str = model_type, given: CompileOptions = given) -> None:
+            portable = made_once(folder / f"{model_type}-portable", export)
+            compile_package(read_package(portable), path, given)
+
+        made_once(folder / name, build)
     return [folder / name for name in names or PACKAGES]
 
 

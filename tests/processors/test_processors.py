@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.conftest import made_once
 from tests.processors import as_processor, emulated
-from tests.processors.packages import make_packages
+from tests.processors.packages import PACKAGES, make_packages
 
 FOLDER = Path(os.environ["QSAMPLE_PROCESSORS"]).absolute()
 ROWS = int(os.environ.get("QSAMPLE_PROCESSORS_ROWS", "1000"))
@@ -29,8 +28,10 @@ _SLOWER = 50  # times, under QEMU
 
 @pytest.fixture(scope="session")
 def packages(shared_folder: Path) -> list[Path]:
-    folder = made_once(shared_folder / "processors", make_packages)
-    return make_packages(folder)
+    """Made by two processes from both ends."""
+    second = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
+    make_packages(shared_folder / "processors", *(reversed(PACKAGES) if second else PACKAGES))
+    return make_packages(shared_folder / "processors")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.processors.packages import CTX_LEN
 from tests.processors.workload import Company, Outcome, Row, compare, random_rows
 
 
-@pytest.fixture(scope="module", params=["float32", "int4"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("int4", marks=pytest.mark.ci)])
 def model(request: pytest.FixtureRequest, exported: Callable[..., Path], shared_folder: Path) -> CausalLM:
     portable = read_package(exported("llama", logprobs=True, logit_bias=True))
     quantized = {"weights": "int4", "block_size": 64} if request.param == "int4" else {}

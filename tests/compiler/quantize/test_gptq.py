@@ -196,6 +196,7 @@ def test_the_room_that_fitting_takes_is_asked_for_before_it_begins(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ci
 def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_package)
     stages: list[str] = []

@@ -68,6 +68,7 @@ def test_nothing_forbids_replay(bfloat16: ir.Model) -> None:
     assert not {"If", "Loop", "Scan"} & {node.op_type for node in bfloat16.graph.all_nodes()}
 
 
+@pytest.mark.ci
 def test_every_node_has_a_cuda_kernel_for_its_dtype(bfloat16: ir.Model) -> None:
     missing = []
     for node in bfloat16.graph:
@@ -82,6 +83,7 @@ def test_every_node_has_a_cuda_kernel_for_its_dtype(bfloat16: ir.Model) -> None:
     assert missing == []
 
 
+@pytest.mark.ci
 def test_every_operator_has_a_cuda_kernel_in_its_version(bfloat16: ir.Model) -> None:
     opset = bfloat16.opset_imports[""]
     used = {node.op_type for node in bfloat16.graph if node.domain == "" and onnx.defs.has(node.op_type, "")}
@@ -90,6 +92,7 @@ def test_every_operator_has_a_cuda_kernel_in_its_version(bfloat16: ir.Model) -> 
     assert [pair for pair in versions.items() if not has_kernel(*pair)] == []
 
 
+@pytest.mark.ci
 def test_the_graphs_are_valid_in_their_opset(bfloat16: ir.Model, tmp_path: Path) -> None:
     ir.save(bfloat16, tmp_path / "decoder.onnx", external_data="data")
     model = onnx.load(tmp_path / "decoder.onnx", load_external_data=False)
@@ -101,6 +104,7 @@ def test_the_graphs_are_valid_in_their_opset(bfloat16: ir.Model, tmp_path: Path)
             onnx.checker.check_node(node, context)
 
 
+@pytest.mark.ci
 def test_a_layer_has_the_norms_of_its_heads_inside_the_attention(bfloat16: ir.Model) -> None:
     model_part = Counter(
         node.op_type for node in bfloat16.graph if node.name is None or not node.name.startswith("sampler.")
@@ -118,6 +122,7 @@ def test_a_layer_has_the_norms_of_its_heads_inside_the_attention(bfloat16: ir.Mo
             assert total.const_value.numpy() == CAPACITY
 
 
+@pytest.mark.ci
 def test_weights_and_states_are_in_half_precision(bfloat16: ir.Model) -> None:
     for value in bfloat16.graph.initializers.values():
         is_weight = value.dtype == ir.DataType.FLOAT and value.shape is not None and len(value.shape) > 1

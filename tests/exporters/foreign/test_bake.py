@@ -174,6 +174,7 @@ def test_the_command(decoder: Decoder, tmp_path: Path, capsys: pytest.CaptureFix
     assert "already holds a package" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_the_readmes_file_without_torch_and_transformers(tmp_path: Path) -> None:
     example = Path(__file__).resolve().parents[3] / "examples" / "tiny_lm_genai"
     code = (
