@@ -164,15 +164,20 @@ def _check(content: dict[str, Any]) -> None:
         content["logit_bias"] = {int(key): value for key, value in bias.items()}
 
 
+def _content(path: Path) -> bytes:
+    with open_plain(path) as file:
+        return file.read()
+
+
 def _read_images(content: dict[str, Any], folder: Path) -> list[str]:
     """Put the images of a line in order: files below `folder` by their paths, others by their bytes. Returns the sha256
     of each, for the fingerprint. Raises ValueError for an image that cannot be read."""
     digests = []
 
-    def found(image: Any) -> Any:
-        path = image if isinstance(image, bytes) else folder / image
+    def found(image: Any) -> bytes | Path:
+        path: bytes | Path = image if isinstance(image, bytes) else folder / image
         try:
-            data = image if isinstance(image, bytes) else open_plain(path).read()
+            data = path if isinstance(path, bytes) else _content(path)
         except (OSError, ValueError) as error:
             raise ValueError(f"the image {image} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         digests.append(hashlib.sha256(data).hexdigest())

@@ -231,6 +231,7 @@ class _Server:
         make_guide, params, prompts = model.guides(body.form), model.sampling_params(body), body.prompts
         model.check_count(len(prompts) * body.requests)  # before a million of them are encoded
         for prompt in prompts:
+            model.check_without_image(prompt)
             model.check_length(prompt)  # before a text that is much too long is encoded
         rows = await self._encode(model, prompts, body.add_special_tokens)
         for row in rows:

@@ -16,6 +16,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
@@ -83,14 +84,15 @@ def _refused(text: str) -> ApiError:
 @dataclass(frozen=True, slots=True)
 class MediaReader:
     """Reads the images of requests from data URLs, from the https addresses of `domains` and the files below `folder`,
-    of `most_bytes` bytes each at most. `resolve`, `connect`, `context`: of the network."""
+    of `most_bytes` bytes each at most. `resolve`, `connect`, `context`: of the network; by default the certificates are
+    the system's."""
 
     most_bytes: int
     domains: Sequence[str] = ()
     folder: str | None = None
     resolve: Callable[[str], Awaitable[list[str]]] = field(default_factory=lambda: _resolve)
     connect: Callable[..., Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = asyncio.open_connection
-    context: ssl.SSLContext = field(default_factory=ssl.create_default_context)
+    context: ssl.SSLContext | None = None
     _fetches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
     async def read(self, addresses: Sequence[str]) -> list[bytes]:
@@ -193,7 +195,9 @@ class MediaReader:
         addresses = await self.resolve(host)
         if not addresses or not all(map(is_public, addresses)):
             raise _refused(f"{host} leads to an address that is not public; send a data URL")
-        reader, writer = await self.connect(addresses[0], _HTTPS, ssl=self.context, server_hostname=host)
+        reader, writer = await self.connect(
+            addresses[0], _HTTPS, ssl=self.context or _system_context(), server_hostname=host
+        )
         try:
             head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nAccept: image/*\r\nAccept-Encoding: identity\r\n"
             writer.write(f"{head}User-Agent: qsample\r\nConnection: close\r\n\r\n".encode("ascii"))
@@ -231,6 +235,11 @@ class _Answer:
 
 def _target(parts: SplitResult) -> str:
     return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
+
+@cache
+def _system_context() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 async def _resolve(host: str) -> list[str]:

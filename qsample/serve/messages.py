@@ -151,8 +151,8 @@ def _of_blocks(role: str, blocks: list[dict[str, Any]], place: int) -> list[dict
                 calls.append({"id": call, "type": "function", "function": {"name": name, "arguments": given}})
             case {"type": "thinking", "thinking": thought}:
                 thoughts += thought
-    content = _content_of(parts, f"message {place}") if parts or not calls else None
-    message: dict[str, Any] = {"role": role, "content": content}
+    said = _content_of(parts, f"message {place}") if parts or not calls else None
+    message: dict[str, Any] = {"role": role, "content": said}
     more: dict[str, Any] = {"tool_calls": calls, "reasoning_content": thoughts}
     message |= {name: value for name, value in more.items() if value}
     return results if results and not parts else [*results, message]

@@ -274,6 +274,13 @@ class ServedModel:
             text = f"the model {self.name!r} reads text only; leave the image out, or ask another model of /v1/models"
             raise ApiError(400, text, code="invalid_image")
 
+    def check_without_image(self, prompt: str | Sequence[int]) -> None:
+        """Raise ApiError for a text with what stands for an image; there is none in a completion."""
+        processor = self.model.images.processor
+        if processor is not None and isinstance(prompt, str) and processor.placeholder in prompt:
+            text = f"the prompt has the text {processor.placeholder}, which stands for an image; leave it out, or give "
+            raise ApiError(400, text + "the image in messages", param="prompt")
+
     def process_images(self, files: Sequence[bytes]) -> list[ProcessedImage]:
         """Files as vision.onnx reads them. Raises ApiError for a file that cannot be read or is too large, and before
         any is unfolded, for more tokens than a slot holds."""

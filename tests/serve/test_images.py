@@ -423,6 +423,7 @@ def test_requests_that_are_refused(image_app: TestClient, parts: list[Any], mess
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(answer.json()["error"]["message"])
     assert time.monotonic() - began < 20
+    assert image_app.post("/v1/completions", json={"prompt": "an <image>"}).status_code == 400
     assert "prompt_images_total{" not in image_app.get("/metrics").text
 
 
