@@ -49,7 +49,7 @@ HISTORY: Final = 64  # tokens of a row before the step
 CTX_LEN: Final = 2048
 TEXT_OF: Final = {"qwen3_vl": "qwen3", "llava": "qwen3", "gemma3": "gemma3_text"}  # image model → its text model
 FIRST_TOKEN: Final = "qwen3_vl"
-SIZE: Final = (1024, 768)
+SIZE, SMALL = (1024, 768), (96, 64)
 QUESTION: Final = "What is this?"
 MARKS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # of every tokenizer here
 COUNTED: Final = ("GroupQueryAttention", "RotaryEmbedding", "MatMulNBits", "If", "Split", "Gather", "Where")
@@ -240,7 +240,7 @@ def first_token(package: Path, checkpoint: Path, options: argparse.Namespace, co
     rounds: dict[str, list[float]] = {name: [] for name in ("qsample", "again", "pixels", "transformers")}
     with console.status("first token"):
         for turn in range(-1, options.images):
-            size = SIZE if turn >= 0 and not options.tiny else (96, 64)  # a small one warms up
+            size = SMALL if turn < 0 or options.tiny else SIZE  # a small one warms up
             pixels = np.random.default_rng(turn + 1).integers(0, 256, (size[1], size[0], 3), np.uint8)
             image, found = Image.fromarray(pixels), dict[str, float]()
             for name in rotated(("qsample", "transformers"), turn + 1):
@@ -263,6 +263,7 @@ def first_token(package: Path, checkpoint: Path, options: argparse.Namespace, co
         },
         "ratio": (theirs / whole).tolist(),
         "dtype": options.dtype,
+        "size": SMALL if options.tiny else SIZE,
         **counts,
     }
 
@@ -312,7 +313,7 @@ def write(data: dict[str, Any], output: Path) -> None:
     )
     lines = ["# Images", "", said, f"{shape}.", ""]
     if found := data["first_token"]:
-        width, height = SIZE
+        width, height = found["size"]
         title = f"The first token, an image of {width:,} x {height} and {found['tokens of the prompt']:,} tokens"
         tables[f"{title}; transformers in {found['dtype']}"] = first_token_rows(found)
     for title, (header, rows) in tables.items():
