@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from qsample.graph.join import cut_at_logits
+from qsample.graph.join import cut_at_logits, return_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
-from qsample.package.package import read_package
+from qsample.package.package import Package, read_package
+from tests.helpers.fake_images import AXIAL, DIM
 
 CAPACITY = 12
 IDS = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -45,3 +47,24 @@ def test_a_prompt_in_chunks_has_the_same_logits(llama_package: Path, weights_map
     last = runner.step(IDS[:, 3:], np.ones(2), state)["logits"]
     assert state["lengths"].tolist() == [4, 4]
     np.testing.assert_allclose(last, whole, atol=1e-5 * np.abs(whole).max())
+
+
+def test_images_are_off_unless_they_are_given(fake: Callable[..., Package]) -> None:
+    """A row of features takes the place of an id; without inputs of images, the graph is that of the text model."""
+    plain, package = fake(), fake(image=AXIAL)
+
+    def logits(package: Package, **images: np.ndarray) -> np.ndarray:
+        model = return_logits(load_graph(package.file("decoder.onnx")))
+        runner = GraphRunner(model, package.path, package.interface, CAPACITY)
+        return runner.step(IDS, np.array([4, 4]), runner.start(2), images)["logits"]
+
+    text = logits(plain)
+    np.testing.assert_array_equal(logits(package), text)
+    rows, features = np.full(IDS.shape, -1), np.random.default_rng(0).standard_normal((3, DIM))
+    rows[1, 2] = 2
+    seen = logits(package, image_rows=rows, image_features=features)
+    np.testing.assert_array_equal(seen[0], text[0])
+    assert np.abs(seen[1] - text[1]).max() > 0.01
+    moved = logits(package, position_offsets=np.array([[[0] * 3] * 4, [[0] * 3] * 2 + [[5] * 3] * 2]))
+    np.testing.assert_array_equal(moved[0], text[0])
+    assert np.abs(moved[1] - text[1]).max() > 0.01

@@ -6,20 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from qsample.contract.interface import ImageShape
 from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
 from qsample.package.package import Package
+from tests.helpers.fake_images import AXIAL
 from tests.helpers.plain_host import PlainHost
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 
 
-def test_a_row_that_is_filled_and_continued(fake: Callable[..., Package]) -> None:
-    package = fake()
-    host = PlainHost(package.path)
+@pytest.mark.parametrize("image", [None, AXIAL])
+def test_a_row_that_is_filled_and_continued(fake: Callable[..., Package], image: ImageShape | None) -> None:
+    """Also of a package that reads images: a text is what it is in the same model without."""
+    host = PlainHost(fake().path)
     wanted = host.generate(host.start([0], 16), PROMPT, 5)
-    stepper = Stepper(replace(open_sessions(package), piece_size=4), rows=2, capacity=16)
+    stepper = Stepper(replace(open_sessions(fake(image=image)), piece_size=4), rows=2, capacity=16)
     for _ in range(2):  # the second time, over what the first one left
         stepper.fill(1, np.array(PROMPT[:-1]))  # a piece, and the beginning of one
         stepper.write("lengths", [0, len(PROMPT) - 1])
