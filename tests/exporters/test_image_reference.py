@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from qsample.errors import ParityError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.huggingface_reference import reference
-from qsample.exporters.image_reference import image_reference
+from qsample.exporters.image_reference import _offsets, image_reference
 from qsample.exporters.parity import ImageReference, Reference
 from qsample.package.package import Package, read_package
 from qsample.transforms.images import image_shape
 from tests.helpers.tiny_vlms import open_reference
-
-pytestmark = pytest.mark.ci
 
 TYPE = "qwen3_vl"
 
@@ -46,6 +45,7 @@ def package(image_package: Callable[..., Path]) -> Package:
     return read_package(image_package(TYPE, **features, **flags))
 
 
+@pytest.mark.ci
 def test_the_reference_has_two_images_of_different_sizes(expected: Reference) -> None:
     images = expected.images
     assert images is not None
@@ -86,6 +86,7 @@ def added_after_the_wrong_layer(images: ImageReference) -> ImageReference:
     return replace(images, features=np.concatenate([first, *added[::-1]], axis=1))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -113,6 +114,7 @@ def test_the_gate(
             check()
 
 
+@pytest.mark.ci
 def test_a_context_without_room_for_an_image(opened: tuple[Any, Any]) -> None:
     model, processor = opened
     shape = image_shape(model)
@@ -122,3 +124,13 @@ def test_a_context_without_room_for_an_image(opened: tuple[Any, Any]) -> None:
     one, _ = image_reference(model, processor, shape, 40)
     assert len(one.prompt) < 40
     assert np.count_nonzero(np.diff(one.rows) < 0) == 1
+
+
+def test_positions_that_no_host_computes() -> None:
+    is_image = np.array([False, True, True, True, True, False])
+    rows = torch.tensor([[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]])[:, None]
+    offsets = _offsets(rows, is_image)
+    np.testing.assert_array_equal(offsets + np.arange(7)[:, None], rows[:, 0].T)
+    rows[0, 0, 3:5] += 1  # time goes on within an image
+    with pytest.raises(UnsupportedModelError, match="other positions than Qwen2-VL"):
+        _offsets(rows, is_image)
