@@ -189,6 +189,13 @@ def test_a_thin_image_is_refused_before_it_is_enlarged() -> None:
         family.layout(10_000, 1)
 
 
+def test_enormous_sizes_of_a_stranger_are_refused_before_they_take_memory() -> None:
+    side = 1 << 16
+    family = families.AnyResolution(**PIXELS, size=1, image_grid_pinpoints=[[side, side]], side=1)
+    with pytest.raises(ValueError, match=f"the model would read it with {side} x {side}"):
+        family.layout(8, 8)
+
+
 def test_more_tiles_than_llava_onevision_keeps_are_refused() -> None:
     given = {"size": 4, "side": 2, "image_grid_pinpoints": [[4, 4], [8, 8], [16, 16]]}
     family = families.AnyResolution(**PIXELS, **given, most_tiles=9)
