@@ -1,0 +1,78 @@
+"""The image inputs of calls: rows of several prompts over joined features, padding, and memory that stays for text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qsample.contract.interface import ImageShape, Interface, KeyValueShape
+from qsample.images.prompt import ImagePrompt
+from qsample.runtime.decode.image_inputs import ImageInputs, ImagePiece, image_piece
+
+WIDTH, ROWS, CAPACITY = 3, 2, 16
+
+
+def inputs(dtype: str = "float32", *, axial: bool = True) -> ImageInputs:
+    interface = Interface(20, (KeyValueShape(1, 4),), dtype, image=ImageShape(WIDTH, axial=axial))
+    return ImageInputs(interface, ROWS, CAPACITY, "cpu", "cpu")
+
+
+def prompt() -> tuple[ImagePrompt, np.ndarray]:
+    """Text, two rows of images, text, three rows."""
+    rows = np.array([-1, 0, 1, -1, 2, 3, 4], np.int32)
+    offsets = np.arange(24, dtype=np.int32).reshape(8, 3)  # the last: of the tokens after it
+    return ImagePrompt((), rows, offsets, rows.astype(np.int64)), np.arange(15, dtype=np.float32).reshape(5, 3)
+
+
+def test_a_piece_takes_the_rows_that_it_needs() -> None:
+    images, features = prompt()
+    for piece, rows, first, end in (
+        (range(7), [-1, 0, 1, -1, 2, 3, 4], 0, 5),
+        (range(2, 6), [0, -1, 1, 2], 1, 4),
+        (range(5, 7), [0, 1], 3, 5),
+        (range(1), [-1], 0, 0),
+    ):
+        got = image_piece(images, features, piece)
+        assert got is not None
+        assert got.rows.tolist() == rows
+        np.testing.assert_array_equal(got.features, features[first:end])
+        assert images.offsets is not None
+        np.testing.assert_array_equal(got.offsets, images.offsets[piece.start : piece.stop])
+    assert image_piece(None, None, range(3)) is None
+
+
+def test_several_rows_share_the_features_of_a_call() -> None:
+    images, features = prompt()
+    pieces = [image_piece(images, features, range(4, 7)), None, image_piece(images, features, range(1, 3))]
+    made = {name: buffer.read() for name, buffer in inputs().of_prompts(pieces, 4).items()}
+    assert made["image_rows"].tolist() == [[0, 1, 2, -1], [-1] * 4, [3, 4, -1, -1]]
+    np.testing.assert_array_equal(made["image_features"], features[[2, 3, 4, 0, 1]])
+    offsets = made["position_offsets"]
+    assert [offsets[0, :, 0].tolist(), offsets[2, :, 0].tolist()] == [[12, 15, 18, 18], [3, 6, 6, 6]]
+    assert not offsets[1].any()
+
+
+def test_text_and_steps_read_memory_that_stays() -> None:
+    images, features = prompt()
+    memory = inputs()
+    text, step = memory.of_prompts([None] * 2, 5), memory.of_step(range(ROWS))
+    memory.of_prompts([image_piece(images, features, range(7))] * 2, 8)
+    memory.begin(1, images)
+    assert memory.of_prompts([None] * 2, 5) == text
+    assert memory.of_step(range(ROWS)) == step
+    assert text["image_features"].shape == step["image_features"].shape == (1, WIDTH)
+    assert (text["image_rows"].read() == -1).all()
+    assert not text["position_offsets"].read().any()
+    assert step["position_offsets"].read()[:, 0].tolist() == [[0, 0, 0], [21, 22, 23]]
+    memory.swap_rows(0, 1)
+    memory.begin(1, None)
+    assert step["position_offsets"].read()[:, 0].tolist() == [[21, 22, 23], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(("dtype", "numbers"), [("float16", np.float16), ("bfloat16", np.uint16)])
+def test_half_precision(dtype: str, numbers: type) -> None:
+    piece = ImagePiece(np.array([0], np.int32), np.ones((1, WIDTH), numbers), None)
+    memory = inputs(dtype, axial=False)
+    made, text = memory.of_prompts([piece], 1), memory.of_prompts([None], 1)
+    assert made["image_features"].dtype == text["image_features"].dtype == dtype
+    assert "position_offsets" not in made
