@@ -168,6 +168,8 @@ def _export(
     token_ids = _token_ids(model, tokenizer)
     _check_vocabulary(tokenizer, vocab_size)
     _save_model_files(model, tokenizer, folder)
+    if processor is not None:
+        processor.image_processor.save_pretrained(folder)
 
     stages.begin(Stage.TRACING)
     vision = {} if image is None else write_vision(model, folder, interface, refer=refer)

@@ -24,6 +24,7 @@ from qsample.errors import ParityError
 from qsample.exporters.lowering import fill_placeholders
 from qsample.exporters.parity import TOLERANCES, rounded_up
 from qsample.exporters.trace import trace
+from qsample.graph.save import INLINE
 from qsample.graph.vision import compute_in_float32, furthest, give_features_as, vision_session
 from qsample.graph.weights import narrow_weights, save_beside
 from qsample.ort.session import VISION
@@ -57,7 +58,8 @@ def write_vision(model: PreTrainedModel, folder: Path, interface: Interface, *, 
         save_beside(graph, folder, VISION)
     else:
         narrow_weights(graph)
-        ir.save(graph, folder / VISION, external_data=f"{VISION}.data")
+        # Small constants decide shapes, which onnx infers from this file alone.
+        ir.save(graph, folder / VISION, external_data=f"{VISION}.data", size_threshold_bytes=INLINE)
     del graph
     return compare_vision(model, module, folder, interface.dtype)
 

@@ -51,7 +51,7 @@ def ml_bom(package: Package) -> dict[str, Any]:
                 "task": "text-generation",
                 "architectureFamily": source.model_type,
                 "modelArchitecture": source.architecture,
-                "inputs": [{"format": "token ids"}],
+                "inputs": [{"format": "token ids"}, *([{"format": "images"}] if manifest.images is not None else [])],
                 "outputs": [{"format": "token ids"}],
             },
             "quantitativeAnalysis": {
