@@ -72,7 +72,7 @@ def _inferred(
     given = {name: known for name, known in zip(names, inputs, strict=True) if known is not None}
     types = {name: onnx.helper.make_tensor_type_proto(dtype, sizes) for name, (dtype, sizes, _) in given.items()}
     constants = {
-        name: onnx.helper.make_tensor(name, dtype, sizes, content, raw=True)
+        name: onnx.helper.make_tensor(name, dtype, [size for size in sizes if isinstance(size, int)], content, raw=True)
         for name, (dtype, sizes, content) in given.items()
         if content is not None and sizes is not None
     }
