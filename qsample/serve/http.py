@@ -63,8 +63,8 @@ _RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again afte
 _LINE_ENDS: Final = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
 _LONG_BODY: Final = 2**16  # bytes; parsing more takes milliseconds
 _TEXT_BODY: Final = 2**22  # bytes; longer bodies have images
-_BODIES_AT_ONCE: Final = 32  # of the largest size, up to this one; of longer bodies 8
-_LONG_AT_ONCE: Final = 8
+_BODIES_AT_ONCE: Final = 32  # of the largest size, up to that size
+_LONG_AT_ONCE: Final = 16  # of a larger size; a body is held until its answer ends
 _STRUCTURE: Final = (b",", b"[", b"{", b"\\")  # what makes a body slow to parse; base64 has none of it
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _SHOWN_PATH: Final = 200  # characters

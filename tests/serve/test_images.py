@@ -10,6 +10,7 @@ import json
 import os
 import ssl
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable, Coroutine
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from qsample.images.features import VisionEncoder
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.serve import ServeSettings, images, make_app
 from qsample.serve.http import ApiError
@@ -425,6 +427,29 @@ def test_requests_that_are_refused(image_app: TestClient, parts: list[Any], mess
     assert time.monotonic() - began < 20
     assert image_app.post("/v1/completions", json={"prompt": "an <image>"}).status_code == 400
     assert "prompt_images_total{" not in image_app.get("/metrics").text
+
+
+@pytest.mark.ci
+def test_vision_runs_once_and_beside_the_event_loop(smolvlm_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without a cache, and for several answers."""
+    threads: list[str] = []
+    run = VisionEncoder._run
+
+    def spy(self: VisionEncoder, image: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return run(self, image)
+
+    monkeypatch.setattr(VisionEncoder, "_run", spy)
+    settings = ServeSettings(models={"tiny": str(smolvlm_package)}, ctx_len=256, threads=1, slots=1, image_cache_mib=0)
+    with TestClient(make_app(settings)) as client:
+        messages = [user(url_part(data_url(ONE)), url_part(data_url(TWO)), HELLO)]
+        answer = client.post("/v1/chat/completions", json={"messages": messages, "n": 3, **SETTINGS})
+        assert answer.status_code == 200, answer.text
+        assert (
+            client.post("/tokenize", json={"messages": messages}).json()["count"]
+            == answer.json()["usage"]["prompt_tokens"]
+        )
+    assert [name.startswith("qsample-images") for name in threads] == [True, True]
 
 
 @pytest.mark.ci
