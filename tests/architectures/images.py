@@ -22,7 +22,7 @@ from qsample.contract.interface import ImageShape
 from qsample.errors import QsampleError
 from qsample.runtime import SamplingParams, load
 from tests.architectures.run import MAX_ERROR, NEW_TOKENS, PARAMS, SEED, Row, check_draws
-from tests.helpers.tiny_vlms import IMAGE_TEXT, TYPES, make_tiny_vlm, picture, reference_generate, reference_logits
+from tests.helpers.tiny_vlms import IMAGE_TEXT, TYPES, make_tiny_vlm, picture, reference_generate, reference_steps
 
 IMAGE = "image:"  # in front of the type in a row's name
 SIZES = ((40, 30), (50, 20), (20, 50), (64, 64), (33, 47))
@@ -92,11 +92,11 @@ def check_package(model_type: str, checkpoint: Path, package: Path) -> tuple[flo
         sampled = model.generate(prompts, params, images=images, seed=[SEED + row for row in range(len(prompts))])
         for row, (prompt, some, new) in enumerate(zip(prompts, images, sampled.token_ids, strict=True)):
             assert len(new) == NEW_TOKENS, f"row {row} ended after {len(new)} tokens: {sampled.finish_reasons[row]}"
-            ids, logits = reference_logits(checkpoint, prompt, some, new)
+            ids, logits = reference_steps(checkpoint, prompt, some, new)
             draws += check_draws(row, ids, new, logits, options)
             if not options:
                 assert sampled.probs is not None
-                error = max(error, _log_error(sampled.probs[row], logits[len(ids) - 1 : -1]))
+                error = max(error, _log_error(sampled.probs[row], logits))
     return error, draws
 
 

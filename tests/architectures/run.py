@@ -145,12 +145,12 @@ def check_sampling(model: PreTrainedModel, path: Path) -> int:
         assert len(new) == NEW_TOKENS, f"row {row} ended after {len(new)} tokens: {output.finish_reasons[row]}"
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + new]), use_cache=False).logits[0].float().numpy()
-        compared += check_draws(row, prompt, new, logits, PARAMS[row])
+        compared += check_draws(row, prompt, new, logits[len(prompt) - 1 :], PARAMS[row])
     return compared
 
 
 def check_draws(row: int, prompt: list[int], new: list[int], logits: np.ndarray, params: dict[str, float]) -> int:
-    """Compare the new tokens of a row with the reference's choices from the logits of all its tokens."""
+    """Compare the new tokens of a row with the reference's choices from their logits, [n, V]."""
     compared = 0
     uniforms = reference.philox_uniforms(SEED + row, len(prompt) + len(new))
     options = {
@@ -161,7 +161,7 @@ def check_draws(row: int, prompt: list[int], new: list[int], logits: np.ndarray,
     for step, token in enumerate(new):
         total = len(prompt) + step
         history = np.array(prompt + new[:step])
-        adjusted = reference.adjust(logits[total - 1], options, history, total)
+        adjusted = reference.adjust(logits[step], options, history, total)
         probs = reference.distribution(adjusted, options)
         wanted, margin = reference.pick(probs, adjusted, options, float(uniforms[total]))
         if margin < MARGIN:

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 import transformers as tf
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    LogitsProcessor,
+    PreTrainedTokenizerFast,
+)
 
 from qsample.checkpoints.processor import assemble, load_processor
 from tests.helpers.small_packages import byte_tokenizer
@@ -457,21 +463,44 @@ def reference_generate(
     return results
 
 
-def reference_logits(
-    folder: Path, prompt: str, images: Sequence[Any] = (), following: Sequence[int] = ()
-) -> tuple[list[int], np.ndarray]:
-    """The ids of a prompt, placeholders among them, and float32 [tokens, V], of these and of the ids that follow."""
+def reference_logits(folder: Path, prompt: str, images: Sequence[Any] = ()) -> tuple[list[int], np.ndarray]:
+    """The ids of a prompt, placeholders among them, and float32 [tokens, V]."""
     model, _ = open_reference(folder)
     inputs = reference_inputs(folder, prompt, images)
-    ids = inputs["input_ids"]
-    for name, value in inputs.items():  # the mask, and the types of the tokens: 0 for text
-        if value.shape == ids.shape and name != "input_ids":
-            filler = torch.full((1, len(following)), int(name == "attention_mask"), dtype=value.dtype)
-            inputs[name] = torch.cat([value, filler], 1)
-    inputs["input_ids"] = torch.cat([ids, torch.tensor([list(following)], dtype=ids.dtype)], 1)
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
-    return ids[0].tolist(), np.asarray(logits[0].float().numpy())
+    return inputs["input_ids"][0].tolist(), np.asarray(logits[0].float().numpy())
+
+
+class _Forced(LogitsProcessor):
+    def __init__(self, following: Sequence[int], length: int) -> None:
+        self.following, self.length = following, length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.following[input_ids.shape[1] - self.length]] = 0
+        return forced
+
+
+def reference_steps(
+    folder: Path, prompt: str, images: Sequence[Any], following: Sequence[int]
+) -> tuple[list[int], np.ndarray]:
+    """The ids of a prompt, and the logits from which generate would choose each of the tokens that follow, float32
+    [n, V]. Ids of placeholders among these are tokens like any."""
+    model, _ = open_reference(folder)
+    inputs = reference_inputs(folder, prompt, images)
+    ids = inputs["input_ids"][0].tolist()
+    with torch.no_grad():
+        output = model.generate(
+            **inputs,
+            max_new_tokens=len(following),
+            do_sample=False,
+            eos_token_id=-1,
+            logits_processor=[_Forced(following, len(ids))],
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return ids, np.asarray(torch.cat(output.logits).float().numpy())
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
