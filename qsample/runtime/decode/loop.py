@@ -93,7 +93,8 @@ class DecodeLoop:
         # Those that the newest job gives tokens, and the steps that do, each at least one if the row still runs.
         self._unread: list[tuple[Sequence, range]] = []
         self._waiting: list[_Waiting] = []  # in the order of their steps
-        self._left: dict[int, Sequence] = {}  # slots to stop before the next job, and who left them
+        # Slots to stop before the next job, with the identities and the adapter's sha256 of the prompts that left them.
+        self._left: dict[int, tuple[Array, str]] = {}
         self.prefixes = PrefixStats()
         self.steps = 0  # decode steps, each a run of the graph
 
@@ -128,7 +129,7 @@ class DecodeLoop:
         self._unread = [(unread, steps) for unread, steps in self._unread if unread is not sequence]
         self._waiting = [waiting for waiting in self._waiting if waiting.sequence is not sequence]
         if slot is not None:
-            self._left[slot] = sequence
+            self._left[slot] = sequence.identities, "" if sequence.adapter is None else sequence.adapter.sha256
 
     def set_parameter(self, sequence: Sequence, name: str, values: Array) -> None:
         """Replace a parameter of a guided sequence before its next token."""
@@ -171,13 +172,12 @@ class DecodeLoop:
 
     def _stop_left(self) -> None:
         """Make the slots idle that were left since the last job."""
-        for slot, sequence in self._left.items():
+        for slot, (identities, adapter) in self._left.items():
             save = self._scheduler.save_answer(slot, self._slots.tokens_in_states)
             if save is not None:
                 self._save(save)()
             if self._stored is not None and self._stored.keeps:
-                tokens, place = self._scheduler.to_store(slot, sequence)
-                adapter = "" if sequence.adapter is None else sequence.adapter.sha256
+                tokens, place = self._scheduler.to_store(slot, identities)
                 self._stored.keep(tokens, partial(self._slots.unload, slot, place=place), adapter)
             self._slots.stop(slot)
         self._left.clear()

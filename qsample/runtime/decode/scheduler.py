@@ -351,15 +351,15 @@ class Scheduler:
             return len(stored) if whole else 0
         return reusable_prefix(stored, prompt, self._pieces, self._config.tail_size)
 
-    def to_store(self, slot: int, sequence: Sequence) -> tuple[Array, int | None]:
-        """The whole pieces of its prompt that a sequence has just left in a slot, and the place of the recurrent states
-        after them, if any; no tokens if something of that is not there."""
-        tokens = self._kept[slot][: len(sequence.prompt)]
+    def to_store(self, slot: int, identities: Array) -> tuple[Array, int | None]:
+        """The whole pieces of a prompt that has just left a slot, as far as the slot keeps them, and the place of the
+        recurrent states after them, if any; no tokens if something of that is not there. identities: of the prompt."""
+        tokens = self._kept[slot][: len(identities)]
         tokens = tokens[: self._pieces.begin(tokens, len(tokens))]
         place = self._saved.use(tokens) if self._config.recurrent else None
         if self._config.recurrent and place is None:
             return _NOTHING, None
-        return sequence.identities[: len(tokens)], place
+        return identities[: len(tokens)], place
 
     def _joined(self, first: Sequence, start: int) -> dict[Sequence, int]:
         """`first` and the sequences whose prompts are read to their ends with its own, by slot, each with the number of

@@ -132,7 +132,7 @@ def test_the_tokens_that_a_slot_keeps_are_told_without_marks() -> None:
         row.consumed = 3
         slot = one.leave(row)
         assert slot is not None
-        tokens, place = one.to_store(slot, row)
+        tokens, place = one.to_store(slot, row.identities)
         assert (tokens.tolist(), place) == ([5, 6, 7], None)
 
 

@@ -210,7 +210,7 @@ def test_nothing_is_looked_for_elsewhere_without_a_free_slot_and_a_request() -> 
 def stored_of(one: Scheduler, prompt: list[int]) -> tuple[list[int], int | None]:
     (sequence,) = admitted(one, prompt)
     run(one)
-    kept, place = one.to_store(0, sequence)
+    kept, place = one.to_store(0, sequence.identities)
     return kept.tolist(), place
 
 
