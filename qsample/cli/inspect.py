@@ -340,7 +340,9 @@ def _experts(figures: Any) -> str:
 def figures_in_words(figures: Any) -> str:
     """Named figures of the manifest, such as "kl 0.0123, tokens 4096"."""
     return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in figures.items()
+        if not isinstance(value, list)  # the sizes of the images that were compared
     )
 
 
