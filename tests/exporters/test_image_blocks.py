@@ -90,8 +90,8 @@ def check_tokens(package: Path, checkpoint: Path, name: str) -> None:
     assert len({tuple(row) for row in expected}) == len(expected)
     for prompt, some, tokens in zip(prompts, images, expected, strict=True):
         assert model.generate(prompt, images=some, **options).token_ids == [tokens]
-    for size in (1, 7):  # pieces are longer where they would end within an image
-        assert model.generate(prompts, images=images, prefill_chunk_size=size, **options).token_ids == expected
+    # Pieces are longer where they would end within an image.
+    assert model.generate(prompts, images=images, prefill_chunk_size=5, **options).token_ids == expected
     options = {"max_new_tokens": NEW_TOKENS, "temperature": 1.3, "top_k": 0, "top_p": 1.0, "eos_token_id": ()}
     seeds = range(40, 40 + len(prompts))
     sampled = model.generate(prompts, images=images, seed=list(seeds), **options).token_ids
