@@ -145,7 +145,8 @@ class Checkpoint:
             problem = f"a {kind}, which reads {_media(config) or 'images'}"
             advice = f"open it with AutoModelForImageTextToText, or {_ALONE}"
         elif self.images and not sees:
-            problem, advice = f"a {kind}, which reads no images", "open it with AutoModelForCausalLM"
+            problem = f"a {kind}, of which transformers has no class for images and text"
+            advice = "open it with AutoModelForCausalLM"
         elif not (sees or self.hub.trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
             reads = f", which reads {_media(config)}" if _media(config) else ""
             problem = f"a {kind}{reads}; transformers has no causal language model of type {config.model_type}"
