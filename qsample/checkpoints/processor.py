@@ -35,7 +35,7 @@ def load_processor(
     Raises UnsupportedModelError for a model whose images do not enter as rows that stand for tokens, for a missing
     tokenizer, and for a processor that is missing, the repository's code, or in need of torchvision.
     """
-    model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     if not hasattr(model, "get_image_features") or getattr(config, "vision_config", None) is None:
         raise UnsupportedModelError(
             f"{model_id} is a {model.__name__}, which does not turn images into rows that stand for tokens, as models "
@@ -50,7 +50,7 @@ def load_processor(
         settings = {}
     kind = _kind(settings, model_id, config, options)
     try:
-        images: Any = AutoImageProcessor.from_pretrained(
+        images: Any = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
             model_id, backend="pil", config=config, trust_remote_code=False, **options
         )
     except (OSError, ValueError, ImportError) as error:
@@ -75,15 +75,16 @@ def assemble(kind: type[ProcessorMixin], parts: dict[str, Any], settings: dict[s
     unchecked = {"check_argument_for_proper_class": lambda *_: None, "__module__": kind.__module__}
     parted: Any = type(kind.__name__, (kind,), unchecked)
     module: Any = import_module(kind.__module__)
-    words = getattr(module, "num2words", str)  # SmolVLM's processor spells the number of a video's frames
-    module.num2words = words or str
+    # SmolVLM's processor spells the number of a video's frames, with a library that images do not need.
+    missing = vars(module).get("num2words", str) is None
+    if missing:
+        module.num2words = str
     try:
-        processor: ProcessorMixin = parted.from_args_and_dict(
-            [parts.get(name) for name in kind.get_attributes()], settings
-        )
+        arguments = [parts.get(name) for name in parted.get_attributes()]
+        processor: ProcessorMixin = parted.from_args_and_dict(arguments, settings)
     finally:
-        if words is not str:
-            module.num2words = words
+        if missing:
+            module.num2words = None
     return processor
 
 
