@@ -268,6 +268,7 @@ def test_files_stay_small_enough_to_read() -> None:
 FOREIGN_MEMBERS = {
     *("_replace", "_schema", "_to_copy", "_attn", "_apply_gate"),
     *("_can_set_attn_implementation", "_can_set_experts_implementation", "_experts_implementation"),
+    *("_attn_implementation", "_deepstack_process"),
 }
 
 
