@@ -73,7 +73,7 @@ def compare_vision(model: PreTrainedModel, module: VisionModule, folder: Path, d
 
     def error(level: ort.GraphOptimizationLevel | None = None) -> float:
         session = vision_session(folder, level)
-        results = [session.features(*(tensor.numpy() for tensor in image.inputs.values())) for image in images]
+        results = [session.features(image.pixels.numpy(), image.grid) for image in images]
         return float(
             np.max([furthest(got.astype(np.float32), rows) for got, rows in zip(results, wanted, strict=True)])
         )
@@ -104,10 +104,11 @@ def _sizes_of(image: RandomImage) -> dict[str, list[int]]:
 
 def _features(model: PreTrainedModel, module: VisionModule, images: list[RandomImage]) -> Iterator[Array]:
     """[F, C] float32 of each image, as transformers computes it from the pixels."""
+    inner: Any = model.base_model
     with torch.no_grad(), computing(), attention_of(module.tower, "eager"):
         for image in images:
             pixels = image.arguments[PIXEL_VALUES].to(model.dtype)
-            output = model.base_model.get_image_features(**{**image.arguments, PIXEL_VALUES: pixels})
+            output = inner.get_image_features(**{**image.arguments, PIXEL_VALUES: pixels})
             parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
             rows = [torch.cat([one.flatten(0, -2) for one in part]) for part in parts]
             yield torch.cat(rows, -1).to(torch.float32).numpy()

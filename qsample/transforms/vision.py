@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,6 +33,7 @@ class RandomImage:
     """Pixels, the same for each size. inputs: of vision.onnx, by name. arguments: of get_image_features."""
 
     def __init__(self, pixels: Tensor, grid: Tensor | None = None, **arguments: Any) -> None:
+        self.pixels, self.grid = pixels, None if grid is None else grid.tolist()
         self.inputs = {PIXEL_VALUES: pixels} | ({} if grid is None else {GRID.name: grid})
         self.arguments = {PIXEL_VALUES: pixels} | arguments
 
@@ -47,6 +48,9 @@ class VisionModule(nn.Module):
 
     free: tuple[str, ...] = (PATCHES,)
     by_tiles = False
+    model: Any
+    tower: Any
+    rows: Callable[..., Tensor]  # [F, C] of the inputs in order
 
     def __init__(self, model: PreTrainedModel, tower: PreTrainedModel) -> None:
         super().__init__()
@@ -67,10 +71,6 @@ class VisionModule(nn.Module):
         with _for_a_trace(self.tower):
             rows = self.rows(pixels.to(self._dtype), *grid)
         return {IMAGE_FEATURES: rows.to(self._dtype)}
-
-    def rows(self, *inputs: Tensor) -> Tensor:
-        """[F, C] of the inputs in order."""
-        raise NotImplementedError
 
     def projected(self, pixel_values: Tensor, **options: Any) -> Tensor:
         """[F, C], of get_image_features until it reads what its projector gives: it makes a list of an image's rows."""
@@ -146,13 +146,14 @@ class _PositionedPatches(VisionModule):
         return image
 
     def rows(self, pixel_values: Tensor, grid: Tensor) -> Tensor:
-        own = nn.functional.one_hot
+        functional: Any = nn.functional
+        own = functional.one_hot
         # A trace would fix the number of squares.
-        nn.functional.one_hot = lambda index, count: (index[..., None] == torch.arange(count)).to(torch.int64)
+        functional.one_hot = lambda index, count: (index[..., None] == torch.arange(count)).to(torch.int64)
         try:
             return self.projected(pixel_values[None], image_position_ids=_places(grid, pixel_values.shape[0]))
         finally:
-            nn.functional.one_hot = own
+            functional.one_hot = own
 
 
 class _Tiles(VisionModule):
@@ -185,7 +186,7 @@ class _Tiles(VisionModule):
 class _MaskedTiles(_Tiles):
     """SmolVLM and Idefics3. Their get_image_features drops tiles whose pixels are all 0."""
 
-    def __init__(self, model: PreTrainedModel, tower: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, tower: Any) -> None:
         super().__init__(model, tower)
         # bucketize, of which a tile's positions come, does not export; they are the same for all whole tiles.
         embeddings, tile, found = tower.embeddings, self.image(1, 1).inputs[PIXEL_VALUES], list[Tensor]()
@@ -267,7 +268,7 @@ def attention(
         mask = torch.where(windows.held, 0.0, _MASKED)[:, None, None].expand(count, 1, places, places)
         output = _multi_head([part[0][windows.patches] for part in states], heads, scaling, mask)
         output = output.flatten(0, 1)[windows.places][None]
-    return output.unflatten(2, (heads, -1)), None
+    return output.reshape(*output.shape[:2], heads, -1), None
 
 
 def _multi_head(states: Sequence[Tensor], heads: int, scale: float | None, mask: Tensor | None) -> Tensor:
@@ -317,7 +318,8 @@ def _for_a_trace(tower: nn.Module) -> Iterator[None]:
 def _convolved(module: nn.Conv2d | nn.Conv3d, states: Tensor) -> Tensor:
     padded = module.padding != "valid" and any(module.padding)
     if tuple(states.shape[2:]) != tuple(module.kernel_size) or padded or module.groups > 1:
-        return type(module).forward(module, states)
+        own: Any = type(module)
+        return own.forward(module, states)  # type: ignore[no-any-return]
     product = nn.functional.linear(states.flatten(1), module.weight.flatten(1), module.bias)
     return product[(..., *[None] * len(module.kernel_size))]
 

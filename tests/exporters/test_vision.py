@@ -43,7 +43,7 @@ TYPES = [
     *(pytest.param(name, marks=pytest.mark.ci) for name in CI),
     *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
 ]
-GRIDS = [(1, 2), (3, 6), (9, 2)]  # rows and columns of features
+GRIDS = [(1, 2), (3, 6), (9, 4)]  # rows and columns of features; one is larger than the image of the trace
 TILES = [4, 1, 2]
 
 
@@ -58,7 +58,8 @@ class Written(NamedTuple):
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def write(model_type: str, dtype: str = "float32") -> Written:
-        model = random_vlm(model_type).eval().to(getattr(torch, dtype))
+        model: Any = random_vlm(model_type)
+        model = model.eval().to(getattr(torch, dtype))
         folder = tmp_path_factory.mktemp(model_type)
         interface = interface_of(model, dtype)
         return Written(model, interface, folder, write_vision(model, folder, interface))
@@ -166,7 +167,8 @@ def test_a_tower_in_float16_computes_in_float32(written: Any) -> None:
 def with_one_dimension(path: Path) -> ir.Model:
     """Pixtral's graph, its patches rotated by their number alone in place of row and column."""
     model = ir.load(path)
-    angles = next(node.inputs[0].producer() for node in model.graph if node.op_type == "Cos")
+    cosine: Any = next(node for node in model.graph if node.op_type == "Cos")
+    angles = cosine.inputs[0].producer()
     assert angles is not None
     assert angles.op_type == "Mul"  # [A, 2, 1] places by frequencies
     nothing = initializer(model.graph, "nothing", np.zeros((), np.float32))
@@ -185,7 +187,7 @@ def test_a_rotation_in_one_dimension_is_refused(
     model, interface, folder, _ = written("mistral3")
     planted = with_one_dimension(folder / "vision.onnx")
     ir.save(planted, tmp_path / "vision.onnx", external_data="vision.onnx.data")
-    own = vision.vision_session
+    own = vision_session
     if fused:  # the graph is right until it is optimised
 
         def session(_: Path, level: Any = None) -> Any:

@@ -4,6 +4,7 @@ has whole towers."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_learned_positions_are_resampled(grid: tuple[int, int], mode: str, align
 
 
 def test_a_model_of_text_has_no_module() -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM has no vision tower.*--text-only"):
         vision_module(model)
