@@ -144,8 +144,7 @@ def web(
     check_built()  # before a checkpoint is exported
     if provider is None:  # of a bundle, the variant that runs everywhere
         provider = "webgpu" if package is not None and is_package(package_in(package, "webgpu")) else "web"
-    alone = package is not None and not is_package(package_in(package, provider))  # the page reads text
-    opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, text_only=alone, for_serving=True)
+    opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, for_serving=True)
     compilation = opened.package.manifest.compilation
     if compilation is not None and compilation.provider != "webgpu":
         note("browsers run this package with WebAssembly; --provider webgpu compiles a checkpoint for their GPU, too")

@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
@@ -349,8 +349,11 @@ class SourceModel(Model):
         from qsample.ort.providers import execution_providers
 
         # The model as it is on the disk or at a commit of the hub, without settings that were changed since.
-        unchanged = SourceModel(self.source.pinned(), self.features, self._provider)
-        if provider not in target_names():
+        source, is_target = self.source.pinned(), provider in target_names()
+        if isinstance(source, CheckpointSource) and source.images is None and is_target:
+            source = replace(source, text_only=source.text_only or not find_target(provider).sees)
+        unchanged = SourceModel(source, self.features, self._provider)
+        if not is_target:
             execution_providers(provider)  # is there such a provider?
             unchanged.export(path, progress=progress)
             return

@@ -16,6 +16,7 @@ import qsample
 from qsample import AutoModelForCausalLM, CompileOptions
 from qsample.contract.interface import Features
 from qsample.errors import CompileError, PackageError, QsampleError
+from qsample.models.auto_model import AutoModel
 from qsample.models.model import PackagedModel, SourceModel
 from qsample.runtime import Engine, load
 from tests.helpers.adapters import random_adapter
@@ -361,3 +362,22 @@ def test_gguf_files_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         AutoModelForCausalLM.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained("me/m-GGUF", gguf_file="q.gguf", revision="v2")
     assert (model.source.model_id, model.source.file) == ("me/m-GGUF", "q.gguf")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("provider", "alone"), [("cpu", False), ("webgpu", True)])
+def test_packages_of_the_cache_leave_out_images_that_their_target_cannot_have(
+    provider: str, alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QSAMPLE_CACHE", str(tmp_path / "cache"))
+    seen = []
+
+    def spy(self: SourceModel, *_: Any, **__: Any) -> None:
+        seen.append(self.source)
+        raise QsampleError("seen")
+
+    monkeypatch.setattr(SourceModel, "compile", spy)
+    model = AutoModel.from_pretrained(save_checkpoint(tmp_path / "model", "llama"), provider=provider)
+    assert isinstance(model, SourceModel)
+    with pytest.raises(QsampleError, match="seen"):
+        model.cached()
+    assert [source.text_only for source in seen] == [alone]
