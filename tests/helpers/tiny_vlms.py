@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -423,14 +424,8 @@ def make_tiny_vlm(model_type: str, folder: Path, *, unified: bool = False, **tex
         images._processor_class = name
         images.save_pretrained(folder)
         whole.pop("image_processor")
-    (folder / "processor_config.json").write_text(_json({k: v for k, v in whole.items() if v is not None}))
+    (folder / "processor_config.json").write_text(json.dumps({k: v for k, v in whole.items() if v is not None}))
     return folder
-
-
-def _json(settings: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
 
 @functools.cache
