@@ -102,7 +102,12 @@ class Stepper:
         for spec, off in self._off.items():
             inputs[spec.name] = off.reshaped(1, tokens, *off.shape[2:]) if SEQUENCE in spec.axes else off
         if row not in self._readers:
-            buffers = {name: buffer.rows(row) for name, buffer in self._buffers.items() if name not in inputs}
+            shared = {spec.name for spec in self.specs if BATCH not in spec.axes}  # the matrices of adapters
+            buffers = {
+                name: buffer if name in shared else buffer.rows(row)
+                for name, buffer in self._buffers.items()
+                if name not in inputs
+            }
             # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.
             searched = Buffer.of(np.zeros(1, np.int64), ids.device)
             self._readers[row] = self._bind(buffers | inputs | {SEARCHED_ROWS.name: searched}, captured=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from qsample.contract.interface import ImageShape
 from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
-from qsample.package.package import Package
+from qsample.package.package import Package, read_package
 from tests.helpers.fake_images import AXIAL
 from tests.helpers.plain_host import PlainHost
 
@@ -41,3 +42,18 @@ def test_a_row_that_is_filled_and_continued(fake: Callable[..., Package], image:
         stepper.reset()
         left = {name: stepper.read(name).tolist() for name in ("lengths", "temperature", "top_p", "input_lengths")}
         assert left == {"lengths": [0, 0], "temperature": [1, 1], "top_p": [1, 1], "input_lengths": [1, 1]}
+
+
+@pytest.mark.ci
+def test_a_package_with_adapters(exported: Callable[..., Path], adapted: Callable[..., Path]) -> None:
+    """Without a loaded adapter, a row is filled and continued as in the package without them."""
+    found = []
+    for path in (exported("llama"), adapted("llama", max_loras=2)):
+        stepper = Stepper(open_sessions(read_package(path)), rows=2, capacity=16)
+        stepper.fill(1, np.array(PROMPT))
+        for name, value in {"lengths": [0, len(PROMPT)], "emit": True, "temperature": 0}.items():
+            stepper.write(name, value)
+        stepper.run()
+        found.append(stepper.read("next_ids").tolist())
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
