@@ -135,7 +135,7 @@ def _images(plan: CompilePlan, rows: Sequence[int], width: int, call: int) -> di
     if image is None:
         return {}
     count, columns = min(width, 2), width if call == 0 else 1
-    inputs = {IMAGE_ROWS.name: np.full((_ROWS, columns), -1, np.int32)}
+    inputs: dict[str, Array] = {IMAGE_ROWS.name: np.full((_ROWS, columns), -1, np.int32)}
     if call == 0:
         inputs[IMAGE_ROWS.name][0, :count] = np.arange(count)
         inputs[IMAGE_ROWS.name][1, 0] = count - 1

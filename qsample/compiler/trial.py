@@ -66,7 +66,7 @@ def read(
     runner = GraphRunner(model, folder, interface, capacity, weights_mapped=True)
     if not at_once:
         return [list(_logits_by_call(runner, text)) for text in texts]
-    lengths = np.array([length for text in texts for length in sum(call.lengths for call in text)])
+    lengths = np.array([length for text in texts for length in np.sum([call.lengths for call in text], axis=0)])
     ids = _joined([[call.ids for call in text] for text in texts], texts, 0)
     images = dict(texts[0][0].images)
     for spec in interface.image_inputs:

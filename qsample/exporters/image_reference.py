@@ -63,7 +63,7 @@ def image_reference(
         with torch.no_grad():
             kept = {"logits_to_keep": 2} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
             logits = model(**inputs, **kept, use_cache=False).logits[0, -2:].to(torch.float32).numpy()
-            table = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+            table: Any = model.get_input_embeddings()
             ids = inputs["input_ids"]
             own = table(torch.where(ids < len(table.weight), ids, 0))
     finally:

@@ -191,12 +191,12 @@ def check(
         narrow_windows(model, expected.narrowed.windows)
         sizes = " and ".join(f"{window} made {narrow}" for window, narrow in expected.narrowed.windows.items())
         parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected, expected.narrowed)
-    error, scale, most = compare(parts, interface.dtype, tolerance=tolerance, original=original)
+    error, scale, largest = compare(parts, interface.dtype, tolerance=tolerance, original=original)
     _compare_states(states, TOLERANCES[interface.dtype] if tolerance is None else tolerance)
     return Parity(
         error,
         scale,
-        most,
+        largest,
         rows=len(expected.prompts),
         longest_prompt=longest,
         attention_layers=attentions,

@@ -47,7 +47,7 @@ class ImageEmbedding(nn.Module):
         is_image = (rows >= 0)[..., None]
         own = F.embedding(rows.clamp(min=0), features)
         if own.shape[-1] > embedded.shape[-1]:
-            own, *added = own.split(embedded.shape[-1], dim=-1)
+            own, *added = torch.split(own, embedded.shape[-1], dim=-1)
             context.added_features = [torch.where(is_image, part, 0.0) for part in added]
         return torch.where(is_image, own, embedded)
 
