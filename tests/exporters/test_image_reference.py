@@ -121,9 +121,10 @@ def test_a_context_without_room_for_an_image(opened: tuple[Any, Any]) -> None:
     assert shape is not None
     with pytest.raises(UnsupportedModelError, match=r"knows 8 positions .*--text-only"):
         image_reference(model, processor, shape, 8)
-    one, _ = image_reference(model, processor, shape, 40)
-    assert len(one.prompt) < 40
-    assert np.count_nonzero(np.diff(one.rows) < 0) == 1
+    both, _ = image_reference(model, processor, shape, None)  # and a token after the prompt
+    one, _ = image_reference(model, processor, shape, len(both.prompt))
+    assert len(one.prompt) < len(both.prompt)
+    assert [np.count_nonzero(np.diff(each.rows >= 0)) for each in (both, one)] == [4, 2], "beginnings and ends"
 
 
 def test_positions_that_no_host_computes() -> None:
