@@ -35,6 +35,7 @@ PARTS: Final = {
     "transformers.models.gpt_neo.modeling_gpt_neo": "GPTNeoSelfAttention._attn",
     "transformers.pytorch_utils": "Conv1D",
     "transformers.utils.hub": "cached_file get_checkpoint_shard_files",
+    "transformers.vision_utils": "_interpolation_axis_taps_weights",
     "torch.export._trace": "__name__",
     "torch.onnx.ops": "symbolic symbolic_multi_out",
     "torch.utils._python_dispatch": "TorchDispatchMode",

@@ -182,7 +182,8 @@ def _export(
     outline_scans(traced)
     lower_experts(traced)
     align_row_sums(traced)
-    see_whole_images(traced, blockwise)
+    if blockwise:
+        see_whole_images(traced, blockwise)
     draft = Draft(
         traced,
         interface,

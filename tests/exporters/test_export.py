@@ -376,7 +376,7 @@ def check_straight(folder: Path, **options: Any) -> int:
 def test_memory_that_is_used_up(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is what an export under `ulimit -v` ended with."""
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
         raise error
 
     monkeypatch.setattr(export, "apply_transforms", fail)
