@@ -26,6 +26,7 @@ PARTS: Final = {
     "transformers.activations": "ACT2FN",
     "transformers.cache_utils": "Cache CacheLayerMixin LinearAttentionLayer.update_conv_state "
     "LinearAttentionLayer.update_recurrent_state",
+    "transformers.image_processing_backends": "PilBackend",
     "transformers.integrations.moe": "ExpertsInterface batched_mm_experts_forward",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_rope_utils": "ROPE_INIT_FUNCTIONS",
