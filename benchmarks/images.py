@@ -8,16 +8,16 @@ Models of random weights are made in --work, compiled with 4-bit weights in bloc
 A step. An image model decodes ids like its text model, and has inputs for images besides. Both take turns of TURN steps
 over the same history, of which the first UNCOUNTED do not count, and every step is the same: states but the cache stay
 as they were. The place of weights in memory changes a step by some percent, so each package is loaded --copies times.
-The ratio is that of the medians of a turn; its median and quartiles are over all turns of all pairs of copies.
+The ratio compares the medians of a turn; its median and quartiles are over all turns of all pairs of copies.
 
 - qwen3_vl: 28 layers of 1,024, positions of three parts (M-RoPE), and vectors of the tower (deepstack) behind three
   layers; its tower is that of Qwen3-VL-2B, 24 layers of 1,024. Its text model is qwen3, Qwen3-0.6B's shape.
-- llava: the same text model behind a small tower, with one position a token: what image inputs cost by themselves.
+- llava: the same text model behind a small tower, with one position a token: the cost of image inputs by themselves.
 - gemma3, with --model: attention in which the tokens of an image see each other, a branch in every layer.
 
 The first token. A new image of 1,024 x 768 random pixels and a short text, greedy, in turns with transformers in
 --dtype. qsample reads each prompt twice: the second time, the features of the image are there, so that the difference
-is the tower's time. The time to process the pixels is measured alone, and what is left is the prefill. A round that
+is the tower's time. The time to process the pixels is measured alone, and the rest is the prefill. A round that
 would begin more than MOST seconds after the start is left out.
 """
 
@@ -151,7 +151,7 @@ def settings_of(processor: Any) -> dict[str, Any]:
 
 
 def build(options: argparse.Namespace, console: Console) -> tuple[dict[str, Path], dict[str, Path], dict[str, float]]:
-    """Checkpoints and packages of the models, and the seconds to compile those that were not there."""
+    """Checkpoints and packages of the models, and the seconds to compile the missing packages."""
     checkpoints, packages, seconds = {}, {}, {}
     names = dict.fromkeys([*options.model, *(TEXT_OF[name] for name in options.model)])
     for name in names:
