@@ -1,4 +1,4 @@
-"""The quality of each quantization method for the bundled model, on held-out text.
+"""The quality of each quantization preset for the bundled model, on held-out text.
 
     python benchmarks/quality.py                                # docs/quantization.md's table
     python benchmarks/quality.py --model CHECKPOINT --text held_out.txt --calibration-text other.txt
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from report import make_parser, markdown
 
 import qsample
+from qsample.compiler.quantize import PRESETS
 from qsample.evaluation import Evaluation
 from qsample.evaluation.plot import draw
 from qsample.models.bundled import TINY_LM
@@ -29,9 +30,7 @@ from scripts.train_tiny_lm import kjv_documents, split
 SEED = 1611  # of the bundled model's training, which selects the held-out chapters
 CALIBRATION_CHAPTERS = 24
 WAYS = [
-    *(("int8", method) for method in ("rtn", "k_quant", "hqq", "gptq")),
-    *(("int4", method) for method in ("rtn", "k_quant", "hqq", "gptq")),
-    *(("int4_mixed", method) for method in ("hqq", "gptq")),
+    *((weights, preset) for weights in ("int8", "int4", "int4_mixed") for preset in PRESETS),
 ]
 
 
@@ -46,13 +45,13 @@ def texts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 def table(found: Evaluation) -> list[str]:
     rows = []
     for package in found.packages:
-        weights, _, method = Path(package.path).name.partition(".")
-        cells = [weights, method, f"{package.bytes / 1e3:,.0f}", f"{package.perplexity.value:.3f}"]
+        weights, _, preset = Path(package.path).name.partition(".")
+        cells = [weights, preset, f"{package.bytes / 1e3:,.0f}", f"{package.perplexity.value:.3f}"]
         for comparison in package.comparisons:
             for interval, digits in ((comparison.kl, 5), (comparison.agreement.map(lambda value: 100 * value), 1)):
                 cells.append(f"{interval.value:.{digits}f} ± {(interval.high - interval.low) / 2:.{digits}f}")
         rows.append([*cells, *[""] * (6 - len(cells))])
-    return markdown(["weights", "method", "size, kB", "perplexity", "KL, nats", "top-1, %"], rows)
+    return markdown(["weights", "preset", "size, kB", "perplexity", "KL, nats", "top-1, %"], rows)
 
 
 def main() -> None:
@@ -60,10 +59,10 @@ def main() -> None:
     parser.add_argument("--model", default=str(TINY_LM), help="checkpoint folder or hub id (default: bundled)")
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files to evaluate on")
     parser.add_argument(
-        "--calibration-text", type=Path, nargs="+", help="UTF-8 files to fit gptq to; needed with --text"
+        "--calibration-text", type=Path, nargs="+", help="UTF-8 files to fit weights to; needed with --text"
     )
     parser.add_argument("--ctx-len", type=int, default=512)
-    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--block-size", type=int, help="in place of the presets'")
     parser.add_argument("--work", type=Path, help="folder that keeps the packages; existing packages are reused")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw them: a .png or .svg file")
@@ -75,14 +74,14 @@ def main() -> None:
         work = options.work or Path(scratch)
         model = qsample.AutoModelForCausalLM.from_pretrained(options.model).export(work / "portable", overwrite=True)
         packages = []
-        for weights, method in (*WAYS, ("float32", "")):
-            path = work / f"{weights}.{method}".rstrip(".")
+        for weights, preset in (*WAYS, ("float32", "")):
+            path = work / f"{weights}.{preset}".rstrip(".")
             packages.append(path)
             if path.exists():
                 continue
             print(f"compiling {path.name}", file=sys.stderr)
-            chosen = {"quantization_method": method, "block_size": options.block_size} if method else {}
-            if method == "gptq":
+            chosen = {"preset": preset, "block_size": options.block_size} if preset else {}
+            if preset and PRESETS[preset].fitted:
                 chosen["calibration_text"] = calibration
             model.compile(path, weights=weights, ctx_len=options.ctx_len, **chosen)
         print("evaluating", file=sys.stderr)

@@ -25,7 +25,7 @@ model = load("model", filters=("typical_p", "xtc"), logprobs=True, top_logprobs=
 plain = model.export("plain")
 load("model", include_sampler=False).export("logits")
 plain.compile("int4", ctx_len=64, weights="int4", kv_cache_dtype="int8", num_speculative_tokens=3, max_divergence=9)
-gptq = {"quantization_method": "gptq", "calibration_text": [text]}
+gptq = {"preset": "speed", "calibration_text": [text]}
 model.compile("gptq", ctx_len=64, weights="int4", max_divergence=9, **gptq)
 qsample.bake("genai", "baked", features=Features(filters=("xtc",)))
 """

@@ -22,7 +22,6 @@ from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.divergence import Divergence, measure_divergence
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
-from qsample.compiler.quantize import METHODS
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
 from qsample.compiler.targets import Target, check_plan, find_target
 from qsample.compiler.vision import compare_vision, compile_vision
@@ -139,8 +138,7 @@ def _too_far_off(divergence: Divergence, furthest: float, plan: CompilePlan, kep
     causes, advice = [], []
     if plan.weights is not None:
         causes.append(f"{plan.options.weights} weights in blocks of {plan.weights.block_size} ({plan.weights.method})")
-        methods = [repr(name) for name in METHODS if name != plan.weights.method]
-        advice.append(f"int8, smaller blocks, or another quantization_method ({', '.join(methods)})")
+        advice.append("int8, smaller blocks" + ("" if plan.calibrated else " or a preset that fits the weights"))
     if plan.store_float16:
         causes.append("float16 weights")
         advice.append("weights='float32'")
@@ -165,7 +163,7 @@ def _figures(plan: CompilePlan, report: QuantizationReport | None) -> dict[str, 
     figures: dict[str, Any] = {}
     if report is not None:
         blocks = asdict(plan.weights) if plan.weights is not None else {}
-        figures |= {"dtype": plan.options.weights, **blocks, **asdict(report)}
+        figures |= {"dtype": plan.options.weights, "preset": plan.options.preset, **blocks, **asdict(report)}
     if plan.kv_cache_dtype is not None:
         figures["kv_cache_dtype"] = plan.kv_cache_dtype
     if plan.source.manifest.packed_weights is not None:

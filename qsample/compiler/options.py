@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any, Final
 
 from qsample.checks import check_fields, checked, choice, integer, number, refuse
-from qsample.compiler.quantize import METHODS
+from qsample.compiler.quantize import PRESETS
 from qsample.contract.tensors import BLOCK_SIZES, KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
 from qsample.errors import CompileError
 from qsample.request.sampling_params import INT32_MAX
@@ -43,11 +43,12 @@ class CompileOptions:
             of positions, and no weights that the checkpoint has quantized. "int4_mixed" is int4 with 8 bits for the
             head, the first and the last layer: these suffer most. "float16", for cpu, stores float32 weights in half
             the space; loaded, they are float32 again. The package's dtype leaves them as exported.
-        block_size: 16, 32, 64, 128 or 256; the largest smaller size that divides a matrix's inputs if this does not.
-        quantization_method: "k_quant" and "hqq" search each block's offset, slower and closer than "rtn"; "gptq" fits
-            the levels to `calibration_text`, for cpu; see `quantize.methods`.
-        calibration_text: a text like the model's future input, a list of them, or token ids of the same form; 128
-            tokens at least, of which 65,536 are read. Not the text of an evaluation.
+        preset: "quick" is compiled fastest, "speed" runs fastest, and "balanced" is between. The last two fit the
+            levels to a text, for cpu; see `quantize.PRESETS`.
+        block_size: 16, 32, 64, 128 or 256, in place of the preset's; the largest smaller size that divides a matrix's
+            inputs if this does not.
+        calibration_text: for "balanced" and "speed", a text like the model's future input, a list of them, or token ids
+            of the same form; 128 tokens at least, of which 65,536 are read. Not the text of an evaluation.
         kv_cache_dtype: "int8" has a scale a channel, measured on the model's own text: a quarter of float32's memory,
             faster steps over long contexts, slower long prompts. The package's dtype leaves it as exported.
         num_speculative_tokens: needs provider="cpu" and kv_cache_dtype="int8". Each request says whether its rows
@@ -90,17 +91,19 @@ class CompileOptions:
         help="Quantize the weights; float16 halves the file alone. (default: as exported)",
         metavar="int4|int4_mixed|int8|float16",
     )
-    block_size: int = choice(32, BLOCK_SIZES, help="Quantized weights that share a scale: 16 to 256.")
-    quantization_method: str = choice(
-        "rtn",
-        METHODS,
-        help="Round to the nearest level; search levels (k_quant, hqq); fit to a text.",
-        metavar="|".join(METHODS),
+    preset: str = choice(
+        "quick",
+        PRESETS,
+        help="Of quantized weights: quick is made fastest, speed runs fastest.",
+        metavar="|".join(PRESETS),
+    )
+    block_size: int | None = choice(
+        None, BLOCK_SIZES, help="Quantized weights that share a scale: 16 to 256. (default: the preset's)"
     )
     calibration_text: Any = field(
         default=None,
         repr=False,
-        metadata={"help": "Text in UTF-8 for gptq; may be repeated.", "metavar": "FILE", "repeated": str},
+        metadata={"help": "Text in UTF-8 to fit weights to; may be repeated.", "metavar": "FILE", "repeated": str},
     )
     kv_cache_dtype: str | None = choice(
         None,
@@ -143,8 +146,8 @@ class CompileOptions:
 
     @property
     def calibrated(self) -> bool:
-        """Whether weights are fitted to `calibration_text`."""
-        return self.weights in WEIGHT_BITS and METHODS[self.quantization_method].calibrated
+        """Whether weights are fitted to a text."""
+        return self.weights in WEIGHT_BITS and PRESETS[self.preset].fitted
 
     def described(self) -> dict[str, Any]:
         """The options for a manifest, except defaults and `debug_dump`; the calibration text is the sha256 of its
@@ -157,18 +160,15 @@ class CompileOptions:
 
     def _check_quantization(self) -> None:
         if self.calibrated and self.calibration_text is None:
-            raise CompileError(
-                f"quantization_method={self.quantization_method!r} fits the weights to a text; give it as "
-                "calibration_text="
-            )
+            raise CompileError(f"preset={self.preset!r} fits the weights to a text; give it as calibration_text=")
         if self.calibration_text is not None and not self.calibrated:
-            methods = " or ".join(repr(name) for name, method in METHODS.items() if method.calibrated)
+            fitting = " or ".join(repr(name) for name, preset in PRESETS.items() if preset.fitted)
             raise CompileError(
-                "calibration_text is only read with weights='int4', 'int4_mixed' or 'int8' and "
-                f"quantization_method={methods}; leave it out, or give these"
+                f"calibration_text is only read with weights='int4', 'int4_mixed' or 'int8' and preset={fitting}; leave "
+                "it out, or give these"
             )
         own = {entry.name: entry.default for entry in fields(self)}
-        for name in ("block_size", "quantization_method"):
+        for name in ("preset", "block_size"):
             if self.weights not in WEIGHT_BITS and getattr(self, name) != own[name]:
                 raise CompileError(
                     f"{name} is {getattr(self, name)!r}, which is only read if weights are quantized (int4, int4_mixed "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from qsample.compiler.options import DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
+from qsample.compiler.quantize import PRESETS
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
@@ -111,9 +112,9 @@ def _weights(source: Package, options: CompileOptions) -> WeightQuantization | N
     if weights not in WEIGHT_BITS:
         choices = [*WEIGHT_BITS, *(["float16"] if own == "float32" else []), own]
         raise CompileError(f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}")
-    return WeightQuantization(
-        WEIGHT_BITS[weights], options.block_size, options.quantization_method, mixed=weights == MIXED
-    )
+    preset = PRESETS[options.preset]
+    size = options.block_size or preset.block_size
+    return WeightQuantization(WEIGHT_BITS[weights], size, preset.method, mixed=weights == MIXED)
 
 
 def calibration_sequences(plan: CompilePlan) -> list[Array]:

@@ -85,10 +85,10 @@ def test_compile_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr("qsample.models.model.PackagedModel.compile", spy)
     (tmp_path / "text").write_text("In the beginning")
-    gptq = ("--weights", "int4", "--quantization-method", "gptq", "--calibration-text", tmp_path / "text")
+    gptq = ("--weights", "int4", "--preset", "speed", "--calibration-text", tmp_path / "text")
     sizes = ("--ctx-len", "64", "--batch-size", "2", "--max-divergence", "0.5", "--debug-dump", tmp_path / "dump")
     run("compile", fake_package(tmp_path / "package").path, tmp_path / "out", *gptq, *sizes, "--overwrite")
-    weights = {"weights": "int4", "quantization_method": "gptq", "calibration_text": ["In the beginning"]}
+    weights = {"weights": "int4", "preset": "speed", "calibration_text": ["In the beginning"]}
     bounds = {"ctx_len": 64, "batch_size": 2, "max_divergence": 0.5, "debug_dump": str(tmp_path / "dump")}
     assert seen["options"] == CompileOptions(**weights, **bounds)
     assert (seen["out"], seen["overwrite"]) == (tmp_path / "out", True)

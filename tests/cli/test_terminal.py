@@ -134,7 +134,7 @@ def test_what_a_model_masks_is_null_in_json(run: Any, tmp_path: Path) -> None:
         ("generate", "max_lora_rank=8 (--max-lora-rank), max_loras (--max-loras)", "--max-lora-rank 8, --max-loras"),
         ("compile", "with the adapter merged (--adapter)", "with the adapter merged (--adapter)"),
         ("bake", "with file (--file): a, or tokenizer= (--tokenizer)", "with --file: a, or --tokenizer"),
-        ("compile", "a quantization_method ('hqq')", "a --quantization-method ('hqq')"),
+        ("compile", "a kv_cache_dtype ('int8')", "a --kv-cache-dtype ('int8')"),
         ("compile", "/a/batch_size/b has 'batch_size'", "/a/batch_size/b has 'batch_size'"),
     ],
 )  # fmt: skip

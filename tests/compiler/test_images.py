@@ -110,7 +110,7 @@ def test_weights_are_fitted_to_text(smolvlm_package: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(GraphPart, "__call__", run)
     text = [list(range(5, 75))] * 2
-    given: dict[str, Any] = {"quantization_method": "gptq", "calibration_text": text, "weights": "int4"}
+    given: dict[str, Any] = {"preset": "speed", "calibration_text": text, "weights": "int4"}
     compile_package(
         read_package(smolvlm_package), tmp_path / "gptq", CompileOptions(ctx_len=64, max_divergence=1e9, **given)
     )

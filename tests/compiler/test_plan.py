@@ -37,7 +37,8 @@ def test_defaults_come_from_the_package() -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"weights": "int4", "block_size": 64, "quantization_method": "hqq"}, "weights"),
+        ({"weights": "int4", "block_size": 16, "preset": "speed", "calibration_text": "text"}, "weights"),
+        ({"weights": "int4_mixed", "preset": "balanced", "calibration_text": "text"}, "weights"),
         ({"weights": "int8"}, "weights"),
         ({"weights": "float16"}, "store_float16"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
@@ -48,8 +49,9 @@ def test_what_changes_the_numbers_is_quantized(options: dict[str, Any], what: st
     assert plan.quantized
     assert [name for name in ("weights", "store_float16", "kv_cache_dtype") if getattr(plan, name)] == [what]
     if plan.weights is not None:
-        expected = (4, 64, "hqq") if options["weights"] == "int4" else (8, 32, "rtn")
-        assert (plan.weights.bits, plan.weights.block_size, plan.weights.method) == expected
+        expected = {"int4": (4, 16, "gptq"), "int4_mixed": (4, 64, "gptq"), "int8": (8, 32, "rtn")}
+        found = (plan.weights.bits, plan.weights.block_size, plan.weights.method)
+        assert found == expected[options["weights"]]
 
 
 @pytest.mark.parametrize("options", [{"weights": "float32"}, {"kv_cache_dtype": "float32"}, {"dtype": "float32"}])

@@ -1,31 +1,29 @@
-"""Weights and caches in fewer bits; the names of the methods, for the check of options, without NumPy."""
+"""Weights and caches in fewer bits; the names of methods and presets, for the check of options, without NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+FITTED: Final = "gptq"  # levels are fitted to a text; a matrix that cannot be is rounded
+METHODS: Final = ("rtn", FITTED)
 
-class Method(NamedTuple):
-    """A quantization method; `methods` has its function.
 
-    symmetric: levels are symmetric around the middle level. by_rows: outputs of a matrix are quantized independently,
-    so that a part of them gets the same levels alone. unfitted: if levels are fitted to a text (`gptq.py`), the method
-    of matrices that cannot be: in loops, the head and lookup tables.
-    """
+class Preset(NamedTuple):
+    """A point between the time that compile takes and the time of a step. method: one of METHODS. block_size: weights
+    of a row that share a scale."""
 
-    symmetric: bool = False
-    by_rows: bool = False
-    unfitted: str | None = None
+    method: str
+    block_size: int
 
     @property
-    def calibrated(self) -> bool:
-        return self.unfitted is not None
+    def fitted(self) -> bool:
+        """Whether levels are fitted to a text."""
+        return self.method == FITTED
 
 
-METHODS: Final[Mapping[str, Method]] = {
-    "rtn": Method(symmetric=True, by_rows=True),
-    "k_quant": Method(by_rows=True),
-    "hqq": Method(),
-    "gptq": Method(unfitted="hqq"),
+PRESETS: Final[Mapping[str, Preset]] = {
+    "quick": Preset("rtn", 32),
+    "balanced": Preset(FITTED, 64),
+    "speed": Preset(FITTED, 128),
 }

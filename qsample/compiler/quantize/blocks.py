@@ -14,7 +14,7 @@ from qsample.compiler.quantize.methods import Levels, WeightQuantization, quanti
 from qsample.contract.arrays import Array
 from qsample.graph import gqa, moe
 from qsample.graph.edit import constant_value
-from qsample.graph.operators import is_contrib, is_matmul_nbits, pack_bits
+from qsample.graph.operators import is_contrib, is_matmul_nbits
 from qsample.graph.packed import offsets_of, row_offsets_of
 from qsample.graph.pieces import PIECE, Piece, PiecewiseTensor, read, readable
 
@@ -46,8 +46,7 @@ class QuantizedWeight:
     ) -> None:
         """value: the initializer of the float weights. levels: if they are known already."""
         assert value.const_value is not None
-        self.tensor, self.outputs_first = value.const_value, outputs_first
-        self.quantization = quantization if levels is not None else quantization.unfitted
+        self.tensor, self.outputs_first, self.quantization = value.const_value, outputs_first, quantization
         *experts, first, second = (int(size) for size in self.tensor.shape.numpy())
         self.experts = experts[0] if experts else None
         outputs, self.inputs = (first, second) if outputs_first else (second, first)
@@ -55,7 +54,7 @@ class QuantizedWeight:
         self.rows, self.columns = rows or outputs, columns or -(-self.inputs // size) * size
         self._name, self._levels = str(value.name), levels
         self._initializers: dict[str, ir.Value] = {}
-        self._steps: tuple[Array, Array] | None = None
+        self._scales: Array | None = None
 
     @property
     def row_blocks(self) -> int:
@@ -68,34 +67,17 @@ class QuantizedWeight:
         return self.quantization.block_size * self.quantization.bits // 8
 
     @property
-    def packed_zero_points(self) -> int:
-        """The bytes of a row's zero points in as many bits as levels."""
-        return -(-self.row_blocks * self.quantization.bits // 8)
-
-    @property
     def nbytes(self) -> int:
         """The bytes of the initializers."""
         return sum(value.const_value.nbytes for value in self._initializers.values() if value.const_value is not None)
 
-    def operands(self, levels: Shape, scales: Shape, zero_points: Shape | None = None) -> list[ir.Value | None]:
-        """Levels, scales and, unless levels are symmetric, zero points: initializers in the shapes that an operator
-        takes. Levels are uint8, scales of the weights' dtype; zero points are uint8, packed like levels, or, without a
-        shape, a byte each, shaped like the scales."""
-        names = ("scales", "zero_points") if zero_points is not None else ("block_scales", "block_zero_points")
-        found: list[ir.Value | None] = [
+    def operands(self, levels: Shape, scales: Shape, kind: str = "scales") -> list[ir.Value]:
+        """Levels, uint8, and scales, of the weights' dtype: initializers in the shapes that an operator takes. kind:
+        tells scales of one shape from those of another."""
+        return [
             self._initializer("blocks", levels, ir.DataType.UINT8, lambda: self.quantize()[0]),
-            self._initializer(names[0], scales, self.tensor.dtype, lambda: self._take_steps(names[0])[0]),
+            self._initializer(kind, scales, self.tensor.dtype, lambda: self._take_scales(kind)),
         ]
-        if self.quantization.symmetric:
-            return [*found, None]
-
-        def zeros() -> Array:
-            numbers = self._take_steps(names[1])[1]
-            if zero_points is None:
-                return numbers
-            return pack_bits(numbers.reshape(-1, self.row_blocks), self.quantization.bits)
-
-        return [*found, self._initializer(names[1], zero_points or scales, ir.DataType.UINT8, zeros)]
 
     def register(self, graph: ir.Graph) -> None:
         """Add the initializers to `graph` in a row, levels first, so that saving them quantizes the weight once."""
@@ -109,49 +91,45 @@ class QuantizedWeight:
             def whole() -> ir.TensorProtocol:
                 return ir.Tensor(compute().reshape(shape), dtype=dtype, name=name)
 
-            pieces = kind == "blocks" and self._levels is None and self.quantization.by_rows
             lazy = (
                 PiecewiseTensor(whole, self._pieces, dtype, shape, name)
-                if pieces
+                if kind == "blocks" and self._levels is None
                 else ir.LazyTensor(whole, dtype, ir.Shape(shape), name=name)
             )
             self._initializers[kind] = constant_value(name, lazy)
         return self._initializers[kind]
 
     def quantize(self) -> Levels:
-        """Blocks, scales and zero points of the matrix, or of all experts' one after the other."""
+        """Levels of the matrix, or of all experts' one after the other."""
         if self._levels is not None:
             return self._levels
         blocks = np.concatenate([piece() for piece in self._pieces()])
-        assert self._steps is not None
-        return blocks, *self._steps
+        assert self._scales is not None
+        return blocks, self._scales
 
-    def _take_steps(self, kind: str) -> tuple[Array, Array]:
-        """Scales and zero points for the initializer `kind`, of the levels computed last; kept until both are read."""
+    def _take_scales(self, kind: str) -> Array:
+        """Scales for the initializer `kind`, of the levels computed last; kept until the last one has read them."""
         if self._levels is not None:
-            return self._levels[1:]
-        steps = self._steps or self.quantize()[1:]
+            return self._levels[1]
+        scales = self.quantize()[1] if self._scales is None else self._scales
         if kind == list(self._initializers)[-1]:
-            self._steps = None
-        return steps
+            self._scales = None
+        return scales
 
     def _pieces(self) -> Iterator[Piece]:
-        """Computes blocks [rows, row_blocks, block_bytes] of some rows each, and notes their scales and zero points."""
-        rows, blocks = (self.experts or 1) * self.rows, self.row_blocks
-        dtype = self.tensor.dtype.numpy()
-        self._steps = np.empty((rows, blocks), dtype), np.empty((rows, blocks), np.uint8)
+        """Computes blocks [rows, row_blocks, block_bytes] of some rows each, and notes their scales."""
+        rows = (self.experts or 1) * self.rows
+        self._scales = np.empty((rows, self.row_blocks), self.tensor.dtype.numpy())
         source = readable(self.tensor)
-        at_once = max(1, PIECE // self.columns) if self.quantization.by_rows else self.rows
+        at_once = max(1, PIECE // self.columns)
         for expert in range(self.experts or 1):
             for start in range(0, self.rows, at_once):
                 place = expert * self.rows + start
                 stop = min(start + at_once, self.rows)
-                yield partial(self._quantize_rows, source, expert, slice(start, stop), place, self._steps)
+                yield partial(self._quantize_rows, source, expert, slice(start, stop), self._scales[place:])
 
-    def _quantize_rows(
-        self, source: ir.TensorProtocol, expert: int, rows: slice, place: int, steps: tuple[Array, Array]
-    ) -> Array:
-        """The blocks of some rows of an (expert's) matrix; scales and zero points go to `steps`, from `place` on."""
+    def _quantize_rows(self, source: ir.TensorProtocol, expert: int, rows: slice, steps: Array) -> Array:
+        """The blocks of some rows of an (expert's) matrix; scales go to the first of `steps`."""
         first = () if self.experts is None else (slice(expert, expert + 1),)
         index = (rows, slice(None)) if self.outputs_first else (slice(None), rows)
         numbers = read(source, *first, *index)
@@ -161,9 +139,8 @@ class QuantizedWeight:
         count = rows.stop - rows.start
         if (inputs, outputs) != (self.columns, count):
             matrix = np.pad(matrix, ((0, self.columns - inputs), (0, count - outputs)))
-        blocks, scales, zero_points = quantize_matrix(matrix, self.quantization)
-        steps[0][place : place + count] = scales.reshape(count, -1)
-        steps[1][place : place + count] = zero_points.reshape(count, -1)
+        blocks, scales = quantize_matrix(matrix, self.quantization)
+        steps[:count] = scales.reshape(count, -1)
         return blocks.reshape(count, self.row_blocks, -1)
 
 

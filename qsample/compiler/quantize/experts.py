@@ -27,8 +27,8 @@ from qsample.graph.edit import drop_unread, lazy_initializer, replace_node, resh
 from qsample.graph.moe import QuantizedSlot, Slot
 from qsample.graph.operators import CONTRIB_DOMAIN, INT8_ACTIVATIONS, is_contrib
 
-_FC1_SLOTS: Final = (QuantizedSlot.FC1, QuantizedSlot.FC1_SCALES, QuantizedSlot.FC1_ZERO_POINTS)
-_FC2_SLOTS: Final = (QuantizedSlot.FC2, QuantizedSlot.FC2_SCALES, QuantizedSlot.FC2_ZERO_POINTS)
+_FC1_SLOTS: Final = (QuantizedSlot.FC1, QuantizedSlot.FC1_SCALES)
+_FC2_SLOTS: Final = (QuantizedSlot.FC2, QuantizedSlot.FC2_SCALES)
 
 
 def quantize_experts(
@@ -86,8 +86,7 @@ def _mixture(
     if chosen is None:
         return None
     way = replace(quantization, block_size=chosen)
-    # A single block a row would be read as a row of another layout if zero points are packed.
-    padded = max(-(-size // chosen), 2 if _packs_zero_points(way) else 1) * chosen
+    padded = -(-size // chosen) * chosen
     first = QuantizedWeight(fc1, way, outputs_first=True, rows=2 * padded)
     second = QuantizedWeight(fc2, way, outputs_first=True, columns=padded)
     assert node.graph is not None
@@ -101,7 +100,7 @@ def _mixture(
         weight = quantized.setdefault(value, weight)
         rows = (experts, weight.rows)
         levels = (*rows, weight.row_blocks * weight.block_bytes)
-        operands = weight.operands(levels, (*rows, weight.row_blocks), (*rows, weight.packed_zero_points))
+        operands = weight.operands(levels, (*rows, weight.row_blocks))
         listed |= dict(zip(slots, operands, strict=True))
     attributes = {
         "expert_weight_bits": way.bits,
@@ -125,17 +124,12 @@ def _by_slot(listed: Mapping[QuantizedSlot, ir.Value | None]) -> list[ir.Value |
     return inputs
 
 
-def _packs_zero_points(quantization: WeightQuantization) -> bool:
-    return not quantization.symmetric and quantization.bits < 8
-
-
 def _block_size(hidden: int, size: int, quantization: WeightQuantization, block_sizes: Collection[int]) -> int | None:
     """A size that divides both, or else `hidden` alone; the nearest to the options' size, smaller sizes first."""
     asked = quantization.block_size
-    least = 2 if _packs_zero_points(quantization) else 1  # blocks a row
     nearest = sorted(block_sizes, key=lambda block: (block > asked, abs(block - asked)))
-    fitting = [block for block in nearest if hidden % block == 0 and hidden >= least * block]
-    both = [block for block in fitting if size % block == 0 and size >= least * block and block <= asked]
+    fitting = [block for block in nearest if hidden % block == 0]
+    both = [block for block in fitting if size % block == 0 and block <= asked]
     return next(iter([*both, *fitting]), None)
 
 
@@ -170,11 +164,12 @@ def _lookup(node: ir.Node, quantization: WeightQuantization, quantized: dict[ir.
     way = replace(quantization, block_size=max(nearest))
     weight = quantized.setdefault(weights, QuantizedWeight(weights, way, outputs_first=not inputs_first))
     blocks = weight.rows * weight.row_blocks
-    levels, scales, zero_points = weight.operands((experts, blocks, weight.block_bytes), (experts, blocks, 1))
-    operands = [levels, node.inputs[1], scales, *([] if zero_points is None else [zero_points])]
+    levels, scales = weight.operands((experts, blocks, weight.block_bytes), (experts, blocks, 1), "block_scales")
     attributes = {"bits": way.bits, "block_size": way.block_size, "gather_axis": 0, "quantize_axis": 2}
     name = suffixed(node, "quantized")
-    lookup = ir.node("GatherBlockQuantized", operands, attributes, domain=CONTRIB_DOMAIN, name=name)
+    lookup = ir.node(
+        "GatherBlockQuantized", [levels, node.inputs[1], scales], attributes, domain=CONTRIB_DOMAIN, name=name
+    )
     rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
     assert node.graph is not None
     matrices = reshape_target(node.graph, [0] * rank + [weight.rows, weight.columns])

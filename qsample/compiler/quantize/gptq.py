@@ -5,8 +5,8 @@ matrices, so each matrix is fitted to the inputs that it will really get. One ma
 in memory; the values that parts hand on, and the levels, are in a scratch folder.
 
 The columns of a matrix are rounded one after another. As far as the inputs are correlated, later columns make up for
-the error of each. The scale and the zero point of a block are chosen when its first column is reached, for its weights
-at that point. Columns stay in their order: the layout of MatMulNBits stores no order (act-order).
+the error of each. The scale of a block is chosen when its first column is reached, for its weights at that point.
+Levels are symmetric. Columns stay in their order: the layout of MatMulNBits stores no order (act-order).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -42,33 +42,31 @@ def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Lev
     import torch
 
     size, bits = quantization.block_size, quantization.bits
+    middle = 2 ** (bits - 1)
     inputs, outputs = weight.shape
     smallest = np.finfo(weight.dtype).smallest_subnormal
     rows = torch.from_numpy(np.array(weight.T, np.float32, order="C"))
     upper = _inverse_root(moments)
     levels = torch.empty((outputs, inputs), dtype=torch.uint8)
     scales = torch.empty((outputs, inputs // size))
-    zeros = torch.empty((outputs, inputs // size))
     for start in range(0, inputs, max(_LAZY, size)):
         stop = min(start + max(_LAZY, size), inputs)
         errors = torch.empty((outputs, stop - start))
         for column in range(start, stop):
             block = column // size
             if column % size == 0:
-                scale, zero = _grid(rows[:, column : column + size], bits)
-                # A scale too small for float16 would be 0, and its levels 0 / 0.
-                stored = np.maximum(scale.numpy().astype(weight.dtype), smallest)
+                stored = _grid(rows[:, column : column + size], bits).numpy().astype(weight.dtype)
+                stored[stored == 0] = smallest  # too small for float16; levels would be 0 / 0
                 scales[:, block] = torch.from_numpy(stored.astype(np.float32))
-                zeros[:, block] = zero
-            scale, zero, values = scales[:, block], zeros[:, block], rows[:, column]
-            level = torch.clamp(torch.round(values / scale) + zero, 0, 2**bits - 1)
+            scale, values = scales[:, block], rows[:, column]
+            level = torch.clamp(torch.round(values / scale) + middle, 0, 2**bits - 1)
             levels[:, column] = level.to(torch.uint8)
-            error = (values - scale * (level - zero)) / upper[column, column]
+            error = (values - scale * (level - middle)) / upper[column, column]
             errors[:, column - start] = error
             rows[:, column + 1 : stop].addr_(error, upper[column, column + 1 : stop], alpha=-1)
         rows[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
     packed = pack_bits(levels.numpy().reshape(-1, size), bits)
-    return packed, scales.numpy().reshape(-1).astype(weight.dtype), zeros.numpy().astype(np.uint8)
+    return packed.reshape(outputs, inputs // size, -1), scales.numpy().reshape(-1).astype(weight.dtype)
 
 
 def _inverse_root(moments: Array) -> Tensor:
@@ -88,26 +86,18 @@ def _inverse_root(moments: Array) -> Tensor:
     return root.to(torch.float32)
 
 
-def _grid(blocks: Tensor, bits: int) -> tuple[Any, Any]:
-    """Scale and zero point, [N] each, for `blocks` [N, size]: of the ranges tried, the one with the least squared
-    error. A zero point is a level itself, so a range reaches to 0 if all weights have the same sign."""
+def _grid(blocks: Tensor, bits: int) -> Tensor:
+    """The scale, [N], of `blocks` [N, size]: of those tried, the one with the least squared error. The weight that is
+    farthest from 0 is near the lowest level."""
     import torch
 
-    largest = 2**bits - 1
-    low, high = blocks.amin(1).clamp(max=0), blocks.amax(1).clamp(min=0)
-    best = scale = zero = None
-    for shrink in _SHRINKS:
-        step = (shrink * (high - low) / largest).clamp(min=torch.finfo(torch.float32).tiny)
-        middle = torch.clamp(torch.round(-shrink * low / step), 0, largest)
-        rounded = torch.clamp(torch.round(blocks / step[:, None]) + middle[:, None], 0, largest)
-        error = ((rounded - middle[:, None]) * step[:, None] - blocks).square().sum(1)
-        if best is None or scale is None or zero is None:
-            best, scale, zero = error, step, middle
-        else:
-            better = error < best
-            best = torch.where(better, error, best)
-            scale, zero = torch.where(better, step, scale), torch.where(better, middle, zero)
-    return scale, zero
+    middle = 2 ** (bits - 1)
+    farthest = torch.take_along_dim(blocks, blocks.abs().argmax(1, keepdim=True), 1)
+    steps = torch.stack([farthest[:, 0] * (-shrink / middle) for shrink in _SHRINKS])
+    divisors = torch.where(steps == 0, 1, steps)[..., None]
+    rounded = torch.clamp(torch.round(blocks / divisors), -middle, middle - 1)
+    best = (rounded * divisors - blocks).square().sum(2).argmin(0, keepdim=True)
+    return torch.take_along_dim(steps, best, 0)[0]
 
 
 FITS: Final[Mapping[str, Callable[[Array, Array, WeightQuantization], Levels]]] = {"gptq": gptq}
@@ -264,7 +254,7 @@ def _disk_bytes(matrices: Sequence[Wanted], sequences: Sequence[Array]) -> int:
         assert wanted.value.const_value is not None
         shape = wanted.value.const_value.shape.numpy()
         numbers, way = math.prod(shape), wanted.way
-        levels += numbers * way.bits // 8 + numbers // way.block_size * 5  # a scale in float32, and a zero point
+        levels += numbers * way.bits // 8 + numbers // way.block_size * 4  # a scale in float32
         inputs.append(shape[1 if wanted.transposed else 0])
     handed_on = 4 * sum(map(len, sequences)) * (max(inputs) + min(inputs[1:], default=0))
     return levels + 2 * max(levels, handed_on)
@@ -272,11 +262,10 @@ def _disk_bytes(matrices: Sequence[Wanted], sequences: Sequence[Array]) -> int:
 
 def _dequantized(wanted: Wanted, levels: Levels, dtype: np.dtype[np.generic]) -> Array:
     """The weight, as the graph has it, that the levels stand for."""
-    packed, scales, zero_points = levels
+    packed, scales = levels
     size, bits = wanted.way.block_size, wanted.way.bits
-    blocks = packed if bits == 8 else np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
-    outputs = len(zero_points)
-    numbers = blocks.reshape(-1, size).astype(np.float32) - zero_points.reshape(-1, 1)
-    rows = (numbers * scales.astype(np.float32).reshape(-1, 1)).reshape(outputs, -1).astype(dtype)
+    blocks = packed if bits == 8 else np.stack([packed & 15, packed >> 4], -1)
+    numbers = blocks.reshape(-1, size).astype(np.float32) - 2 ** (bits - 1)
+    rows = (numbers * scales.astype(np.float32).reshape(-1, 1)).reshape(len(packed), -1).astype(dtype)
     weight: Array = np.ascontiguousarray(rows if wanted.transposed else rows.T)
     return weight

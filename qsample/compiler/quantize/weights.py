@@ -1,8 +1,8 @@
 """Quantizes weights to blocks of 4 or 8 bits.
 
 Constant matrices in a MatMul become operands of a MatMulNBits, embedding tables of a GatherBlockQuantized; a tied table
-is quantized once for both. The numbers are computed only when the graph is saved, some rows at a time: weights stay
-mapped from their files, and a matrix is in memory only if the method has to see all of it.
+is quantized once for both. The numbers are computed only when the graph is saved, some rows at a time, and weights
+stay mapped from their files.
 
 A mixed quantization holds the matrices that quantization harms most for their size in 8 bits: of the head, the first
 and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of them, finer too.
@@ -213,9 +213,7 @@ def _constant(value: ir.Value | None, *, transposed: bool) -> _Matrix | None:
 
 def _product(graph: ir.Graph, node: ir.Node, weight: QuantizedWeight) -> None:
     rows, blocks = weight.rows, weight.row_blocks
-    operands = weight.operands(
-        (rows, blocks, weight.block_bytes), (rows * blocks,), (rows * weight.packed_zero_points,)
-    )
+    operands = weight.operands((rows, blocks, weight.block_bytes), (rows * blocks,))
     attributes = {
         "K": weight.inputs,
         "N": rows,
@@ -232,22 +230,20 @@ def _product(graph: ir.Graph, node: ir.Node, weight: QuantizedWeight) -> None:
 def _lookup(graph: ir.Graph, node: ir.Node, table: QuantizedWeight) -> None:
     """The lookup reads the blocks that MatMulNBits reads: a table [N, blocks, block size], of which it takes rows."""
     rows, blocks = table.rows, table.row_blocks
-    levels, scales, zero_points = table.operands((rows, blocks, table.block_bytes), (rows, blocks, 1))
+    levels, scales = table.operands((rows, blocks, table.block_bytes), (rows, blocks, 1), "block_scales")
     attributes = {
         "bits": table.quantization.bits,
         "block_size": table.quantization.block_size,
         "gather_axis": 0,
         "quantize_axis": 2,
     }
-    lookup = _node("GatherBlockQuantized", node, [levels, node.inputs[1], scales, zero_points], attributes)
+    lookup = _node("GatherBlockQuantized", node, [levels, node.inputs[1], scales], attributes)
     rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
     sizes = reshape_target(graph, [0] * rank + [table.inputs])
     replace_node(node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], sizes], name=suffixed(node, "rows"))])
 
 
 def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
-    while inputs[-1] is None:
-        inputs.pop()
     return ir.node(op_type, inputs, attributes, domain=CONTRIB_DOMAIN, name=suffixed(old, "quantized"))
 
 

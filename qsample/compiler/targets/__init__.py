@@ -90,8 +90,8 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
     options, source, own = plan.options, plan.source, plan.source.interface.dtype
     if plan.weights is not None and plan.calibrated and not target.calibrates:
         raise CompileError(
-            f"quantization_method={options.quantization_method!r} runs the graph that is compiled, on the CPU, and "
-            f"provider is {options.provider!r}; take {plan.weights.unfitted.method!r}"
+            f"preset={options.preset!r} runs the graph that is compiled, on the CPU, and provider is "
+            f"{options.provider!r}; take 'quick'"
         )
     if options.num_speculative_tokens and not target.speculates:
         raise CompileError(

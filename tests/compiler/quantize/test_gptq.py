@@ -30,24 +30,27 @@ def correlated_inputs(tokens: int = 600, seed: int = 0) -> Array:
 
 def dequantized(found: Levels, way: WeightQuantization) -> Array:
     """[K, N] float64."""
-    packed, scales, zero_points = found
+    packed, scales = found
     count = INPUTS // way.block_size
     numbers = levels(packed.reshape(OUTPUTS, count, -1), way.bits)
-    zeros = 2 ** (way.bits - 1) if way.method == "rtn" else zero_points.reshape(OUTPUTS, count, 1).astype(np.int64)
-    return ((numbers - zeros) * scales.astype(np.float64).reshape(OUTPUTS, count, 1)).reshape(OUTPUTS, INPUTS).T
+    return (
+        ((numbers - 2 ** (way.bits - 1)) * scales.astype(np.float64).reshape(OUTPUTS, count, 1))
+        .reshape(OUTPUTS, INPUTS)
+        .T
+    )
 
 
 def reference(weight: Array, moments: Array, found: Levels, way: WeightQuantization) -> tuple[Array, Array]:
     """Levels [N, K] by the paper's equations (2) and (3), one weight after another and the inverse made anew for the
     columns that are left; with the grids of `found`. And how far each weight is from a rounding boundary, in steps."""
     scales = found[1].reshape(OUTPUTS, -1).astype(np.float64)
-    zeros = found[2].reshape(OUTPUTS, -1).astype(np.float64)
+    zero = 2 ** (way.bits - 1)
     damped = moments + 0.01 * np.diag(moments).mean() * np.eye(INPUTS)
     rows = weight.T.astype(np.float64).copy()
     chosen, margins = np.zeros(rows.shape), np.zeros(rows.shape)
     for column in range(INPUTS):
         inverse = np.linalg.inv(damped[column:, column:])
-        scale, zero = scales[:, column // way.block_size], zeros[:, column // way.block_size]
+        scale = scales[:, column // way.block_size]
         exact = rows[:, column] / scale + zero
         level = np.clip(np.round(exact), 0, 2**way.bits - 1)
         chosen[:, column], margins[:, column] = level, np.abs(np.abs(exact - np.floor(exact)) - 0.5)
@@ -76,20 +79,17 @@ def test_of_the_ranges_tried_the_closest_is_taken() -> None:
     """In the first block of each row, which no rounding has changed before."""
     weight = np.random.default_rng(4).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
     weight[3] *= 4
-    _, scales, zeros = gptq(weight, np.eye(INPUTS), WeightQuantization(4, 32, "gptq"))
+    _, scales = gptq(weight, np.eye(INPUTS), WeightQuantization(4, 32, "gptq"))
     rows = weight[:32].T.astype(np.float64)
-    ranges = np.maximum(rows.max(1), 0) - np.minimum(rows.min(1), 0)
+    farthest = rows[np.arange(OUTPUTS), np.abs(rows).argmax(1)]
 
-    def error(scale: Array, zero: Array) -> Array:
-        rounded = np.clip(np.round(rows / scale[:, None]) + zero[:, None], 0, 15)
-        return np.square((rounded - zero[:, None]) * scale[:, None] - rows).sum(1)
+    def error(scale: Array) -> Array:
+        rounded = np.clip(np.round(rows / scale[:, None]), -8, 7)
+        return np.square(rounded * scale[:, None] - rows).sum(1)
 
-    errors = []
-    for shrink in _SHRINKS:
-        step = shrink * ranges / 15
-        errors.append(error(step, np.round(-shrink * np.minimum(rows.min(1), 0) / step)))
+    errors = [error(-shrink * farthest / 8) for shrink in _SHRINKS]
     assert len({*np.argmin(errors, 0)}) > 1
-    found = error(scales.reshape(OUTPUTS, -1)[:, 0].astype(np.float64), zeros.reshape(OUTPUTS, -1)[:, 0].astype(float))
+    found = error(scales.reshape(OUTPUTS, -1)[:, 0].astype(np.float64))
     np.testing.assert_allclose(found, np.min(errors, 0), rtol=1e-3)
 
 
@@ -100,13 +100,12 @@ def test_products_are_closer_than_with_rounding(bits: int, dtype: type) -> None:
     weight = np.random.default_rng(2).normal(size=(INPUTS, OUTPUTS)).astype(dtype)
     inputs, others = correlated_inputs(), correlated_inputs()[::-1] + 0.01
     losses = {}
-    for method in ("rtn", "hqq", "gptq"):
+    for method in ("rtn", "gptq"):
         way = WeightQuantization(bits, 32, method)
         found = gptq(weight, inputs.T @ inputs, way) if method == "gptq" else quantize_matrix(weight, way)
         error = dequantized(found, way) - weight.astype(np.float64)
         assert found[1].dtype == dtype
         losses[method] = [np.square(x @ error).mean() for x in (inputs, others)]
-    assert (np.array(losses["gptq"]) < 0.5 * np.array(losses["hqq"])).all()
     assert (np.array(losses["gptq"]) < 0.5 * np.array(losses["rtn"])).all()
 
 
@@ -167,7 +166,7 @@ def test_each_matrix_is_fitted_to_what_the_quantized_ones_before_it_compute(tmp_
 
     x = arrays["table"][np.concatenate(sequences)].astype(np.float64)
     first = gptq(arrays["first"], x.T @ x, way)
-    numbers = levels(first[0].reshape(32, 2, -1), 4) - first[2].reshape(32, 2, 1).astype(np.int64)
+    numbers = levels(first[0].reshape(32, 2, -1), 4) - 8
     active = np.maximum(x @ (numbers * first[1].reshape(32, 2, 1)).reshape(32, 64).T, 0)
     second = gptq(arrays["second"], active.T @ active, way)
     for value, expected in ((constants["first"], first), (constants["second"], second)):
@@ -188,7 +187,7 @@ def test_the_room_that_fitting_takes_is_asked_for_before_it_begins(
             tmp_path / "fitted",
             ctx_len=64,
             weights="int4",
-            quantization_method="gptq",
+            preset="speed",
             calibration_text=[TEXT * 4],
             progress=lambda stage, _: stages.append(stage),
         )
@@ -200,7 +199,7 @@ def test_the_room_that_fitting_takes_is_asked_for_before_it_begins(
 def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_package)
     stages: list[str] = []
-    options: dict[str, Any] = {"ctx_len": 64, "weights": "int4_mixed", "quantization_method": "gptq"}
+    options: dict[str, Any] = {"ctx_len": 64, "weights": "int4_mixed", "preset": "speed", "block_size": 32}
     fitted = model.compile(
         tmp_path / "fitted", calibration_text=[TEXT * 4], progress=lambda stage, _: stages.append(stage), **options
     )

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qsample.compiler.quantize.methods import FUNCTIONS, WeightQuantization, quantize_matrix
+from qsample.compiler.quantize.methods import WeightQuantization, quantize_matrix
 from tests.helpers.quantized_checkpoints import stored_levels
 
 INPUTS, OUTPUTS = 256, 96
@@ -14,21 +14,19 @@ INPUTS, OUTPUTS = 256, 96
 
 def meaning(weight: np.ndarray, way: WeightQuantization) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[K, N] float64: what the blocks stand for; the step and the level of each weight."""
-    blocks, scales, zero_points = quantize_matrix(weight, way)
+    blocks, scales = quantize_matrix(weight, way)
     assert scales.dtype == weight.dtype
     count = len(weight) // way.block_size
     levels = stored_levels(blocks.reshape(OUTPUTS * count, -1), way.bits).astype(np.float64)
-    zeros = 2 ** (way.bits - 1) if way.method == "rtn" else zero_points.reshape(-1, 1).astype(np.float64)
     steps = scales.reshape(-1, 1).astype(np.float64)
-    parts = ((levels - zeros) * steps, np.abs(steps) + 0 * levels, levels)
+    parts = ((levels - 2 ** (way.bits - 1)) * steps, np.abs(steps) + 0 * levels, levels)
     floats, sizes, integers = (part.reshape(OUTPUTS, len(weight)).T for part in parts)
     return floats, sizes, integers
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("method", FUNCTIONS)
-def test_levels_are_the_nearest_for_the_scales_as_stored(method: str, bits: int) -> None:
-    way = WeightQuantization(bits, 32, method)
+def test_levels_are_the_nearest_for_the_scales_as_stored(bits: int) -> None:
+    way = WeightQuantization(bits, 32)
     weight = np.random.default_rng(0).normal(size=(INPUTS, OUTPUTS)).astype(ml_dtypes.bfloat16)
     exact = weight.astype(np.float64)
     floats, steps, levels = meaning(weight, way)
@@ -44,21 +42,19 @@ def test_levels_are_the_nearest_for_the_scales_as_stored(method: str, bits: int)
 def test_blocks_of_zeros_in_bfloat16() -> None:
     weight = np.zeros((INPUTS, OUTPUTS), ml_dtypes.bfloat16)
     weight[:, 3] = 2
-    for method in FUNCTIONS:
-        floats, _, _ = meaning(weight, WeightQuantization(4, 32, method))
-        np.testing.assert_allclose(floats, weight.astype(np.float64), atol=0.02)
+    floats, _, _ = meaning(weight, WeightQuantization(4, 32))
+    np.testing.assert_allclose(floats, weight.astype(np.float64), atol=0.02)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("method", FUNCTIONS)
-def test_blocks_that_are_small_or_of_one_sign(method: str, bits: int) -> None:
+def test_blocks_that_are_small_or_of_one_sign(bits: int) -> None:
     """A block's grid has its own range, however small that is, and reaches from 0 to the weights."""
     weight = np.random.default_rng(0).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
     weight[:, 1] *= 1e-4
     weight[:, 2] *= 1e-7
     weight[:, 3], weight[:, 4], weight[:32, 5] = 0.01, -0.3, 0
     weight[:, 6], weight[:, 7] = 0.5 + 0.01 * weight[:, 6], -2 + 0.1 * weight[:, 7]
-    floats, _, _ = meaning(weight, WeightQuantization(bits, 32, method))
+    floats, _, _ = meaning(weight, WeightQuantization(bits, 32))
     errors = np.abs(floats - weight).max(axis=0) / np.abs(weight).max(axis=0)
     assert (errors < 2 / 2**bits).all()
 

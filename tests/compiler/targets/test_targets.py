@@ -27,7 +27,7 @@ def test_the_targets_are_found_by_name() -> None:
     assert find_target("openvino").name == "openvino"
 
 
-GPTQ = {"weights": "int4", "quantization_method": "gptq"}
+GPTQ = {"weights": "int4", "preset": "speed"}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ GPTQ = {"weights": "int4", "quantization_method": "gptq"}
         ("cpu", {**GPTQ, "calibration_text": "too short"}, "calibration_text has 10 tokens; give at least 128"),
         ("cpu", {**GPTQ, "calibration_text": ""}, "calibration_text is empty"),
         ("cpu", {**GPTQ, "calibration_text": 5}, "calibration_text is 5; give a text"),
-        ("cuda", {**GPTQ, "calibration_text": "a text"}, "provider is 'cuda'; take 'hqq'"),
+        ("cuda", {**GPTQ, "calibration_text": "a text"}, "provider is 'cuda'; take 'quick'"),
         ("cpu", {"num_speculative_tokens": 7}, "=7 needs kv_cache_dtype='int8': over a cache in float32, attention to"),
         ("cuda", {}, "dtype is 'float32' and the target cuda computes in 'float16' or 'bfloat16'; compile with one"),
         ("cuda", {"weights": "float16"}, "'float16', which is for the cpu target; give dtype='float16' for cuda"),
@@ -174,8 +174,8 @@ def test_a_target_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.run(["generate", str(tmp_path / "toy"), "--provider", "toy", "-p", "abc", "--json"]) == 0
     assert '"token_ids"' in capsys.readouterr().out
 
-    fitted: dict[str, Any] = {"weights": "int4", "quantization_method": "gptq", "calibration_text": "a text"}
-    with pytest.raises(CompileError, match=r"'gptq' runs the graph .* and provider is 'toy'; take 'hqq'"):
+    fitted: dict[str, Any] = {"weights": "int4", "preset": "speed", "calibration_text": "a text"}
+    with pytest.raises(CompileError, match=r"'speed' runs the graph .* and provider is 'toy'; take 'quick'"):
         PackagedModel(portable).compile(tmp_path / "fitted", provider="toy", **fitted)
 
 
