@@ -164,8 +164,8 @@ class CompileOptions:
         if self.calibration_text is not None and not self.calibrated:
             fitting = " or ".join(repr(name) for name, preset in PRESETS.items() if preset.fitted)
             raise CompileError(
-                f"calibration_text is only read with weights='int4', 'int4_mixed' or 'int8' and preset={fitting}; leave "
-                "it out, or give these"
+                f"calibration_text is only read with weights='int4', 'int4_mixed' or 'int8' and preset={fitting}; "
+                "leave it out, or give these"
             )
         own = {entry.name: entry.default for entry in fields(self)}
         for name in ("preset", "block_size"):
