@@ -11,7 +11,6 @@ from qsample.compiler.quantize import METHODS
 from qsample.compiler.quantize.rounding import round_to_nearest
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import BLOCK_SIZES
-from qsample.graph.operators import pack_bits
 
 _AT_ONCE: Final = 2**22  # weights that are looked at together
 _FIRST: Final = 4  # weights of a block that are looked at before all of it
@@ -40,24 +39,6 @@ class WeightQuantization:
 
 def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
     """Round a matrix [K, N] of float32, float16 or bfloat16 to the nearest levels, K a multiple of the block size."""
-    if weight.dtype in (np.float32, np.float16):
-        return _round_to_nearest(weight, quantization)
-    blocks, scales = _round_to_nearest(weight.astype(np.float32), quantization)
-    scales = scales.astype(weight.dtype)
-    return _levels_of(scales, weight, quantization).reshape(blocks.shape), scales
-
-
-def _levels_of(scales: Array, weight: Array, quantization: WeightQuantization) -> Array:
-    """The blocks of the levels that are nearest with these very scales. bfloat16 has eight bits of precision: scales
-    that are rounded to it after the levels were chosen move the largest 8-bit levels by up to half a step."""
-    steps, bits = scales.astype(np.float32).reshape(-1, 1), quantization.bits
-    blocks = np.array(weight.T, np.float32, order="C").reshape(-1, quantization.block_size)
-    levels = np.round(blocks / np.where(steps == 0, 1, steps) + 2 ** (bits - 1))
-    return pack_bits(np.clip(levels, 0, 2**bits - 1).astype(np.uint8), bits)
-
-
-def _round_to_nearest(weight: Array, quantization: WeightQuantization) -> Levels:
-    """The nearest symmetric levels."""
     inputs, outputs = weight.shape
     size, bits = quantization.block_size, quantization.bits
     levels, scales = round_to_nearest(weight.T, bits, size)
@@ -76,9 +57,9 @@ def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Ar
     rows = max(1, _AT_ONCE // inputs)
     for first in range(0, outputs, rows):
         part = slice(first, min(first + rows, outputs))
-        weights = np.ascontiguousarray(weight[:, part].T).reshape(-1, block_size)
+        weights = np.ascontiguousarray(weight[:, part].T, np.float32).reshape(-1, block_size)
         _, exponents = np.frexp(np.abs(weights).max(axis=1, keepdims=True))
-        steps = np.ldexp(np.ones_like(weights[:, :1]), exponents - 7)
+        steps = np.ldexp(np.float32(1), exponents - 7).astype(scales.dtype).astype(np.float32)  # 0 if it has none
         exact = np.flatnonzero(steps[:, 0] > 0)
         for count in (_FIRST, block_size):  # a few weights rule out nearly all blocks
             levels = weights[exact, :count] / steps[exact]
