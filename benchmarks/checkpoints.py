@@ -204,6 +204,7 @@ def make_genai_model(
     *,
     precision: str = "int4",
     block_size: int = 32,
+    algorithm: str = "default",
     provider: str = "cpu",
     last_logits: bool = False,
 ) -> Path:
@@ -217,6 +218,7 @@ def make_genai_model(
         python: An interpreter with the packages of `peers.txt`.
         precision: The builder's precision: "int4", "fp16", "bf16", ….
         block_size: Weights that share a scale, for int4.
+        algorithm: The builder's `algo_config`; "default" rounds to the nearest level.
         provider: The builder's execution provider.
         last_logits: Compute only the logits of a prompt's last token; otherwise the model returns all, [B, S, V].
     """
@@ -226,7 +228,8 @@ def make_genai_model(
             source = make_composite(checkpoint, Path(scratch)) if kind == "qwen3_5_text" else checkpoint
             command = ["-m", "onnxruntime_genai.models.builder", "-i", source, "-o", folder, "-p", precision]
             command += ["-e", provider, "-c", folder / "cache"]
-            more = [f"block_size={block_size}", "accuracy_level=4"] if precision == "int4" else []
+            settings = [f"block_size={block_size}", f"algo_config={algorithm}", "accuracy_level=4"]
+            more = settings if precision == "int4" else []
             more += ["prune_lm_head=true"] if last_logits else []
             command += ["--extra_options", *more] if more else []
             run_quietly([python, *map(str, command)], folder / "builder.log")

@@ -1,18 +1,31 @@
-"""Decoding on the CPU: qsample, onnxruntime-genai, llama.cpp and transformers, on the same random weights.
+"""Decoding on the CPU: qsample's presets, onnxruntime-genai, llama.cpp and transformers, on the same random weights.
 
     python -m venv peers && peers/bin/pip install -r benchmarks/peers.txt
-    python benchmarks/decode.py --peers-python peers/bin/python                # half an hour on two cores
+    python benchmarks/decode.py --peers-python peers/bin/python                # some minutes on two cores
+    python benchmarks/decode.py --peers-python peers/bin/python --whole        # long prompts, more models: an hour
     python benchmarks/decode.py --peers-python peers/bin/python --batch 1 --prompt 64 --rounds 9 --again
+    cc -O2 -shared -fPIC -o build/avx2.so benchmarks/avx2.c                    # the same as an AVX2 processor
+    LD_PRELOAD=$PWD/build/avx2.so python benchmarks/decode.py --peers-python avx2/bin/python
 
 All systems run the same checkpoint of random weights, which is built once in --work; a peer that is not installed or
 rejects a model is left out and named. Each system runs in its own process with the same number of threads. They take
 turns, round by round, because a shared machine changes its speed: ratios are taken within a round, and the median of
-the rounds is reported. qsample, onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has
-float32.
+the rounds is reported. A turn begins after a pause, with weights that the other systems' turns have driven from the
+processor's caches. onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has float32.
 
-Without --prompt, --batch and --mix the cells of PLAN are measured: long prompts take most of the time, and get few
-rounds. Results are written after every cell, and a run continues an interrupted run: complete cells are skipped unless
---again is given. Delete the JSON file to measure everything again on the same machine.
+`qsample` is the preset "quick" (blocks of 32), `balanced` has blocks of 64 and `speed` blocks of 128. Nothing is fitted
+to random weights here: a fit changes levels and scales, but no shape and no kernel, so the packages are made with
+"quick" and --block-size. The quality of the presets' bits and of the peers' is measured on trained models: `quality.py`
+writes it, and the tables show it. With `--no-batch-invariant` a step of one row computes one row on every processor, as
+in the peers; otherwise it computes two if the processor rounds one row differently (docs/devices.md).
+
+Without --prompt, --batch and --mix the cells of CENTRAL are measured, or those of WHOLE: long prompts take most of the
+time, and get few rounds. The page has a section for each shape, class of processor and number of threads. Results are
+written after every cell, and a run continues an interrupted run: complete cells are skipped unless --again is given.
+Delete the JSON file to measure everything again on the same machine.
+
+AVX-512 can be hidden from a process (`avx2.c`), except from llama.cpp, whose extensions are chosen when it is compiled:
+build the AVX2 peer with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON".
 
 `genai` runs with --threads like the others; `genai defaults` runs with onnxruntime-genai's own choice: half of the
 logical processors, at most 16. Its models are built with `prune_lm_head`: all systems compute only the logits of a
@@ -26,12 +39,12 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from checkpoints import CTX_LEN, SHAPES, make_checkpoint, make_genai_model, make_gguf, make_package
 from decoders import OWN, Part, Results, add_options, build_each, remaining, run_cells, start, write
-from report import describe_machine, make_parser, median, median_ratio
+from report import NOT_INVARIANT, count, describe_machine, make_parser, median, median_ratio, processor_class
 from rich.console import Console
 from systems import EVERYTHING, FLAT, MIXES
 from turns import PEERS, Worker, available, size_of
@@ -40,18 +53,34 @@ ROUNDS: Final = 5
 EVERY: Final = (*MIXES, *FLAT)  # some systems lack parameters of EVERYTHING
 LARGEST_FLOAT32: Final = 2e9  # bytes of a bfloat16 checkpoint whose float32 package is compared with transformers
 SLOW: Final = ("transformers", "genai defaults")
-PLAN: Final = (
-    Part("qwen3-0.6b", (64,), (1, 4), EVERY, ROUNDS),
-    Part("qwen3-0.6b", (64,), (8, 16), EVERY, 3, SLOW),
-    Part("qwen3-0.6b", (1024,), (1, 4), EVERY, 2, SLOW),
-    Part("qwen3-0.6b", (1024,), (8, 16), ("greedy",), 1, SLOW),
-    Part("qwen3-0.6b", (4096,), (1,), ("greedy", *FLAT), 2, SLOW),
-    Part("qwen3-0.6b", (4096,), (4,), ("greedy",), 1, SLOW),
-    Part("llama-3.2-1b", (64,), (1, 4), EVERY, 3, ("transformers",)),
-    Part("qwen3-4b", (64,), (1,), EVERY, 3, SLOW),
+BALANCED, SPEED = f"{OWN}, balanced", f"{OWN}, speed"
+ONE_ROW: Final = {name: f"{name}, {NOT_INVARIANT}" for name in (OWN, SPEED)}
+# Package → weights that share a scale.
+BLOCKS: Final = {OWN: 32, BALANCED: 64, SPEED: 128, ONE_ROW[OWN]: 32, ONE_ROW[SPEED]: 128}
+# System → its bits in the results of `quality.py`.
+BITS: Final = {OWN: "int4 quick", BALANCED: "int4 balanced", SPEED: "int4 speed", "llama.cpp": "llama.cpp Q4_0"}
+GENAI_BITS: Final = "onnxruntime-genai default"
+PRESETS_ONLY: Final = (BALANCED, *ONE_ROW.values())
+_CENTRAL: Final = ("greedy", "top-p 0.95", *FLAT)
+CENTRAL: Final = (
+    Part("qwen3-0.6b", (64,), (1,), _CENTRAL, ROUNDS),
+    Part("qwen3-0.6b", (64,), (4,), _CENTRAL, ROUNDS, tuple(ONE_ROW.values())),  # with several rows they are the same
+    Part("qwen3-0.6b", (1024,), (1,), ("greedy",), 2, (BALANCED, ONE_ROW[OWN])),
 )
-SYSTEMS: Final = """All systems except transformers (float32) have 4-bit weights in blocks of 32. `genai defaults` uses
-onnxruntime-genai's own number of threads: half of the logical processors."""
+WHOLE: Final = (
+    Part("qwen3-0.6b", (64,), (1, 4), EVERY, ROUNDS, PRESETS_ONLY),
+    Part("qwen3-0.6b", (64,), (8, 16), EVERY, 3, (*SLOW, *PRESETS_ONLY)),
+    Part("qwen3-0.6b", (1024,), (1, 4), EVERY, 2, (*SLOW, *PRESETS_ONLY)),
+    Part("qwen3-0.6b", (1024,), (8, 16), ("greedy",), 1, (*SLOW, *PRESETS_ONLY)),
+    Part("qwen3-0.6b", (4096,), (1,), ("greedy", *FLAT), 2, (*SLOW, *PRESETS_ONLY)),
+    Part("qwen3-0.6b", (4096,), (4,), ("greedy",), 1, (*SLOW, *PRESETS_ONLY)),
+    Part("llama-3.2-1b", (64,), (1, 4), EVERY, 3, ("transformers", *PRESETS_ONLY)),
+    Part("qwen3-4b", (64,), (1,), EVERY, 3, (*SLOW, *PRESETS_ONLY)),
+)
+SYSTEMS: Final = """`qsample` is the preset "quick". genai and llama.cpp have 4-bit weights in blocks of 32. KL: of a
+system's bits from float32, in nats, on held-out text of a trained model ([quality.md](quality.md)). With
+--no-batch-invariant, a step of one row computes one row. `genai defaults` uses onnxruntime-genai's own number of
+threads: half of the logical processors."""
 
 
 def run_overhead(worker: Worker, results: Results, shape: str, steps: int) -> None:
@@ -82,35 +111,39 @@ def check_tokens(checkpoint: Path, results: Results, shape: str, threads: int) -
 
 def run_shape(shape: str, parts: list[Part], options: argparse.Namespace, results: Results, console: Console) -> None:
     folder, python = options.work / shape, options.peers_python
+    title = f"{shape}, {processor_class()}, {count(options.threads, 'thread')}"
+    parts = [replace(part, shape=title) for part in parts]
     with console.status(f"{shape}: a checkpoint of random weights"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")
 
     def genai() -> Path:
         return make_genai_model(checkpoint, folder / "genai-last-logits", python, last_logits=True)
 
+    def package(block: int) -> Path:
+        return make_package(checkpoint, folder / f"int4-{block}", "int4", "--block-size", str(block))
+
     builders = {
-        OWN: lambda: make_package(checkpoint, folder / "int4", "int4"),
+        **{name: lambda block=block: package(block) for name, block in BLOCKS.items()},
         "genai": genai,
         "genai defaults": genai,
         "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
         "transformers": lambda: checkpoint,
     }
-    models = build_each(builders, [OWN, *options.system], shape, results, console)
-    facts = results.shape(shape)
-    facts["quantization"] = json.loads((models[OWN] / "qsample.json").read_text())["compilation"]["quantization"]
+    models = build_each(builders, [OWN, *options.system], title, results, console)
+    facts = results.shape(title)
     if options.tokens and (options.again or not facts["tokens"]) and size_of(checkpoint) < LARGEST_FLOAT32:
         with console.status(f"{shape}: greedy tokens against transformers'"):
-            check_tokens(checkpoint, results, shape, options.threads)
+            check_tokens(checkpoint, results, title, options.threads)
     overhead = options.overhead_steps and (options.again or not facts["overhead"])
     todo = remaining(results, parts, models, again=options.again)
     if not (todo or overhead):
         console.print(f"{shape}: measured before", highlight=False)
         return
     used = {name: model for name, model in models.items() if any(name not in part.without for part in parts)}
-    workers = start(used, shape, options, results, console)
+    workers = start(used, title, options, results, console)
     run_cells(workers, results, todo, options.new_tokens, console)
     if overhead:
-        run_overhead(workers[OWN], results, shape, options.overhead_steps)
+        run_overhead(workers[OWN], results, title, options.overhead_steps)
     results.save()
     for worker in workers.values():
         worker.close()
@@ -118,8 +151,8 @@ def run_shape(shape: str, parts: list[Part], options: argparse.Namespace, result
 
 def chosen_parts(options: argparse.Namespace) -> list[Part]:
     """The plan, or the grid of the options."""
-    grid = options.prompt or options.batch or options.mix
-    planned = [part for part in PLAN if options.shape is None or part.shape in options.shape]
+    grid, plan = options.prompt or options.batch or options.mix, WHOLE if options.whole else CENTRAL
+    planned = [part for part in plan if options.shape is None or part.shape in options.shape]
     if planned and not grid:
         return [replace(part, rounds=options.rounds or part.rounds) for part in planned]
     prompts, rows = tuple(options.prompt or [64]), tuple(options.batch or [1, 4])
@@ -127,23 +160,41 @@ def chosen_parts(options: argparse.Namespace) -> list[Part]:
     return [Part(shape, prompts, rows, mixes, rounds) for shape in options.shape or ["qwen3-0.6b"]]
 
 
+def add_quality(facts: dict[str, Any], path: Path) -> None:
+    """Give the systems of a section the KL of their bits, by the model that it was measured on."""
+    models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else {}
+    for name, known in facts["systems"].items():
+        bits = GENAI_BITS if name.startswith("genai") else BITS.get(name.removesuffix(f", {NOT_INVARIANT}"))
+        found = {model: quality["rows"].get(bits, {}).get("kl") for model, quality in models.items()}
+        known["kl"] = {model: kl[0] for model, kl in found.items() if kl}
+
+
 def main() -> None:
     parser = make_parser(__doc__, "decode", work="build/decode", peers=True, again=True, threads=2)
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES))
-    parser.add_argument("--system", nargs="+", choices=list(PEERS), default=list(PEERS), help="next to qsample")
+    parser.add_argument("--whole", action="store_true", help="the cells of WHOLE, with the overhead and the tokens")
+    parser.add_argument("--system", nargs="+", choices=[*PEERS, *list(BLOCKS)[1:]], help="next to qsample")
     add_options(parser)
-    parser.add_argument("--overhead-steps", type=int, default=120, help="0 leaves this part out")
+    parser.add_argument("--overhead-steps", type=int, help="0 leaves this part out")
     parser.add_argument("--no-tokens", dest="tokens", action="store_false", help="do not compare greedy tokens")
+    parser.add_argument("--quality", type=Path, default=Path("docs/benchmarks/quality.json"), help="of quality.py")
     options, console = parser.parse_args(), Console(stderr=True)
     parts = chosen_parts(options)
+    options.tokens &= options.whole
+    if options.overhead_steps is None:
+        options.overhead_steps = 120 if options.whole else 0
+    options.system = options.system or [*(PEERS if options.whole else ("genai", "llama.cpp")), *list(BLOCKS)[1:]]
     for part in parts:
         most = min(CTX_LEN, SHAPES[part.shape]["max_position_embeddings"]) - 8
         if options.new_tokens < 2 or max(part.prompts) + options.new_tokens > most:
             parser.error(f"{part.shape}: --new-tokens must be at least 2, and {most:,} at most with --prompt")
     options.system = available(options.system, options.peers_python, console)
-    results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))
+    results = Results(options.output.with_suffix(".json"), describe_machine())
     for shape in dict.fromkeys(part.shape for part in parts):
         run_shape(shape, [part for part in parts if part.shape == shape], options, results, console)
+    for facts in results.data["shapes"].values():
+        add_quality(facts, options.quality)
+    results.save()
     write(results, options.output, "Decode benchmark", "decode.py", SYSTEMS)
 
 

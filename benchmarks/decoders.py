@@ -18,6 +18,7 @@ from turns import PEERS as MODULES
 from turns import WARM_UP_TOKENS, Cell, Worker, size_of, take_turns
 
 OWN: Final = "qsample"
+BUNDLED: Final = "tiny_lm"  # the folder of the bundled model, on which `quality.py` measures bits
 FIRST, STEP = "first_token_ms", "step_ms"
 Facts = dict[str, Any]  # of a shape
 
@@ -48,7 +49,7 @@ class Results(Kept):
         super().__init__(path, {"machine": machine, "shapes": {}})
 
     def shape(self, shape: str) -> Facts:
-        empty = {"systems": {}, "cells": [], "overhead": {}, "tokens": None, "quantization": None, "missing": {}}
+        empty = {"systems": {}, "cells": [], "overhead": {}, "tokens": None, "missing": {}}
         facts: Facts = self.data["shapes"].setdefault(shape, empty)
         facts.setdefault("missing", {})
         return facts
@@ -78,9 +79,9 @@ def cell_of(facts: Facts, cell: Cell, system: str) -> dict[str, Any] | None:
     return find(facts["cells"], prompt=cell.prompt, batch=cell.rows, mix=cell.mix, system=system)
 
 
-def ratio(facts: Facts, cell: Cell, system: str, field: str) -> float | None:
+def ratio(facts: Facts, cell: Cell, system: str, field: str, own_name: str = OWN) -> float | None:
     """The time of `system` over qsample's: the median of the rounds' ratios."""
-    own, other = cell_of(facts, cell, OWN), cell_of(facts, cell, system)
+    own, other = cell_of(facts, cell, own_name), cell_of(facts, cell, system)
     return None if own is None or other is None else median_ratio(other[field], own[field])
 
 
@@ -189,16 +190,39 @@ def cell_rows(facts: Facts) -> Rows:
                 texts.append(f"{median(found[field]):.1f}{multiple}")  # type: ignore[index]
             row.append(", ".join(texts))
         rows.append(row)
-    return ["prompt", "rows", "sampling", *(f"{name}: TTFT, step" for name in systems)], rows
+    return ["prompt", "rows", "sampling", *(f"{_titled(facts, name)}: TTFT, step" for name in systems)], rows
+
+
+def _titled(facts: Facts, name: str) -> str:
+    """A system with the divergence of its bits on the bundled model, if it is known."""
+    kl = facts["systems"].get(name, {}).get("kl", {}).get(BUNDLED)
+    return f"{name} (KL {kl:.4f})" if kl else name
+
+
+def beside_rows(facts: Facts) -> Rows:
+    """Steps of the peers over those of each package of qsample's; nothing if there is only one."""
+    systems = sorted({cell["system"] for cell in facts["cells"]})
+    ours = [name for name in systems if name.partition(",")[0] == OWN]
+    peers, rows = [name for name in systems if name not in ours], []
+    for cell, own in product(cells_in(facts), ours if len(ours) > 1 else []):
+        if found := cell_of(facts, cell, own):
+            times = [ratio(facts, cell, peer, STEP, own) for peer in peers]
+            texts = ["" if value is None else f"{value:.2f}" for value in times]
+            rows.append([f"{cell.prompt:,}", str(cell.rows), cell.mix, own, f"{median(found[STEP]):.1f}", *texts])
+    return ["prompt", "rows", "sampling", "package", "step, ms", *(f"{peer} ÷ it" for peer in peers)], rows
 
 
 def system_rows(facts: Facts) -> Rows:
     rows = []
+    texts = list(dict.fromkeys(text for known in facts["systems"].values() for text in known.get("kl", {})))
     for name, known in facts["systems"].items():
         memory = known["memory"]
         held = [f"{memory[kind] / 1e6:.0f}" if kind in memory else "" for kind in ("anonymous", "mapped")]
-        rows.append([name, known["version"], f"{known['bytes'] / 1e6:.0f}", f"{known['load_seconds']:.2f}", *held])
-    return ["system", "version", "files, MB", "load, s", "anonymous memory, MB", "mapped files in memory, MB"], rows
+        far = [f"{known['kl'][text]:.4f}" if text in known.get("kl", {}) else "" for text in texts]
+        sizes = [f"{known['bytes'] / 1e6:.0f}", f"{known['load_seconds']:.2f}"]
+        rows.append([name, known["version"], *sizes, *held, *far])
+    header = ["system", "version", "files, MB", "load, s", "anonymous memory, MB", "mapped files in memory, MB"]
+    return [*header, *(f"KL of its bits, {text}" for text in texts)], rows
 
 
 def overhead_rows(facts: Facts) -> Rows:
@@ -211,19 +235,11 @@ def overhead_rows(facts: Facts) -> Rows:
 
 
 def notes(facts: Facts) -> list[str]:
-    """Equal tokens, and the distance of quantized weights from the float model."""
-    lines = []
+    """Equal tokens."""
     if found := facts["tokens"]:
         equal = f"{found['equal']:,} of {found['compared']:,}"
-        lines.append(f"Greedy tokens of the float32 package equal to transformers': {equal}.")
-    if found := facts["quantization"]:
-        far = found["divergence"]
-        lines.append(
-            f"{found['dtype']} weights in blocks of {found['block_size']} ({found['method']}) are {far['kl']:.3g} "
-            f"nats a token from the float32 model, perplexity {far['quantized_perplexity']:.4g} instead of "
-            f"{far['perplexity']:.4g}, argmax equal in {far['agreement']:.1%}: random weights, peaked logits."
-        )
-    return lines
+        return [f"Greedy tokens of the float32 package equal to transformers': {equal}."]
+    return []
 
 
 def write(results: Results, output: Path, title: str, script: str, systems: str) -> None:
@@ -252,10 +268,11 @@ def write(results: Results, output: Path, title: str, script: str, systems: str)
         lines += [f"## {shape}", ""]
         for kind, (header, rows) in {
             "ms (multiple of qsample's)": cell_rows(facts),
+            "peers over qsample": beside_rows(facts),
             "loaded": system_rows(facts),
             "overhead": overhead_rows(facts),
         }.items():
-            if rows or kind != "overhead":
+            if rows:
                 print_table(header, rows, f"{shape}: {kind}")
                 lines += [*markdown(header, rows), ""]
         lines += [f"{line}\n" for line in notes(facts)]

@@ -20,7 +20,6 @@ without operators) with the operators.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any, Final
 
@@ -70,7 +69,6 @@ def run_shape(shape: str, systems: list[str], options: argparse.Namespace, resul
         console.print(f"{shape}: measured before", highlight=False)
         return
     facts, choices = results.shape(shape), SHAPES[shape].get("num_experts_per_tok", 0)
-    facts["quantization"] = json.loads((models[OWN] / "qsample.json").read_text())["compilation"]["quantization"]
     for (prompt,), _ in CELLS:
         facts.setdefault("active", {})[str(prompt)] = active_bytes(models[OWN], choices, history=prompt + 1)
     speeds: list[float] = []

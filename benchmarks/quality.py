@@ -1,10 +1,18 @@
-"""The quality of each quantization preset for the bundled model, on held-out text.
+r"""The quality of bits on held-out text: qsample's presets beside the peers' bits.
 
-    python benchmarks/quality.py                                # docs/quantization.md's table
-    python benchmarks/quality.py --model CHECKPOINT --text held_out.txt --calibration-text other.txt
+    python benchmarks/quality.py --peers-python peers/bin/python               # the bundled model
+    python benchmarks/second_model.py --out build/second                       # another small model
+    python benchmarks/quality.py --peers-python peers/bin/python --model build/second \
+        --heldout build/second/heldout.txt --calibration-text build/second/train.txt
 
-Without --text, the evaluation uses the chapters that `scripts/train_tiny_lm.py` held out of the bundled model's
-training, and the calibration uses chapters of the training; both come from the program `bible` (Debian's bible-kjv).
+All bits run in qsample's runtime, so the table compares bits, not engines: each product rounds activations to 8 bits.
+The peers' files are made by the peers: llama.cpp's quantizer writes GGUF files, whose integers an export keeps, and
+onnxruntime-genai's builder writes decoders that are baked. Fitted presets fit to text that the model writes; rows "to
+text" fit to --calibration-text. Sizes are of packages, and of the peers' own files.
+
+Without --heldout, the texts are chapters that `scripts/train_tiny_lm.py` held out of the bundled model's training, and
+chapters of the training; both come from the program `bible` (Debian's bible-kjv). The results of each model are kept in
+the JSON file, where `decode.py` finds them.
 """
 
 from __future__ import annotations
@@ -13,85 +21,150 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from report import make_parser, markdown
+from checkpoints import can_import, make_genai_model, make_gguf
+from report import Kept, describe_machine, make_parser, markdown, one_line, processor_class
+from tokenizers import Tokenizer
+from turns import PEERS, size_of
 
 import qsample
 from qsample.compiler.quantize import PRESETS
-from qsample.evaluation import Evaluation
+from qsample.errors import QsampleError
 from qsample.evaluation.plot import draw
 from qsample.models.bundled import TINY_LM
 from scripts.train_tiny_lm import kjv_documents, split
 
-SEED = 1611  # of the bundled model's training, which selects the held-out chapters
-CALIBRATION_CHAPTERS = 24
-WAYS = [
-    *((weights, preset) for weights in ("int8", "int4", "int4_mixed") for preset in PRESETS),
-]
+SEED: Final = 1611  # of the bundled model's training, which selects the held-out chapters
+CALIBRATION_CHAPTERS: Final = 24
+FLOAT, TO_TEXT = "float32", "to text"
+OWN: Final = [f"{weights} {preset}" for weights in ("int8", "int4", "int4_mixed") for preset in PRESETS]
+FITTED: Final = [f"int4 {preset}, {TO_TEXT}" for preset, point in PRESETS.items() if point.fitted]
+GGUF: Final = {f"llama.cpp {kind}": kind for kind in ("Q4_0", "Q4_K_M")}
+GENAI: Final = {f"onnxruntime-genai {algorithm}": algorithm for algorithm in ("default", "k_quant_mixed")}
 
 
 def texts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The texts for the evaluation and for the calibration."""
-    if options.text:
-        return ([path.read_text("utf-8") for path in paths] for paths in (options.text, options.calibration_text))
+    if options.heldout:
+        chosen = (options.heldout, options.calibration_text or [])
+        return ([path.read_text("utf-8") for path in paths] for paths in chosen)
     training, held_out = split(kjv_documents(), SEED)
     return held_out, training[:CALIBRATION_CHAPTERS]
 
 
-def table(found: Evaluation) -> list[str]:
-    rows = []
+def peers(options: argparse.Namespace, checkpoint: Path, work: Path) -> dict[str, Callable[[], tuple[Path, Any]]]:
+    """System → its own file, and a model to compile; of the installed peers."""
+    python = options.peers_python
+
+    def gguf(kind: str) -> tuple[Path, Any]:
+        path = make_gguf(checkpoint, work / f"{kind}.gguf", python, kind)
+        return path, qsample.AutoModelForCausalLM.from_pretrained(path, tokenizer=str(checkpoint))
+
+    def genai(algorithm: str) -> tuple[Path, Any]:
+        path = make_genai_model(checkpoint, work / f"genai-{algorithm}", python, algorithm=algorithm)
+        return path, qsample.AutoModelForCausalLM.from_pretrained(path)
+
+    found = {}
+    for peer, make, files in (("llama.cpp", gguf, GGUF), ("genai", genai, GENAI)):
+        if missing := can_import(python, PEERS[peer]):
+            print(f"without {peer}: {missing}", file=sys.stderr)
+            continue
+        found |= {name: lambda make=make, kind=kind: make(kind) for name, kind in files.items()}
+    return found
+
+
+def figures(found: Any, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Row → size in bytes, perplexity, and [value, low, high] of KL and top-1."""
+    rows = {}
     for package in found.packages:
-        weights, _, preset = Path(package.path).name.partition(".")
-        cells = [weights, preset, f"{package.bytes / 1e3:,.0f}", f"{package.perplexity.value:.3f}"]
+        name = Path(package.path).name
+        rows[name] = facts = {"bytes": sizes.get(name, package.bytes), "perplexity": package.perplexity.value}
         for comparison in package.comparisons:
-            for interval, digits in ((comparison.kl, 5), (comparison.agreement.map(lambda value: 100 * value), 1)):
-                cells.append(f"{interval.value:.{digits}f} ± {(interval.high - interval.low) / 2:.{digits}f}")
-        rows.append([*cells, *[""] * (6 - len(cells))])
-    return markdown(["weights", "preset", "size, kB", "perplexity", "KL, nats", "top-1, %"], rows)
+            for key, interval in (("kl", comparison.kl), ("top1", comparison.agreement)):
+                facts[key] = [interval.value, interval.low, interval.high]
+    return rows
+
+
+def table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    lines = []
+    for name, facts in rows.items():
+        cells = [name, f"{facts['bytes'] / 1e3:,.0f}", f"{facts['perplexity']:.3f}"]
+        for key, digits, factor in (("kl", 5, 1), ("top1", 1, 100)):
+            if key in facts:
+                value, low, high = (factor * number for number in facts[key])
+                cells.append(f"{value:.{digits}f} ± {(high - low) / 2:.{digits}f}")
+        lines.append([*cells, *[""] * (5 - len(cells))])
+    return markdown(["bits", "size, kB", "perplexity", "KL, nats", "top-1, %"], lines)
+
+
+def write(data: dict[str, Any], output: Path) -> None:
+    """Write the page. output: its path without a suffix."""
+    lines = ["# Quality of bits", "", "Made by `python benchmarks/quality.py`, whose docstring describes the method."]
+    lines += ["KL and top-1 are relative to the float32 package, ± half of the 95 % interval.", ""]
+    for model, facts in data["models"].items():
+        widths = " and ".join(map(str, facts["widths"]))
+        lines += [f"## {model}", "", f"{facts['tokens']:,} held-out tokens; matrices of {widths} columns;"]
+        lines += [f"{facts['machine']}.", "", *table(facts["rows"]), ""]
+        if any(width % 256 for width in facts["widths"]):
+            lines += ["Q4_K has blocks of 256 columns: llama.cpp gives matrices that they do not divide more bits.", ""]
+        lines += [f"Without {name}: {reason}\n" for name, reason in facts["missing"].items()]
+    output.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--model", default=str(TINY_LM), help="checkpoint folder or hub id (default: bundled)")
-    parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files to evaluate on")
-    parser.add_argument(
-        "--calibration-text", type=Path, nargs="+", help="UTF-8 files to fit weights to; needed with --text"
-    )
+    parser = make_parser(__doc__, "quality", peers=True)
+    parser.add_argument("--model", type=Path, default=TINY_LM, help="checkpoint folder (default: the bundled model's)")
+    parser.add_argument("--heldout", type=Path, nargs="+", help="UTF-8 files to evaluate on")
+    parser.add_argument("--calibration-text", type=Path, nargs="+", help="UTF-8 files for the rows that fit to text")
+    parser.add_argument("--bits", nargs="+", help="only these rows")
     parser.add_argument("--ctx-len", type=int, default=512)
-    parser.add_argument("--block-size", type=int, help="in place of the presets'")
     parser.add_argument("--work", type=Path, help="folder that keeps the packages; existing packages are reused")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="also draw them: a .png or .svg file")
+    parser.add_argument("--plot", type=Path, help="also draw the figures: a .png or .svg file")
     options = parser.parse_args()
-    if bool(options.text) != bool(options.calibration_text):
-        parser.error("--text and --calibration-text require each other, and must be different texts")
     held_out, calibration = texts(options)
     with tempfile.TemporaryDirectory() as scratch:
-        work = options.work or Path(scratch)
+        work, sizes, missing, packages = options.work or Path(scratch), {}, {}, []
+        work.mkdir(parents=True, exist_ok=True)
         model = qsample.AutoModelForCausalLM.from_pretrained(options.model).export(work / "portable", overwrite=True)
-        packages = []
-        for weights, preset in (*WAYS, ("float32", "")):
-            path = work / f"{weights}.{preset}".rstrip(".")
-            packages.append(path)
-            if path.exists():
+        made = peers(options, options.model, work)
+        for name in (*OWN, *(FITTED if calibration else ()), *made, FLOAT):
+            if options.bits and name not in (*options.bits, FLOAT):
                 continue
-            print(f"compiling {path.name}", file=sys.stderr)
-            chosen = {"preset": preset, "block_size": options.block_size} if preset else {}
-            if preset and PRESETS[preset].fitted:
-                chosen["calibration_text"] = calibration
-            model.compile(path, weights=weights, ctx_len=options.ctx_len, **chosen)
-        print("evaluating", file=sys.stderr)
-        found = qsample.evaluate(packages[:-1], held_out, against=packages[-1], batch_size=16)
-        print("\n".join(table(found)))
-        print(f"\n{found.tokens:,} tokens, windows of {found.max_length}, {found.stride} apart", file=sys.stderr)
-        if options.json:
-            options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+            path, own = work / name, name not in made
+            weights, _, preset = name.partition(", ")[0].partition(" ")
+            chosen = {"weights": weights, "preset": preset} if own and preset else {}
+            chosen |= {"calibration_text": calibration} if name.endswith(TO_TEXT) else {}
+            print(path.name, file=sys.stderr)
+            try:
+                source, to_compile = (None, model) if own else made[name]()
+                if not path.exists():
+                    to_compile.compile(path, ctx_len=options.ctx_len, **chosen)
+            except (RuntimeError, QsampleError) as error:
+                if own:
+                    raise
+                missing[name] = one_line(str(error).splitlines()[-1])
+                continue
+            packages.append(path)
+            sizes |= {} if own else {name: size_of(source)}
+        ids = [Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(text).ids for text in held_out]
+        found = qsample.evaluate(packages[:-1], ids, against=packages[-1], batch_size=16)
         if options.plot:
             draw(found, options.plot)
+    rows = figures(found, sizes)
+    results = Kept(options.output.with_suffix(".json"), {"models": {}}, same=())
+    known = results.data["models"].setdefault(options.model.resolve().name, {"rows": {}})
+    config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    known["widths"] = [config["hidden_size"], config["intermediate_size"]]
+    known |= {"machine": f"{describe_machine()}, {processor_class()}", "tokens": found.tokens, "missing": missing}
+    known["rows"] = (known["rows"] if options.bits else {}) | rows
+    results.save()
+    write(results.data, options.output)
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

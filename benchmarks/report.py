@@ -25,17 +25,42 @@ PEERS: Final = "`pip install -r benchmarks/peers.txt` installs the other systems
 _EXTENSIONS: Final = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "asimd", "asimddp", "i8mm")
 
 
-def describe_machine(threads: int) -> str:
-    """The processor with its vector extensions (if Linux lists them), the cores, and `threads`."""
+def describe_machine(threads: int | None = None) -> str:
+    """The processor and its cores; with `threads`, also the vector extensions that libraries find."""
+    known, facts = _cpuinfo(), f"{os.cpu_count()} cores"
+    name = known.get("model name") or platform.processor() or platform.machine()
+    if threads is None:
+        return f"{name}, {facts}"
+    found, hidden = _extensions()
+    extensions = f" ({', '.join(found)}{hidden})" if found else ""
+    return f"{name}{extensions}, {facts}, {threads} threads"
+
+
+def processor_class() -> str:
+    """The last of the vector extensions that libraries find, such as "AVX512 VNNI"."""
+    found, hidden = _extensions()
+    return (found or ["unknown"])[-1].upper().replace("_", " ") + hidden
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Linux's facts of the first processor."""
     facts: dict[str, str] = {}
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []:
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())
-    flags = f"{facts.get('flags', '')} {facts.get('Features', '')}".split()
-    extensions = ", ".join(name for name in _EXTENSIONS if name in flags)
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    return f"{name}{f' ({extensions})' if extensions else ''}, {os.cpu_count()} cores, {threads} threads"
+    return facts
+
+
+def _extensions() -> tuple[list[str], str]:
+    """The extensions that Linux lists and that `avx2.c` does not hide; and whether it hides some, in words."""
+    known = _cpuinfo()
+    found = [name for name in _EXTENSIONS if name in f"{known.get('flags', '')} {known.get('Features', '')}".split()]
+    simd: Any = np.show_config(mode="dicts")["SIMD Extensions"]  # type: ignore[index, call-overload]
+    asked = [*simd.get("baseline", ()), *simd.get("found", ())]  # NumPy asks the processor, and not Linux
+    if "avx512f" not in found or any(name.startswith(("AVX512", "X86_V4")) for name in asked):
+        return found, ""
+    return [name for name in found if not name.startswith(("avx512", "avx_vnni"))], " with AVX-512 hidden"
 
 
 def make_parser(
@@ -150,9 +175,12 @@ def one_line(reason: str) -> str:
 # colour in every plot; its variants within a plot differ by lightness, dashes and markers.
 QSAMPLE: Final = "#1f6fb4"
 _GENAI, _LLAMA, _TRANSFORMERS, _MOBIUS = "#e08214", "#2f8f4e", "#8250a8", "#b5446e"
+NOT_INVARIANT: Final = "--no-batch-invariant"
 SYSTEMS: Final[dict[str, tuple[str, int]]] = {
     **dict.fromkeys(("qsample", "qsample serve", "qsample, int4", "qsample, float32 cache"), (QSAMPLE, 0)),
     **dict.fromkeys(("qsample, continuous", "captured", "baked"), (QSAMPLE, 0)),
+    **{f"qsample, {name}": (QSAMPLE, look) for name, look in (("balanced", 1), ("speed", 3))},
+    **{f"qsample, {name}": (QSAMPLE, look) for name, look in ((NOT_INVARIANT, 2), (f"speed, {NOT_INVARIANT}", 4))},
     **dict.fromkeys(("engine alone", "qsample, static", "qsample, portable", "qsample, int8 cache"), (QSAMPLE, 1)),
     "uncaptured": (QSAMPLE, 1),
     "host": (QSAMPLE, 2),

@@ -20,9 +20,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -161,17 +162,17 @@ class Stream:
         return torch.cat([self.ids[:1], self.ids[first : first + CONTEXT]])
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return an untrained Llama of 1,373,600 parameters, which float16 keeps below 3 MB."""
+def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int = 160, intermediate: int = 384) -> LlamaForCausalLM:
+    """Return an untrained Llama; the default widths have 1,373,600 parameters, which float16 keeps below 3 MB."""
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=160,
-        intermediate_size=384,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=40,
+        head_dim=hidden // 4,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         **special,
@@ -324,12 +325,22 @@ def check_output(out: Path) -> None:
         raise SystemExit(f"error: {out} exists and is not an earlier result of this script")
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str, out: Path) -> None:
-    """Write the folder `out` next to its place, then move it there, so that it is never half-written."""
+def save(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    card: str,
+    out: Path,
+    dtype: torch.dtype = torch.float16,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write the folder `out` next to its place, then move it there, so that it is never half-written.
+
+    dtype: of the stored weights. more: further files, name → text.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         fresh = Path(scratch, "fresh")
-        model.half().save_pretrained(fresh)
+        model.to(dtype).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         # float16 halves the file; float32 is what CPUs compute well in. The class name is one that transformers 4
         # knows too. Without indentation tokenizer.json is half as long.
@@ -341,7 +352,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str,
             content = json.loads((fresh / name).read_text(encoding="utf-8")) | changes
             text = json.dumps(content, indent=indent, ensure_ascii=False)
             (fresh / name).write_text(text + "\n", encoding="utf-8")
-        (fresh / "README.md").write_text(card, encoding="utf-8")
+        for name, text in {"README.md": card, **more}.items():
+            (fresh / name).write_text(text, encoding="utf-8")
         (fresh / "model.safetensors").chmod((fresh / "README.md").stat().st_mode)  # others may read it too
         if out.exists():
             out.rename(Path(scratch, "earlier"))

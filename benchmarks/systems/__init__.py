@@ -32,7 +32,11 @@ FIRST_TIMED: Final = 4  # steps on a GPU before the clock starts; the host waits
 # Work → system → module of this folder, its class, further arguments.
 SYSTEMS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     "generate": {
-        "qsample": ("qsample", "Qsample", {}),
+        **dict.fromkeys(("qsample", "qsample, balanced", "qsample, speed"), ("qsample", "Qsample", {})),
+        **dict.fromkeys(
+            ("qsample, --no-batch-invariant", "qsample, speed, --no-batch-invariant"),
+            ("qsample", "Qsample", {"batch_invariant": False}),
+        ),
         "genai": ("genai", "Genai", {}),
         "genai defaults": ("genai", "Genai", {"own_threads": True}),
         "transformers": ("transformers", "Transformers", {}),

@@ -55,8 +55,9 @@ class Qsample(Generator):
 
     library = "onnxruntime"
 
-    def __init__(self, model: Path, threads: int) -> None:
-        self.model = load(model, intra_op_num_threads=threads, verify=False, session_config=_NO_SPINNING)
+    def __init__(self, model: Path, threads: int, batch_invariant: bool = True) -> None:
+        options = {"verify": False, "session_config": _NO_SPINNING, "batch_invariant": batch_invariant}
+        self.model = load(model, intra_op_num_threads=threads, **options)
         self.vocab_size = self.model.interface.vocab_size
 
     def _loop(self, prompts: Ids, new_tokens: int, sampling: Sampling, sessions: Any) -> LockStep:

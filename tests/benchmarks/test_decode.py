@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,11 @@ def test_ratios_are_taken_within_a_round(benchmark: Benchmark, tmp_path: Path) -
     assert decoders.ratio(facts, greedy, "genai", "first_token_ms") == 3.0
     assert decoders.ratio(facts, greedy, "llama.cpp", "step_ms") is None
     assert decoders.cell_rows(facts)[1] == [["64", "1", "greedy", "200.0, 20.0", "600.0 (3.00x), 40.0 (2.00x)"]]
+    assert decoders.beside_rows(facts)[1] == []
+    facts["cells"] += [cell("greedy", "qsample, speed", [90.0, 180.0, 180.0], [8.0, 16.0, 16.0])]
+    header, rows = decoders.beside_rows(facts)
+    assert header[3:] == ["package", "step, ms", "genai ÷ it"]
+    assert [row[3:] for row in rows] == [["qsample", "20.0", "2.00"], ["qsample, speed", "16.0", "2.50"]]
     facts["overhead"]["4"] = {"ms": {"greedy": 20.0, "greedy_host": 0.5}, "everything_over_greedy": 1.012}
     facts["tokens"] = {"compared": 64, "equal": 63}
     assert decoders.overhead_rows(facts)[1] == [["4", "1.2%", "2.5%"]]
@@ -108,12 +114,30 @@ def test_systems_take_turns_and_one_that_ends_is_out(benchmark: Benchmark, monke
 
 def test_the_plan_and_a_grid(benchmark: Benchmark) -> None:
     decode = benchmark("decode")
-    options = argparse.Namespace(shape=None, prompt=None, batch=None, mix=None, rounds=None)
-    assert decode.chosen_parts(options) == list(decode.PLAN)
-    parts = decode.chosen_parts(argparse.Namespace(**vars(options) | {"shape": ["qwen3-4b"], "rounds": 7}))
+    options = argparse.Namespace(whole=False, shape=None, prompt=None, batch=None, mix=None, rounds=None)
+    assert decode.chosen_parts(options) == list(decode.CENTRAL)
+    whole = {"whole": True, "shape": ["qwen3-4b"], "rounds": 7}
+    parts = decode.chosen_parts(argparse.Namespace(**vars(options) | whole))
     assert [(part.shape, part.rows, part.rounds) for part in parts] == [("qwen3-4b", (1,), 7)]
     (part,) = decode.chosen_parts(argparse.Namespace(**vars(options) | {"prompt": [16], "mix": ["greedy"]}))
     assert [str(one) for one in part.cells] == ["prompt 16, 1 rows, greedy", "prompt 16, 4 rows, greedy"]
+
+
+def test_the_quality_of_each_system_stands_beside_its_speed(benchmark: Benchmark, tmp_path: Path) -> None:
+    decode, decoders = benchmark("decode"), benchmark("decoders")
+    facts = decoders.Results(tmp_path / "decode.json", "machine").shape("tiny")
+    names = ("qsample", "qsample, speed, --no-batch-invariant", "genai defaults", "transformers")
+    facts["systems"] = {name: {"version": "1", "bytes": 1, "load_seconds": 1.0, "memory": {}} for name in names}
+    facts["cells"] += [cell("greedy", name, [9.0], [1.0]) for name in names]
+    kl = {"int4 quick": 0.04, "int4 speed": 0.03, "onnxruntime-genai default": 0.05}
+    rows = {bits: {"kl": [value, value, value]} for bits, value in kl.items()}
+    report = {"models": {"second": {"rows": rows}, "tiny_lm": {"rows": {"int4 speed": rows["int4 speed"]}}}}
+    (tmp_path / "quality.json").write_text(json.dumps(report))
+    decode.add_quality(facts, tmp_path / "quality.json")
+    header, lines = decoders.system_rows(facts)
+    assert header[-2:] == ["KL of its bits, second", "KL of its bits, tiny_lm"]
+    assert [line[-2:] for line in lines] == [["0.0400", ""], ["0.0300", "0.0300"], ["0.0500", ""], ["", ""]]
+    assert [name for name in decoders.cell_rows(facts)[0] if "KL" in name] == [f"{names[1]} (KL 0.0300): TTFT, step"]
 
 
 def test_tables_of_models(benchmark: Benchmark, tmp_path: Path) -> None:
@@ -151,10 +175,12 @@ def test_the_bytes_of_a_step(benchmark: Benchmark, llama_package: Path) -> None:
 
 @pytest.mark.slow
 def test_a_whole_run_on_a_tiny_model(run: Callable[..., tuple[Any, str]]) -> None:
-    options = ["--system", "transformers", "--batch", "1", "2", "--prompt", "16", "--rounds", "2", "--new-tokens", "4"]
-    data, page = run("decode", "--shape", "tiny", *options, "--overhead-steps", "8")
-    found = data["shapes"]["tiny"]
-    assert len(found["cells"]) == 2 * 2 * 4  # batches, systems, mixes
+    sizes = ["--batch", "1", "2", "--prompt", "16", "--rounds", "2", "--new-tokens", "4"]
+    options = ["--whole", "--overhead-steps", "8", "--system", "transformers", "qsample, speed"]
+    data, page = run("decode", "--shape", "tiny", *sizes, *options)
+    ((title, found),) = data["shapes"].items()
+    assert title.startswith("tiny, ")
+    assert len(found["cells"]) == 2 * 3 * 4  # batches, systems, mixes
     assert found["tokens"]["equal"] == found["tokens"]["compared"] == 64
-    assert found["quantization"]["dtype"] == "int4"
+    assert "| 16 | 2 | greedy | qsample, speed |" in page
     assert "| 16 | 2 | greedy |" in page
