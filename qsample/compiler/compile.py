@@ -57,7 +57,7 @@ def compile_package(
     with metered(progress) as meter, package.write_package(path, overwrite=overwrite) as writer:
         stages = pipeline.stages_of(plan, meter)
         folder = writer.directory
-        compilation, weights_sha256 = _build(plan, target, folder, stages, dump)
+        plan, compilation, weights_sha256 = _build(plan, target, folder, stages, dump)
         if weights_sha256 is not None:
             writer.hashed(pipeline.WEIGHTS, weights_sha256)
         _add_other_files(plan, folder)
@@ -99,11 +99,13 @@ def compile_package(
 
 def _build(
     plan: CompilePlan, target: Target, folder: Path, stages: Stages, dump: DebugDump | None
-) -> tuple[package.Compilation, str | None]:
-    """Write the decode graph into `folder`. Returns how it was compiled, and the sha256 of its weights' file."""
+) -> tuple[CompilePlan, package.Compilation, str | None]:
+    """Write the decode graph into `folder`. Returns the plan with its interface, how it was compiled, and the sha256 of
+    its weights' file."""
     with ScratchFolder(folder.parent) as scratch:
         build = pipeline.start(plan, stages, folder, scratch.new)
         pipeline.run(build, target.phases(plan), dump)
+        plan = build.plan
         if plan.interface.image is not None:
             compile_vision(plan, target.execution_providers, folder, scratch.new)
         assert build.placement is not None, f"the last phase of {target.name} sets the placement"
@@ -116,16 +118,16 @@ def _build(
             self_test={},
             provider_options={**target.provider_options, **build.provider_options},
             quantization=_figures(plan, quantization_report(build.model)),
-            least_onnxruntime=STEPS_ONNXRUNTIME if plan.options.num_speculative_tokens else None,
+            least_onnxruntime=STEPS_ONNXRUNTIME if plan.needs_new_attention else None,
             parts=tuple(build.parts),
             options=plan.options.described(),
             versions={"qsample": qsample.__version__, "onnxruntime": str(ort.__version__)},
         )
-        return compilation, build.weights_sha256
+        return plan, compilation, build.weights_sha256
 
 
 def _add_other_files(plan: CompilePlan, folder: Path) -> None:
-    """Copy the other files of the portable package; the starting state follows the cache's dtype."""
+    """Copy the other files of the portable package; the starting state follows the cache's dtype and sizes."""
     for name in plan.source.manifest.files:
         if not name.startswith((pipeline.DECODER, VISION)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

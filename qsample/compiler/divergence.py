@@ -7,7 +7,7 @@ cheap steps, and the first graph reads all of it in one call, in one pass over i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -80,7 +80,8 @@ def measure_divergence(
             if progress is not None:
                 progress(_WRITING * sum(map(len, texts)) / (len(prompts) * calls))
     del writer, step  # before the next graph opens its session
-    return _score(texts, read(logits_of(reference, interface), texts, reference, interface, capacity))
+    whole = replace(interface, key_values=tuple(replace(shape, capacity=None) for shape in interface.key_values))
+    return _score(texts, read(logits_of(reference, whole), texts, reference, whole, capacity))
 
 
 def _score(texts: Sequence[Text], reference: Sequence[Sequence[Array]]) -> Divergence:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any, Final
 
-from qsample.checks import check_fields, checked, choice, integer, number, refuse
+from qsample.checks import check_fields, checked, choice, flag, integer, number, refuse
 from qsample.compiler.quantize import PRESETS
 from qsample.contract.tensors import BLOCK_SIZES, KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
 from qsample.errors import CompileError
@@ -51,6 +51,7 @@ class CompileOptions:
             of the same form; 128 tokens at least, of which 65,536 are read. Not the text of an evaluation.
         kv_cache_dtype: "int8" has a scale a channel, measured on the model's own text: a quarter of float32's memory,
             faster steps over long contexts, slower long prompts. The package's dtype leaves it as exported.
+        sliding_window_cache: on the CPU, with ONNX Runtime 1.32. See `passes.window_caches`.
         num_speculative_tokens: needs provider="cpu" and kv_cache_dtype="int8". Each request says whether its rows
             guess.
         num_devices: for cpu and cuda; at most the model's layers. See docs/devices.md.
@@ -110,6 +111,11 @@ class CompileOptions:
         KV_CACHE_DTYPES,
         help="Quantize keys and values. (default: as exported)",
         metavar="int8",
+    )
+    sliding_window_cache: bool = flag(
+        True,
+        flag="--sliding-window-cache/--no-sliding-window-cache",
+        help="Layers with an attention window keep the newest tokens only.",
     )
     num_speculative_tokens: int = integer(
         0,

@@ -6,7 +6,7 @@ A target lists its phases; the functions here make the phases that several targe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -19,6 +19,7 @@ from qsample.compiler.passes.attention import pack_qkv, remove_head_transposes, 
 from qsample.compiler.passes.fusions import fold_constants, fuse_operators, join_projections, replace_gemms
 from qsample.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.compiler.passes.rope import absorb_rope, fuse_rope
+from qsample.compiler.passes.window_caches import slide_windows
 from qsample.compiler.plan import CompilePlan, calibration_sequences
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.gptq import Calibration, calibrated_levels
@@ -257,6 +258,15 @@ def quantization_phases(
             step(quantize_matrices, pads=pads_blocks),
         ]
     return [*phases, step(check, copies=copies)]
+
+
+def slide_caches(build: Build) -> None:
+    """Let layers with a window forget old tokens."""
+    plan = build.plan
+    held = slide_windows(build.model, plan.ctx_len)
+    pairs = zip(plan.interface.cache_layers, plan.interface.key_values, strict=True)
+    shapes = (replace(shape, capacity=held.get(f"past_key_values.{layer}.key")) for layer, shape in pairs)
+    build.plan = replace(plan, interface=replace(plan.interface, key_values=tuple(shapes)))
 
 
 def quantize_cache(build: Build) -> None:

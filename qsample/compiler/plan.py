@@ -54,6 +54,11 @@ class CompilePlan:
         return self.options.batch_size
 
     @property
+    def needs_new_attention(self) -> bool:
+        """Whether the graph uses what GroupQueryAttention has from STEPS_ONNXRUNTIME on."""
+        return self.options.num_speculative_tokens > 0 or self.interface.slides
+
+    @property
     def pad_token_id(self) -> int:
         return self.source.manifest.token_ids.pad
 

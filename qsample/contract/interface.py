@@ -64,6 +64,7 @@ from qsample.contract.tensors import (
     TOP_LOGPROBS,
     VOCAB,
     WIDTH,
+    WINDOWS_VERSION,
     TensorSpec,
     retained_name,
 )
@@ -154,11 +155,13 @@ class Features:
 @dataclass(frozen=True, slots=True)
 class KeyValueShape:
     """The cache of an attention layer: `num_key_value_heads` (H) heads of `head_dim` (D). layer: its number in the
-    model; by default its position among the attention layers, if all layers are."""
+    model; by default its position among the attention layers, if all layers are. capacity: C, the newest tokens that
+    its buffers hold, if the layer has a window and forgets old tokens; by default T."""
 
     num_key_value_heads: int
     head_dim: int
     layer: int | None = None
+    capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +332,8 @@ class Interface:
     @property
     def contract_version(self) -> str:
         """The oldest version of the contract that has everything of these graphs."""
+        if self.slides:
+            return WINDOWS_VERSION
         if self.image is not None:
             return IMAGES_VERSION
         newer = self.features.num_speculative_tokens or self.adapters
@@ -339,6 +344,16 @@ class Interface:
         return replace(self, features=replace(self.features, num_speculative_tokens=0))
 
     @property
+    def slides(self) -> bool:
+        """Whether a layer with a window forgets old tokens."""
+        return any(shape.capacity is not None for shape in self.key_values)
+
+    @property
+    def fixed_states(self) -> tuple[TensorSpec, ...]:
+        """The states whose size does not grow with T. They belong to a row's newest token: it cannot go back."""
+        return tuple(spec for spec in self.cache_states if CAPACITY not in spec.axes)
+
+    @property
     def cache_layers(self) -> tuple[int, ...]:
         """The number of each layer that has keys and values."""
         return tuple(index if shape.layer is None else shape.layer for index, shape in enumerate(self.key_values))
@@ -347,7 +362,7 @@ class Interface:
     def cache_states(self) -> tuple[TensorSpec, ...]:
         dtype, states = self.kv_cache_dtype or self.dtype, list[TensorSpec]()
         for layer, shape in zip(self.cache_layers, self.key_values, strict=True):
-            axes = (BATCH, shape.num_key_value_heads, CAPACITY, shape.head_dim)
+            axes = (BATCH, shape.num_key_value_heads, shape.capacity or CAPACITY, shape.head_dim)
             for kind in ("key", "value"):
                 states.append(TensorSpec(f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}"))
         for state in self.recurrent:

@@ -57,7 +57,7 @@ def set_inputs(attention: ir.Node, inputs: Mapping[Slot, ir.Value | None]) -> No
         attention.replace_input_with(slot, value)
 
 
-_WINDOW: Final = "local_window_size"
+WINDOW: Final = "local_window_size"
 _MASK_RANK: Final = 4
 _ARITHMETIC: Final = ("Add", "Sub", "Div", "Mod", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
 
@@ -67,8 +67,8 @@ def narrow_windows(model: ir.Model, windows: Mapping[int, int]) -> int:
     numbers = {sign * window: sign * narrow for window, narrow in windows.items() for sign in (1, -1)}
     places = 0
     for attention in attentions(model.graph):
-        if (window := attention.attributes.get_int(_WINDOW, -1)) in windows:
-            attention.attributes[_WINDOW] = ir.AttrInt64(_WINDOW, windows[window])
+        if (window := attention.attributes.get_int(WINDOW, -1)) in windows:
+            attention.attributes[WINDOW] = ir.AttrInt64(WINDOW, windows[window])
             places += 1
     for node in model.graph:
         if node.op_type not in _ARITHMETIC or node.domain or not any(_is_mask(value) for value in node.inputs):

@@ -247,8 +247,9 @@ def _experts(operator: str, known: _Known, attributes: tuple[bytes, ...], column
 
 
 def _attention(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Attention | None:
-    """GroupQueryAttention with `query_seqlens`: only packages with guesses have it."""
-    if len(known) <= QUERY_SEQLENS or (past := known[3]) is None or len(past.dims) != 4:
+    """GroupQueryAttention with `query_seqlens` over a whole cache: only packages with guesses have it."""
+    slides = dict(map(integer_of, attributes)).get("sliding_window_cache", 0)
+    if slides or len(known) <= QUERY_SEQLENS or (past := known[3]) is None or len(past.dims) != 4:
         return None
     others = [(slot, one) for slot, one in enumerate(known[:QUERY_SEQLENS]) if one is not None and slot > 6]
     if any(one.given for _, one in others):

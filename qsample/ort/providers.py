@@ -110,10 +110,15 @@ def check_available(providers: Sequence[str]) -> None:
         )
 
 
+def is_version(least: str) -> bool:
+    """Whether the installed ONNX Runtime is `least`, such as "1.32", or newer."""
+    given, needed = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (ort.__version__, least))
+    return given >= needed
+
+
 def check_version(least: str) -> None:
     """Raise QsampleError if the installed ONNX Runtime is older than `least`, such as "1.32"."""
-    given, needed = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (ort.__version__, least))
-    if given < needed:
+    if not is_version(least):
         raise QsampleError(
             f"ONNX Runtime is {ort.__version__}, and this needs {least} or newer; upgrade it: "
             f"pip install -U 'onnxruntime>={least}'"

@@ -24,7 +24,7 @@ _LARGEST: Final = 2**63  # no size, count or id reaches it
 _FORMER: Final = frozenset({"verify", "weight_hash", "timing"})  # keys that only older packages have
 # Fields whose integers are at least 1.
 _SIZES: Final = (
-    *("max_position_embeddings", "vocab_size", "num_key_value_heads", "head_dim", "shape", "ctx_len", "batch_size"),
+    *("max_position_embeddings", "vocab_size", "num_key_value_heads", "head_dim", "capacity", "shape", "ctx_len", "batch_size"),
     *("in_features", "out_features"),
 )
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take them for commands
@@ -156,6 +156,9 @@ class Manifest:
             del compilation["least_onnxruntime"]
         if compilation is not None and not compilation["parts"]:
             del compilation["parts"]
+        for shape in interface["key_values"]:
+            if shape["capacity"] is None:
+                del shape["capacity"]
         if data["images"] is None:
             del data["images"]
         if interface["image"] is None:

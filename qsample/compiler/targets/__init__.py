@@ -37,6 +37,7 @@ class Target(ABC):
         stores_float16: whether weights="float16" is taken.
         calibrates: whether the graph can be run on the CPU before it is quantized, to fit weights to a text.
         adapts: whether the phases keep the inputs of LoRA adapters.
+        slides: whether layers with an attention window may keep caches of the newest tokens.
         speculates: whether a step may check guessed tokens (`num_speculative_tokens`).
         cuts: whether the graph can be cut for several devices (`num_devices`).
         sees: whether the phases keep the inputs of images.
@@ -54,6 +55,7 @@ class Target(ABC):
     stores_float16 = False
     calibrates = False
     adapts = False
+    slides = False
     speculates = False
     cuts = False
     sees = False

@@ -23,6 +23,7 @@ from qsample.compiler.pipeline import (
     put_blocks,
     quantization_phases,
     save,
+    slide_caches,
     split_sampler,
     step,
 )
@@ -34,7 +35,7 @@ from qsample.compiler.write import cut_for_devices, join_sampler, optimize_offli
 from qsample.contract.tensors import STEPS_ONNXRUNTIME
 from qsample.errors import CompileError, QsampleError
 from qsample.graph.adapters import branch_where_adapters_are
-from qsample.ort.providers import CPU, check_version
+from qsample.ort.providers import CPU, check_version, is_version
 
 # EXTENDED makes graphs that every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
 _LEVEL: Final = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
@@ -51,6 +52,7 @@ class CpuTarget(Target):
     calibrates = True
     adapts = True
     speculates = True
+    slides = True
     cuts = True
     sees = True
     branches = True
@@ -77,6 +79,7 @@ class CpuTarget(Target):
             *([graph_pass(round_activations)] if self.rounds_activations else []),
             *quantization_phases(plan, pads_blocks=True),
             *([] if self.rounds_activations else [graph_pass(keep_activations)]),
+            *([step(slide_caches)] if self._slides(plan) else []),
             *self._speculation(plan),
             graph_pass(repeat_expert_rows),
             graph_pass(branch_where_adapters_are, interface=plan.interface),
@@ -87,6 +90,14 @@ class CpuTarget(Target):
             step(cut_for_devices),
             step(place_optimized, default=self.execution_providers[0]),
         ]
+
+    def _slides(self, plan: CompilePlan) -> bool:
+        """Whether layers with a window may forget old tokens: a wrong guess returns to the token before it, and the
+        tokens of an image see those after them."""
+        interface, asked = plan.interface, plan.options.sliding_window_cache and self.slides
+        if not asked or not interface.features.sampler or interface.features.num_speculative_tokens:
+            return False
+        return is_version(STEPS_ONNXRUNTIME) and (interface.image is None or not interface.image.blockwise)
 
     def _speculation(self, plan: CompilePlan) -> Sequence[Phase]:
         if not plan.options.num_speculative_tokens:

@@ -21,7 +21,7 @@ class WebTarget(CpuTarget):
     rounds_activations = False
     cuts = False
     sees = False  # nor do browsers
-    speculates = False  # onnxruntime-web 1.30 has no attention to a count of tokens a row
+    speculates = slides = False  # onnxruntime-web 1.30 has no attention to a count of tokens a row
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
         return [*super().phases(plan), step(cut_weights)]

@@ -78,7 +78,7 @@ class SchedulerConfig:
         return cls(
             Pieces.of(sessions),
             sessions.tail_size,
-            bool(sessions.interface.recurrent),
+            bool(sessions.interface.fixed_states),
             bool(sessions.interface.key_values),
             sessions.joins_prompts,
             sessions.ragged,

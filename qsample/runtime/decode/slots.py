@@ -157,8 +157,8 @@ class Slots:
         specs |= {spec: sessions.device_of(spec) for spec in interface.cache_states}
         self._state = RetainedState(specs, self._sizes, turns=_READ_EVERY_STEP)
         self._state[STATUS.name].write_at(slice(None), _IDLE)
-        recurrent = {spec: sessions.device_of(spec) for spec in interface.cache_states if CAPACITY not in spec.axes}
-        self.saved = SavedRows(self._state, recurrent, self._sizes, saved_states)
+        fixed = {spec: sessions.device_of(spec) for spec in interface.fixed_states}
+        self.saved = SavedRows(self._state, fixed, self._sizes, saved_states)
 
         self.step = 0  # the number of the newest
         waiting = flush_every if interface.token_outputs else 1
