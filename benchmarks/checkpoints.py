@@ -61,12 +61,17 @@ _GPT_OSS = dict(
     model_type="gpt_oss", num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
     sliding_window=128, **_SHORT, **_UNTIED,
 )  # fmt: skip
+_GEMMA3 = dict(
+    model_type="gemma3_text", num_key_value_heads=1, head_dim=256, sliding_window=512, vocab_size=262144,
+    max_position_embeddings=32768, query_pre_attn_scalar=256, tie_word_embeddings=True,
+)  # fmt: skip
 _TINY = dict(model_type="qwen3", num_key_value_heads=2, head_dim=32, vocab_size=4096, tie_word_embeddings=True)
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16),
     "qwen3-4b": _QWEN3 | _sizes(2560, 9728, 36, 32),
     "llama-3.2-1b": _LLAMA | _SHORT | _sizes(2048, 8192, 16, head_dim=64, tie_word_embeddings=True),
     "llama-3.1-8b": _LLAMA | _SHORT | _UNTIED | _sizes(4096, 14336, 32, head_dim=128),
+    "gemma-3-270m": _GEMMA3 | _sizes(640, 2048, 18, 4),  # 3 of 18 layers see all tokens
     "qwen3.5-0.8b": _QWEN3_5 | dict(num_hidden_layers=24, vocab_size=248320),
     "qwen3.5-slice": _QWEN3_5 | dict(num_hidden_layers=4, vocab_size=41408),  # 4 of 24 layers; a multiple of 64
     "qwen3-next-slice": _QWEN3_NEXT | _sizes(2048, 5120, 4, 16, vocab_size=12672),  # 4 of 48 layers

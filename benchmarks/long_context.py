@@ -1,17 +1,19 @@
 """Long histories on the CPU: first token, step and memory, with caches of several types, compared with other systems.
 
     python -m venv peers && peers/bin/pip install -r benchmarks/peers.txt
-    python benchmarks/long_context.py --peers-python peers/bin/python               # a quarter of an hour on two cores
-    python benchmarks/long_context.py --peers-python peers/bin/python --history 4096
+    python benchmarks/long_context.py --peers-python peers/bin/python               # 5 minutes on two cores
+    python benchmarks/long_context.py --peers-python peers/bin/python --rows 1 4 --most-read 16640  # the whole table
+    python benchmarks/long_context.py --shape gemma-3-270m --output build/windows          # caches of a window
 
-The systems are qsample with a float32 and an int8 cache, onnxruntime-genai (float32), and llama.cpp with an f16 and a
-q8_0 cache, on the same random weights in 4 bits, in blocks of 32, greedy. Each cell has its own processes, with memory
-for that cell only. With a single row and the shortest history, every system reads the history once, which gives the
-time to the first token; then the systems take turns in rounds of steps. Longer histories and several rows are
-synthetic: qsample's cache is filled with random numbers, and llama.cpp gets copies of the text that it read, in
-sequence and per row. A step takes the same time over any numbers. onnxruntime-genai cannot write its cache, so it reads
-every row, and is left out if that exceeds MOST_READ tokens. With --no-fill every system reads the whole history of a
-single row; llama.cpp with a q8_0 cache takes half an hour for 16,384 tokens.
+(In addition, the models are built once, which takes some minutes.) The systems are qsample with caches of several
+types, onnxruntime-genai (float32), and llama.cpp with an f16 and a q8_0 cache, on the same random weights in 4 bits, in
+blocks of 32, greedy. Each cell has its own processes, with memory for that cell only. With a single row, every system
+reads a history of up to READ tokens once, which gives the time to the first token; then the systems take turns in
+rounds of steps. Longer histories and several rows are synthetic: qsample's cache is filled with random numbers, and
+llama.cpp gets copies of the text that it read, in sequence and per row. A step takes the same time over any numbers.
+onnxruntime-genai cannot write its cache, so it reads every row, and is left out if that exceeds --most-read tokens.
+With --no-fill every system reads the whole history of a single row; llama.cpp with a q8_0 cache takes half an hour for
+16,384 tokens.
 
 Systems that do not fit into memory together run in sequence, without ratios. Results are written after every cell, and
 a run continues an interrupted run.
@@ -23,6 +25,7 @@ import argparse
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,12 +50,25 @@ from report import (
 from rich.console import Console
 from turns import PAUSE, Worker, available, size_of
 
+from qsample.compiler.passes.window_caches import SLACK
+from qsample.contract.tensors import KV_CACHE_DTYPES
+
 FLOAT32: Final = "qsample, float32 cache"
-INT8: Final = "qsample, int8 cache"
+WHOLE: Final = "qsample, whole caches"  # of layers with a window, in float32
+OWN: Final = {
+    FLOAT32: (),
+    WHOLE: ("--no-sliding-window-cache",),
+    "qsample, int8 cache": ("--kv-cache-dtype", "int8"),
+    "qsample, int4 cache": ("--kv-cache-dtype", "int4"),
+}
 # Bytes per number of the cache; q8_0 has a scale for every 32.
-SYSTEMS: Final = {FLOAT32: 4.0, INT8: 1.0, "genai": 4.0, "llama.cpp, f16": 2.0, "llama.cpp, q8_0": 34 / 32}
+SYSTEMS: Final = dict(zip(OWN, (4.0, 4.0, 1.0, 0.5), strict=True)) | {
+    "genai": 4.0,
+    "llama.cpp, f16": 2.0,
+    "llama.cpp, q8_0": 34 / 32,
+}
 CTX_LEN: Final = 16640  # of packages
-MOST_READ: Final = 16640  # tokens of all rows
+READ: Final = 1024  # tokens of a history that every system reads
 FREE: Final = 0.85  # usable share of the available memory
 WARM_UP: Final = 3  # steps
 GROWTH: Final = 128  # capacity of a cell for new tokens
@@ -74,8 +90,11 @@ class Cell:
     def cache_bytes(self, system: str) -> float:
         """The size of keys and values."""
         facts = SHAPES[self.shape]
-        numbers = 2 * facts["num_hidden_layers"] * facts["num_key_value_heads"] * facts["head_dim"]
-        return SYSTEMS[system] * numbers * self.rows * (self.history + GROWTH)
+        held = [self.history + GROWTH] * facts["num_hidden_layers"]
+        if "sliding_window" in facts and system != WHOLE:  # Gemma's: every sixth layer sees all tokens
+            most = facts["sliding_window"] + SLACK - 1
+            held = [tokens if layer % 6 == 5 else min(tokens, most) for layer, tokens in enumerate(held)]
+        return SYSTEMS[system] * 2 * facts["num_key_value_heads"] * facts["head_dim"] * self.rows * sum(held)
 
 
 def available_bytes() -> float:
@@ -92,12 +111,12 @@ def build(options: argparse.Namespace, console: Console) -> dict[str, Path]:
     folder, python = options.work / options.shape, options.peers_python
     checkpoint = make_checkpoint(options.shape, folder / "checkpoint")
 
-    def package(cache: str, *more: str) -> Path:
-        return make_package(checkpoint, folder / f"long-{cache}-cache", "int4", *more, ctx_len=CTX_LEN)
+    def package(name: str) -> Path:
+        made = folder / name.replace("qsample, ", "long-").replace(" ", "-")
+        return make_package(checkpoint, made, "int4", *OWN[name], ctx_len=CTX_LEN)
 
     builders = {
-        FLOAT32: lambda: package("float32"),
-        INT8: lambda: package("int8", "--kv-cache-dtype", "int8"),
+        **{name: partial(package, name) for name in OWN},
         "genai": lambda: make_genai_model(checkpoint, folder / "genai-last-logits", python, last_logits=True),
         "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
     }
@@ -109,12 +128,12 @@ def build(options: argparse.Namespace, console: Console) -> dict[str, Path]:
 
 
 def start(system: str, model: Path, cell: Cell, options: argparse.Namespace) -> Worker:
-    python = sys.executable if system in (FLOAT32, INT8) else options.peers_python
-    shortest, folder = min(options.history), options.work / cell.shape
+    python = sys.executable if system in OWN else options.peers_python
+    read, folder = read_tokens(options), options.work / cell.shape
     # The files in which llama.cpp saves the state of a row.
-    state, before = (str(folder / f"{system.replace(', ', '-')}-{n}.row") for n in (cell.history, shortest))
+    state, before = (str(folder / f"{system.replace(', ', '-')}-{n}.row") for n in (cell.history, read))
     more = {"rows": cell.rows, "history": cell.history, "growth": GROWTH}
-    more |= {"state": state, "read_tokens": shortest, "read_before": before}
+    more |= {"state": state, "read_tokens": min(read, cell.history), "read_before": before}
     return Worker(system, model, python, options.threads, "rows", **more)
 
 
@@ -132,14 +151,19 @@ def run_steps(workers: dict[str, Worker], options: argparse.Namespace) -> dict[s
     return found
 
 
-def taking_part(cell: Cell, models: dict[str, Path]) -> list[str]:
+def read_tokens(options: argparse.Namespace) -> int:
+    """The longest history that every system reads."""
+    return max((history for history in options.history if history <= READ), default=min(options.history))
+
+
+def taking_part(cell: Cell, models: dict[str, Path], most_read: int) -> list[str]:
     """The systems that can load the cell's history in acceptable time."""
-    return [name for name in models if name != "genai" or cell.rows == 1 or cell.rows * cell.history <= MOST_READ]
+    return [name for name in models if name != "genai" or cell.rows * cell.history <= most_read]
 
 
 def is_filled(system: str, cell: Cell, options: argparse.Namespace) -> bool:
     """Whether the cell's history is filled in instead of read."""
-    return system != "genai" and (cell.rows > 1 or (options.fill and cell.history > min(options.history)))
+    return system != "genai" and (cell.rows > 1 or (options.fill and cell.history > read_tokens(options)))
 
 
 def run_cell(cell: Cell, models: dict[str, Path], results: Kept, options: argparse.Namespace, console: Console) -> None:
@@ -151,7 +175,10 @@ def run_cell(cell: Cell, models: dict[str, Path], results: Kept, options: argpar
         console.print(f"  without {system}: {reason}", highlight=False)
 
     # An estimate: keys and values, the weights (some systems unpack them), and the memory of a call.
-    needed = {name: cell.cache_bytes(name) + 1.5 * size_of(models[name]) + 3e8 for name in taking_part(cell, models)}
+    needed = {
+        name: cell.cache_bytes(name) + 1.5 * size_of(models[name]) + 3e8
+        for name in taking_part(cell, models, options.most_read)
+    }
     for name in [name for name in needed if needed[name] > free]:
         leave_out(name, f"{needed.pop(name) / 1e9:.0f} GB of memory are not free here")
     together = time.strftime("%F %T") if sum(needed.values()) < free else False
@@ -247,14 +274,23 @@ def plot(data: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__, "long_context", work="build/decode", peers=True, again=True, threads=2)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--history", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--system", nargs="+", choices=SYSTEMS, help="(default: all for which the shape is made)")
+    parser.add_argument("--history", type=int, nargs="+", default=[64, 1024, 4096, 16384])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--most-read", type=int, default=4096, help="tokens that onnxruntime-genai reads")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=16, help="of each row and round")
     whole = "read the whole history of a single row, which takes an hour"
     parser.add_argument("--no-fill", dest="fill", action="store_false", help=whole)
     options, console = parser.parse_args(), Console(stderr=True)
+    slides = "sliding_window" in SHAPES[options.shape]
+    options.system = options.system or [
+        name
+        for name in SYSTEMS
+        if (name in OWN or not slides)
+        and (name != WHOLE or slides)
+        and ("int4" not in name or "int4" in KV_CACHE_DTYPES)
+    ]
     longest = min(CTX_LEN, SHAPES[options.shape]["max_position_embeddings"]) - GROWTH
     if min(options.history) < 1 or max(options.history) > longest:
         parser.error(f"--history must be 1 to {longest:,} for {options.shape}")
@@ -268,7 +304,9 @@ def main() -> None:
     for rows in sorted(options.rows):
         for history in sorted(options.history):
             cell = Cell(options.shape, history, rows)
-            if options.again or any(find(cells, **cell.key(name)) is None for name in taking_part(cell, models)):
+            if options.again or any(
+                find(cells, **cell.key(name)) is None for name in taking_part(cell, models, options.most_read)
+            ):
                 console.print(f"{cell}", highlight=False)
                 run_cell(cell, models, results, options, console)
     for path in (options.work / options.shape).glob("*.row"):

@@ -123,7 +123,7 @@ class QsampleRows(Rows):
     def _read(self, start: int) -> None:
         for row, prompt in enumerate(self._prompts):
             self._slots.begin(row, prompt, row, self._parameters, reused=start)
-            for piece in self._pieces.cut(start, len(prompt)):
+            for piece in self._pieces.cut(prompt, start, len(prompt)):
                 self._slots.prefill(row, prompt[piece.start : piece.stop], emit=piece.stop == len(prompt))
         self._slots.read()
 
@@ -135,12 +135,14 @@ class QsampleRows(Rows):
         states = self._slots._state.inputs()  # the memory itself; no public method writes keys and values
         for spec in self._sessions.interface.cache_states:
             cache = states[spec.name].owner.numpy()
+            length = min(history, cache.shape[2])  # caches of a window hold less
             for row in range(rows):
-                shape = (cache.shape[1], history, cache.shape[3])
-                if cache.dtype == np.int8:
-                    cache[row, :, :history] = generator.integers(-127, 128, shape, np.int8)
-                else:
-                    cache[row, :, :history] = generator.standard_normal(shape, np.float32)
+                shape = (cache.shape[1], length, cache.shape[3])
+                if cache.dtype == np.float32:
+                    cache[row, :, :length] = generator.standard_normal(shape, np.float32)
+                else:  # two numbers of 4 bits, or one of 8
+                    limits = (0, 256) if cache.dtype == np.uint8 else (-127, 128)
+                    cache[row, :, :length] = generator.integers(*limits, shape, cache.dtype)
         self._read(history - 2)
 
     def step(self) -> None:

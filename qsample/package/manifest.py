@@ -24,8 +24,8 @@ _LARGEST: Final = 2**63  # no size, count or id reaches it
 _FORMER: Final = frozenset({"verify", "weight_hash", "timing"})  # keys that only older packages have
 # Fields whose integers are at least 1.
 _SIZES: Final = (
-    *("max_position_embeddings", "vocab_size", "num_key_value_heads", "head_dim", "capacity", "shape", "ctx_len", "batch_size"),
-    *("in_features", "out_features"),
+    *("max_position_embeddings", "vocab_size", "num_key_value_heads", "head_dim", "shape", "ctx_len", "batch_size"),
+    *("capacity", "in_features", "out_features"),
 )
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take them for commands
 

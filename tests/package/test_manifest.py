@@ -97,7 +97,7 @@ def put(place: str, value: Any) -> Callable[[str], str]:
         (lambda text: "{}", "no format_version"),
         (lambda text: put("new_key", 1)(put("format_version", 2)(text)), r"has format 2 and .* format 1; upgrade"),
         (put("format_version", 0), "has format 0 .*; export it again"),
-        (put("contract_version", "10.0"), "contract 10.0 and .* runs 2.0, 2.1, 2.2; upgrade qsample"),
+        (put("contract_version", "10.0"), "contract 10.0 and .* runs 2.0, 2.1, 2.2, 2.3; upgrade qsample"),
         (put("surprise", 1), "manifest in qsample.json .*: unknown surprise"),
         (put("source", GONE), "missing source"),
         (put("source model_type", GONE), r"manifest.source .*: missing model_type"),

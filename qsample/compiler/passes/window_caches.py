@@ -55,7 +55,9 @@ def _is_of(state: ir.Value | None, node: ir.Node) -> bool:
 
 
 def _is_batch(node: ir.Node) -> bool:
-    return node.op_type == "Shape" and node.attributes.get_int("start", 0) == 0 and node.attributes.get_int("end", 4) == 1
+    return (
+        node.op_type == "Shape" and node.attributes.get_int("start", 0) == 0 and node.attributes.get_int("end", 4) == 1
+    )
 
 
 def _counts(graph: ir.Graph) -> dict[Slot, ir.Value | None]:
@@ -73,7 +75,9 @@ def _counts(graph: ir.Graph) -> dict[Slot, ir.Value | None]:
             for label, number in (("zero", 0), ("one", 1), ("running", RUNNING))
         )
         runs = insert(first, "Equal", [status, run], axes, dtype=ir.DataType.BOOL)
-        new = insert(first, "Where", [runs, inputs[INPUT_LENGTHS.name], zero], axes, dtype=lengths.dtype, name="window.new")
+        new = insert(
+            first, "Where", [runs, inputs[INPUT_LENGTHS.name], zero], axes, dtype=lengths.dtype, name="window.new"
+        )
         total = insert(first, "Max", [insert(first, "Add", [lengths, new], axes), one], axes)
         known |= {"window.new": new, name: insert(first, "Sub", [total, one], axes, name=name)}
     return {Slot.QUERY_SEQLENS: known["window.new"], Slot.SEQLENS_K: known[name]}

@@ -23,7 +23,7 @@ from qsample.contract.interface import Features, ImageShape
 from qsample.exporters.export import export_model
 from qsample.graph.gqa import attentions
 from qsample.package.package import Package, read_package
-from qsample.runtime import CausalLM, Engine, SamplingParams, load
+from qsample.runtime import Engine, SamplingParams, load
 from tests.conftest import made_once
 from tests.helpers.plain_host import PlainHost
 from tests.helpers.small_graphs import small_graph
