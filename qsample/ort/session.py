@@ -31,7 +31,7 @@ from qsample.contract.tensors import (
 from qsample.errors import PackageError, QsampleError, shown
 from qsample.ort.bound_graph import BoundGraph, DeviceThread, Replays
 from qsample.ort.buffers import WITHOUT_ADDRESSES
-from qsample.ort.linux_memory import in_huge_pages, release_pages
+from qsample.ort.linux_memory import give_back_after, in_huge_pages, release_pages
 from qsample.ort.options import (
     FOLDER_OF_WEIGHTS,
     NO_SPINNING,
@@ -185,8 +185,10 @@ def open_sessions(
     multiple = _scalar(1 if alike else 2)
 
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
+    # Kernels lay the weights out anew, with more numbers.
+    size = sum(file.stat().st_size for file in package.path.glob("decoder*.data")) * 3 // 2
     # The weights of sessions on other devices are not in this process's memory for long.
-    with in_huge_pages() if device == "cpu" else nullcontext():
+    with in_huge_pages(size) if device == "cpu" else nullcontext():
         if files:
             parts = _open_parts(package, files, providers, options, threads, multiple, logits=logits)
             decoder, device = parts[0].session, parts[-1].device
@@ -198,6 +200,8 @@ def open_sessions(
     length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
     fixed = length if isinstance(length, int) else None
     decoders = [part.session for part in parts] or [decoder]
+    for one in decoders if device == "cpu" else ():
+        give_back_after(one)
     padded = any(value.name == ROW_MULTIPLE.name for one in decoders for value in one.get_overridable_initializers())
     guesses = interface.features.num_speculative_tokens > 0
     # The graph itself pads the rows of packages with guesses, and of experts.

@@ -1,8 +1,10 @@
-"""Huge pages for what is allocated inside the block, and for nothing else; pages of mapped files, given back and read
-again."""
+"""Huge pages for what is allocated inside the block, and for nothing else; the memory of a session that ends, and pages
+of mapped files, are given back."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import mmap
 import sys
 import threading
@@ -11,10 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
+from onnx import numpy_helper
 
 from qsample.ort import linux_memory, session
-from qsample.ort.linux_memory import HUGE_PAGE, in_huge_pages, release_pages
+from qsample.ort.linux_memory import HUGE_PAGE, give_back_after, in_huge_pages, release_pages
 from qsample.package.package import Package
 
 PAGES = 8
@@ -33,7 +38,11 @@ def allocate() -> mmap.mmap:
 
 def huge_pages_of(memory: mmap.mmap) -> int:
     """How many pages the mapping that `memory` is in has."""
-    address, inside = np.frombuffer(memory, np.uint8).ctypes.data, False
+    return huge_pages_at(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def huge_pages_at(address: int) -> int:
+    inside = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if "-" in line.split()[0]:
             start, _, end = line.split()[0].partition("-")
@@ -76,6 +85,48 @@ def test_memory_that_is_allocated_inside_the_block_gets_them() -> None:
     assert memory[:] == before[:]
 
 
+on_glibc = pytest.mark.skipif(
+    not (sys.platform == "linux" and linux_memory._allowed() and hasattr(ctypes.CDLL(None), "mallopt")),
+    reason="needs glibc and free huge pages",
+)
+
+
+@on_glibc
+def test_large_allocations_come_from_a_heap_of_huge_pages() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, size = ctypes.c_void_p, PAGES * HUGE_PAGE // 2
+    libc.malloc_trim(0)
+    with in_huge_pages(4 * size):
+        parts = [libc.malloc(size) for _ in range(4)]
+        for part in parts:
+            ctypes.memset(part, 1, size)
+        # At once, and without gaps between them. The first part begins between two huge pages.
+        assert huge_pages_at(parts[1]) >= 2 * PAGES - 2
+    for part in parts:
+        libc.free(ctypes.c_void_p(part))
+
+
+@on_glibc
+def test_the_memory_of_a_session_is_given_back_when_it_ends() -> None:
+    def megabytes() -> float:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+    weights = np.ones((2048, 4096), np.float32)  # 32 MiB
+    graph = onnx.parser.parse_graph("g (float[m, 2048] x) => (float[m, 4096] y) { y = MatMul (x, w) }")
+    graph.initializer.append(numpy_helper.from_array(weights, "w"))
+    data = onnx.helper.make_model(graph).SerializeToString()
+    with in_huge_pages(4 * weights.nbytes):
+        session = ort.InferenceSession(data)
+        above = np.ones(1 << 20)  # what is allocated later keeps the heap from shrinking
+    give_back_after(session)
+    before = megabytes()
+    del session
+    gc.collect()
+    assert before - megabytes() > 24
+    assert above.all()
+
+
 def test_parts_that_were_there_before_are_left_out() -> None:
     parts = linux_memory._without
     assert list(parts((10, 50), [])) == [(10, 50)]
@@ -97,17 +148,19 @@ def test_switched_off_by_the_administrator(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_the_decoder_is_loaded_into_them(fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[str] = []
+    entered: list[str | int] = []
 
     @contextmanager
-    def record() -> Iterator[None]:
-        entered.append("entered")
+    def record(size: int) -> Iterator[None]:
+        entered.append(size)
         yield
         entered.append("left")
 
     monkeypatch.setattr(session, "in_huge_pages", record)
-    session.open_sessions(fake(), "cpu")
-    assert entered == ["entered", "left"]
+    package = fake()
+    (package.path / "decoder.onnx.data").write_bytes(bytes(100))
+    session.open_sessions(package, "cpu")
+    assert entered == [150, "left"]
 
 
 def resident(path: Path) -> int:
