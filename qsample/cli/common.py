@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args, g
 import typer
 
 from qsample.cli.terminal import format_size, note, progress
+from qsample.compiler.quantize import PRESETS
 from qsample.contract.interface import DEFAULT_LORA_RANK, Features
 from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.disk.untrusted import parse_json
@@ -50,6 +51,13 @@ Weights = Annotated[
     typer.Option(
         metavar="int4|int4_mixed|int8|float16",
         help="Weights of a checkpoint given directly. (default: its own, float32)",
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(PRESETS),
+        help="Of quantized weights: quick is made fastest, speed runs fastest. (default: quick)",
     ),
 ]
 Template = Annotated[
@@ -172,6 +180,7 @@ CHAT_FLAGS: Final[Mapping[str, Flag]] = {
 LOAD_FLAGS: Final[Mapping[str, Flag]] = {
     "lora": Flag(Lora),
     "weights": Flag(Weights),
+    "preset": Flag(Preset),
     "text_only": Flag(TextOnly, False),
     "provider": Flag(Provider),
     "threads": Flag(Threads),
@@ -357,6 +366,7 @@ def open_given(model: str | None, given: Mapping[str, Any], *, allowed_tokens: b
         model,
         given["provider"],
         weights=given["weights"],
+        preset=given["preset"],
         ctx_len=given.get("ctx_len"),
         allowed_tokens=allowed_tokens,
         text_only=given["text_only"],
@@ -370,6 +380,7 @@ def open_exported(
     provider: str | None,
     *,
     weights: str | None = None,
+    preset: str | None = None,
     ctx_len: int | None = None,
     text_only: bool = False,
     for_serving: bool = False,
@@ -379,12 +390,12 @@ def open_exported(
     trusted_keys: Sequence[str] | None = None,
 ) -> PackagedModel:
     """A package as it is; a checkpoint or decoder file compiled, from the user's cache; by default the bundled model.
-    It stays in the cache as long as the returned object. Raises typer.BadParameter for a package with `weights` or
-    `text_only`.
+    It stays in the cache as long as the returned object. Raises typer.BadParameter for a package with `weights`,
+    `preset` or `text_only`.
 
     - `model`: the package, checkpoint folder, hub id or decoder file.
     - `provider`: by default the package's, otherwise the CPU.
-    - `weights`, `ctx_len`: of the compiled package, as in `CompileOptions`; a package has a fixed one.
+    - `weights`, `preset`, `ctx_len`: of the compiled package, as in `CompileOptions`; a package has a fixed one.
     - `text_only`: without the images of a checkpoint that reads them, too.
     - `for_serving`: a compiled package gets all that a server's requests may ask for. `allowed_tokens`: it takes masks.
     - `trusted_keys`: the caller loads the package with them; anything else than a package is refused.
@@ -395,10 +406,11 @@ def open_exported(
 
     name = str(TINY_LM) if model is None else str(package_in(model, provider))
     if is_package(name):
-        if weights is not None:
+        if given := weights or preset:
+            flag = "--weights" if weights else "--preset"
             raise typer.BadParameter(
-                f"--weights is for a checkpoint, and {name} is a package; quantize it with `qsample compile {name} OUT "
-                f"--weights {weights}`"
+                f"{flag} is for a checkpoint, and {name} is a package; quantize it with `qsample compile {name} OUT "
+                f"{flag} {given}`"
             )
         if text_only:
             raise typer.BadParameter(f"--text-only is for a checkpoint, and {name} is a package; export it so")
@@ -433,7 +445,7 @@ def open_exported(
             ranks = [read_config(Path(folder, CONFIG)).largest_rank for folder in (loras or {}).values()]
             rank = max([opened.features.max_lora_rank, *(ranks or [DEFAULT_LORA_RANK])])
             opened.features = replace(opened.features, max_loras=most, max_lora_rank=rank)
-        packaged = opened.cached(weights=weights, ctx_len=ctx_len, progress=report)
+        packaged = opened.cached(weights=weights, preset=preset, ctx_len=ctx_len, progress=report)
     if model is not None and Stage.PUBLISHING in stages:  # it was made here
         _tell_about_the_cache(model, packaged.package, weights)
     return packaged
@@ -445,8 +457,8 @@ def _tell_about_the_cache(model: str, package: Package, weights: str | None) -> 
     better = ""
     if weights is None and package.manifest.packed_weights is None and package.interface.dtype == "float32":
         better = (
-            "; --weights int4 takes about a seventh and is faster, at some cost in quality. `qsample compile "
-            f"{model} OUT --weights int4` has more options"
+            "; --weights int4 takes about a seventh and is faster, at some cost in quality; --preset speed beside it is "
+            f"fastest, and takes minutes. `qsample compile {model} OUT --weights int4` has more options"
         )
     note(f"{model} is in the cache now ({size}), later runs start at once{better}")
 

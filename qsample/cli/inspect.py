@@ -17,7 +17,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qsample.cli.common import CtxLen, Json, Provider, TextOnly, Weights, is_package, open_exported
+from qsample.cli.common import CtxLen, Json, Preset, Provider, TextOnly, Weights, is_package, open_exported
 from qsample.cli.help import Command
 from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
@@ -311,12 +311,13 @@ def _packed(figures: Any) -> str:
 
 
 def quantization_in_words(figures: Any) -> str:
-    """The manifest's figures of a quantization, such as "int4 weights in blocks of 32 (rtn), 28 matrices, ..."."""
+    """The manifest's figures of a quantization, such as "int4 weights in blocks of 32 (quick, rtn), 28 matrices, ..."."""
     parts = []
     if "dtype" in figures:
         mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
         sizes = " and ".join(map(str, figures.get("block_sizes") or [figures.get("block_size")]))
-        blocks = f" in blocks of {sizes} ({figures['method']})" if "block_size" in figures else ""
+        method = ", ".join(figures[key] for key in ("preset", "method") if key in figures)
+        blocks = f" in blocks of {sizes} ({method})" if "block_size" in figures else ""
         parts.append(
             f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices{_experts(figures)}, "
             f"{mib_after:.1f} MiB, {mib_before:.1f} as float"
@@ -382,6 +383,7 @@ def _meaning(spec: TensorSpec, graph: GraphSpec) -> str:
 def pull(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder, GGUF or decoder file.")],
     weights: Weights = None,
+    preset: Preset = None,
     ctx_len: CtxLen = None,
     provider: Provider = None,
     text_only: TextOnly = False,
@@ -399,7 +401,7 @@ def pull(
         name, file = find_gguf(model, None, HubOptions()) or (model, None)
         newest_commit(name, HubOptions(), file or CONFIG)
     opened = open_exported(
-        model, provider, weights=weights, ctx_len=ctx_len, text_only=text_only, for_serving=for_serving
+        model, provider, weights=weights, preset=preset, ctx_len=ctx_len, text_only=text_only, for_serving=for_serving
     )
     print(opened.package.path)
 

@@ -17,6 +17,7 @@ from qsample.cli.common import (
     LOAD_FLAGS,
     SAMPLING_FLAGS,
     Json,
+    Preset,
     Threads,
     TrustedKeys,
     Weights,
@@ -190,6 +191,7 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Draw size, step time and KL: a .png or .svg file.")
     ] = None,
     weights: Weights = None,
+    preset: Preset = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -202,7 +204,9 @@ def evaluate(
 
         check_plot(plot)
     # Cached packages stay in the cache as long as these objects. The rest are opened by name, and verified, below.
-    opened = {name: open_exported(name, None, weights=weights) for name in packages if not is_package(name)}
+    opened = {
+        name: open_exported(name, None, weights=weights, preset=preset) for name in packages if not is_package(name)
+    }
     references = {name: open_exported(name, None) for name in against or () if not is_package(name)}
     with progress() as report:
         evaluation = score(
@@ -258,6 +262,7 @@ def verify(
         Path | None, typer.Option(metavar="FILE", help="Draw the differences: a .png or .svg file.")
     ] = None,
     weights: Weights = None,
+    preset: Preset = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -280,7 +285,7 @@ def verify(
     if plot is not None:
         check_plot(plot)
     other = open_model(against)  # first: it fails fast
-    opened = open_exported(package, None, weights=weights)
+    opened = open_exported(package, None, weights=weights, preset=preset)
     reference: Any = other.eager_logits() if isinstance(other, SourceModel) else other
     if reference is None:  # a decoder file
         reference = open_exported(against, None)

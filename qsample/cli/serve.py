@@ -13,6 +13,7 @@ from qsample.cli.common import (
     BatchInvariant,
     CtxLen,
     Lora,
+    Preset,
     Provider,
     Template,
     TextOnly,
@@ -71,6 +72,7 @@ def serve(
     lora: Lora = None,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(_LOG_LEVELS)}.")] = "info",
     weights: Weights = None,
+    preset: Preset = None,
     text_only: TextOnly = False,
     provider: Provider = None,
     threads: Threads = None,
@@ -107,6 +109,7 @@ def serve(
             package,
             provider,
             weights=weights,
+            preset=preset,
             ctx_len=ctx_len,
             text_only=text_only,
             for_serving=True,
@@ -132,6 +135,7 @@ def web(
     ] = None,
     ctx_len: CtxLen = None,
     weights: Weights = None,
+    preset: Preset = None,
 ) -> None:
     """Serve a page that runs a package in the browser; this command sends files and computes nothing.
 
@@ -144,7 +148,7 @@ def web(
     check_built()  # before a checkpoint is exported
     if provider is None:  # of a bundle, the variant that runs everywhere
         provider = "webgpu" if package is not None and is_package(package_in(package, "webgpu")) else "web"
-    opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, for_serving=True)
+    opened = open_exported(package, provider, weights=weights, preset=preset, ctx_len=ctx_len, for_serving=True)
     compilation = opened.package.manifest.compilation
     if compilation is not None and compilation.provider != "webgpu":
         note("browsers run this package with WebAssembly; --provider webgpu compiles a checkpoint for their GPU, too")

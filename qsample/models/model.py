@@ -304,7 +304,12 @@ class SourceModel(Model):
 
     @young_collections()
     def cached(
-        self, *, weights: str | None = None, ctx_len: int | None = None, progress: Progress | None = None
+        self,
+        *,
+        weights: str | None = None,
+        preset: str | None = None,
+        ctx_len: int | None = None,
+        progress: Progress | None = None,
     ) -> PackagedModel:
         """The package of this model in the user's cache, compiled for the model's provider; made first if need be.
 
@@ -312,22 +317,22 @@ class SourceModel(Model):
         change, another is made. docs/command-line.md describes the cache.
 
         Args:
-            weights, ctx_len: as in `CompileOptions`; by default the model's.
+            weights, preset, ctx_len: as in `CompileOptions`; by default the options' or the model's.
             progress: as in `compile`.
 
         Raises:
             QsampleError: if the cache cannot be written; and as `export` and `compile` do.
         """
-        options = CompileOptions(weights=weights, ctx_len=ctx_len)  # checked first
+        given = {"weights": weights, "preset": preset, "ctx_len": ctx_len}
+        options = CompileOptions(**{name: value for name, value in given.items() if value is not None})  # checked first
         provider = self._provider or options.provider
         parts = {
             "model": self.source.identity(),
             "features": asdict(self.features),
             "provider": provider,
-            "weights": weights,
-            "ctx_len": ctx_len,
+            **given,
         }
-        name = "-".join(filter(None, (Path(self.source.model_id).name, str(provider), weights)))
+        name = "-".join(filter(None, (Path(self.source.model_id).name, str(provider), weights, preset)))
         recipe = Recipe(name, parts, self.source.pinned().model_id)
         with shown(progress) as report:
             make = partial(self._make, provider=provider, options=options, progress=report)

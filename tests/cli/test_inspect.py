@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.compiler.options import CompileOptions
 from qsample.models.model import SourceModel
 from qsample.package.package import Package, read_package
 from tests.helpers.command_line import qsample
@@ -105,7 +106,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Callable[..., Pa
     calls: list[dict[str, Any]] = []
 
     def make(self: SourceModel, path: Path, *, provider: str, options: Any, progress: Any) -> None:
-        calls.append({"provider": provider, "weights": options.weights, "ctx_len": options.ctx_len})
+        calls.append({"provider": provider, "weights": options.weights, "preset": options.preset})
         progress("publishing", 0.9)
         shutil.copytree(fake().path, path)
 
@@ -116,7 +117,9 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Callable[..., Pa
     return calls
 
 
-def test_a_checkpoint_is_made_once_for_each_of_its_options(run: Any, made: list[Any], tmp_path: Path) -> None:
+def test_a_checkpoint_is_made_once_for_each_of_its_options(
+    run: Any, made: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ("generate", tmp_path / "model", "-p", "ab", "--greedy", "--max-new-tokens", "3")
     status, first, told = run(*arguments)
     assert status == 0, told
@@ -129,13 +132,16 @@ def test_a_checkpoint_is_made_once_for_each_of_its_options(run: Any, made: list[
     assert (status, Path(path.rstrip()).parent) == (0, tmp_path / "cache")
     assert "--weights int4" not in told
     assert run(*arguments, "--weights", "int8")[:2] == (0, first)
+    monkeypatch.setattr(CompileOptions, "_check_quantization", lambda options: None)  # it would be given a text
+    assert run("pull", tmp_path / "model", "--weights", "int8", "--preset", "speed")[1] != path
     assert made == [
-        {"provider": "cpu", "weights": None, "ctx_len": None},
-        {"provider": "cpu", "weights": "int8", "ctx_len": None},
+        {"provider": "cpu", "weights": None, "preset": "quick"},
+        {"provider": "cpu", "weights": "int8", "preset": "quick"},
+        {"provider": "cpu", "weights": "int8", "preset": "speed"},
     ]
     (tmp_path / "model" / "config.json").write_text('{"changed": 1}')
     run(*arguments)
-    assert len(made) == 3
+    assert len(made) == 4
 
 
 def test_a_package_for_serving_is_one_of_its_own(run: Any, made: list[Any], tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ REFUSED: list[tuple[str, int, str]] = [
     ("generate package -p x --weights int4", 2, "--weights is for a checkpoint, and package is a package"),
     ("chat package --weights int4", 2, "--weights is for a checkpoint, and package is a package"),
     ("serve package --weights int4", 2, "--weights is for a checkpoint, and package is a package"),
+    ("chat package --preset speed", 2, "--preset is for a checkpoint, and package is a package; quantize it with"),
     ("generate --no-such-option", 2, "--no-such-option"),
     ("generate package", 2, "no prompt; give -p, or standard input"),
     ("generate -p x --temperature warm", 2, "valid number"),

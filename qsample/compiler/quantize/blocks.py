@@ -162,7 +162,7 @@ class QuantizationReport:
         experts: their number, in all layers.
         expert_block_size: weights of an expert that share a scale: the options', or the nearest that QMoE takes.
         float_bytes: of the parameters that are still float; scales and tables of angles do not count.
-        block_sizes: weights of `matrices` that share a scale: the options', or smaller sizes that divide the inputs.
+        block_sizes: weights of `matrices` that share a scale: the options', or smaller sizes of fewer bytes.
         wide_matrices: of `matrices`, the number that a mixed quantization holds in 8 bits.
     """
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.quantize.blocks import (
@@ -29,7 +30,15 @@ from qsample.compiler.quantize.methods import Levels, WeightQuantization
 from qsample.contract.tensors import BLOCK_SIZES, INPUT_IDS, LENGTHS, LOGITS
 from qsample.errors import CompileError
 from qsample.graph import moe
-from qsample.graph.edit import ancestors, drop_unread, replace_node, reshape_target, suffixed, with_loop_bodies
+from qsample.graph.edit import (
+    ancestors,
+    drop_unread,
+    initializer,
+    replace_node,
+    reshape_target,
+    suffixed,
+    with_loop_bodies,
+)
 from qsample.graph.evaluate import inputs_of
 from qsample.graph.operators import (
     CONTRIB_DOMAIN,
@@ -54,9 +63,9 @@ def quantize_weights(
 
     1. A weight is a constant matrix of floats that a MatMul or a Gemm multiplies by or a Gather looks rows up in, in
        the graph or in the body of a Scan.
-    2. Its blocks have the size of the options, or the largest smaller size that divides its inputs. If no size does,
-       the last block of each row is filled up with zeros if `pads` (the device's MatMulNBits takes such a block) and no
-       rows are looked up; otherwise it stays as it is.
+    2. Its blocks have the size of the options or a smaller one: that of the fewest bytes, with the last block of each
+       row filled up with zeros. If a product reads it and not `pads` (the device's MatMulNBits takes no such block),
+       only sizes that divide its inputs count, and without one it stays as it is.
     3. Matrices that score experts stay as they are: a thousandth of a mixture's weights, and their rounding would
        decide which experts run. So do tables that are looked up by position, sines say, and offsets of packed weights.
     4. `sensitive_products` says which have 8 bits in a mixed quantization.
@@ -143,10 +152,10 @@ def _ways(
         return found
     wide = sensitive_products(graph, [node for node in found if node.op_type != "Gather"])
     values = {found[node][0].value for node in wide}
-    return {
-        node: (matrix, replace(way, bits=WIDE_BITS) if matrix.value in values else way)
-        for node, (matrix, way) in found.items()
-    }
+    for node, (matrix, _) in found.items():
+        if matrix.value in values and (way := _fitting(replace(quantization, bits=WIDE_BITS), matrix, pads)):
+            found[node] = matrix, way
+    return found
 
 
 def offset_products(graph: ir.Graph) -> set[ir.Node]:
@@ -177,11 +186,15 @@ def _to_calibrate(graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, Weight
 def _fitting(quantization: WeightQuantization, matrix: _Matrix, pads: bool) -> WeightQuantization | None:
     """`quantization` in the blocks that `matrix` gets; None if it stays float."""
     inputs = matrix.input_size
+    pads = pads or all(user.op_type == "Gather" for user in matrix.value.consumers())
     sizes = [size for size in BLOCK_SIZES if size <= min(quantization.block_size, inputs)]
-    dividing = [size for size in sizes if inputs % size == 0]
-    if not dividing and pads and not any(user.op_type == "Gather" for user in matrix.value.consumers()):
-        dividing = sizes
-    return replace(quantization, block_size=max(dividing)) if dividing else None
+    by_bytes = {_row_bytes(inputs, size, quantization.bits): size for size in sizes if pads or inputs % size == 0}
+    return replace(quantization, block_size=by_bytes[min(by_bytes)]) if by_bytes else None
+
+
+def _row_bytes(inputs: int, block_size: int, bits: int) -> int:
+    """Of a row in memory: ONNX Runtime adds a float32 sum to the scale of each block."""
+    return -(-inputs // block_size) * (block_size * bits // 8 + 8)
 
 
 def matrix_of(node: ir.Node) -> _Matrix | None:
@@ -239,8 +252,15 @@ def _lookup(graph: ir.Graph, node: ir.Node, table: QuantizedWeight) -> None:
     }
     lookup = _node("GatherBlockQuantized", node, [levels, node.inputs[1], scales], attributes)
     rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
-    sizes = reshape_target(graph, [0] * rank + [table.inputs])
-    replace_node(node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], sizes], name=suffixed(node, "rows"))])
+    sizes = reshape_target(graph, [0] * rank + [table.columns])
+    new = [lookup, ir.Node("", "Reshape", [lookup.outputs[0], sizes], name=suffixed(node, "rows"))]
+    if table.columns > table.inputs:
+        bounds = [
+            initializer(graph, f"{name}_{at}", np.array([at]))
+            for name, at in (("start", 0), ("end", table.inputs), ("axis", rank))
+        ]
+        new.append(ir.Node("", "Slice", [new[-1].outputs[0], *bounds], name=suffixed(node, "columns")))
+    replace_node(node, new)
 
 
 def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:

@@ -113,9 +113,7 @@ def test_no_block_is_farther_off_than_with_the_plain_scale(bits: int, size: int,
     assert scales.dtype == dtype
     found = np.square(meaning(levels, scales, bits) - blocks.astype(np.float64)).sum(1)
     before = error(blocks, plain(blocks, bits), bits)
-    assert (found <= before * (1 + 1e-6) + 1e-7 * np.square(blocks.astype(np.float64)).sum(1)).all(), np.flatnonzero(
-        found > before
-    )
+    assert (found <= before * (1 + 1e-6) + 1e-7 * np.square(blocks.astype(np.float64)).sum(1)).all()
     assert (found[100:120] == 0).all()
 
     tried = np.concatenate([np.linspace(0.4, 1.7, 200), -np.linspace(0.4, 1.7, 200)])
