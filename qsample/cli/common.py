@@ -457,8 +457,8 @@ def _tell_about_the_cache(model: str, package: Package, weights: str | None) -> 
     better = ""
     if weights is None and package.manifest.packed_weights is None and package.interface.dtype == "float32":
         better = (
-            "; --weights int4 takes about a seventh and is faster, at some cost in quality; --preset speed beside it is "
-            f"fastest, and takes minutes. `qsample compile {model} OUT --weights int4` has more options"
+            "; --weights int4 takes about a seventh and is faster, at some cost in quality; with --preset speed, it "
+            f"takes minutes first and is fastest. `qsample compile {model} OUT --weights int4` has more options"
         )
     note(f"{model} is in the cache now ({size}), later runs start at once{better}")
 

@@ -311,7 +311,7 @@ def _packed(figures: Any) -> str:
 
 
 def quantization_in_words(figures: Any) -> str:
-    """The manifest's figures of a quantization, such as "int4 weights in blocks of 32 (quick, rtn), 28 matrices, ..."."""
+    """The manifest's figures of a quantization: "int4 weights in blocks of 32 (quick, rtn), 28 matrices, ..."."""
     parts = []
     if "dtype" in figures:
         mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))

@@ -204,9 +204,8 @@ def evaluate(
 
         check_plot(plot)
     # Cached packages stay in the cache as long as these objects. The rest are opened by name, and verified, below.
-    opened = {
-        name: open_exported(name, None, weights=weights, preset=preset) for name in packages if not is_package(name)
-    }
+    made = [name for name in packages if not is_package(name)]
+    opened = {name: open_exported(name, None, weights=weights, preset=preset) for name in made}
     references = {name: open_exported(name, None) for name in against or () if not is_package(name)}
     with progress() as report:
         evaluation = score(

@@ -17,7 +17,7 @@ from qsample.contract.arrays import Array
 
 _LANES: Final = 4  # weights that are moved together
 _MOVED: Final = np.complex128  # NumPy's only type of their size
-_AT_ONCE: Final = 1 << 16  # weights: 256 KiB of float32, twice, are in the cache
+_AT_ONCE: Final = 1 << 18  # weights: a megabyte of float32
 # The places of the farthest weight, in levels, that are tried besides the lowest; below 0 at the other end. More of
 # them take 1 or 2 % off the squared error (random and trained weights, blocks of 32 to 160).
 _TRIED: Final[Mapping[int, tuple[float, ...]]] = {2: (2.6, 3, -2.4), 4: (7.25, 8.5, 9)}
@@ -41,14 +41,48 @@ def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array,
             part = slice(start, start + at_once)
             # [block size / 4, blocks, 4]: sums and products over many blocks are vector operations then.
             lanes = numbers[part].T.copy().view(np.float32)
-            scales[part] = _scales(lanes, bits, weights.dtype)
-            levels[part] = _levels(lanes, scales[part].astype(np.float32), bits)
+            scales[part] = plain = (-_farthest(lanes) / np.float32(2 ** (bits - 1))).astype(weights.dtype)
+            steps = plain.astype(np.float32)
+            lanes *= np.repeat(np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES)
+            if bits in _TRIED:
+                factors = _closest(lanes, steps, bits, weights.dtype)
+                scales[part] = np.where(factors == 1, plain, (factors * steps).astype(weights.dtype))
+                lanes *= np.repeat(1 / factors, _LANES)
+            levels[part] = _levels(lanes, bits)
     return levels, scales
 
 
-def _levels(lanes: Array, steps: Array, bits: int) -> Array:
-    """The levels of blocks [block size / 4, 4 * blocks], which are overwritten."""
-    lanes *= np.repeat(_inverse(steps), _LANES)
+def _farthest(lanes: Array) -> Array:
+    """The weight of each block that is farthest from 0, from its weights [block size / 4, 4 * blocks]."""
+    high, low = _across(np.maximum, lanes), _across(np.minimum, lanes)
+    farthest = np.where(np.abs(high) > np.abs(low), high, low)
+    return np.where(farthest == 0, lanes[0, ::_LANES], farthest)  # of zeros, the first one's sign
+
+
+def _closest(lanes: Array, steps: Array, bits: int, dtype: np.dtype) -> Array:
+    """The scale of each block by its plain one, `steps`: 1, or another one that is closer as `dtype` stores it.
+
+    With weights w in plain steps, levels q have the least squared error with a scale s of wq / qq. Less ww, the error
+    is s² qq - 2 s wq, and -(wq)² / qq for that s.
+    """
+    end, rounded = 2 ** (bits - 1), np.empty_like(lanes)
+    sums = []
+    for place in (end, *_TRIED[bits]):
+        np.rint(lanes if place == end else np.multiply(lanes, np.float32(place / end), out=rounded), out=rounded)
+        if place > end - 0.5 or place < 0:
+            np.clip(rounded, -end, end - 1, out=rounded)
+        sums.append([_joined(np.add, np.einsum("ij,ij->j", by, rounded)) for by in (lanes, rounded)])
+    wq, qq = sums[0]
+    limit = qq - 2 * wq - _NOISE * wq
+    for others in sums[1:]:
+        better = others[0] ** 2 / others[1] > wq**2 / qq
+        wq, qq = np.where(better, others, (wq, qq))
+    factors = (wq / qq * steps).astype(dtype).astype(np.float32) / steps
+    return np.where((factors * qq - 2 * wq) * factors < limit, factors, np.float32(1))
+
+
+def _levels(lanes: Array, bits: int) -> Array:
+    """The levels of weights in steps, [block size / 4, 4 * blocks], which are overwritten."""
     lanes += np.float32(2 ** (bits - 1))
     lanes += np.float32(0.5)  # separately, as the sum above is rounded, too; halves go up
     levels = np.clip(lanes, 0, 2**bits - 1, out=lanes).astype(np.uint8).view(np.uint32)
@@ -58,43 +92,6 @@ def _levels(lanes: Array, steps: Array, bits: int) -> Array:
     elif bits == 2:
         levels = (levels | (levels >> 6) | (levels >> 12) | (levels >> 18)).astype(np.uint8)
     return np.ascontiguousarray(levels.T).view(np.uint8)
-
-
-def _inverse(steps: Array) -> Array:
-    return np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0)
-
-
-def _scales(lanes: Array, bits: int, dtype: np.dtype) -> Array:
-    """The steps between the levels of each block, from its weights [block size / 4, 4 * blocks]."""
-    high, low = _across(np.maximum, lanes), _across(np.minimum, lanes)
-    farthest = np.where(np.abs(high) > np.abs(low), high, low)
-    farthest = np.where(farthest == 0, lanes[0, ::_LANES], farthest)  # of zeros, the first one's sign
-    scales: Array = (-farthest / np.float32(2 ** (bits - 1))).astype(dtype)
-    return _closest(lanes, scales, bits) if bits in _TRIED else scales
-
-
-def _closest(lanes: Array, scales: Array, bits: int) -> Array:
-    """`scales`, which put the farthest weight at the lowest level, or closer ones.
-
-    In these steps, levels q for weights w have the least squared error with a scale s of wq / qq. Less ww, the error is
-    s² qq - 2 s wq, and -(wq)² / qq for that s.
-    """
-    inverse, end = _inverse(scales.astype(np.float32)), 2 ** (bits - 1)
-    rounded = np.empty_like(lanes)
-    sums = []
-    for place in (end, *_TRIED[bits]):
-        np.multiply(lanes, np.repeat(inverse * np.float32(place / end), _LANES), out=rounded)
-        np.clip(np.rint(rounded, out=rounded), -end, end - 1, out=rounded)
-        wq, qq = (_joined(np.add, np.einsum("ij,ij->j", by, rounded)) for by in (lanes, rounded))
-        sums.append((wq * inverse, qq))
-    wq, qq = sums[0]
-    limit = qq - 2 * wq - _NOISE * wq
-    for others in sums[1:]:
-        better = others[0] ** 2 / others[1] > wq**2 / qq
-        wq, qq = np.where(better, others, (wq, qq))
-    found = (wq / qq * scales.astype(np.float32)).astype(scales.dtype)
-    step = found.astype(np.float32) * inverse
-    return np.where((step * qq - 2 * wq) * step < limit, found, scales)
 
 
 def _across(function: np.ufunc, lanes: Array) -> Array:
