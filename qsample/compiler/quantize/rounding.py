@@ -1,5 +1,5 @@
-"""Rounds weights to symmetric levels: the method rtn. NumPy passes over as many blocks as the processor's cache holds;
-other threads run meanwhile.
+"""Rounds weights to symmetric levels: the method rtn. These are passes of NumPy over as many blocks as the processor's
+cache holds (`graph.pieces`); other threads run meanwhile.
 
 8 bits: the weight that is farthest from 0 becomes the lowest level, as in ONNX Runtime's `quantize_matmul_8bits`, bit
 for bit. Fewer bits: of the scales that put it near the lowest level, the one whose levels are closest to the weights,
@@ -17,7 +17,6 @@ from qsample.contract.arrays import Array
 
 _LANES: Final = 4  # weights that are moved together
 _MOVED: Final = np.complex128  # NumPy's only type of their size
-_AT_ONCE: Final = 1 << 18  # weights: a megabyte of float32
 # The places of the farthest weight, in levels, that are tried besides the lowest; below 0 at the other end. More of
 # them take 1 or 2 % off the squared error (random and trained weights, blocks of 32 to 160).
 _TRIED: Final[Mapping[int, tuple[float, ...]]] = {2: (2.6, 3, -2.4), 4: (7.25, 8.5, 9)}
@@ -32,24 +31,17 @@ def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array,
     one of a byte in the low bits; scales [blocks], dtype of the weights. Levels are the nearest for the scales as
     stored.
     """
-    numbers = np.ascontiguousarray(weights, np.float32).reshape(-1).view(_MOVED).reshape(-1, block_size // _LANES)
-    levels = np.empty((len(numbers), block_size * bits // 8), np.uint8)
-    scales = np.empty(len(numbers), weights.dtype)
-    at_once = max(1, _AT_ONCE // block_size)
+    moved = np.ascontiguousarray(weights, np.float32).reshape(-1).view(_MOVED).reshape(-1, block_size // _LANES)
+    # [block size / 4, blocks, 4]: sums and products over many blocks are vector operations then.
+    lanes = moved.T.copy().view(np.float32)
+    steps = (-_farthest(lanes) / np.float32(2 ** (bits - 1))).astype(weights.dtype).astype(np.float32)
     with np.errstate(all="ignore"):  # weights that are no numbers, or hardly differ from 0
-        for start in range(0, len(numbers), at_once):
-            part = slice(start, start + at_once)
-            # [block size / 4, blocks, 4]: sums and products over many blocks are vector operations then.
-            lanes = numbers[part].T.copy().view(np.float32)
-            scales[part] = plain = (-_farthest(lanes) / np.float32(2 ** (bits - 1))).astype(weights.dtype)
-            steps = plain.astype(np.float32)
-            lanes *= np.repeat(np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES)
-            if bits in _TRIED:
-                factors = _closest(lanes, steps, bits, weights.dtype)
-                scales[part] = np.where(factors == 1, plain, (factors * steps).astype(weights.dtype))
-                lanes *= np.repeat(1 / factors, _LANES)
-            levels[part] = _levels(lanes, bits)
-    return levels, scales
+        lanes *= np.repeat(np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES)
+        if bits in _TRIED:
+            factors = _closest(lanes, steps, bits, weights.dtype)
+            lanes *= np.repeat(1 / factors, _LANES)
+            steps *= factors
+        return _levels(lanes, bits), steps.astype(weights.dtype)
 
 
 def _farthest(lanes: Array) -> Array:
