@@ -4,13 +4,16 @@
     python -m venv optimum && optimum/bin/pip install 'optimum-onnx[onnxruntime]'   # needs transformers 4
     python benchmarks/export.py --peers-python peers/bin/python --optimum-python optimum/bin/python
     python benchmarks/export.py --shape llama-3.1-8b --system "qsample, int4" "genai, int4" --rounds 1
+    python benchmarks/export.py --shape qwen3-0.6b --system "qsample, int4" "genai, int4"   # five minutes
+    LD_PRELOAD=$PWD/build/avx2.so python benchmarks/export.py --output docs/benchmarks/export_avx2 ...   # see avx2.c
 
 A checkpoint of random bfloat16 weights is made once for each shape, in --work. Each exporter runs as its users run it:
 its own command, in a process of its own, with its own number of threads. The exporters take turns, in another order in
 each round, and ratios are taken within a round; the result is deleted before the next turn. Each turn begins with the
 checkpoint in the system's page cache, as far as that has room, and with nothing left to be written.
 
-Memory and bytes are those of the process, sampled from /proc, and the use of the disk that of its results and of its
+Memory is the anonymous memory of the process, sampled from /proc: its resident pages would count a page of a file once
+for each of its mappings. Bytes are those of the process, and the use of the disk that of its results and of its
 temporary files: Linux only. An exporter that needs more than --memory or
 --limit is stopped, and named. Only qsample compares its result with the model and with the float weights (the stages
 "checking", "comparing", "self-test" and "divergence"); optimum runs the graph and the model once on a short prompt.
@@ -115,15 +118,17 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
         memory: bytes of anonymous memory after which it is stopped.
 
     Returns:
-        seconds, cpu_seconds; peak_anonymous, peak_resident, peak_disk and written, in bytes; stdout.
+        seconds, cpu_seconds; peak_anonymous, peak_disk and written, in bytes; stdout.
 
     Raises:
         RuntimeError: It failed or was stopped; the message is a line.
     """
-    left_out = () if command[0] == sys.executable else ("PYTHONPATH",)  # another interpreter has its own packages
+    left_out = {"PYTHONDONTWRITEBYTECODE"}  # installed packages are compiled
+    if command[0] != sys.executable:  # another interpreter has its own packages
+        left_out.add("PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"HF_HUB_OFFLINE": "1", "TMPDIR": str(log.parent)}
-    peaks, stopped, written, output = {"VmHWM": 0, "RssAnon": 0}, "", 0, log.with_suffix(".out")
+    peak, stopped, written, output = 0, "", 0, log.with_suffix(".out")
     before = disk = disk_bytes(log.parent)
     with log.open("w", encoding="utf-8") as errors, output.open("w") as results:
         begun = time.perf_counter()
@@ -131,10 +136,9 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
         try:
             # The process stays until it is waited for, so that its last count of bytes can be read.
             while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                sizes = _figures(process.pid, "status", peaks)
-                peaks = {name: max(peak, sizes.get(name, 0) * 1024) for name, peak in peaks.items()}
+                peak = max(peak, _figures(process.pid, "status", ("RssAnon",)).get("RssAnon", 0) * 1024)
                 disk = max(disk, disk_bytes(log.parent))
-                if peaks["RssAnon"] > memory:
+                if peak > memory:
                     stopped = f"needs more than {memory / 1e9:.0f} GB of memory"
                 if time.perf_counter() - begun > limit:
                     stopped = f"takes more than {limit:.0f} s"
@@ -155,8 +159,7 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
     return {
         "seconds": seconds,
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_anonymous": peaks["RssAnon"],
-        "peak_resident": peaks["VmHWM"],
+        "peak_anonymous": peak,
         "peak_disk": disk - before,
         "written": written,
         "stdout": output.read_text(errors="replace"),
@@ -268,14 +271,14 @@ def table_rows(known: dict[str, Any]) -> Rows:
         if not (turns := known["turns"].get(name)):
             continue
         seconds, cpu = (median([turn[key] for turn in turns]) for key in ("seconds", "cpu_seconds"))
-        keys = ("peak_anonymous", "peak_resident", "written", "bytes")
+        keys = ("peak_anonymous", "written", "bytes")
         sizes = [f"{median([turn[key] for turn in turns]) / 1e9:.2f}" for key in keys]
         pairs = zip(turns, known["turns"].get(OWN, []), strict=False)
         ratios = [turn["seconds"] / own["seconds"] for turn, own in pairs]
         ratio = f"{median(ratios):.2f}x" if ratios else ""
         rows.append([name, EXPORTERS[name].weights, f"{seconds:.1f}", ratio, f"{cpu:.1f}", *sizes])
     header = ["exporter", "weights", "seconds", f"of {OWN}", "CPU seconds"]
-    return [*header, "anonymous memory, GB", "memory, GB", "written, GB", "result, GB"], rows
+    return [*header, "anonymous memory, GB", "written, GB", "result, GB"], rows
 
 
 def stage_rows(known: dict[str, Any]) -> Rows:
@@ -308,8 +311,8 @@ def write(data: dict[str, Any], output: Path) -> None:
         "",
         f"{data['machine']}. Made by `python benchmarks/export.py`, whose docstring describes the method.",
         "A checkpoint of random bfloat16 weights becomes an ONNX model. Medians of the rounds; the multiple of",
-        "qsample's time is the median of the ratios within each round. Memory is the largest of the process, anonymous",
-        "and with the pages of mapped files, which the system takes back if others need the memory.",
+        "qsample's time is the median of the ratios within each round. Memory is the most of the process, without the",
+        "pages of mapped files, which the system takes back if others need the memory.",
         "",
     ]
     shapes = {shape: known for shape, known in data["shapes"].items() if known["turns"].get(OWN)}

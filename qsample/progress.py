@@ -124,8 +124,8 @@ class StageCost:
         seconds: of the clock.
         cpu_seconds: of all threads of the process.
         bytes_read, bytes_written: from and to storage; files that the system still holds in memory cost no read.
-        peak_resident_bytes: the most memory of the process, pages of mapped files included, as samples found it.
-        peak_anonymous_bytes: without them.
+        peak_resident_bytes: the most memory of the process, as samples found it; with each mapping of a file's page.
+        peak_anonymous_bytes: without mapped files.
     """
 
     stage: str

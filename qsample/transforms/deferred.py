@@ -25,6 +25,7 @@ from qsample.contract.arrays import sparse_zeros
 # Exporters fold constants of up to 8,192 numbers, and compare them: these have to be there.
 SMALLEST: Final = 1 << 14
 _CHUNK: Final = 1 << 24  # numbers that `chunks` computes at a time
+_PIECE: Final = 1 << 22  # numbers of a matrix that are widened and multiplied at a time: they stay in the cache
 # Operations with the same result in any dtype that holds the numbers exactly.
 _MOVES: Final = ("aten::stack", "aten::cat", "aten::clone", "aten::_unsafe_view", "aten::index", "aten::index_select")
 _EQUAL: Final = "aten::equal"
@@ -120,6 +121,10 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             table = _viewed(self._stored(found.pop(0)), flat[0])
             rest = [numbers(value) if isinstance(value, Tensor) else value for value in flat[1:]]
             return func(table, *rest).to(flat[0].dtype)
+        if func is torch.ops.aten.mm.default and found.keys() == {1}:
+            stored = _viewed(self._stored(found[1]), flat[1])
+            parts = stored.split(max(_PIECE // len(stored), 1), dim=1)
+            return torch.cat([func(flat[0], part.to(flat[1].dtype)) for part in parts], dim=1)
         for index, placeholder in found.items():
             flat[index] = _viewed(self._stored(placeholder), flat[index]).to(flat[index].dtype)
         args, kwargs = tree_unflatten(flat, spec)

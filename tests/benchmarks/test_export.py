@@ -34,7 +34,6 @@ def test_the_figures_of_a_process(export: ModuleType, tmp_path: Path) -> None:
     assert measured["stdout"] == "the result\n"
     assert 0.5 <= measured["cpu_seconds"] <= measured["seconds"] + 0.1
     assert 1 << 27 <= measured["peak_anonymous"] < (1 << 27) + (1 << 24) < 1 << 28
-    assert measured["peak_anonymous"] < measured["peak_resident"] < 1 << 28
     assert 1 << 20 <= measured["peak_disk"] < 1 << 21
     assert measured["written"] in (0, *range(1 << 20, 1 << 21)), "0 on a file system in memory"
 
@@ -49,7 +48,7 @@ def test_the_figures_of_a_process(export: ModuleType, tmp_path: Path) -> None:
 
 
 def turn(seconds: float, **stages: float) -> dict[str, Any]:
-    sizes = {"peak_anonymous": 1e9, "peak_resident": 2e9, "written": 3e9, "bytes": 4e9}
+    sizes = {"peak_anonymous": 1e9, "written": 3e9, "bytes": 4e9}
     figures = {"seconds": seconds, "cpu_seconds": 2 * seconds, **sizes}
     return figures | ({"stages": {name.replace("_", " "): value for name, value in stages.items()}} if stages else {})
 
@@ -62,7 +61,7 @@ def test_tables(export: ModuleType, tmp_path: Path) -> None:
     known = {"turns": turns, "missing": {"mobius, float32": "no such | model"}, "versions": {"torch": "1 and 2"}}
     header, rows = export.table_rows(known)
     assert header[:5] == ["exporter", "weights", "seconds", "of qsample, int4", "CPU seconds"]
-    assert rows[0] == ["qsample, portable", "bfloat16", "6.0", "0.40x", "12.0", "1.00", "2.00", "3.00", "4.00"]
+    assert rows[0] == ["qsample, portable", "bfloat16", "6.0", "0.40x", "12.0", "1.00", "3.00", "4.00"]
     assert [row[3] for row in rows] == ["0.40x", "1.00x", "0.50x"]
     header, rows = export.stage_rows(known)
     assert header == ["stage, seconds", "qsample, portable", "qsample, int4"]

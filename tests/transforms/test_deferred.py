@@ -42,7 +42,9 @@ def placeholder() -> Tensor:
 
 
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
-def test_an_operation_sees_the_numbers(number: int) -> None:
+@pytest.mark.parametrize("piece", [1000, 10**6])
+def test_an_operation_sees_the_numbers(number: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", piece)
     operation, weight = OPERATIONS[number], placeholder()
     with computing():
         result = operation(weight)
@@ -58,6 +60,22 @@ def test_what_is_computed_later_is_the_same(number: int, smallest: int, monkeypa
     with deferring():
         result = operation(weight)
     torch.testing.assert_close(numbers(result), operation(WIDE), rtol=1e-6, atol=1e-5)
+
+
+def test_a_large_matrix_is_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 1000)
+    made, to = list[int](), Tensor.to
+
+    def noted(self: Tensor, *args: object, **options: object) -> Tensor:
+        made.append(self.numel())
+        result: Tensor = to(self, *args, **options)  # type: ignore[call-overload]
+        return result
+
+    monkeypatch.setattr(Tensor, "to", noted)
+    with computing():
+        F.linear(ROWS, placeholder())
+    assert sum(made) == STORED.numel()
+    assert max(made) == 1000
 
 
 def test_what_is_only_moved_stays_in_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
