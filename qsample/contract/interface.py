@@ -354,6 +354,13 @@ class Interface:
         return tuple(spec for spec in self.cache_states if CAPACITY not in spec.axes)
 
     @property
+    def whole_up_to(self) -> int:
+        """A row with at most so many tokens has all of them in its states of fixed size, and can go back to any of
+        them: with caches of a window. -1: it cannot, or there are no such states."""
+        capacities = [shape.capacity for shape in self.key_values if shape.capacity is not None]
+        return -1 if self.recurrent else min(capacities, default=-1)
+
+    @property
     def cache_layers(self) -> tuple[int, ...]:
         """The number of each layer that has keys and values."""
         return tuple(index if shape.layer is None else shape.layer for index, shape in enumerate(self.key_values))

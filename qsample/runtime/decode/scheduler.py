@@ -46,6 +46,7 @@ class SchedulerConfig:
         pieces: the places at which prompts are cut.
         recurrent: the model has states that belong to a slot's newest token, so that another slot can continue from
             them at that moment, or from a copy that was saved.
+        whole_up_to: see `Interface`.
         attention: the model has keys and values, and a slot has to hold these as well.
         join_prompts: read whole prompts of adjacent slots in a single run, if they have the same length.
         ragged: read prompts of any lengths together, and the rest of prompts after the beginnings that slots hold.
@@ -61,6 +62,7 @@ class SchedulerConfig:
     pieces: Pieces
     tail_size: int | None = None
     recurrent: bool = False
+    whole_up_to: int = -1
     attention: bool = True
     join_prompts: bool = False
     ragged: bool = False
@@ -79,6 +81,7 @@ class SchedulerConfig:
             Pieces.of(sessions),
             sessions.tail_size,
             bool(sessions.interface.fixed_states),
+            sessions.interface.whole_up_to,
             bool(sessions.interface.key_values),
             sessions.joins_prompts,
             sessions.ragged,
@@ -104,6 +107,7 @@ class Scheduler:
         self._config = config
         self._pieces = config.pieces
         self._kept: dict[int, Array] = dict.fromkeys(range(slots), _NOTHING)  # of each free slot, marked
+        self._tokens = dict.fromkeys(range(slots), 0)  # that the states of each free slot are after, at most
         self._free = list(range(slots))  # the slot that was left longest ago first
         self._waiting: deque[Sequence] = deque()
         self._in_slots: list[Sequence] = []  # first come first
@@ -153,7 +157,7 @@ class Scheduler:
                 passed.append(sequence)
                 continue
             sequence.adapter_place, is_new = taken
-            reusable = {slot: self._reusable(self._kept[slot], sequence.marked) for slot in self._free}
+            reusable = {slot: self._reusable(self._kept[slot], sequence.marked, slot) for slot in self._free}
             used = [slot_of(one) for one in self._in_slots]
             rows = {slot: self._step_rows.cover(len(span_of([*used, slot]))) for slot in self._free}
             # Of equals, the first.
@@ -192,7 +196,7 @@ class Scheduler:
             self._free.insert(0, source)
         if spare == slot or not len(kept) or (source == slot and reused) or not self._moves:
             return None
-        self._kept[spare] = kept
+        self._kept[spare], self._tokens[spare] = kept, self._tokens[slot]
         self._free.remove(spare)
         self._free.insert(self._free.index(slot), spare)
         return spare, len(kept)
@@ -206,6 +210,7 @@ class Scheduler:
         slot, sequence.slot = sequence.slot, None
         self._in_slots.remove(sequence)
         self._free.append(slot)
+        self._tokens[slot] = len(sequence.prompt) + sequence.issued
         self._adapters.leave(sequence.adapter_place)
         # It is unknown whether a row is valid whose first token was not read.
         keep = keep and bool(sequence.sampled or not sequence.issued)
@@ -261,6 +266,7 @@ class Scheduler:
         sequence = next(one for one in self._in_slots if one.slot == move.source)
         sequence.slot = move.target
         self._kept[move.source] = self._kept.pop(move.target)
+        self._tokens[move.source] = self._tokens[move.target]
         self._free[self._free.index(move.target)] = move.source  # as long ago
         return move
 
@@ -331,18 +337,23 @@ class Scheduler:
     def _holder(self, sequence: Sequence) -> tuple[int, int]:
         """The other slot that holds most of a prompt's beginning, and how many tokens of it."""
         held = self._kept | {slot_of(one): one.marked[: one.consumed] for one in self._in_slots if one is not sequence}
-        reusable = {slot: self._reusable(tokens, sequence.marked) for slot, tokens in held.items()}
+        reusable = {slot: self._reusable(tokens, sequence.marked, slot) for slot, tokens in held.items()}
         return max(reusable.items(), key=lambda item: item[1], default=(0, 0))
 
-    def _reusable(self, held: Array, prompt: Array) -> int:
-        """The number of tokens of `prompt` that need not be read after `held`; its last token has to be."""
-        if self._config.recurrent:
+    def _reusable(self, held: Array, prompt: Array, slot: int) -> int:
+        """The number of tokens of `prompt` that need not be read after `held`, in a slot; its last token has to be."""
+        if self._config.recurrent and self._tokens_in(slot) > self._config.whole_up_to:
             most = shared_prefix(held, prompt) if self._config.attention else len(prompt)
             tokens = self._saved.longest(prompt, min(most, len(prompt) - 1))
             return 0 if self._pieces.run(prompt, tokens) else tokens
         if self._config.reuse_sampled:
             return shared_tokens(held, prompt, self._pieces)
         return reusable_prefix(held, prompt, self._pieces, self._config.tail_size)
+
+    def _tokens_in(self, slot: int) -> int:
+        """The number of tokens that a slot's states are after, at most."""
+        running = (len(one.prompt) + one.issued for one in self._in_slots if one.slot == slot)
+        return next(running, self._tokens[slot])
 
     def _loadable(self, stored: Array, prompt: Array) -> int:
         """The number of tokens of `prompt` that need not be read after `stored`, a number of whole pieces."""
@@ -384,7 +395,7 @@ class Scheduler:
         """Whether it is cheaper to copy most of a prompt after `first` was read than to read both together."""
         if one is first or self._config.recurrent:
             return False
-        copied = max(self._holder(one)[1], self._reusable(first.marked, one.marked))
+        copied = max(self._holder(one)[1], self._reusable(first.marked, one.marked, slot_of(first)))
         return copied - one.consumed > _RUN
 
 

@@ -227,6 +227,11 @@ def test_requests_that_begin_alike(packages: Callable[..., Path]) -> None:
             assert output.token_ids == model.generate([talk], settings, seed=turn).token_ids[0]
             reused.append(output.usage.cached_tokens)
             talk += [*output.token_ids, *random.integers(3, 300, 40).tolist()]
+        start = random.integers(3, 300, 200).tolist()
+        for tokens, cached in (([*start, 5], 0), ([*start[:130], 6, 7], 128)):  # shorter than a cache: from any piece
+            output = engine.add_request(tokens, settings, seed=9).result(300)
+            assert output.token_ids == model.generate([tokens], settings, seed=9).token_ids[0]
+            assert output.usage.cached_tokens == cached
     assert reused[:2] == [0, 0]
     assert min(reused[2:]) > 500
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from qsample.contract.interface import Features
+from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode.jobs import Admission, Copy, Read, Save
 from qsample.runtime.decode.prefixes import Pieces
@@ -58,6 +58,21 @@ def test_prompts_that_are_read_together_are_saved_each() -> None:
     one = scheduler(3, prefill_chunk_size=12, join_prompts=True)
     first, second, third = admitted(one, [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4])
     assert one.next_job() == Read((first, second, third), (range(4),) * 3, (), (Save(0, 4, 0), Save(1, 4, 1)))
+
+
+@pytest.mark.parametrize(("answer", "reused"), [(3, 8), (4, 0)])
+def test_a_row_that_has_all_its_tokens_goes_back_to_any_piece(answer: int, reused: int) -> None:
+    """With caches of a window: until they have forgotten a token, be it for one that was sampled."""
+    one = scheduler(2, places=0, whole_up_to=12, step_rows=RowCounts(2))
+    admitted(one, [*range(9)])
+    run(one)
+    one.add(again := request([*range(9), 5]))
+    assert one.admit()[0].sequence.reused == 8
+    again.sampled, again.issued = [7], answer - 1  # steps that were begun
+    one.leave(again)
+    one.add(other := request([*range(8), 6, 6]))
+    one.admit()
+    assert other.reused == reused
 
 
 def test_the_next_turn_goes_on_from_the_last() -> None:
@@ -226,11 +241,15 @@ def test_whole_pieces_are_stored_with_their_states() -> None:
 
 
 def test_the_abilities_of_a_package() -> None:
-    for recurrent in (False, True):
-        states: Any = (
-            {"recurrent": ["state"], "key_values": []} if recurrent else {"recurrent": [], "key_values": ["key"]}
-        )
-        interface = SimpleNamespace(**states, features=Features(max_loras=4), image=None)
+    state = RecurrentShape(0, "conv_state", 0, (2, 3), "float32")
+    of_a_window = KeyValueShape(1, 8, 1, capacity=40), KeyValueShape(1, 8, 2, capacity=30), KeyValueShape(1, 8, 3)
+    for key_values, states, whole_up_to in [
+        ((KeyValueShape(1, 8),), (), -1),
+        ((), (state,), -1),
+        (of_a_window, (), 30),
+    ]:
+        recurrent, attention = len(key_values) != 1, bool(key_values)
+        interface = Interface(8, key_values, features=Features(max_loras=4), recurrent=states)
         sessions: Any = SimpleNamespace(
             piece_size=16,
             late_piece_size=32,
@@ -244,7 +263,8 @@ def test_the_abilities_of_a_package() -> None:
             pieces=Pieces(16, 32),
             tail_size=2,
             recurrent=recurrent,
-            attention=not recurrent,
+            whole_up_to=whole_up_to,
+            attention=attention,
             join_prompts=recurrent,
             ragged=not recurrent,
             step_rows=RowCounts(3),
