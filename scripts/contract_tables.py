@@ -1,5 +1,7 @@
 """Writes the tables of docs/contract.md, docs/command-line.md, docs/migrating.md and README.md, and js/src/contract.ts.
 
+README.md's times of steps come from docs/benchmarks/decode.json.
+
     python scripts/contract_tables.py           rewrites the tables in place
     python scripts/contract_tables.py --check   exits with 1 if a table is out of date
 
@@ -8,7 +10,9 @@ A table is between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -137,6 +141,31 @@ def spellings() -> str:
     )
 
 
+def steps() -> str:
+    """The shape of Qwen3-0.6B with two threads: milliseconds of a decode step; a part for each class of processor."""
+    shown = ("qsample", "qsample, speed", "qsample, speed, --no-batch-invariant", "genai", "llama.cpp")
+    sections = json.loads((ROOT / "docs" / "benchmarks" / "decode.json").read_text("utf-8"))["shapes"]
+    bits, found = dict[str, float](), dict[tuple[str, ...], dict[str, str]]()
+    for title, facts in sections.items():
+        shape, _, kind = title.partition(", ")
+        if shape != "qwen3-0.6b" or kind.endswith(" 1 thread"):
+            continue
+        measured = {name: known.get("kl", {}).get("tiny_lm") for name, known in facts["systems"].items()}
+        bits |= {name: kl for name, kl in measured.items() if kl is not None}
+        for cell in facts["cells"]:
+            key = (kind.partition(", ")[0], f"{cell['prompt']:,}", str(cell["batch"]), cell["mix"])
+            central = key[1] == "64" and cell["batch"] in (1, 4) and "top-k" not in cell["mix"]
+            if central or key[1:] == ("1,024", "1", "greedy"):
+                found.setdefault(key, {})[cell["system"]] = f"{statistics.median(cell['step_ms']):.1f}"
+            if key[1:] == ("64", "1", "greedy"):
+                first = f"{statistics.median(cell['first_token_ms']):.0f}"
+                found.setdefault((*key[:3], "greedy, first token"), {})[cell["system"]] = first
+    systems = [name for name in shown if any(name in times for times in found.values())]
+    rows = [[*key, *(times.get(name, "") for name in systems)] for key, times in found.items()]
+    titles = [f"{name} (KL {bits[name]:.3f})" if name in bits else name for name in systems]
+    return markdown(("processor", "prompt", "rows", "sampling", *titles), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "axes": lambda: markdown(("axis", "size"), ([f"`{k}`", v] for k, v in contract.AXIS_MEANINGS.items())),
     "tokens": lambda: tensors((contract.INPUT_IDS, contract.INPUT_LENGTHS, contract.EMIT)),
@@ -153,6 +182,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "outputs": outputs,
     "initial_state": lambda: tensors((contract.SEED, contract.CAPACITY_INPUT)),
     "spellings": spellings,
+    "steps": steps,
     "status": lambda: markdown(("value", "name"), ([str(k), v] for k, v in contract.STATUS_NAMES.items())),
 }
 
