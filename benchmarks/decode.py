@@ -177,6 +177,7 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--overhead-steps", type=int, help="0 leaves this part out")
     parser.add_argument("--no-tokens", dest="tokens", action="store_false", help="do not compare greedy tokens")
+    parser.add_argument("--no-amx", action="store_true", help="for llama.cpp where AMX is listed and cannot be used")
     parser.add_argument("--quality", type=Path, default=Path("docs/benchmarks/quality.json"), help="of quality.py")
     options, console = parser.parse_args(), Console(stderr=True)
     parts = chosen_parts(options)

@@ -108,7 +108,8 @@ def start(
     for name, model in models.items():
         python = options.peers_python if MODULES.get(name) else sys.executable
         try:
-            worker = Worker(name, model, python, options.threads)
+            more = {"amx": False} if name == "llama.cpp" and getattr(options, "no_amx", False) else {}
+            worker = Worker(name, model, python, options.threads, **more)
             # The first steps load mapped weights into memory.
             answer = worker.ask(rows=1, prompt_tokens=WARM_UP_TOKENS, new_tokens=8, sampling={"temperature": 0.0})
         except RuntimeError as error:

@@ -139,8 +139,8 @@ def run_shape(shape: str, options: argparse.Namespace, results: Kept, console: C
     workers = {name: Worker("qsample", path, sys.executable, options.threads) for name, path in packages.items()}
     for name, path in files.items():
         if path.suffix == ".gguf":
-            threads, repack = options.threads, not options.no_repack
-            workers[f"{name}, llama.cpp"] = Worker("llama.cpp", path, options.peers_python, threads, repack=repack)
+            amx = not options.no_amx
+            workers[f"{name}, llama.cpp"] = Worker("llama.cpp", path, options.peers_python, options.threads, amx=amx)
 
     def failed(name: str, error: RuntimeError) -> None:
         console.print(f"{shape} without {name}: {error}", highlight=False)
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--file", nargs="*", choices=list(FILES), default=["Q4_K_M", "W4A16"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--no-repack", action="store_true", help="for llama.cpp where AMX is listed and cannot be used")
+    parser.add_argument("--no-amx", action="store_true", help="for llama.cpp where AMX is listed and cannot be used")
     parser.add_argument("--products", action="store_true", help="measure the products alone")
     options, console = parser.parse_args(), Console(stderr=True)
     results = Kept(options.output.with_suffix(".json"), {"machine": describe_machine(options.threads), "shapes": {}})

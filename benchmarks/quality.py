@@ -37,6 +37,7 @@ from qsample.compiler.quantize import PRESETS
 from qsample.errors import QsampleError
 from qsample.evaluation.plot import draw
 from qsample.models.bundled import TINY_LM
+from qsample.models.model import PackagedModel
 from scripts.train_tiny_lm import kjv_documents, split
 
 SEED: Final = 1611  # of the bundled model's training, which selects the held-out chapters
@@ -130,7 +131,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work, sizes, missing, packages = options.work or Path(scratch), {}, {}, []
         work.mkdir(parents=True, exist_ok=True)
-        model = qsample.AutoModelForCausalLM.from_pretrained(options.model).export(work / "portable", overwrite=True)
+        model = qsample.AutoModelForCausalLM.from_pretrained(options.model)
         made = peers(options, options.model, work)
         for name in (*OWN, *(FITTED if calibration else ()), *made, FLOAT):
             if options.bits and name not in (*options.bits, FLOAT):
@@ -143,6 +144,8 @@ def main() -> None:
             try:
                 source, to_compile = (None, model) if own else made[name]()
                 if not path.exists():
+                    if own and not isinstance(model, PackagedModel):
+                        to_compile = model = model.export(work / "portable", overwrite=True)
                     to_compile.compile(path, ctx_len=options.ctx_len, **chosen)
             except (RuntimeError, QsampleError) as error:
                 if own:

@@ -21,14 +21,15 @@ _SILENCE = lib.llama_log_callback(lambda level, text, data: None)
 
 
 class Model:
-    """A loaded file. repack: let llama.cpp lay weights out anew for its fastest kernels."""
+    """A loaded file. amx: as llama.cpp chooses; False for a processor that lists AMX and cannot run it."""
 
-    def __init__(self, path: Path, threads: int, repack: bool = True) -> None:
+    def __init__(self, path: Path, threads: int, amx: bool = True) -> None:
         self._threads = threads
+        if not amx:
+            _forbid_amx()
         lib.llama_backend_init()
         lib.llama_log_set(_SILENCE, None)
         options = lib.llama_model_default_params()
-        options.use_extra_bufts = repack
         self.model = lib.llama_model_load_from_file(str(path).encode(), options)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -37,6 +38,20 @@ class Model:
     def open(self, tokens: int, rows: int = 1, **settings: Any) -> Context:
         """settings: further fields of llama.cpp's parameters of a context."""
         return Context(self, tokens, rows, self._threads, settings)
+
+
+class _SignalStack(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+_STACK: Final = ctypes.create_string_buffer(8192)
+
+
+def _forbid_amx() -> None:
+    """Linux gives no thread AMX whose signal stack has no room for its registers; llama.cpp then does without."""
+    stack = _SignalStack(ctypes.addressof(_STACK), 0, len(_STACK))
+    if ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None):
+        raise RuntimeError("sigaltstack failed")
 
 
 class Context:
@@ -115,8 +130,8 @@ class LlamaCpp(Generator):
 
     library = "llama_cpp"
 
-    def __init__(self, model: Path, threads: int, repack: bool = True) -> None:
-        self._model = Model(model, threads, repack)
+    def __init__(self, model: Path, threads: int, amx: bool = True) -> None:
+        self._model = Model(model, threads, amx)
         self.vocab_size = self._model.vocab_size
 
     def run(self, prompts: Ids, new_tokens: int, sampling: Sampling) -> tuple[list[float], list[list[int]]]:
