@@ -265,7 +265,7 @@ class GraphSpec:
 
     @property
     def output_names(self) -> list[str]:
-        return [spec.name for spec in self.results]
+        return [*(spec.name for spec in self.outputs), *self.retained.values()]
 
     @property
     def results(self) -> tuple[TensorSpec, ...]:

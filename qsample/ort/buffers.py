@@ -70,6 +70,8 @@ class Buffer:
 
     def rows(self, start: int, count: int = 1) -> Buffer:
         """`count` rows from `start` on, over the same memory."""
+        if not start and count == self.shape[0]:
+            return self
         step = math.prod(self.shape[1:]) * self.itemsize
         return self._view((count, *self.shape[1:]), self.address + start * step)
 
@@ -78,7 +80,7 @@ class Buffer:
         return self._view(shape, self.address)
 
     def _view(self, shape: tuple[int, ...], address: int) -> Buffer:
-        return replace(self, shape=shape, address=address)
+        return type(self)(self.owner, self.dtype, shape, address, self.device)  # `replace` takes three times as long
 
     def read(self) -> Array:
         """A copy of the values; of a `Handle`, of the whole tensor that was allocated, whichever rows these are."""
@@ -160,7 +162,7 @@ class HostBuffer(Buffer):
     def _view(self, shape: tuple[int, ...], address: int) -> Buffer:
         first = (address - self.address) // self.itemsize
         values = self.values.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
-        return replace(self, shape=shape, address=address, values=values)
+        return HostBuffer(self.owner, self.dtype, shape, address, self.device, values)
 
     def read(self) -> Array:
         return self.values.copy()
