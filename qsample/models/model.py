@@ -323,7 +323,7 @@ class SourceModel(Model):
         Raises:
             QsampleError: if the cache cannot be written; and as `export` and `compile` do.
         """
-        given = {"weights": weights, "preset": preset, "ctx_len": ctx_len}
+        given: dict[str, Any] = {"weights": weights, "preset": preset, "ctx_len": ctx_len}
         options = CompileOptions(**{name: value for name, value in given.items() if value is not None})  # checked first
         provider = self._provider or options.provider
         parts = {
