@@ -326,12 +326,7 @@ class SourceModel(Model):
         given: dict[str, Any] = {"weights": weights, "preset": preset, "ctx_len": ctx_len}
         options = CompileOptions(**{name: value for name, value in given.items() if value is not None})  # checked first
         provider = self._provider or options.provider
-        parts = {
-            "model": self.source.identity(),
-            "features": asdict(self.features),
-            "provider": provider,
-            **given,
-        }
+        parts = {"model": self.source.identity(), "features": asdict(self.features), "provider": provider, **given}
         name = "-".join(filter(None, (Path(self.source.model_id).name, str(provider), weights, preset)))
         recipe = Recipe(name, parts, self.source.pinned().model_id)
         with shown(progress) as report:
