@@ -80,7 +80,8 @@ def meaning(levels: Array, scales: Array, bits: int) -> Array:
 
 def plain(blocks: Array, bits: int) -> Array:
     """Scales [blocks], as stored, that put the farthest weight at the lowest level."""
-    farthest = np.take_along_axis(blocks, np.abs(blocks.astype(np.float64)).argmax(1)[:, None], 1)[:, 0]
+    high, low = blocks.max(1), blocks.min(1)
+    farthest = np.where(high > -low, high, low)
     return (-farthest.astype(np.float32) / np.float32(2 ** (bits - 1))).astype(blocks.dtype)
 
 
@@ -106,8 +107,10 @@ def test_no_block_is_farther_off_than_with_the_plain_scale(bits: int, size: int,
     grid = rng.integers(-end, end, (20, size))
     grid[:, 0] = -end
     blocks[100:120] = grid * 2.0 ** rng.integers(-3, 3, (20, 1))  # levels already
-    blocks[140:150] *= 1e-4 if dtype is np.float16 else 1e-36
-    blocks[150:160] *= 1 if dtype is np.float16 else 1e30
+    smallest = 2e-6 if dtype is np.float16 else 1e-36  # float16 stores such a scale in a few steps
+    blocks[140:150], blocks[150:160] = rng.normal(size=(2, 10, size)) * np.reshape([smallest, 1 / smallest], (2, 1, 1))
+    if dtype is np.float16:
+        blocks[150:160] *= smallest**2
     blocks = blocks.astype(dtype)
     levels, scales = round_to_nearest(blocks, bits, size)
     assert scales.dtype == dtype
