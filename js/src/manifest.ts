@@ -35,7 +35,8 @@ export interface Manifest {
 
 export const MANIFEST = "qsample.json";
 export const LARGEST_MANIFEST = 1 << 23; // bytes; a model of a hundred layers needs 50 kB
-// Not 2.1, of packages with speculation or adapters, or 2.2, of packages that read images: this host feeds neither.
+// Not 2.1, of packages with speculation or adapters, 2.2, of packages that read images, or 2.3, of packages with
+// other caches: this host has none of these.
 const VERSIONS = [CONTRACT_VERSION];
 
 /** The content of qsample.json. `where`: of the package, for messages. */
@@ -53,6 +54,12 @@ export function parseManifest(text: string, where: string): Manifest {
     throw new PackageError(
       `the package ${where} reads images, and this version of qsample runs packages that read text; export its ` +
         "language model alone (qsample export --text-only), and compile that",
+    );
+  }
+  if (data.contract_version === "2.3") {
+    throw new PackageError(
+      `the package ${where} has caches of a window's size or of 4 bits, which this version of qsample does not run; ` +
+        "compile it with --no-sliding-window-cache, and with --kv-cache-dtype int8 or without",
     );
   }
   if (!VERSIONS.includes(data.contract_version)) {

@@ -81,7 +81,7 @@ it("manifests of strangers are refused", () => {
   const good = { contract_version: "2.0", interface: { features: { sampler: true, filters: [] } }, token_ids: {}, files: {} };
   parseManifest(JSON.stringify(good), "here");
   for (const [change, message] of [
-    [{ contract_version: "3.0" }, "follows decode contract \"3.0\""], [{ contract_version: "2.2" }, "--text-only"], [{ contract_version: 2 }, "no contract_version"], [{ files: null }, "lacks files"],
+    [{ contract_version: "3.0" }, "follows decode contract \"3.0\""], [{ contract_version: "2.2" }, "--text-only"], [{ contract_version: "2.3" }, "--kv-cache-dtype int8"], [{ contract_version: 2 }, "no contract_version"], [{ files: null }, "lacks files"],
     [{ files: { "../x": file } }, "outside of it"], [{ files: { "C:\\x": file } }, "outside of it"], [{ files: { x: null } }, "lists \"x\" without its bytes"], [{ interface: { features: { sampler: false } } }, "without its sampler"],
     [{ interface: { features: null } }, "lacks interface.features"], [{ interface: { features: { sampler: true } } }, "lacks interface.features.filters"],
     [{ interface: { features: { sampler: true, filters: ["min_p", "later"] } } }, 'has the filter "min_p"'],

@@ -145,8 +145,9 @@ def _too_far_off(divergence: Divergence, furthest: float, plan: CompilePlan, kep
         causes.append("float16 weights")
         advice.append("weights='float32'")
     if plan.kv_cache_dtype is not None:
-        causes.append("an int8 cache")
-        advice.append("the model's own dtype for the cache")
+        causes.append(f"an {plan.kv_cache_dtype} cache")
+        wider = "an int8 cache or " if plan.kv_cache_dtype == "int4" else ""
+        advice.append(f"{wider}the model's own dtype for the cache")
     if plan.packed_weights:
         causes.append("activations in 8 bits, for the weights that came packed,")
         advice.append("the unquantized checkpoint")

@@ -80,7 +80,9 @@ def measure_divergence(
             if progress is not None:
                 progress(_WRITING * sum(map(len, texts)) / (len(prompts) * calls))
     del writer, step  # before the next graph opens its session
-    whole = replace(interface, key_values=tuple(replace(shape, capacity=None) for shape in interface.key_values))
+    # The float graph has neither caches in fewer bits nor caches of a window.
+    plain = tuple(replace(shape, capacity=None) for shape in interface.key_values)
+    whole = replace(interface, key_values=plain, kv_cache_dtype=None)
     return _score(texts, read(logits_of(reference, whole), texts, reference, whole, capacity))
 
 

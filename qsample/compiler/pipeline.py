@@ -23,7 +23,7 @@ from qsample.compiler.passes.window_caches import slide_windows
 from qsample.compiler.plan import CompilePlan, calibration_sequences
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.gptq import Calibration, calibrated_levels
-from qsample.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
+from qsample.compiler.quantize.kv_cache import BITS, measure_scales, quantize_kv_cache
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, IMAGE_FEATURES, ROW_AXES
@@ -270,10 +270,11 @@ def slide_caches(build: Build) -> None:
 
 
 def quantize_cache(build: Build) -> None:
-    """Make the cache int8, with scales that are measured with the portable graph."""
+    """Make the cache int8 or int4, with scales that are measured with the portable graph."""
     source, progress = build.plan.source, build.stages.begin(Stage.MEASURING_CACHE)
-    ranges = measure_ranges(source.path, source.interface, build.plan.ctx_len, progress)
-    apply(build.model, partial(quantize_kv_cache, ranges=ranges))
+    bits = BITS[str(build.plan.kv_cache_dtype)]
+    scales = measure_scales(source.path, source.interface, bits, build.plan.ctx_len, progress)
+    apply(build.model, partial(quantize_kv_cache, scales=scales, bits=bits))
 
 
 def quantize_matrices(build: Build, pads: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from qsample.compiler.options import DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
 from qsample.compiler.quantize import PRESETS
+from qsample.compiler.quantize.kv_cache import BITS
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
@@ -28,10 +29,10 @@ class CompilePlan:
         source: the portable package.
         interface: of the compiled package.
         ctx_len: capacity T of the state buffers, in tokens.
-        dtype: of the model and, unless kv_cache_dtype is "int8", of its cache.
+        dtype: of the model and, without kv_cache_dtype, of its cache.
         weights: how to quantize them, if at all.
         store_float16: whether float32 weights are stored in float16.
-        kv_cache_dtype: "int8", or None for the model's dtype.
+        kv_cache_dtype: "int8", "int4", or None for the model's dtype.
     """
 
     source: Package
@@ -142,8 +143,9 @@ def calibration_sequences(plan: CompilePlan) -> list[Array]:
 
 def _kv_cache_dtype(options: CompileOptions, own: str) -> str | None:
     asked = options.kv_cache_dtype
-    if asked not in (None, own, "int8"):
-        raise CompileError(f"kv_cache_dtype is {asked!r} and the package holds {own}; choose that or 'int8'")
+    if asked not in (None, own, *BITS):
+        choices = ", ".join(map(repr, BITS))
+        raise CompileError(f"kv_cache_dtype is {asked!r} and the package holds {own}; choose that, or {choices}")
     return None if asked == own else asked
 
 
@@ -156,3 +158,9 @@ def _check_cache(plan: CompilePlan) -> None:
             f"this model attend through plain operators, and {len(source.interface.recurrent)} of its states are no "
             "keys or values; leave kv_cache_dtype out"
         )
+    if plan.kv_cache_dtype == "int4":
+        odd = sorted({shape.head_dim for shape in source.interface.key_values if shape.head_dim % 2})
+        image = source.interface.image
+        if odd or (image is not None and image.blockwise):
+            why = f"has heads of {odd[0]} numbers" if odd else "reads images whose tokens see each other"
+            raise CompileError(f"kv_cache_dtype is 'int4', two numbers in a byte, and this model {why}; take 'int8'")

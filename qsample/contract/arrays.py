@@ -31,6 +31,7 @@ class Dtype(NamedTuple):
 
 DTYPES: Final = {
     "float32": Dtype(1, "tensor(float)", "float32"),
+    "uint8": Dtype(2, "tensor(uint8)", "uint8"),
     "int8": Dtype(3, "tensor(int8)", "int8"),
     "int32": Dtype(6, "tensor(int32)", "int32"),
     "int64": Dtype(7, "tensor(int64)", "int64"),

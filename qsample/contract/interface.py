@@ -15,6 +15,7 @@ from qsample.contract.tensors import (
     ADJUSTED_LOGITS,
     ALLOWED_TOKENS,
     BATCH,
+    CACHES_VERSION,
     CAPACITY,
     CAPACITY_INPUT,
     CONTRACT_VERSION,
@@ -64,7 +65,6 @@ from qsample.contract.tensors import (
     TOP_LOGPROBS,
     VOCAB,
     WIDTH,
-    WINDOWS_VERSION,
     TensorSpec,
     retained_name,
 )
@@ -332,8 +332,8 @@ class Interface:
     @property
     def contract_version(self) -> str:
         """The oldest version of the contract that has everything of these graphs."""
-        if self.slides:
-            return WINDOWS_VERSION
+        if self.slides or self.kv_cache_dtype == "int4":
+            return CACHES_VERSION
         if self.image is not None:
             return IMAGES_VERSION
         newer = self.features.num_speculative_tokens or self.adapters
@@ -368,8 +368,9 @@ class Interface:
     @property
     def cache_states(self) -> tuple[TensorSpec, ...]:
         dtype, states = self.kv_cache_dtype or self.dtype, list[TensorSpec]()
+        dtype, packed = ("uint8", 2) if dtype == "int4" else (dtype, 1)  # numbers in a byte
         for layer, shape in zip(self.cache_layers, self.key_values, strict=True):
-            axes = (BATCH, shape.num_key_value_heads, shape.capacity or CAPACITY, shape.head_dim)
+            axes = (BATCH, shape.num_key_value_heads, shape.capacity or CAPACITY, shape.head_dim // packed)
             for kind in ("key", "value"):
                 states.append(TensorSpec(f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}"))
         for state in self.recurrent:

@@ -13,8 +13,8 @@ CONTRACT_VERSION: Final = "2.0"
 STEPS_VERSION: Final = "2.1"  # of packages with num_speculative_tokens or adapters; all else is as in 2.0
 STEPS_ONNXRUNTIME: Final = "1.32"  # the oldest that runs such packages
 IMAGES_VERSION: Final = "2.2"  # of packages that read images; all else is as in 2.1
-WINDOWS_VERSION: Final = "2.3"  # of packages with caches of a window's size; all else is as in 2.2
-CONTRACT_VERSIONS: Final = (CONTRACT_VERSION, STEPS_VERSION, IMAGES_VERSION, WINDOWS_VERSION)  # that this qsample runs
+CACHES_VERSION: Final = "2.3"  # of packages with caches of a window's size or in int4; all else is as in 2.2
+CONTRACT_VERSIONS: Final = (CONTRACT_VERSION, STEPS_VERSION, IMAGES_VERSION, CACHES_VERSION)  # that this qsample runs
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
 NOISE_STREAM: Final = 0  # the second word of Philox's counter, for the state `noise`
 XTC_STREAM: Final = 1  # the same for `xtc_noise`
@@ -77,7 +77,7 @@ LLAMA_CPP: Final = "llama.cpp"  # the filters first, temperature last
 FILTER_ORDERS: Final = (HUGGING_FACE, LLAMA_CPP)
 PAD_STOP_ID: Final = -1  # pads stop_ids and logit_bias_ids
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
-KV_CACHE_DTYPES: Final = (*MODEL_DTYPES, "int8")
+KV_CACHE_DTYPES: Final = (*MODEL_DTYPES, "int8", "int4")
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256)  # quantized weights that share a scale
 
 Axis = str | int

@@ -16,7 +16,7 @@ from qsample.checks import is_integer
 from qsample.contract.arrays import DTYPES, Array
 from qsample.disk.untrusted import open_plain, parse_json
 
-_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
+_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8", "int64": "I64"}
 _LENGTH_BYTES: Final = 8  # of the header's length; it comes first
 _LARGEST_HEADER: Final = 1 << 24
 _ALIGNMENT: Final = 8

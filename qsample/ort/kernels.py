@@ -14,7 +14,7 @@ from qsample.ort.small_graphs import integer
 EXPERTS: Final = ("MoE", "QMoE")
 QUERY_SEQLENS: Final = 16  # the slot of GroupQueryAttention's input
 TOKENS: Final = 12  # of a row in a small attention
-ONNX_TYPES: Final = {name: dtype.onnx for name, dtype in DTYPES.items()} | {"uint8": 2}
+ONNX_TYPES: Final = {name: dtype.onnx for name, dtype in DTYPES.items()}
 _NAMES: Final = {number: name for name, number in ONNX_TYPES.items()}
 _FLOATS: Final = ("float32", "float16")
 # MLAS shares the outputs of a product among threads in multiples of _ALIGNED: a small product keeps the remainder.
@@ -257,7 +257,9 @@ def _attention(operator: str, known: _Known, attributes: tuple[bytes, ...], colu
     constants = tuple(
         (slot, (TOKENS, *one.dims[1:]) if slot in _ROTARY else one.dims, one.dtype) for slot, one in others
     )
-    kept, sizes = tuple(sorted(attributes)), (past.dims[1], past.dims[3])
+    numbers = dict(map(integer_of, attributes))
+    packed = 8 // (numbers.get("kv_cache_bit_width") or 8)  # numbers of the cache in a byte
+    kept, sizes = tuple(sorted(attributes)), (past.dims[1], past.dims[3] * packed)
     return Attention(kept, sizes, past.dtype, known[1] is None, constants)
 
 

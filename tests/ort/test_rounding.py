@@ -106,7 +106,7 @@ def test_the_digest_is_that_of_the_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_attention_to_several_tokens(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over an int8 cache it is exact on this processor if compile says so, over a float cache on none."""
+    """Over a quantized cache it is exact on this processor if compile says so, over a float cache on none."""
     from qsample.compiler import compile as compiling
     from qsample.compiler.targets import cpu
 
@@ -121,7 +121,7 @@ def test_attention_to_several_tokens(llama_package: Path, tmp_path: Path, monkey
             refused.append(True)
 
     monkeypatch.setattr(compiling, "check_guesses_change_nothing", told)
-    for cache in ("int8", None):
+    for cache in ("int8", "int4", None):
         refused.clear()
         options = CompileOptions(ctx_len=64, num_speculative_tokens=5, kv_cache_dtype=cache)
         path = compile_package(read_package(llama_package), tmp_path / f"cache {cache}", options).path

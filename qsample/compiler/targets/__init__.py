@@ -33,6 +33,7 @@ class Target(ABC):
             session takes them if `ort.providers` lists them for that provider, or if this target is installed.
         default_options: fields of CompileOptions for a model that is given directly (`models.SourceModel.cached`).
         dtypes: the dtypes that the device's kernels compute in.
+        kv_cache_dtypes: quantized caches that the device's attention takes.
         converts: whether the phases make another dtype of a float32 graph.
         stores_float16: whether weights="float16" is taken.
         calibrates: whether the graph can be run on the CPU before it is quantized, to fit weights to a text.
@@ -51,6 +52,7 @@ class Target(ABC):
     provider_options: Mapping[str, str] = {}
     default_options: Mapping[str, Any] = {}
     dtypes: tuple[str, ...] = MODEL_DTYPES
+    kv_cache_dtypes: tuple[str, ...] = ("int8",)
     converts = False
     stores_float16 = False
     calibrates = False
@@ -94,6 +96,12 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
         raise CompileError(
             f"preset={options.preset!r} runs the graph that is compiled, on the CPU, and provider is "
             f"{options.provider!r}; take 'quick'"
+        )
+    if plan.kv_cache_dtype not in (None, *target.kv_cache_dtypes):
+        listed = "".join(f", or take {dtype!r}" for dtype in target.kv_cache_dtypes)
+        raise CompileError(
+            f"kv_cache_dtype is {plan.kv_cache_dtype!r}, which the attention of {target.name} does not take; leave it "
+            f"out{listed}"
         )
     if options.num_speculative_tokens and not target.speculates:
         raise CompileError(

@@ -48,6 +48,7 @@ class CpuTarget(Target):
     name = "cpu"
     execution_providers: tuple[str, ...] = (CPU,)
     dtypes: tuple[str, ...] = ("float32", "float16")  # of GroupQueryAttention's CPU kernels
+    kv_cache_dtypes: tuple[str, ...] = ("int8", "int4")
     stores_float16 = True
     calibrates = True
     adapts = True
@@ -124,7 +125,7 @@ def _check_speculation(plan: CompilePlan) -> None:
             f"{given}: in this model the tokens of an image see each other, which steps that check guesses do not "
             "compute; leave it out, or export the text model alone (--text-only)"
         )
-    if plan.kv_cache_dtype != "int8":
+    if plan.kv_cache_dtype is None:
         raise CompileError(
             f"{given} needs kv_cache_dtype='int8': over a cache in {plan.dtype}, attention to several tokens at once "
             "rounds otherwise than to one, and guesses would change tokens"

@@ -18,6 +18,7 @@ class WebTarget(CpuTarget):
     """WebAssembly, with 4 GB of memory; every CPU runs these packages, slower than those compiled for it."""
 
     name = "web"
+    kv_cache_dtypes: tuple[str, ...] = ("int8",)
     rounds_activations = False
     cuts = False
     sees = False  # nor do browsers

@@ -57,12 +57,11 @@ class WebGpuTarget(Target):
     # Ids and indices are int64 in the contract. Their kernels compute in 32 bits, enough for every id.
     provider_options: Mapping[str, str] = {"enableInt64": "1"}
     default_options: Mapping[str, Any] = {"weights": "int4"}
+    kv_cache_dtypes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "float16")
     converts = True
 
     def check(self, plan: CompilePlan) -> None:
-        if plan.kv_cache_dtype is not None:
-            raise CompileError("kv_cache_dtype is 'int8', which WebGPU's attention does not take; leave it out")
         if plan.source.interface.features.seed:
             raise CompileError(
                 "the package computes its random numbers from the input seed in 64-bit integers, which WebGPU lacks; "
