@@ -140,7 +140,8 @@ def _too_far_off(divergence: Divergence, furthest: float, plan: CompilePlan, kep
     causes, advice = [], []
     if plan.weights is not None:
         causes.append(f"{plan.options.weights} weights in blocks of {plan.weights.block_size} ({plan.weights.method})")
-        advice.append("int8, smaller blocks" + ("" if plan.calibrated else " or a preset that fits the weights"))
+        wider = {"int2": "int4, int2_mixed", "int2_mixed": "int4"}.get(str(plan.options.weights), "int8")
+        advice.append(f"{wider}, smaller blocks" + ("" if plan.calibrated else " or a preset that fits the weights"))
     if plan.store_float16:
         causes.append("float16 weights")
         advice.append("weights='float32'")

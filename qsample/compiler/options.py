@@ -16,8 +16,8 @@ from qsample.contract.tensors import BLOCK_SIZES, KV_CACHE_DTYPES, MODEL_DTYPES,
 from qsample.errors import CompileError
 from qsample.request.sampling_params import INT32_MAX
 
-WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}
-MIXED: Final = "int4_mixed"
+WEIGHT_BITS: Final = {"int2": 2, "int4": 4, "int8": 8, "int2_mixed": 2, "int4_mixed": 4}
+MIXED: Final = ("int2_mixed", "int4_mixed")
 DEFAULT_CTX_LEN: Final = 4096
 
 
@@ -41,7 +41,8 @@ class CompileOptions:
         dtype: "float16" or "bfloat16" for cuda, "float16" for webgpu, the package's for cpu, web and openvino.
         weights: "int4" or "int8" quantizes every matrix that a token is multiplied by, and the embedding, but no table
             of positions, and no weights that the checkpoint has quantized. "int4_mixed" is int4 with 8 bits for the
-            head, the first and the last layer: these suffer most. "float16", for cpu, stores float32 weights in half
+            head, the first and the last layer: these suffer most. "int2", for cpu, is for models that bear it;
+            "int2_mixed" has 4 bits for these and for attention. "float16", for cpu, stores float32 weights in half
             the space; loaded, they are float32 again. The package's dtype leaves them as exported.
         preset: "quick" is compiled fastest, "speed" runs fastest, and "balanced" is between. The last two fit the
             levels to a text, for cpu; see `quantize.PRESETS`.
@@ -91,7 +92,7 @@ class CompileOptions:
         None,
         (*WEIGHT_BITS, *MODEL_DTYPES),
         help="Quantize the weights; float16 halves the file alone. (default: as exported)",
-        metavar="int4|int4_mixed|int8|float16",
+        metavar="int2|int2_mixed|int4|int4_mixed|int8|float16",
     )
     preset: str = choice(
         "quick",
@@ -171,16 +172,21 @@ class CompileOptions:
         if self.calibration_text is not None and not self.calibrated:
             fitting = " or ".join(repr(name) for name, preset in PRESETS.items() if preset.fitted)
             raise CompileError(
-                f"calibration_text is only read with weights='int4', 'int4_mixed' or 'int8' and preset={fitting}; "
-                "leave it out, or give these"
+                f"calibration_text is only read with weights={' or '.join(map(repr, WEIGHT_BITS))} and "
+                f"preset={fitting}; leave it out, or give these"
             )
         own = {entry.name: entry.default for entry in fields(self)}
         for name in ("preset", "block_size"):
             if self.weights not in WEIGHT_BITS and getattr(self, name) != own[name]:
                 raise CompileError(
-                    f"{name} is {getattr(self, name)!r}, which is only read if weights are quantized (int4, int4_mixed "
-                    "or int8); leave it out, or give weights="
+                    f"{name} is {getattr(self, name)!r}, which is only read if weights are quantized "
+                    f"({', '.join(WEIGHT_BITS)}); leave it out, or give weights="
                 )
+        if WEIGHT_BITS.get(str(self.weights)) == 2 and self.block_size not in (None, 32, 64, 128):
+            raise CompileError(
+                f"block_size is {self.block_size}, and the kernels of 2 bits take blocks of 32, 64 or 128; give one of "
+                f"these, or other weights than {self.weights!r}"
+            )
 
     def override(self, **changes: Any) -> CompileOptions:
         """These options with `changes` of fields. TypeError names an unknown field, and the closest that exists."""

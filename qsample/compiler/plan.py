@@ -120,7 +120,7 @@ def _weights(source: Package, options: CompileOptions) -> WeightQuantization | N
         raise CompileError(f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}")
     preset = PRESETS[options.preset]
     size = options.block_size or preset.block_size
-    return WeightQuantization(WEIGHT_BITS[weights], size, preset.method, mixed=weights == MIXED)
+    return WeightQuantization(WEIGHT_BITS[weights], size, preset.method, mixed=weights in MIXED)
 
 
 def calibration_sequences(plan: CompilePlan) -> list[Array]:

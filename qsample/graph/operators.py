@@ -1,6 +1,6 @@
 """The operators of exported graphs: ONNX's version, ONNX Runtime's own domain, and the layout of MatMulNBits.
 
-MatMulNBits is the product with weights of 4 or 8 bits:
+MatMulNBits is the product with weights of 2, 4 or 8 bits:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
 
 Loads NumPy only: the options of compile are checked even if onnx is not installed.
@@ -42,8 +42,19 @@ def pack_bits(levels: Bytes, bits: int) -> Bytes:
     """[N, n] levels as [N, ceil(n * bits / 8)] bytes, 8 / bits levels in each, the first in the low bits."""
     if bits == 8:
         return levels
-    levels = np.pad(levels, ((0, 0), (0, levels.shape[1] % 2)))
-    return np.bitwise_or(levels[:, 0::2], np.left_shift(levels[:, 1::2], 4, dtype=np.uint8))
+    count = 8 // bits
+    levels = np.pad(levels, ((0, 0), (0, -levels.shape[1] % count)))
+    packed = levels[:, ::count].copy()
+    for place in range(1, count):
+        packed |= np.left_shift(levels[:, place::count], place * bits, dtype=np.uint8)
+    return packed
+
+
+def unpack_bits(packed: Bytes, bits: int) -> Bytes:
+    """[.., n * 8 / bits] levels of [.., n] bytes, as `pack_bits` packed them."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    levels: Bytes = packed[..., None] >> shifts & np.uint8(2**bits - 1)
+    return levels.reshape(*packed.shape[:-1], -1)
 
 
 def middle_zero_points(rows: int, blocks: int, bits: int) -> Bytes:

@@ -163,7 +163,7 @@ class QuantizationReport:
         expert_block_size: weights of an expert that share a scale: the options', or the nearest that QMoE takes.
         float_bytes: of the parameters that are still float; scales and tables of angles do not count.
         block_sizes: weights of `matrices` that share a scale: the options', or smaller sizes of fewer bytes.
-        wide_matrices: of `matrices`, the number that a mixed quantization holds in 8 bits.
+        wide_matrices: of `matrices`, the number that have more bits than the options say.
     """
 
     matrices: int

@@ -27,7 +27,7 @@ from qsample.contract.tensors import BATCH, CAPACITY, IMAGE_ROWS, INPUT_IDS, INP
 from qsample.disk.space import check_free
 from qsample.graph.edit import ancestors, reads
 from qsample.graph.evaluate import GraphPart, sizes
-from qsample.graph.operators import pack_bits
+from qsample.graph.operators import pack_bits, unpack_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -264,8 +264,7 @@ def _dequantized(wanted: Wanted, levels: Levels, dtype: np.dtype[np.generic]) ->
     """The weight, as the graph has it, that the levels stand for."""
     packed, scales = levels
     size, bits = wanted.way.block_size, wanted.way.bits
-    blocks = packed if bits == 8 else np.stack([packed & 15, packed >> 4], -1)
-    numbers = blocks.reshape(-1, size).astype(np.float32) - 2 ** (bits - 1)
+    numbers = unpack_bits(packed, bits).reshape(-1, size).astype(np.float32) - 2 ** (bits - 1)
     rows = (numbers * scales.astype(np.float32).reshape(-1, 1)).reshape(len(packed), -1).astype(dtype)
     weight: Array = np.ascontiguousarray(rows if wanted.transposed else rows.T)
     return weight

@@ -22,8 +22,9 @@ of levels that stand for scale * (level - 2^(bits - 1)); scales, one a block, in
 
 @dataclass(frozen=True, slots=True)
 class WeightQuantization:
-    """How weights are quantized. bits: 4 or 8. block_size: weights of a row that share a scale, one of BLOCK_SIZES.
-    method: one of METHODS. mixed: whether the matrices that `weights.sensitive_products` names get 8 bits."""
+    """How weights are quantized. bits: 2, 4 or 8. block_size: weights of a row that share a scale, one of
+    BLOCK_SIZES. method: one of METHODS. mixed: whether the matrices that `weights.sensitive_products` names get twice
+    the bits."""
 
     bits: int
     block_size: int = 32

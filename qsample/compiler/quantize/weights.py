@@ -1,11 +1,12 @@
-"""Quantizes weights to blocks of 4 or 8 bits.
+"""Quantizes weights to blocks of 2, 4 or 8 bits.
 
 Constant matrices in a MatMul become operands of a MatMulNBits, embedding tables of a GatherBlockQuantized; a tied table
 is quantized once for both. The numbers are computed only when the graph is saved, some rows at a time, and weights
 stay mapped from their files.
 
-A mixed quantization holds the matrices that quantization harms most for their size in 8 bits: of the head, the first
-and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of them, finer too.
+A mixed quantization holds the matrices that quantization harms most for their size in twice the bits: of the head,
+the first and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of them,
+finer too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from qsample.graph.operators import (
 )
 from qsample.graph.packed import offsets_of
 
-WIDE_BITS: Final = 8
+_KERNELS_OF_2_BITS: Final = (32, 64, 128)  # the block sizes that MatMulNBits multiplies by activations in 8 bits
 _STATE: Final = "past_key_values."
 
 Calibrate = Callable[[ir.Model, Sequence[Wanted]], Mapping[ir.Value, Levels]]
@@ -68,7 +69,8 @@ def quantize_weights(
        only sizes that divide its inputs count, and without one it stays as it is.
     3. Matrices that score experts stay as they are: a thousandth of a mixture's weights, and their rounding would
        decide which experts run. So do tables that are looked up by position, sines say, and offsets of packed weights.
-    4. `sensitive_products` says which have 8 bits in a mixed quantization.
+    4. `sensitive_products` says which have twice the bits in a mixed quantization. Matrices that have no blocks of a size
+       that the kernels of 2 bits take have 4.
     5. The numbers are computed when the model is saved; before, by `calibrate`, for the matrices in the graph itself,
        except for the head and lookup tables.
     """
@@ -150,10 +152,13 @@ def _ways(
             found[node] = matrix, way
     if not quantization.mixed:
         return found
-    wide = sensitive_products(graph, [node for node in found if node.op_type != "Gather"])
+    products = [node for node in found if node.op_type != "Gather"]
+    wide = sensitive_products(graph, products)
+    if quantization.bits == 2:  # in a layer, attention needs more bits than the rest: docs/quantization.md
+        wide |= products_of_mixers(graph, products)
     values = {found[node][0].value for node in wide}
     for node, (matrix, _) in found.items():
-        if matrix.value in values and (way := _fitting(replace(quantization, bits=WIDE_BITS), matrix, pads)):
+        if matrix.value in values and (way := _fitting(replace(quantization, bits=2 * quantization.bits), matrix, pads)):
             found[node] = matrix, way
     return found
 
@@ -185,10 +190,12 @@ def _to_calibrate(graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, Weight
 
 def _fitting(quantization: WeightQuantization, matrix: _Matrix, pads: bool) -> WeightQuantization | None:
     """`quantization` in the blocks that `matrix` gets; None if it stays float."""
-    inputs = matrix.input_size
+    inputs, known = matrix.input_size, _KERNELS_OF_2_BITS if quantization.bits == 2 else BLOCK_SIZES
     pads = pads or all(user.op_type == "Gather" for user in matrix.value.consumers())
-    sizes = [size for size in BLOCK_SIZES if size <= min(quantization.block_size, inputs)]
+    sizes = [size for size in known if size <= min(quantization.block_size, inputs)]
     by_bytes = {_row_bytes(inputs, size, quantization.bits): size for size in sizes if pads or inputs % size == 0}
+    if not by_bytes and quantization.bits == 2:
+        return _fitting(replace(quantization, bits=4), matrix, pads)
     return replace(quantization, block_size=by_bytes[min(by_bytes)]) if by_bytes else None
 
 
@@ -285,6 +292,16 @@ def sensitive_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir
         wide |= {node for node in own if second is None or order[node] < order[second]} - of_second
         wide |= {node for node in own if order[node] > order[mixers[-1]]} | _directly_behind(mixers[-1].inputs, own)
     return wide
+
+
+def products_of_mixers(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
+    """The `products` with weights, nodes of `graph`, right before or behind attention, a convolution or a recurrence:
+    projections of queries, keys and values, and of the result."""
+    mixers, others = _mixers(graph), set(products)
+    found = set[ir.Node]()
+    for mixer in mixers:
+        found |= _directly_behind(mixer.inputs, products)
+    return found | {node for node in products if not ancestors(node.inputs[:1], others).isdisjoint(mixers)}
 
 
 def _mixers(graph: ir.Graph) -> list[ir.Node]:

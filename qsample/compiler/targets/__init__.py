@@ -33,6 +33,7 @@ class Target(ABC):
             session takes them if `ort.providers` lists them for that provider, or if this target is installed.
         default_options: fields of CompileOptions for a model that is given directly (`models.SourceModel.cached`).
         dtypes: the dtypes that the device's kernels compute in.
+        weight_bits: of quantized weights that the device multiplies by.
         kv_cache_dtypes: quantized caches that the device's attention takes.
         converts: whether the phases make another dtype of a float32 graph.
         stores_float16: whether weights="float16" is taken.
@@ -52,6 +53,7 @@ class Target(ABC):
     provider_options: Mapping[str, str] = {}
     default_options: Mapping[str, Any] = {}
     dtypes: tuple[str, ...] = MODEL_DTYPES
+    weight_bits: tuple[int, ...] = (4, 8)
     kv_cache_dtypes: tuple[str, ...] = ("int8",)
     converts = False
     stores_float16 = False
@@ -96,6 +98,11 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
         raise CompileError(
             f"preset={options.preset!r} runs the graph that is compiled, on the CPU, and provider is "
             f"{options.provider!r}; take 'quick'"
+        )
+    if plan.weights is not None and plan.weights.bits not in target.weight_bits:
+        raise CompileError(
+            f"weights is {options.weights!r}, and products with {plan.weights.bits}-bit weights are for cpu; take "
+            f"'int4' for {target.name}"
         )
     if plan.kv_cache_dtype not in (None, *target.kv_cache_dtypes):
         listed = "".join(f", or take {dtype!r}" for dtype in target.kv_cache_dtypes)

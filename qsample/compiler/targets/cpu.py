@@ -48,6 +48,7 @@ class CpuTarget(Target):
     name = "cpu"
     execution_providers: tuple[str, ...] = (CPU,)
     dtypes: tuple[str, ...] = ("float32", "float16")  # of GroupQueryAttention's CPU kernels
+    weight_bits: tuple[int, ...] = (2, 4, 8)
     kv_cache_dtypes: tuple[str, ...] = ("int8", "int4")
     stores_float16 = True
     calibrates = True

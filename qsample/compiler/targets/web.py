@@ -18,6 +18,7 @@ class WebTarget(CpuTarget):
     """WebAssembly, with 4 GB of memory; every CPU runs these packages, slower than those compiled for it."""
 
     name = "web"
+    weight_bits: tuple[int, ...] = (4, 8)  # 2 are for activations in 8 bits
     kv_cache_dtypes: tuple[str, ...] = ("int8",)
     rounds_activations = False
     cuts = False

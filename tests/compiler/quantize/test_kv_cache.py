@@ -146,7 +146,7 @@ def test_generates_in_place_and_in_chunks(compiled: Path, tmp_path: Path) -> Non
     """The same tokens alone, in a batch, in pieces, and behind a prefix from a file."""
     model = AutoModelForCausalLM.from_pretrained(compiled)
     prompts = [[5, 6, 7, 8], [9], list(range(10, 40))]
-    options = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 24, "seed": 3}
+    options: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "max_new_tokens": 24, "seed": 3}
     wanted = model.generate(prompts, **options).token_ids
     assert model.generate(prompts, **options, prefill_chunk_size=7).token_ids[:2] == wanted[:2]
     long = list(range(70))

@@ -17,7 +17,7 @@ from qsample.compiler.quantize import weights
 from qsample.compiler.quantize.blocks import float_bytes, quantization_report
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.methods import WeightQuantization
-from qsample.compiler.quantize.weights import check_quantized, head_products, quantize_weights, sensitive_products
+from qsample.compiler.quantize.weights import check_quantized, head_products, products_of_mixers, quantize_weights, sensitive_products
 from qsample.errors import CompileError
 from qsample.graph.edit import initializer
 from qsample.package.package import Package, read_package
@@ -29,6 +29,8 @@ WAYS = [
     WeightQuantization(8),
     WeightQuantization(4, 16),
     WeightQuantization(8, 64),
+    WeightQuantization(2),
+    WeightQuantization(2, 64),
 ]
 
 
@@ -56,10 +58,9 @@ def make_weights() -> dict[str, np.ndarray]:
 
 
 def levels(stored: np.ndarray, bits: int) -> np.ndarray:
-    """[..., bytes] as [..., values]: 4-bit values lie in the low half of a byte first."""
-    if bits == 8:
-        return stored.astype(np.int64)
-    return np.stack([stored & 15, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1).astype(np.int64)
+    """[..., bytes] as [..., values]: the first value of a byte lies in its low bits."""
+    parts = [stored.astype(np.int64) // 2**place % 2**bits for place in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(*stored.shape[:-1], -1)
 
 
 def dequantized(folder: Path, name: str, way: WeightQuantization) -> np.ndarray:
@@ -154,7 +155,7 @@ def test_the_weights_of_a_gemm(transposed: int, bias: bool, tmp_path: Path) -> N
     np.testing.assert_allclose(result, expected, rtol=0.01, atol=1e-3)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_weights_of_a_loop(bits: int, tmp_path: Path) -> None:
     """They are constants of the graph around it."""
     weights = {"w1_weight": normal(HIDDEN, 32, seed=1), "w2_weight": normal(HIDDEN, 32, seed=2)}
@@ -244,6 +245,22 @@ def test_the_head_and_the_outer_layers(layers: int, kept: list[int]) -> None:
     narrow = {node.outputs[0].name for node in products if node not in wide}
     assert narrow == {f"{part}{layer}" for layer in kept for part in ("qkv", "out", "up", "down")}
     assert [node.outputs[0].name for node in head_products(model.graph, products)] == ["logits"]
+    attention = {node.outputs[0].name for node in products_of_mixers(model.graph, products)}
+    assert attention == {f"{part}{layer}" for part in ("qkv", "out") for layer in range(layers)}
+
+
+@pytest.mark.parametrize(("mixed", "size", "four"), [(False, 64, ["w0"]), (True, 64, ["w0", "w2"])])
+def test_two_bits_where_kernels_have_them(mixed: bool, size: int, four: list[str]) -> None:
+    """Blocks of 16, which an input of 48 needs, have no kernel of 2 bits, and the head of a mixed one needs 4."""
+    model = products(48, 128, 64)
+    model.graph[2].outputs[0].name = "logits"
+    assert quantize_weights(model, WeightQuantization(2, size, mixed=mixed))
+    bits = {str(node.inputs[1].name).split("_")[0]: node.attributes["bits"].value for node in model.graph}  # type: ignore[union-attr]
+    assert {name for name, own in bits.items() if own == 4} == set(four), bits
+    assert set(bits.values()) == {2, 4}
+    report = quantization_report(model)
+    assert report is not None
+    assert report.wide_matrices == len(four)
 
 
 def products(*sizes: int, dtype: ir.DataType = ir.DataType.FLOAT, packed: bool = False) -> ir.Model:
