@@ -40,7 +40,21 @@ def alike(path: Path) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    "way", [(2, 32), (2, 64), (2, 128), (4, 32), (4, 64), (4, 128), (8, 32), (8, 128), (4, 32, "zeros"), None, "cast", "input"]
+    "way",
+    [
+        (2, 32),
+        (2, 64),
+        (2, 128),
+        (4, 32),
+        (4, 64),
+        (4, 128),
+        (8, 32),
+        (8, 128),
+        (4, 32, "zeros"),
+        None,
+        "cast",
+        "input",
+    ],
 )
 def test_the_small_products_round_as_the_real_ones(way: tuple[int, ...] | str | None, tmp_path: Path) -> None:
     """Whatever this processor does: the kernels of another are shown by scripts/check_processors."""

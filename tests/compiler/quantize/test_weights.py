@@ -17,7 +17,13 @@ from qsample.compiler.quantize import weights
 from qsample.compiler.quantize.blocks import float_bytes, quantization_report
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.methods import WeightQuantization
-from qsample.compiler.quantize.weights import check_quantized, head_products, products_of_mixers, quantize_weights, sensitive_products
+from qsample.compiler.quantize.weights import (
+    check_quantized,
+    head_products,
+    products_of_mixers,
+    quantize_weights,
+    sensitive_products,
+)
 from qsample.errors import CompileError
 from qsample.graph.edit import initializer
 from qsample.package.package import Package, read_package
