@@ -69,7 +69,7 @@ def quantize_weights(
        only sizes that divide its inputs count, and without one it stays as it is.
     3. Matrices that score experts stay as they are: a thousandth of a mixture's weights, and their rounding would
        decide which experts run. So do tables that are looked up by position, sines say, and offsets of packed weights.
-    4. `sensitive_products` says which have twice the bits in a mixed quantization. Matrices that have no blocks of a size
+    4. `sensitive_products` says which have twice the bits in a mixed quantization. Matrices without blocks of a size
        that the kernels of 2 bits take have 4.
     5. The numbers are computed when the model is saved; before, by `calibrate`, for the matrices in the graph itself,
        except for the head and lookup tables.
@@ -158,7 +158,9 @@ def _ways(
         wide |= products_of_mixers(graph, products)
     values = {found[node][0].value for node in wide}
     for node, (matrix, _) in found.items():
-        if matrix.value in values and (way := _fitting(replace(quantization, bits=2 * quantization.bits), matrix, pads)):
+        if matrix.value in values and (
+            way := _fitting(replace(quantization, bits=2 * quantization.bits), matrix, pads)
+        ):
             found[node] = matrix, way
     return found
 
