@@ -68,8 +68,9 @@ def session_options(
     config: Mapping[str, str] | None = None, *, intra_op_num_threads: int | None = None
 ) -> ort.SessionOptions:
     """ONNX Runtime's options, from the fields of `SessionOptions`, without its log: warnings are about optimisations,
-    errors are exceptions, and both print a graph's names as they are: such names could command a terminal. Of the
-    options for speed, none is worth 2 % of a step, with AVX-512 or AVX2: `benchmarks/session_options.py`."""
+    errors are exceptions, and both print a graph's names as they are: such names could command a terminal. On AVX-512,
+    its defaults for spinning, affinity, arena, memory patterns and shares of threads were the fastest, within 2 %:
+    `benchmarks/session_options.py`."""
     ort.disable_telemetry_events()  # if onnxruntime was imported before qsample
     options = ort.SessionOptions()
     options.log_severity_level = 4
