@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample import AutoModelForCausalLM
+from qsample.cli.inspect import quantization_in_words
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize import weights
@@ -188,7 +189,9 @@ def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
     compiled, portable = read_package(int8), read_package(llama_package)
     compilation = compiled.manifest.compilation
     quantization = compilation.quantization
-    assert (quantization["dtype"], quantization["block_size"], quantization["method"]) == ("int8", 32, "rtn")
+    described = [quantization[name] for name in ("dtype", "preset", "block_size", "method")]
+    assert described == ["int8", "quick", 32, "rtn"]
+    assert quantization_in_words(quantization).startswith("int8 weights in blocks of 32 (quick, rtn), ")
     operators = compilation.placement["CPUExecutionProvider"]
     assert operators["MatMulNBits"] >= quantization["matrices"] - 1
     assert operators["GatherBlockQuantized"] == 1
