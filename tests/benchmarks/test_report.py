@@ -68,7 +68,9 @@ def test_counts(plots: ModuleType, number: int, text: str) -> None:
     assert plots.count(number, "row") == text
 
 
-@pytest.mark.parametrize("name", ["decode", "models", "long_context", "export", "sampler", "serve", "serving"])
+@pytest.mark.parametrize(
+    "name", ["decode", "models", "long_context", "export", "quality", "sampler", "serve", "serving"]
+)
 def test_a_page_says_what_its_figures_say(
     benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
