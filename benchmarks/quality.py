@@ -7,8 +7,9 @@ r"""The quality of bits on held-out text: qsample's presets beside the peers' bi
 
 All bits run in qsample's runtime, so the table compares bits, not engines: each product rounds activations to 8 bits.
 The peers' files are made by the peers: llama.cpp's quantizer writes GGUF files, whose integers an export keeps, and
-onnxruntime-genai's builder writes decoders that are baked. Fitted presets fit to text that the model writes; rows "to
-text" fit to --calibration-text. Sizes are of packages, and of the peers' own files.
+onnxruntime-genai's builder writes decoders that are baked; by default it rounds as Q4_0 does, with scales in float32.
+Fitted presets fit to text that the model writes; rows "to text" fit to --calibration-text. Sizes are of packages, and
+of the peers' own files.
 
 Without --heldout, the texts are chapters that `scripts/train_tiny_lm.py` held out of the bundled model's training, and
 chapters of the training; both come from the program `bible` (Debian's bible-kjv). The results of each model are kept in
