@@ -39,6 +39,7 @@ class Stage(StrEnum):
     REWRITING = "rewriting"
     COMPARING_WITH_CHECKPOINT = "comparing with the checkpoint"
 
+    WRITING_TEXT = "writing the text to fit to"
     OPTIMISING = "optimising the graph"
     MEASURING_CACHE = "measuring keys and values"
     FITTING = "fitting weights to the text"

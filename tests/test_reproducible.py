@@ -27,6 +27,7 @@ load("model", include_sampler=False).export("logits")
 plain.compile("int4", ctx_len=64, weights="int4", kv_cache_dtype="int8", num_speculative_tokens=3, max_divergence=9)
 gptq = {"preset": "speed", "calibration_text": [text]}
 model.compile("gptq", ctx_len=64, weights="int4", max_divergence=9, **gptq)
+model.compile("own", ctx_len=64, weights="int4", max_divergence=9, preset="speed")
 qsample.bake("genai", "baked", features=Features(filters=("xtc",)))
 """
 
@@ -50,7 +51,7 @@ def test_packages_are_equal_byte_for_byte(tmp_path: Path) -> None:
         packages = [path.parent for path in sorted(folder.glob("*/qsample.json"))]
         files = [path for package in packages for path in sorted(package.rglob("*")) if path.is_file()]
         made.append({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
-    assert len({name.split("/")[0] for name in made[0]}) == 5
+    assert len({name.split("/")[0] for name in made[0]}) == 6
     assert made[0].keys() == made[1].keys()
     assert [name for name, content in made[0].items() if content != made[1][name]] == []
     assert [name for name, content in made[0].items() if str(tmp_path).encode() in content] == []

@@ -49,7 +49,8 @@ class CompileOptions:
         block_size: 16, 32, 64, 128 or 256, in place of the preset's; the largest smaller size that divides a matrix's
             inputs if this does not.
         calibration_text: for "balanced" and "speed", a text like the model's future input, a list of them, or token ids
-            of the same form; 128 tokens at least, of which 65,536 are read. Not the text of an evaluation.
+            of the same form; 128 tokens at least, of which 65,536 are read. Not the text of an evaluation. None: the
+            model writes one.
         kv_cache_dtype: "int8" has a scale a channel, measured on the model's own text: a quarter of float32's memory,
             faster steps over long contexts, slower long prompts. "int4", for cpu, takes an eighth and diverges further.
             The package's dtype leaves it as exported.
@@ -106,7 +107,11 @@ class CompileOptions:
     calibration_text: Any = field(
         default=None,
         repr=False,
-        metadata={"help": "Text in UTF-8 to fit weights to; may be repeated.", "metavar": "FILE", "repeated": str},
+        metadata={
+            "help": "Text in UTF-8 to fit weights to; may be repeated. (default: the model's own)",
+            "metavar": "FILE",
+            "repeated": str,
+        },
     )
     kv_cache_dtype: str | None = choice(
         None,
@@ -167,8 +172,6 @@ class CompileOptions:
         return {entry.name: given[entry.name] for entry in fields(self) if given.get(entry.name) != entry.default}
 
     def _check_quantization(self) -> None:
-        if self.calibrated and self.calibration_text is None:
-            raise CompileError(f"preset={self.preset!r} fits the weights to a text; give it as calibration_text=")
         if self.calibration_text is not None and not self.calibrated:
             fitting = " or ".join(repr(name) for name, preset in PRESETS.items() if preset.fitted)
             raise CompileError(

@@ -9,18 +9,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
+from qsample.compiler.calibration import given_text, own_text
 from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.passes.attention import pack_qkv, remove_head_transposes, simplify_reshapes
 from qsample.compiler.passes.fusions import fold_constants, fuse_operators, join_projections, replace_gemms
 from qsample.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.compiler.passes.rope import absorb_rope, fuse_rope
 from qsample.compiler.passes.window_caches import slide_windows
-from qsample.compiler.plan import CompilePlan, calibration_sequences
+from qsample.compiler.plan import CompilePlan
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.gptq import Calibration, calibrated_levels
 from qsample.compiler.quantize.kv_cache import BITS, measure_scales, quantize_kv_cache
@@ -47,9 +49,10 @@ Placement = dict[str, dict[str, int]]
 def stages_of(plan: CompilePlan, progress: Progress | None) -> Stages:
     """The stages of a whole compile, with their shares of the time as measured in docs/benchmarks/export.md."""
     shares: dict[str, float] = {
+        Stage.WRITING_TEXT: 20 if plan.calibrated and plan.options.calibration_text is None else 0,
         Stage.OPTIMISING: 3,
         Stage.MEASURING_CACHE: 2 if plan.kv_cache_dtype is not None else 0,
-        Stage.FITTING: 4 if plan.calibrated else 0,
+        Stage.FITTING: 30 if plan.calibrated else 0,
         Stage.WRITING_GRAPH: 3,
         Stage.TESTING: 3,
         Stage.DIVERGENCE: 9 if plan.quantized else 0,
@@ -158,8 +161,14 @@ def apply(model: ir.Model, *passes: Pass) -> bool:
 
 def start(plan: CompilePlan, stages: Stages, folder: Path, scratch: Path) -> Build:
     """The build of a package's portable decode graph, whose weights stay in their files."""
+    texts: Sequence[Array] = ()
+    if plan.calibrated and plan.options.calibration_text is not None:
+        texts = given_text(plan)  # before the work: it may be refused
+    elif plan.calibrated:
+        progress = stages.begin(Stage.WRITING_TEXT)
+        with TemporaryDirectory(dir=scratch) as copy:
+            texts = own_text(plan, Path(copy), progress)
     stages.begin(Stage.OPTIMISING)
-    texts = calibration_sequences(plan) if plan.calibrated else []  # before the work: it may be refused
     model = load_graph(plan.decoder)
     widen_weights(model)
     in_bytes(model)
@@ -288,7 +297,8 @@ def quantize_matrices(build: Build, pads: bool) -> None:
     if plan.calibrated:
         progress = build.stages.begin(Stage.FITTING)
         axes = {**plan.source.interface.sizes, CAPACITY: plan.ctx_len, **dict.fromkeys(ROW_AXES, 1)}
-        calibration = Calibration(build.texts, axes, build.scratch, progress)
+        caches = [state.name for state in plan.interface.cache_states if CAPACITY in state.axes]
+        calibration = Calibration(build.texts, axes, caches, build.scratch, progress)
         calibrate = partial(calibrated_levels, calibration=calibration)
     apply(build.model, partial(quantize_weights, quantization=plan.weights, pads=pads, calibrate=calibrate))
 

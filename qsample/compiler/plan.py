@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from qsample.compiler.options import DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
 from qsample.compiler.quantize import PRESETS
 from qsample.compiler.quantize.kv_cache import BITS
 from qsample.compiler.quantize.methods import WeightQuantization
-from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.errors import CompileError
-from qsample.evaluation.texts import documents_of
 from qsample.package.package import Package
-
-_CALIBRATION_LENGTH: Final = 2048  # tokens that are read as a text
-_LEAST_CALIBRATION: Final = 128
-_MOST_CALIBRATION: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +114,6 @@ def _weights(source: Package, options: CompileOptions) -> WeightQuantization | N
     preset = PRESETS[options.preset]
     size = options.block_size or preset.block_size
     return WeightQuantization(WEIGHT_BITS[weights], size, preset.method, mixed=weights in MIXED)
-
-
-def calibration_sequences(plan: CompilePlan) -> list[Array]:
-    """The calibration text as sequences [n] int64, n at most the context or 2,048; of a longer text, 65,536 tokens from
-    all parts. Raises CompileError if the text is too short or cannot be read."""
-    try:
-        documents = documents_of(plan.options.calibration_text, [plan.source])
-    except ValueError as error:
-        raise CompileError(f"calibration_{error}") from error
-    length = min(plan.ctx_len - 1, _CALIBRATION_LENGTH)
-    pieces = [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]
-    tokens = sum(map(len, pieces))
-    if tokens < _LEAST_CALIBRATION:
-        raise CompileError(
-            f"calibration_text has {tokens} tokens; give at least {_LEAST_CALIBRATION}, and rather tens of thousands"
-        )
-    step = max(1, -(-tokens // _MOST_CALIBRATION))
-    return pieces[::step]
 
 
 def _kv_cache_dtype(options: CompileOptions, own: str) -> str | None:

@@ -20,6 +20,8 @@ class GraphPart:
         wanted, self._given = list(wanted), list(given)
         self.inputs = inputs_of(wanted, self._given)
         part = ir.convenience.extract(model.graph, [*self._given, *self.inputs.values()], wanted)
+        for value in self._given:  # constants among them stay initializers otherwise
+            part.initializers.pop(str(value.name), None)
         for value in part.initializers.values():  # a model given as bytes has no files next to it
             if value.const_value is not None:
                 value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)
@@ -29,13 +31,33 @@ class GraphPart:
             providers=[CPU],
         )
 
-    def __call__(self, feeds: Mapping[str, Array], axes: Mapping[str, int]) -> list[Array]:
-        """The values wanted. feeds: values by name, by default zeros. axes: the size of each named axis."""
+    def __call__(
+        self, feeds: Mapping[str, Array], axes: Mapping[str, int], in_place: Mapping[str, Array] | None = None
+    ) -> list[Array]:
+        """The values wanted. feeds: values by name, by default zeros. axes: the size of each named axis. in_place:
+        arrays that take some of the values wanted, by name; they may be feeds, too."""
         rest = {name: zeros(value, axes) for name, value in self.inputs.items() if name not in feeds}
         wanted = {str(value.name) for value in self._given} | self.inputs.keys()
         given = {name: array for name, array in feeds.items() if name in wanted}
-        results: list[Array] = self._session.run(None, given | rest)
-        return results
+        own = in_place or {}
+        inputs = {name: _on_cpu(np.ascontiguousarray(array)) for name, array in (given | rest).items()}
+        outputs = {name: _on_cpu(array) for name, array in own.items()}
+        binding, names = self._session.io_binding(), [output.name for output in self._session.get_outputs()]
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in names:
+            if name in outputs:
+                binding.bind_ortvalue_output(name, outputs[name])
+            else:
+                binding.bind_output(name)
+        self._session.run_with_iobinding(binding)
+        results = zip(names, binding.get_outputs(), strict=True)
+        return [own[name] if name in own else value.numpy() for name, value in results]
+
+
+def _on_cpu(array: Array) -> ort.OrtValue:
+    """The array itself, as ONNX Runtime takes it; it has to be kept as long."""
+    return ort.OrtValue.ortvalue_from_numpy(array)
 
 
 def with_outputs(model: ir.Model, values: Iterable[ir.Value]) -> bytes:

@@ -75,7 +75,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
             if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= INLINE:
                 value.const_value = _in_memory(value.const_value)
         values = [value for value in values if _is_large(value.const_value)]
-        with ThreadPoolExecutor(_processors(), "qsample-weights") as pool:
+        with ThreadPoolExecutor(processors(), "qsample-weights") as pool:
             jobs = _jobs(values)
             try:
                 for value, parts in _by_value(_computed(pool, jobs)):
@@ -159,7 +159,7 @@ def _equal(data: Array, one: int, other: int, length: int) -> bool:
     )
 
 
-def _processors() -> int:
+def processors() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -190,7 +190,7 @@ def _computed(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> Iterator[tuple[i
 
     for value, compute, threaded in jobs:
         waiting.append((value, compute, pool.submit(compute) if threaded else None))
-        while len(waiting) > _AHEAD * _processors():
+        while len(waiting) > _AHEAD * processors():
             yield take()
     while waiting:
         yield take()

@@ -37,7 +37,6 @@ REFUSED: list[tuple[str, int, str]] = [
     ("bake folder out --revision v2", 2, "--revision belongs to a hub id, and folder is on this machine"),
     ("compile a b --batch-size 0", 2, "--batch-size"),
     ("compile package out --provider abacus", 1, "abacus"),
-    ("compile nowhere out --weights int4 --preset speed", 1, "give it as --calibration-text"),
     ("compile nowhere out --calibration-text missing", 2, "cannot read --calibration-text missing"),
     ("compile nowhere out --calibration-text empty", 2, "is empty; give a file with text in it"),
     ("compile package other", 1, "pass --overwrite to replace it"),

@@ -37,7 +37,6 @@ from qsample.errors import CompileError
         ({"max_divergence": "1"}, "max_divergence is '1'"),
         ({"block_size": 64}, "block_size is 64, which is only read if weights are quantized"),
         ({"weights": "float16", "preset": "speed"}, "preset is 'speed', which is only read if"),
-        ({"weights": "int4", "preset": "balanced"}, "give it as calibration_text="),
         ({"weights": "int4", "calibration_text": "text"}, "read with .* and preset='balanced' or 'speed'; leave"),
         ({"preset": "speed", "calibration_text": "text"}, "calibration_text is only read with"),
     ],

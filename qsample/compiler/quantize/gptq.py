@@ -1,108 +1,117 @@
 """GPTQ (Frantar et al., 2022, https://arxiv.org/abs/2210.17323): weights whose levels are fitted to a text.
 
 The graph is run in parts, each up to the input of the next matrix. Later parts use the quantized weights of earlier
-matrices, so each matrix is fitted to the inputs that it will really get. One matrix and its inputs' second moments are
-in memory; the values that parts hand on, and the levels, are in a scratch folder.
+matrices, so each matrix is fitted to the inputs that it will really get. One matrix, its inputs' second moments and the
+values that parts hand on are in memory, or, of long texts, in a scratch folder, as are the levels.
 
-The columns of a matrix are rounded one after another. As far as the inputs are correlated, later columns make up for
-the error of each. The scale of a block is chosen when its first column is reached, for its weights at that point.
-Levels are symmetric. Columns stay in their order: the layout of MatMulNBits stores no order (act-order).
+The columns of a matrix are rounded one after another, from the last to the first. As far as the inputs are correlated,
+the columns that are left make up for the error of each. The scale of a block is chosen when it is reached, for its
+weights at that point. The order does not follow the inputs' size (act-order): the layout of MatMulNBits stores none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.quantize.methods import Levels, WeightQuantization
+from qsample.compiler.quantize.rounding import round_to_nearest
 from qsample.contract.arrays import Array, sparse_zeros
-from qsample.contract.tensors import BATCH, CAPACITY, IMAGE_ROWS, INPUT_IDS, INPUT_LENGTHS, SEQUENCE
+from qsample.contract.tensors import (
+    BATCH,
+    IMAGE_ROWS,
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    LOGITS,
+    SEQUENCE,
+    retained_name,
+)
 from qsample.disk.space import check_free
 from qsample.graph.edit import ancestors, reads
 from qsample.graph.evaluate import GraphPart, sizes
-from qsample.graph.operators import pack_bits, unpack_bits
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from qsample.graph.join import return_all_logits
+from qsample.graph.operators import pack_bits
+from qsample.graph.pieces import read, readable
+from qsample.graph.save import processors
 
 _DAMPING: Final = 0.01  # of the mean of the diagonal, as in the paper
-_LAZY: Final = 128  # columns whose corrections of the later ones are put off, and made together
-_SHRINKS: Final = tuple(1 - 0.05 * step for step in range(5))  # of a block's range
-
-
-def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Levels:
-    """As `methods.quantize_matrix`, for float32 or float16. moments: [K, K] float64, the sum of x xᵀ over inputs x."""
-    import torch
-
-    size, bits = quantization.block_size, quantization.bits
-    middle = 2 ** (bits - 1)
-    inputs, outputs = weight.shape
-    smallest = np.finfo(weight.dtype).smallest_subnormal
-    rows = torch.from_numpy(np.array(weight.T, np.float32, order="C"))
-    upper = _inverse_root(moments)
-    levels = torch.empty((outputs, inputs), dtype=torch.uint8)
-    scales = torch.empty((outputs, inputs // size))
-    for start in range(0, inputs, max(_LAZY, size)):
-        stop = min(start + max(_LAZY, size), inputs)
-        errors = torch.empty((outputs, stop - start))
-        for column in range(start, stop):
-            block = column // size
-            if column % size == 0:
-                stored = _grid(rows[:, column : column + size], bits).numpy().astype(weight.dtype)
-                stored[stored == 0] = smallest  # too small for float16; levels would be 0 / 0
-                scales[:, block] = torch.from_numpy(stored.astype(np.float32))
-            scale, values = scales[:, block], rows[:, column]
-            level = torch.clamp(torch.round(values / scale) + middle, 0, 2**bits - 1)
-            levels[:, column] = level.to(torch.uint8)
-            error = (values - scale * (level - middle)) / upper[column, column]
-            errors[:, column - start] = error
-            rows[:, column + 1 : stop].addr_(error, upper[column, column + 1 : stop], alpha=-1)
-        rows[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
-    packed = pack_bits(levels.numpy().reshape(-1, size), bits)
-    return packed.reshape(outputs, inputs // size, -1), scales.numpy().reshape(-1).astype(weight.dtype)
-
-
-def _inverse_root(moments: Array) -> Tensor:
-    """Upper triangular U, float32, UᵀU the inverse of the damped `moments`; an always-0 input correlates with none."""
-    import torch
-
-    matrix = torch.from_numpy(np.array(moments, np.float64))
-    diagonal = matrix.diagonal()
-    damping = _DAMPING * float(diagonal.mean()) or 1.0
-    diagonal[diagonal == 0] = damping
-    diagonal += damping
-    lower = torch.linalg.cholesky(matrix)
-    del matrix, diagonal
-    inverse = torch.cholesky_inverse(lower)
-    del lower
-    root: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return root.to(torch.float32)
-
-
-def _grid(blocks: Tensor, bits: int) -> Tensor:
-    """The scale, [N], of `blocks` [N, size]: of those tried, the one with the least squared error. The weight that is
-    farthest from 0 is near the lowest level."""
-    import torch
-
-    middle = 2 ** (bits - 1)
-    farthest = torch.take_along_dim(blocks, blocks.abs().argmax(1, keepdim=True), 1)
-    steps = torch.stack([farthest[:, 0] * (-shrink / middle) for shrink in _SHRINKS])
-    divisors = torch.where(steps == 0, 1, steps)[..., None]
-    rounded = torch.clamp(torch.round(blocks / divisors), -middle, middle - 1)
-    best = (rounded * divisors - blocks).square().sum(2).argmin(0, keepdim=True)
-    return torch.take_along_dim(steps, best, 0)[0]
-
-
-FITS: Final[Mapping[str, Callable[[Array, Array, WeightQuantization], Levels]]] = {"gptq": gptq}
-"""The methods that are fitted to a text: each takes a matrix and the moments of its inputs, as `gptq`."""
+_LAZY: Final = 32  # columns whose corrections of the later ones are put off, and made together
+_OUTPUTS: Final = 1024  # columns [K] of a matrix that a thread rounds at a time: they stay in the processor's cache
+_AT_ONCE: Final = 1 << 24  # weights that are rounded together
+_TOKENS: Final = 2048  # of a call
+_IN_MEMORY: Final = 1 << 30  # bytes of values that parts hand on; more go to files
 _FED_FROM: Final = 1 << 20  # bytes; larger constants are handed to a part when it runs, not copied into it
+
+
+def triangle(moments: Array) -> Array:
+    """The lower Cholesky factor [K, K] float32 of the damped moments. moments: [K, K] float32, the sum of x xᵀ over
+    inputs x; changed."""
+    diagonal = np.einsum("ii->i", moments)
+    damping = _DAMPING * float(diagonal.mean(dtype=np.float64)) or 1.0
+    diagonal[diagonal == 0] = damping  # an input that was always 0 correlates with none
+    diagonal += damping
+    try:
+        return np.linalg.cholesky(moments)
+    except np.linalg.LinAlgError:  # float32 has too few digits
+        return np.linalg.cholesky(moments.astype(np.float64)).astype(np.float32)
+
+
+def gptq(weight: Array, lower: Array, quantization: WeightQuantization) -> tuple[Levels, Array]:
+    """Levels of a matrix [K, N], as of `methods.quantize_matrix`, and the weights, [K, N] float32, that they stand for.
+    lower: the `triangle` of its inputs. K need not be a multiple of the block size: the last block is filled up.
+
+    If the quantized weights of column k and later ones are less than the weights by e, the best for column k - 1 is its
+    weight + (L[k:, k - 1]ᵀ e) / L[k - 1, k - 1]: LDLQ (Chee et al., 2023, https://arxiv.org/abs/2307.13304), which they
+    prove to be GPTQ, with a single decomposition and without an inverse.
+    """
+    size, bits = quantization.block_size, quantization.bits
+    inputs, outputs = weight.shape
+    errors, levels = np.empty((inputs, outputs), np.float32), np.empty((inputs, outputs), np.uint8)
+    scales = np.empty((-(-inputs // size), outputs), weight.dtype)
+    parts = [slice(first, first + _OUTPUTS) for first in range(0, outputs, _OUTPUTS)]
+    with ThreadPoolExecutor(processors()) as pool:
+        for block in reversed(range(len(scales))):
+            first, last = block * size, min((block + 1) * size, inputs)
+            factor = lower[:, first:last] / np.diagonal(lower)[first:last]
+            now = weight[first:last].astype(np.float32)
+            now += factor[last:].T @ errors[last:]
+            whole = np.pad(now, ((0, size - len(now)), (0, 0))).T
+            rounded = pool.map(round_to_nearest, [whole[part] for part in parts], repeat(bits), repeat(size))
+            np.concatenate([steps for _, steps in rounded], out=scales[block], casting="same_kind")
+            steps = scales[block].astype(np.float32)
+            for start in reversed(range(first, last, _LAZY)):
+                stop = min(start + _LAZY, last)
+                columns, own = slice(start, stop), slice(start - first, stop - first)
+                jobs = [
+                    (weight[columns, part], now[own, part], steps[part], levels[columns, part], errors[columns, part])
+                    for part in parts
+                ]
+                list(pool.map(_round, repeat(factor[columns, own]), repeat(bits), *zip(*jobs, strict=True)))
+                now[: start - first] += factor[columns, : start - first].T @ errors[columns]
+    fitted = np.subtract(weight, errors, out=errors)
+    rows = np.pad(levels, ((0, -inputs % size), (0, 0)), constant_values=2 ** (bits - 1)).T
+    packed = pack_bits(rows.reshape(-1, size), bits).reshape(outputs, len(scales), -1)
+    return (packed, np.ascontiguousarray(scales.T).reshape(-1)), fitted
+
+
+def _round(factor: Array, bits: int, weights: Array, now: Array, steps: Array, levels: Array, errors: Array) -> None:
+    """Round some columns, rows of arrays [k, n]: `weights` as they were, and `now`. Writes levels and errors."""
+    middle = 2 ** (bits - 1)
+    inverse = np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0)
+    for column in reversed(range(len(now))):
+        rounded = np.rint(now[column] * inverse)
+        np.clip(rounded, -middle, middle - 1, out=rounded)
+        np.add(rounded, middle, out=levels[column], casting="unsafe")
+        np.subtract(weights[column], rounded * steps, out=errors[column])
+        now[:column] += factor[column, :column, None] * errors[column]
 
 
 class Wanted(NamedTuple):
@@ -117,76 +126,107 @@ class Wanted(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """The inputs that a graph is run on. sequences: token ids, [n] int64 each. axes: the sizes of the graph's other
-    named axes. folder: a scratch folder that outlives the levels. progress: called with the fraction done."""
+    named axes. caches: the names of states that are empty at the start, whatever they hold. folder: a scratch folder
+    that outlives the levels. progress: called with the fraction done."""
 
     sequences: Sequence[Array]
     axes: Mapping[str, int]
+    caches: Collection[str]
     folder: Path
     progress: Callable[[float], None] = lambda fraction: None
 
 
 def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> dict[ir.Value, Levels]:
-    """The levels of each of `matrices`, all in `model`'s own graph, mapped from files. `model` stays as it is. Raises
-    PackageError, before the work, if the scratch folder's disk has no room for them and the package after them."""
-    check_free(calibration.folder, _disk_bytes(matrices, calibration.sequences), "fitting the weights to the text")
+    """The levels of each of `matrices`, all in `model`'s own graph, mapped from files; of those that multiply every
+    token. `model` stays as it is. Raises PackageError, before the work, if the scratch folder's disk has no room for
+    them and the package after them."""
+    needed = _disk_bytes(matrices, sum(map(len, calibration.sequences)))
+    check_free(calibration.folder, needed, "fitting the weights to the text")
     walk = _Walk(model, matrices, calibration)
     found: dict[ir.Value, Levels] = {}
-    for number, (value, group) in enumerate(walk.groups.items()):
-        moments = walk.inputs_of(value)
-        for wanted in group:
-            weight = walk.weight(wanted.value)
-            levels = FITS[wanted.way.method](weight.T if wanted.transposed else weight, moments, wanted.way)
-            found[wanted.value] = walk.keep(wanted, levels)
-            calibration.progress((number + 1) / len(walk.groups))
+    done, whole = 0, sum(math.prod(_shape(wanted)) for wanted in matrices)
+    for source, products in walk.groups():
+        moments = walk.moments(source)
+        lower = None if moments is None else triangle(moments)
+        for node, wanted in products.items():
+            if lower is not None:
+                found[wanted.value] = walk.fit(node, wanted, lower)
+            done += math.prod(_shape(wanted))
+            calibration.progress(done / whole)
     return found
 
 
 class _Walk:
-    """A graph that is run part by part. groups: the matrices by the value that they multiply, in the graph's order."""
+    """A copy of a graph that is run part by part, on calls of several sequences each."""
 
     def __init__(self, model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> None:
-        self._model, self._calibration = model, calibration
-        by_node = {wanted.node: wanted for wanted in matrices}
-        needed = ancestors([wanted.node.inputs[0] for wanted in matrices])
-        self._nodes = [node for node in model.graph if node in needed or node in by_node]
-        self.groups: dict[ir.Value, list[Wanted]] = {}
-        for node in self._nodes:
-            if node in by_node:
-                source = node.inputs[0]
-                assert source is not None
-                self.groups.setdefault(source, []).append(by_node[node])
+        self._model, self._calibration = model.clone(), calibration
+        graph = self._model.graph
+        copies = dict(zip(model.graph, graph, strict=True))
+        self._of_node = {copies[wanted.node]: wanted for wanted in matrices}
+        states = {str(value.name): value for value in graph.outputs}
+        self._caches = {name: states[retained_name(name)] for name in calibration.caches}
+        logits = [value for node in graph for value in node.outputs if value.name == LOGITS.name]
+        if logits:
+            graph.outputs[:] = logits
+            return_all_logits(self._model)  # the head, too, gets the inputs of all tokens
+        needed = ancestors([node.inputs[0] for node in self._of_node])
+        self._nodes = [node for node in graph if node in needed or node in self._of_node]
         self._position = 0
-        self._quantized: dict[ir.Value, tuple[Wanted, Levels]] = {}
+        batch = next((value.shape[0] for value in graph.inputs if value.name == INPUT_IDS.name and value.shape), None)
+        self._calls = list(_calls(calibration.sequences, batch if isinstance(batch, int) else None))
+        self._held: dict[ir.Value, list[Array]] = {}  # values that later parts read, for each call
+        self._fitted: dict[ir.Value, Array] = {}  # weights that later parts read
+        self._buffers: dict[tuple[int, tuple[int, ...], np.dtype[np.generic]], Array] = {}
+        self._in_memory = 0  # bytes of `_held`
         self._names = count()
-        self._held: dict[ir.Value, list[Path]] = {}  # values that later parts read, for each sequence
 
-    def inputs_of(self, value: ir.Value) -> Array:
-        """The moments [K, K] float64 of `value`, over all tokens of all sequences."""
-        start = self._position
-        while self._position < len(self._nodes) and self._nodes[self._position] not in {
-            wanted.node for wanted in self.groups[value]
-        }:
-            self._position += 1
-        self._run(self._nodes[start : self._position], value)
+    def groups(self) -> Iterator[tuple[ir.Value, dict[ir.Node, Wanted]]]:
+        """Values that matrices multiply, in the graph's order, each with its products. They are computed with the
+        weights that were fitted by then."""
+        by_source: dict[ir.Value, dict[ir.Node, Wanted]] = {}
+        for node in self._nodes:
+            if node in self._of_node and node.inputs[0] is not None:
+                by_source.setdefault(node.inputs[0], {})[node] = self._of_node[node]
+        for source, products in by_source.items():
+            start = self._position
+            while self._nodes[self._position] not in products:
+                self._position += 1
+            self._run(self._nodes[start : self._position], source)
+            yield source, products
+
+    def moments(self, value: ir.Value) -> Array | None:
+        """The sum [K, K] float32 of x xᵀ over the values x of all tokens; None if some tokens have none."""
         moments: Array | None = None
-        for index in range(len(self._calibration.sequences)):
-            rows = self._read(value, index)
-            rows = np.asarray(rows, np.float32).reshape(-1, rows.shape[-1])
-            product = (rows.T @ rows).astype(np.float64)
-            moments = product if moments is None else np.add(moments, product, out=moments)
-        assert moments is not None
+        for (ids, lengths), held in zip(self._calls, self._held[value], strict=True):
+            real = (np.arange(ids.shape[1]) < lengths[:, None]).reshape(-1)
+            rows = np.asarray(held, np.float32).reshape(-1, held.shape[-1])
+            if len(rows) != len(real):
+                return None
+            rows = rows if real.all() else rows[real]
+            moments = rows.T @ rows if moments is None else np.add(moments, rows.T @ rows, out=moments)
         return moments
 
-    def weight(self, value: ir.Value) -> Array:
-        """The numbers of a constant."""
-        assert value.const_value is not None
-        return value.const_value.numpy()
-
-    def keep(self, wanted: Wanted, levels: Levels) -> Levels:
-        """`levels` in files of the scratch folder, mapped."""
-        kept: Levels = tuple(self._stored(part) for part in levels)  # type: ignore[assignment]
-        self._quantized[wanted.value] = wanted, kept
-        return kept
+    def fit(self, node: ir.Node, wanted: Wanted, lower: Array) -> Levels:
+        """The levels of a matrix, mapped from files. Later parts multiply by the weights that they stand for."""
+        tensor = wanted.value.const_value
+        assert tensor is not None
+        source, (_, outputs), at_once = readable(tensor), _shape(wanted), max(1, _AT_ONCE // len(lower))
+        copy = node.inputs[wanted.node.inputs.index(wanted.value)]
+        fitted = None
+        if copy is not None and node is not self._nodes[-1]:
+            fitted = np.empty(tensor.shape.numpy(), tensor.dtype.numpy())
+            self._fitted[copy] = fitted
+        levels: list[Levels] = []
+        for first in range(0, outputs, at_once):
+            part = slice(first, first + at_once)
+            weight = read(source, part).T if wanted.transposed else read(source, slice(None), part)
+            found, rounded = gptq(weight, lower, wanted.way)
+            levels.append(found)
+            if fitted is not None:
+                (fitted.T if wanted.transposed else fitted)[:, part] = rounded
+        blocks, scales = (self._stored(np.concatenate(parts)) for parts in zip(*levels, strict=True))
+        return blocks, scales
 
     def _stored(self, array: Array) -> Array:
         path = self._calibration.folder / f"{next(self._names)}.npy"
@@ -194,77 +234,89 @@ class _Walk:
         mapped: Array = np.load(path, mmap_mode="r")
         return mapped
 
-    def _read(self, value: ir.Value, index: int) -> Array:
-        array: Array = np.load(self._held[value][index], mmap_mode="r")
-        return array
-
     def _run(self, nodes: Sequence[ir.Node], value: ir.Value) -> None:
         """Compute the outputs of `nodes` that later nodes read, and `value`; drop values that no later node reads."""
-        later = {read for node in self._nodes[self._position :] for read in reads(node)} | {value}
+        later = {source for node in self._nodes[self._position :] for source in reads(node)} | {value}
         made = {output for node in nodes for output in node.outputs}
         wanted = [output for node in nodes for output in node.outputs if output in later]
         given: dict[ir.Value, None] = {}
         fed: dict[ir.Value, Array] = {}
-        for node in nodes:
-            for read in reads(node):
-                if read.const_value is not None and read.is_initializer():
-                    if read in self._quantized:
-                        fed[read] = _dequantized(*self._quantized[read], self.weight(read).dtype)
-                    elif read.const_value.nbytes >= _FED_FROM:
-                        fed[read] = self.weight(read)
-                elif read not in made and read in self._held:
-                    given[read] = None
+        for constant in dict.fromkeys(value for node in nodes for value in reads(node)):
+            if constant in self._fitted:
+                fed[constant] = self._fitted[constant]
+            elif constant.const_value is not None and constant.is_initializer():
+                if constant.const_value.nbytes >= _FED_FROM:
+                    fed[constant] = constant.const_value.numpy()
+            elif constant in self._held and constant not in made:
+                given[constant] = None
         if wanted:
-            part = GraphPart(self._model, wanted, [*given, *fed])
-            results: dict[ir.Value, list[Path]] = {output: [] for output in wanted}
-            for index, ids in enumerate(self._calibration.sequences):
-                feeds = {str(read.name): self._read(read, index) for read in given}
-                feeds |= {str(read.name): array for read, array in fed.items()}
-                for output, array in zip(wanted, part(feeds | self._sequence(part, ids), self._axes(ids)), strict=True):
-                    path = self._calibration.folder / f"{next(self._names)}.npy"
-                    np.save(path, array)
-                    results[output].append(path)
-            self._held |= results
-        for read in [read for read in self._held if read not in later]:
-            for path in self._held.pop(read):
-                path.unlink()
+            caches = {name: value for name, value in self._caches.items() if value in made and value not in later}
+            part = GraphPart(self._model, [*wanted, *caches.values()], [*given, *fed])
+            constants = {str(constant.name): array for constant, array in fed.items()}
+            for index, (ids, lengths) in enumerate(self._calls):
+                feeds = constants | {str(source.name): self._held[source][index] for source in given}
+                axes = {**self._calibration.axes, BATCH: len(ids), SEQUENCE: ids.shape[1]}
+                feeds |= {INPUT_IDS.name: ids, INPUT_LENGTHS.name: lengths}
+                feeds[IMAGE_ROWS.name] = np.full(ids.shape, IMAGE_ROWS.off, np.int32)
+                in_place = {}
+                for number, (name, cache) in enumerate(caches.items()):
+                    if name in part.inputs:
+                        feeds[name] = in_place[str(cache.name)] = self._buffer(number, part.inputs[name], axes)
+                for output, array in zip(wanted, part(feeds, axes, in_place), strict=False):
+                    self._held.setdefault(output, []).append(self._kept(array))
+        for unread in [held for held in self._held if held not in later]:
+            for array in self._held.pop(unread):
+                if isinstance(array, np.memmap):
+                    Path(str(array.filename)).unlink()
+                else:
+                    self._in_memory -= array.nbytes
+        self._fitted = {constant: array for constant, array in self._fitted.items() if constant in later}
 
-    def _axes(self, ids: Array) -> dict[str, int]:
-        return {**self._calibration.axes, BATCH: 1, SEQUENCE: len(ids)}
+    def _kept(self, array: Array) -> Array:
+        """`array`, in a file if those in memory are many."""
+        if self._in_memory + array.nbytes > _IN_MEMORY:
+            return self._stored(array)
+        self._in_memory += array.nbytes
+        return array
 
-    def _sequence(self, part: GraphPart, ids: Array) -> dict[str, Array]:
-        """The graph's inputs for a sequence that starts from an empty cache."""
-        axes = self._axes(ids)
-        zeros = {
-            name: sparse_zeros(tuple(sizes(value, axes)), value.dtype.numpy())
-            for name, value in part.inputs.items()
-            if CAPACITY in map(str, value.shape or ()) or name.startswith("past_key_values.")
-            if value.dtype is not None
-        }
-        own = {INPUT_IDS.name: ids[None], INPUT_LENGTHS.name: np.array([len(ids)], np.int32)}
-        own[IMAGE_ROWS.name] = np.full((1, len(ids)), IMAGE_ROWS.off, np.int32)
-        return zeros | {name: array for name, array in own.items() if name in part.inputs}
+    def _buffer(self, number: int, cache: ir.Value, axes: Mapping[str, int]) -> Array:
+        """Memory for the cache `number` of a part: all calls write there, and read what they wrote."""
+        assert cache.dtype is not None
+        key = number, tuple(sizes(cache, axes)), cache.dtype.numpy()
+        if key not in self._buffers:
+            self._buffers[key] = sparse_zeros(*key[1:])
+        return self._buffers[key]
 
 
-def _disk_bytes(matrices: Sequence[Wanted], sequences: Sequence[Array]) -> int:
+def _calls(sequences: Sequence[Array], rows: int | None) -> Iterator[tuple[Array, Array]]:
+    """Ids [B, S] and lengths [B] of calls that read all sequences; B is `rows` if that is given."""
+    waiting = sorted(sequences, key=len, reverse=True)
+    while waiting:
+        longest = len(waiting[0])
+        now, waiting = waiting[: rows or max(1, _TOKENS // longest)], waiting[rows or max(1, _TOKENS // longest) :]
+        ids = np.zeros((len(now), longest), np.int64)
+        for row, sequence in zip(ids, now, strict=True):
+            row[: len(sequence)] = sequence
+        yield ids, np.array(list(map(len, now)), np.int32)
+
+
+def _shape(wanted: Wanted) -> tuple[int, int]:
+    """K and N."""
+    assert wanted.value.const_value is not None
+    first, second = (int(size) for size in wanted.value.const_value.shape.numpy())
+    return (second, first) if wanted.transposed else (first, second)
+
+
+def _disk_bytes(matrices: Sequence[Wanted], tokens: int) -> int:
     """The bytes on the disk at once, about: all levels, plus the values that two parts hand on for each token, a
-    residual and the input of a matrix; and later, in place of these, the package and its source."""
-    levels, inputs = 0, [0]
+    residual and the input of a matrix, as far as they are not in memory; and later, in place of these, the package and
+    its source."""
+    levels = 0
     for wanted in matrices:
-        assert wanted.value.const_value is not None
-        shape = wanted.value.const_value.shape.numpy()
-        numbers, way = math.prod(shape), wanted.way
-        levels += numbers * way.bits // 8 + numbers // way.block_size * 4  # a scale in float32
-        inputs.append(shape[1 if wanted.transposed else 0])
-    handed_on = 4 * sum(map(len, sequences)) * (max(inputs) + min(inputs[1:], default=0))
+        (inputs, outputs), way = _shape(wanted), wanted.way
+        levels += (
+            -(-inputs // way.block_size) * outputs * (way.block_size * way.bits // 8 + 4)
+        )  # and a scale in float32
+    inputs = [_shape(wanted)[0] for wanted in matrices] or [0]
+    handed_on = 4 * tokens * (max(inputs) + min(inputs)) - _IN_MEMORY
     return levels + 2 * max(levels, handed_on)
-
-
-def _dequantized(wanted: Wanted, levels: Levels, dtype: np.dtype[np.generic]) -> Array:
-    """The weight, as the graph has it, that the levels stand for."""
-    packed, scales = levels
-    size, bits = wanted.way.block_size, wanted.way.bits
-    numbers = unpack_bits(packed, bits).reshape(-1, size).astype(np.float32) - 2 ** (bits - 1)
-    rows = (numbers * scales.astype(np.float32).reshape(-1, 1)).reshape(len(packed), -1).astype(dtype)
-    weight: Array = np.ascontiguousarray(rows if wanted.transposed else rows.T)
-    return weight

@@ -179,15 +179,9 @@ def looks_up_positions(node: ir.Node) -> bool:
 
 
 def _to_calibrate(graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, WeightQuantization]]) -> list[Wanted]:
-    others = {matrix.value for node, (matrix, _) in found.items() if node.op_type == "Gather"}
     products = [node for node in found if node.op_type != "Gather" and node.graph is graph]
-    others |= {found[node][0].value for node in head_products(graph, products)}
     wanted = {found[node][0].value: node for node in reversed(products)}  # the first of the nodes that share a matrix
-    return [
-        Wanted(value, node, found[node][0].transposed, found[node][1])
-        for value, node in reversed(wanted.items())
-        if value not in others and found[node][0].input_size % found[node][1].block_size == 0  # no blocks filled up
-    ]
+    return [Wanted(value, node, found[node][0].transposed, found[node][1]) for value, node in reversed(wanted.items())]
 
 
 def _fitting(quantization: WeightQuantization, matrix: _Matrix, pads: bool) -> WeightQuantization | None:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM
-from qsample.compiler.quantize.gptq import _SHRINKS, Calibration, Wanted, calibrated_levels, gptq
+from qsample.compiler.quantize.gptq import Calibration, Wanted, calibrated_levels, gptq, triangle
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
 from qsample.contract.arrays import Array
 from qsample.errors import PackageError
@@ -40,22 +40,27 @@ def dequantized(found: Levels, way: WeightQuantization) -> Array:
     )
 
 
+def fitted(weight: Array, moments: Array, way: WeightQuantization) -> Levels:
+    return gptq(weight, triangle(moments.astype(np.float32)), way)[0]
+
+
 def reference(weight: Array, moments: Array, found: Levels, way: WeightQuantization) -> tuple[Array, Array]:
-    """Levels [N, K] by the paper's equations (2) and (3), one weight after another and the inverse made anew for the
-    columns that are left; with the grids of `found`. And how far each weight is from a rounding boundary, in steps."""
+    """Levels [N, K] by the paper's equations (2) and (3), one weight after another, from the last, and the inverse made
+    anew for the columns that are left; with the grids of `found`. And how far each weight is from a rounding boundary,
+    in steps."""
     scales = found[1].reshape(OUTPUTS, -1).astype(np.float64)
     zero = 2 ** (way.bits - 1)
     damped = moments + 0.01 * np.diag(moments).mean() * np.eye(INPUTS)
     rows = weight.T.astype(np.float64).copy()
     chosen, margins = np.zeros(rows.shape), np.zeros(rows.shape)
-    for column in range(INPUTS):
-        inverse = np.linalg.inv(damped[column:, column:])
+    for column in reversed(range(INPUTS)):
+        inverse = np.linalg.inv(damped[: column + 1, : column + 1])
         scale = scales[:, column // way.block_size]
         exact = rows[:, column] / scale + zero
         level = np.clip(np.round(exact), 0, 2**way.bits - 1)
         chosen[:, column], margins[:, column] = level, np.abs(np.abs(exact - np.floor(exact)) - 0.5)
-        error = (rows[:, column] - (level - zero) * scale) / inverse[0, 0]
-        rows[:, column:] -= np.outer(error, inverse[0])
+        error = (rows[:, column] - (level - zero) * scale) / inverse[-1, -1]
+        rows[:, : column + 1] -= np.outer(error, inverse[-1])
     return chosen, margins
 
 
@@ -64,33 +69,30 @@ def test_levels_are_those_of_the_paper(way: WeightQuantization) -> None:
     inputs = correlated_inputs()
     weight = np.random.default_rng(1).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
     moments = inputs.T @ inputs
-    found = gptq(weight, moments, way)
+    found = fitted(weight, moments, way)
     expected, margins = reference(weight, moments, found, way)
     got = levels(found[0].reshape(OUTPUTS, -1), way.bits)
     # Once float32 rounds a weight to the other side of a boundary, the rest of its row is another one.
-    same_so_far = np.cumsum(got != expected, axis=1) == 0
-    first = (~same_so_far).argmax(1)
+    same_so_far = np.cumsum((got != expected)[:, ::-1], axis=1) == 0
+    first = INPUTS - 1 - (~same_so_far).argmax(1)
     differs = ~same_so_far.all(1)
     assert (margins[np.arange(OUTPUTS), first][differs] < 2e-3 * 2 ** (way.bits - 4)).all()
     assert differs.mean() <= 0.3
 
 
-def test_of_the_ranges_tried_the_closest_is_taken() -> None:
-    """In the first block of each row, which no rounding has changed before."""
-    weight = np.random.default_rng(4).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
-    weight[3] *= 4
-    _, scales = gptq(weight, np.eye(INPUTS), WeightQuantization(4, 32, "gptq"))
-    rows = weight[:32].T.astype(np.float64)
-    farthest = rows[np.arange(OUTPUTS), np.abs(rows).argmax(1)]
-
-    def error(scale: Array) -> Array:
-        rounded = np.clip(np.round(rows / scale[:, None]), -8, 7)
-        return np.square(rounded * scale[:, None] - rows).sum(1)
-
-    errors = [error(-shrink * farthest / 8) for shrink in _SHRINKS]
-    assert len({*np.argmin(errors, 0)}) > 1
-    found = error(scales.reshape(OUTPUTS, -1)[:, 0].astype(np.float64))
-    np.testing.assert_allclose(found, np.min(errors, 0), rtol=1e-3)
+def test_the_last_block_is_filled_up() -> None:
+    """180 inputs in blocks of 64: the last one has 52 weights, and levels of 0. Without correlations, the levels are
+    those of rounding; the weights returned are those that the levels stand for."""
+    weight = np.random.default_rng(4).normal(size=(180, OUTPUTS)).astype(np.float32)
+    way = WeightQuantization(4, 64, "gptq")
+    (packed, scales), rounded = gptq(weight, triangle(np.eye(180, dtype=np.float32)), way)
+    expected = quantize_matrix(np.pad(weight, ((0, 12), (0, 0))), WeightQuantization(4, 64))
+    assert scales.tolist() == expected[1].tolist()
+    got = levels(packed, 4).reshape(OUTPUTS, 3, 64)
+    assert (got == levels(expected[0], 4)).mean() > 0.999, "halves are rounded to even here"
+    assert (got.reshape(OUTPUTS, -1)[:, 180:] == 8).all()
+    numbers = (got - 8.0) * scales.reshape(OUTPUTS, 3, 1)
+    np.testing.assert_allclose(rounded, numbers.reshape(OUTPUTS, -1)[:, :180].T, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -102,7 +104,7 @@ def test_products_are_closer_than_with_rounding(bits: int, dtype: type) -> None:
     losses = {}
     for method in ("rtn", "gptq"):
         way = WeightQuantization(bits, 32, method)
-        found = gptq(weight, inputs.T @ inputs, way) if method == "gptq" else quantize_matrix(weight, way)
+        found = fitted(weight, inputs.T @ inputs, way) if method == "gptq" else quantize_matrix(weight, way)
         error = dequantized(found, way) - weight.astype(np.float64)
         assert found[1].dtype == dtype
         losses[method] = [np.square(x @ error).mean() for x in (inputs, others)]
@@ -117,7 +119,7 @@ def test_inputs_that_are_never_there_and_none_at_all() -> None:
     inputs = correlated_inputs()
     inputs[:, 5:60] = 0
     for moments in (inputs.T @ inputs, np.zeros((INPUTS, INPUTS))):
-        result = dequantized(gptq(weight, moments, way), way)
+        result = dequantized(fitted(weight, moments, way), way)
         assert np.isfinite(result).all()
         assert (result[:, 0] == 0).all()
         assert np.abs(result - weight)[5:60].max() < 0.5  # rounded all the same
@@ -125,13 +127,13 @@ def test_inputs_that_are_never_there_and_none_at_all() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_blocks_of_zeros(dtype: type) -> None:
-    """Their scale is too small for float16; the columns behind them are made up for as ever."""
+    """Their scale is too small for float16; the columns after them are made up for as ever."""
     weight = np.random.default_rng(3).normal(size=(INPUTS, OUTPUTS)).astype(dtype)
-    weight[:32] = 0
+    weight[-32:] = 0
     inputs, way = correlated_inputs(), WeightQuantization(4, 32, "gptq")
-    found = gptq(weight, inputs.T @ inputs, way)
+    found = fitted(weight, inputs.T @ inputs, way)
     error = dequantized(found, way) - weight.astype(np.float64)
-    assert np.array_equal(error[:32], np.zeros((32, OUTPUTS)))
+    assert np.array_equal(error[-32:], np.zeros((32, OUTPUTS)))
     assert np.abs(error).max() < 1
 
 
@@ -162,18 +164,18 @@ def test_each_matrix_is_fitted_to_what_the_quantized_ones_before_it_compute(tmp_
     ]
     sequences = [rng.integers(0, 50, length) for length in (30, 17, 30)]
     told: list[float] = []
-    found = calibrated_levels(model, wanted, Calibration(sequences, {}, tmp_path, told.append))
+    found = calibrated_levels(model, wanted, Calibration(sequences, {}, (), tmp_path, told.append))
 
     x = arrays["table"][np.concatenate(sequences)].astype(np.float64)
-    first = gptq(arrays["first"], x.T @ x, way)
+    first = fitted(arrays["first"], x.T @ x, way)
     numbers = levels(first[0].reshape(32, 2, -1), 4) - 8
     active = np.maximum(x @ (numbers * first[1].reshape(32, 2, 1)).reshape(32, 64).T, 0)
-    second = gptq(arrays["second"], active.T @ active, way)
+    second = fitted(arrays["second"], active.T @ active, way)
     for value, expected in ((constants["first"], first), (constants["second"], second)):
         same = levels(np.asarray(found[value][0]), 4) == levels(expected[0], 4)
         assert same.mean() > 0.99  # moments in float32 may round a level to the other side
-    assert told == [0.5, 1.0]
-    assert len(list(tmp_path.iterdir())) <= 6 + 3, "levels, and what the last part read"
+    assert told == [64 / (64 + 48), 1.0]
+    assert len(list(tmp_path.iterdir())) == 4, "levels and scales; the values are few"
     assert constants["first"].const_value is not None, "the model stays as it is"
 
 
