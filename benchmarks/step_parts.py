@@ -3,6 +3,7 @@
     qsample export MODEL exported && qsample compile exported compiled --weights int4 --ctx-len 2048
     python benchmarks/step_parts.py compiled --batch 1 4
     python benchmarks/step_parts.py compiled --batch 1 4 --mix greedy --history 64 --copies 1    # the floor alone
+    python benchmarks/step_parts.py compiled --share --copies 3 --steps 180 --history 64         # the sampler alone
 
 The parts are the graph cut at its logits; the same with a plain ArgMax over them; its head alone, the product that
 computes the logits; and the quantized matrix products alone. They run in the same process, a few steps each in turn,
@@ -11,6 +12,9 @@ in place, so that every step is the same. The first steps of a turn do not count
 still spin and its own have to wake. The place of its weights in memory changes a step by about 3 %, more than the
 sampler does, so each graph is loaded --copies times: the sampler's time is the median over the copies of the difference
 of their medians, shown with the range of those differences.
+
+--share compares the whole step with ArgMax in the sampler's place alone: their ratio within each round and copy, its
+median and quartiles.
 
 (head + sampler) / head is the measure of FlashSampling (arXiv:2603.15854). Every system on ONNX Runtime runs the same
 products on the same kernels. A better graph or loop can save only the rest of a step, so `step / products` bounds the
@@ -37,9 +41,10 @@ from qsample.graph.join import cut_at_logits
 from qsample.package.package import read_package
 
 TURN, UNCOUNTED = 16, 4  # consecutive steps of a graph, and the number of uncounted steps
-MIXES: Final = ALL | {"temperature alone": {"temperature": 0.8}}
+MIXES: Final = ALL | {"temperature alone": {"temperature": 0.8}, "top-k 50": {"temperature": 0.8, "top_k": 50}}
 HEADS: Final = ("MatMul", "MatMulNBits")
 HEADER: Final = ("rows", "sampling", "step, ms", "up to the logits, ms", "sampler, ms", "share", "by copy, ms")
+SHARE: Final = ("rows", "sampling", "step, ms", "with ArgMax, ms", "step / with ArgMax", "quartiles")
 MORE: Final = ("ArgMax in its place, ms", "(head + sampler) / head", "products alone, ms", "step / products")
 
 
@@ -139,6 +144,18 @@ def take_turn(session: ort.InferenceSession, binding: Any) -> list[float]:
     return taken
 
 
+def share(copies: list[list[Any]], steps: int) -> list[str]:
+    """Figures of `SHARE`. copies: the whole graph and the one with ArgMax, with their bindings."""
+    times: list[list[float]] = []  # of each round and copy: the medians of both
+    while len(times) * (TURN - UNCOUNTED) < steps:
+        turn, copy = divmod(len(times), len(copies))
+        taken = {place: take_turn(*copies[copy][place]) for place in ((0, 1), (1, 0))[turn % 2]}
+        times.append([float(np.median(taken[place])) for place in (0, 1)])
+    whole, argmax = np.array(times).T
+    low, middle, high = np.quantile(whole / argmax, (0.25, 0.5, 0.75))
+    return [f"{np.median(whole):.2f}", f"{np.median(argmax):.2f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
+
+
 def main() -> None:
     parser = make_parser(__doc__, threads=2)
     parser.add_argument("package", type=Path, help="a package compiled for cpu, sampler included")
@@ -147,6 +164,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument("--copies", type=int, default=4, help="of each graph")
+    parser.add_argument(
+        "--share", action="store_true", help="the whole step beside ArgMax in the sampler's place alone"
+    )
     options = parser.parse_args()
     package = read_package(options.package, verify=False)
     interface, compilation = package.interface, package.manifest.compilation
@@ -155,12 +175,16 @@ def main() -> None:
     decoder = package.file("decoder.onnx")
     graphs = make_graphs(decoder, interface)
     graphs = graphs if compilation.quantization else graphs[:-1]  # without quantized products
+    graphs = graphs[::2][:2] if options.share else graphs
     copies = [[open_session(graph, decoder.parent, options.threads) for graph in graphs] for _ in range(options.copies)]
     lines = []
     runs = [(batch, mix) for batch in options.batch for mix in options.mix]
     for batch, mix in track(runs, "timing", console=Console(stderr=True), transient=True):
         values = make_values(interface, batch, compilation.ctx_len, options.history, MIXES[mix])
         bound = [[(session, bind(session, interface, values, batch)) for session in copy] for copy in copies]
+        if options.share:
+            lines.append([str(batch), mix, *share(bound, options.steps)])
+            continue
         times: list[list[list[float]]] = [[[] for _ in copy] for copy in copies]
         while len(times[0][0]) * options.copies < options.steps:
             for copy, taken in zip(bound, times, strict=True):
@@ -174,7 +198,7 @@ def main() -> None:
         figures.append(f"{1 + np.median(sampler) / head:.3f}")
         figures += [f"{products[0]:.2f}", f"{whole / products[0]:.2f}"] if products else ["", ""]
         lines.append([str(batch), mix, *figures])
-    print_table((*HEADER, *MORE), lines, describe_machine(options.threads))
+    print_table(SHARE if options.share else (*HEADER, *MORE), lines, describe_machine(options.threads))
 
 
 if __name__ == "__main__":

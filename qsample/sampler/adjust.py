@@ -98,7 +98,7 @@ def _newest_counts(call: Call, needed: Tensor) -> Tensor:
 
 
 def _longest(call: Call, needed: Tensor) -> Tensor:
-    """How many columns of `tokens` to read for the rows that are `needed`, [B] bool: scalar int64."""
+    """How many columns of `tokens` to read for the rows that are `needed`, [B] bool: [1] int64."""
     if call.captured:
         return call.capacity
     return minimum(where(needed, call.start, 0).max(keep=False).to(INT64), call.capacity)
@@ -128,17 +128,21 @@ def _blocked(values: Tensor, ids: Tensor, blocked: Tensor) -> Tensor:
 
 def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The stop ids below the minimum length, and the history with its penalties: ids [B, h] and their logits."""
-    off = [call[name].equals(float(name == "repetition_penalty")) for name in _PENALTIES]
-    unpenalized = off[0] & off[1] & off[2]
-    too_short = call.total < call["min_length"]
+    # Few nodes: behind a model, each takes microseconds, because its code and its data are no longer in the caches.
+    values = op("Concat", *(call[name] for name in _PENALTIES), axis=0).reshape(len(_PENALTIES), -1)
+    off = values.equals(constant(np.array([[1], [0], [0]], np.float32)))
+    long_enough = call.total >= call["min_length"]
+
+    def penalized() -> Tensor:
+        return ~off.min(0, keep=False)
 
     newest = None
     if call.uses("penalty_last_n"):
-        newest = _newest_counts(call, (call["penalty_last_n"] >= 0) & ~unpenalized)
+        newest = _newest_counts(call, (call["penalty_last_n"] >= 0) & penalized())
 
     def seen() -> Tensor:
         # The history is read as far as some row is penalized for it: not at all if no row is.
-        return call.history(_longest(call, ~unpenalized))
+        return call.history(_longest(call, penalized()))
 
     def without_stops() -> Tensors:
         ids = seen()
@@ -146,19 +150,19 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
 
     def with_stops() -> Tensors:
         ids = seen()
-        stops = where(too_short.unsqueeze(), call["stop_ids"], -1).to(INT64)
+        stops = where(long_enough.unsqueeze(), -1, call["stop_ids"]).to(INT64)
         ids = concat(ids, where(stops >= 0, stops, ids.last()))
         return ids, _penalized(call, _blocked(logits.gather(ids), ids, stops), ids, newest)
 
     def nothing() -> Tensors:
-        return call["input_ids"].columns(0, 0), logits.columns(0, 0)
+        return constant(np.zeros((1, 0), np.int64)), constant(np.zeros((1, 0), np.float32))
 
     if call.captured:
         ids, values = with_stops()
         return ids, values
-    some_too_short = too_short.any()
-    found = branch(some_too_short, with_stops, nothing)
-    ids, values = branch(op("Or", some_too_short, unpenalized.all()), lambda: found, without_stops)
+    ids, values = branch(
+        (off & long_enough).all(), nothing, lambda: branch(long_enough.all(), without_stops, with_stops)
+    )
     return ids, values
 
 

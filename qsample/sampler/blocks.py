@@ -66,13 +66,17 @@ def argmax(blocks: Blocks, *, replayed: bool) -> Tensor:
 
 
 def top_candidates(blocks: Blocks, count: int, *, replayed: bool) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits [B, K] float32, at least `FLOOR`, largest first, and their ids [B, K] int64; at equal
-    values the lowest ids. replayed: without GatherND, because CUDA does not replay it."""
+    """The `count` largest logits [B, K] float32, largest first, and their ids [B, K] int64; at equal values the lowest
+    ids. replayed: at least `FLOOR`, for WebGPU, and without GatherND, because CUDA does not replay it."""
+
+    def bounded(values: Tensor) -> Tensor:
+        return maximum(values, FLOOR) if replayed else values
+
     most = min(count, axis_size(blocks.values, 1))
-    _, chosen = top(maximum(blocks.maxima, FLOOR), most)
+    _, chosen = top(bounded(blocks.maxima), most)
     chosen, _ = top(chosen, most, largest=False)
     pool = take_blocks(blocks.values, chosen, replayed=replayed).reshape(0, -1)
-    values, places = top(maximum(pool, FLOOR), count)
+    values, places = top(bounded(pool), count)
     rank = places / blocks.size
     return values, (chosen.gather(rank) - rank) * blocks.size + places
 

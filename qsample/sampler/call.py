@@ -48,7 +48,7 @@ class Call:
         total, start: [B] int32, how many tokens each row has after this call's inputs, and before them.
         running: [B] bool.
         sampling: [B] bool, the rows that have to emit a token.
-        capacity, capacity32: T, scalar int64 and int32.
+        capacity, capacity32: T, [1] int64 and int32.
     """
 
     def __init__(self, interface: Interface, inputs: Mapping[str, Tensor], *, for_webgpu: bool = False) -> None:
@@ -60,7 +60,7 @@ class Call:
         self.start = self.total - inputs["input_lengths"]
         self.running = inputs["status"].equals(RUNNING)
         self.sampling = self.running & inputs["emit"]
-        self.capacity = op("Squeeze", size(inputs["tokens"], 1))
+        self.capacity = size(inputs["tokens"], 1)
         self.capacity32 = self.capacity.to(INT32)
 
     def __getitem__(self, name: str) -> Tensor:

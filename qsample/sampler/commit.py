@@ -76,14 +76,14 @@ def next_tokens(call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths:
         lambda: _writes(call, at, drawn, emitted, lengths, new),
         lambda: _writes(call, at, drawn, emitted, lengths, None),
     )
-    return call["tokens"].scatter(positions, written)
+    return call["tokens"].scatter(positions.to(INT64) if call.captured else positions, written)
 
 
 def _writes(
     call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The scatter into `tokens`, with the arguments of `next_tokens` (new: None if no row is new): positions int64 and
-    tokens int32, [B, S + n], or [B, S + n + T] with new rows. It writes this call's inputs, sampled tokens, and into a
+    """The scatter into `tokens`, with the arguments of `next_tokens` (new: None if no row is new): positions and tokens
+    int32, [B, S + n], or [B, S + n + T] with new rows. It writes this call's inputs, sampled tokens, and into a
     new row's tail its first token; at once, so that `tokens` may be updated in place. Columns with nothing to record
     write the row's first token to position 0, where it is."""
     tokens, ids = call["tokens"], call["input_ids"]
@@ -101,7 +101,7 @@ def _writes(
         recorded = concat(recorded, begins & (tail >= 0))
         values = concat(values, op("Expand", first, op("Shape", tokens)))
     recorded = recorded & (positions < call.capacity32)
-    return where(recorded, positions, 0).to(INT64), where(recorded, values, first)
+    return where(recorded, positions, 0), where(recorded, values, first)
 
 
 def next_status(call: Call, draw: Draw) -> Tensor:
@@ -111,8 +111,7 @@ def next_status(call: Call, draw: Draw) -> Tensor:
     stopped = same.to(FLOAT).max(keep=False) > 0 if call.captured else same.max(keep=False)
     full = call.total + 1 >= minimum(call["max_length"], call.capacity32)
     status = where(stopped, _int32(STOPPED), where(full, _int32(LENGTH), _int32(RUNNING)))
-    silent = where(call.sampling, _int32(INVALID_LOGITS), _int32(RUNNING))
-    return where(call.running, where(draw.emitted, status, silent), call["status"])
+    return where(draw.emitted, status, where(call.sampling, _int32(INVALID_LOGITS), call["status"]))
 
 
 def _int32(number: int) -> Tensor:

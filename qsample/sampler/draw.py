@@ -5,6 +5,7 @@ is so if top-k keeps no more of them, or if a threshold (top-p, min-p, top-n-sig
 whole vocabulary is filtered. Both are exact.
 
 With control flow, each part is under a branch that asks whether any row needs it; a batch of greedy rows takes none.
+The branches are inside each other, so that a step runs the conditions of those parts alone that it comes to.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import operator
 from collections.abc import Sequence
 from functools import partial, reduce
 from typing import NamedTuple
+
+import numpy as np
 
 from qsample.contract.tensors import (
     EXTRA_PARAMETERS,
@@ -31,7 +34,7 @@ from qsample.sampler.call import Call, Columns
 from qsample.sampler.philox import uniforms
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
 from qsample.sampler.search import Search
-from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, maximum, minimum, op, where
+from qsample.sampler.tensor import FLOAT, Tensor, Tensors, constant, constants, maximum, minimum, op, where
 
 _LEAST_REACH = 2.0**-126
 
@@ -58,10 +61,25 @@ def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
         emitted = emitted & (_is_listed(call) | ~_needs_search(call, num_candidates))
     random = emitted & (call["temperature"] > 0)
     greedy = blocks.argmax(split, replayed=call.captured)
-    token, *more = _RandomRows(call, split, largest, random, greedy, num_candidates).results()
+    token, *more = call.branch(
+        random,
+        lambda: _RandomRows(call, split, largest, random, greedy, num_candidates).results(),
+        lambda: _no_results(call, largest, greedy),
+    )
     probs = more.pop(0) if call.features.probs else None
     share = more.pop(0) if call.uses(*STATEFUL) else None
     return Draw(where(emitted.unsqueeze(), token, 0), emitted, random, probs, share)
+
+
+def _no_results(call: Call, largest: Tensor, greedy: Tensor) -> Tensors:
+    """`_RandomRows.results` of rows that draw nothing."""
+    probs = [_no_probs(call, greedy)] if call.features.probs else []
+    share = [largest.unsqueeze()] if call.uses(*STATEFUL) else []
+    return greedy, *probs, *share
+
+
+def _no_probs(call: Call, greedy: Tensor) -> Tensor:
+    return op("Expand", constants(greedy, 0), [1, call.vocab]).to(FLOAT)
 
 
 class _RandomRows:
@@ -91,59 +109,53 @@ class _RandomRows:
         """Token [B, 1] of every row; and of random ones the probabilities and the share, if they are wanted."""
         call, small = self._call, self._small
         narrowed = self._narrowed if self._extra is None else self._narrowed & ~self._extra
-        tried = self._random & (small | narrowed)
+        # After a larger top-k, the total of top-p is not known.
+        beyond = self._has_top_k & (call["top_p"] < 1)
+        tried = self._random & (small | (narrowed & ~beyond))
         needs_total = tried & ~small & (call["top_p"] < 1)
-        # In the other rows, filters that are off read it.
-        (total,) = call.branch(needs_total, self._total, self._any_number)
-        if call.captured:
-            *results, unsettled = self._from_candidates(tried, total)
-            return self._from_vocabulary(results, unsettled, self._filters)
 
-        def tried_first() -> Tensors:
-            *results, unsettled = self._from_candidates(tried, total)
-            return *results, unsettled, *self._left_to_do(unsettled)
+        def from_candidates() -> Tensors:
+            # In the other rows, filters that are off read it.
+            (total,) = call.branch(needs_total, self._total, self._any_number)
+            return self._from_candidates(tried, total)
 
         def not_tried() -> Tensors:
-            return *self._no_results(), self._random, *self._left_to_do(self._random)
+            return *_no_results(call, self._largest, self._greedy), self._random
 
+        *found, unsettled = call.branch(tried, from_candidates, not_tried)
+
+        def from_vocabulary(*left_out: filters.Filter) -> Tensors:
+            return self._from_vocabulary(found, unsettled, [step for step in self._filters if step not in left_out])
+
+        if call.captured:
+            return from_vocabulary()
         # A row goes unchanged through filters that another row needs.
-        *results, unsettled, with_top_k, with_filters, plain = branch(tried.any(), tried_first, not_tried)
-        found = tuple(results)
-        without_top_k = [step for step in self._filters if step is not filters.top_k]
-        for some, chosen in (
-            (with_top_k, self._filters),
-            (with_filters, without_top_k),
-            (plain, [filters.temperature]),
-        ):
-            found = branch(some, partial(self._from_vocabulary, found, unsettled, chosen), partial(tuple, found))
-        return found
+        filtered = self._narrowed if self._extra is None else self._narrowed | self._extra
+
+        def without_top_k() -> Tensors:
+            unfiltered = [step for step in self._filters if step is not filters.temperature]
+            return call.branch(
+                unsettled & filtered, partial(from_vocabulary, filters.top_k), partial(from_vocabulary, *unfiltered)
+            )
+
+        def all_of_it() -> Tensors:
+            return call.branch(unsettled & self._has_top_k, from_vocabulary, without_top_k)
+
+        return call.branch(unsettled, all_of_it, partial(tuple, found))
 
     def _from_candidates(self, tried: Tensor, total: Tensor) -> Tensors:
         """The results of rows that the candidates settle; and which random rows they do not, [B] bool."""
         row = Columns(self._numbers)
         values, ids = blocks.top_candidates(self._split, self._num_candidates, replayed=self._call.captured)
         small = self._small.unsqueeze()
-        # A masked token's value, too, may be close to a low maximum.
-        x = where(values > FLOOR, maximum(values - row["maximum"], FLOOR), FLOOR)
+        x = maximum(values - row["maximum"], FLOOR)
+        if self._call.captured:  # a masked token's value may be close to a low maximum
+            x = where(values > FLOOR, x, FLOOR)
         pool = Candidates(x, ids, small, total)
         self._filtered(pool, self._filters)
-        # After a larger top-k, the total of top-p is not known.
-        beyond = (pool.weights.last() > 0) | ((row["top_p"] < 1) & (row["top_k"] > 0))
-        settled = tried.unsqueeze() & (small | ~beyond)
+        settled = tried.unsqueeze() & (small | pool.weights.last().equals(0.0))
         token, *more = self._results(pool)
         return where(settled, token, self._greedy), *more, self._random & ~settled.squeeze()
-
-    def _no_results(self) -> Tensors:
-        probs = [self._no_probs()] if self._call.features.probs else []
-        share = [self._largest.unsqueeze()] if self._call.uses(*STATEFUL) else []
-        return self._greedy, *probs, *share
-
-    def _left_to_do(self, unsettled: Tensor) -> Tensors:
-        """Whether an unsettled row has top-k; else, whether one has filters; else, whether any row is unsettled."""
-        filtered = self._narrowed if self._extra is None else self._narrowed | self._extra
-        some_top_k = (unsettled & self._has_top_k).any()
-        some_filtered = (unsettled & filtered).any()
-        return some_top_k, some_filtered & ~some_top_k, unsettled.any() & ~(some_filtered | some_top_k)
 
     def _from_vocabulary(self, found: Sequence[Tensor], unsettled: Tensor, chosen: Sequence[filters.Filter]) -> Tensors:
         rows = unsettled.unsqueeze()
@@ -161,8 +173,8 @@ class _RandomRows:
         return (self._before(filters.top_k).total(),)
 
     def _any_number(self) -> Tensors:
-        """A number that no row needs; from 1 on, so that filters that are off are finite."""
-        return (maximum(self._call["temperature"].unsqueeze(), 1.0),)
+        """A number that no row needs; 1, so that filters that are off are finite."""
+        return (constant(np.ones((1, 1), np.float32)),)
 
     def _before(self, last: filters.Filter) -> Pool:
         """The vocabulary after the filters that precede `last`."""
@@ -185,15 +197,12 @@ class _RandomRows:
             # Here and not over [B, V]: the pools' sums do not depend on the batch.
             probs = pool.weights / pool.row(pool.sum(pool.weights))
             if isinstance(pool, Candidates):
-                results.append(self._no_probs().scatter(pool.ids, probs))
+                results.append(_no_probs(self._call, self._greedy).scatter(pool.ids, probs))
             else:
                 results.append(probs.reshape(0, -1).columns(0, self._call.vocab))
         if self._call.uses(*STATEFUL):
             results.append(pool.share_of(token))
         return tuple(results)
-
-    def _no_probs(self) -> Tensor:
-        return op("Expand", constants(self._greedy, 0), [1, self._call.vocab]).to(FLOAT)
 
     def _uniform(self, buffer: TensorSpec) -> Tensor:
         """The number that decides each row's next token, or whether XTC applies: [B, 1] float32."""
@@ -206,12 +215,7 @@ class _RandomRows:
         call, streams = self._call, {NOISE.name: NOISE_STREAM}
         if call.uses("xtc"):
             streams[XTC_NOISE.name] = XTC_STREAM
-        numbers = call.branch(
-            self._random,
-            lambda: uniforms(call["seed"], call.position(), list(streams.values())),
-            lambda: (self._largest.unsqueeze(),) * len(streams),
-        )
-        return dict(zip(streams, numbers, strict=True))
+        return dict(zip(streams, uniforms(call["seed"], call.position(), list(streams.values())), strict=True))
 
     def _add_shared_numbers(self) -> None:
         """Numbers that filters read in addition to a row's parameters, and that are the same for both pools."""

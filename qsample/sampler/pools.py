@@ -18,7 +18,6 @@ from qsample.sampler.tensor import (
     axis_size,
     constants,
     exp,
-    indices,
     log,
     maximum,
     minimum,
@@ -182,8 +181,7 @@ class Candidates(Pool):
         return values.max()
 
     def kth_largest(self, k: Tensor) -> Tensor:
-        kept = indices(axis_size(self.x, 1), "int32") < where(k > 0, k, 2**31 - 1)
-        return where(kept, self.x, 0.0).min()
+        return self.x.gather(minimum(k - 1, axis_size(self.x, 1) - 1))  # of off, -1: the last
 
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
         weights, descending = self.weights, self.x

@@ -184,8 +184,8 @@ class Tensor:
         return op("Squeeze", self, [axis])
 
     def columns(self, start: int, stop: int | Tensor) -> Tensor:
-        """The slice [:, start:stop]."""
-        end = stop.reshape(1) if isinstance(stop, Tensor) else [stop]
+        """The slice [:, start:stop]. stop: a number, or int64, a scalar or [1]."""
+        end = [stop] if isinstance(stop, int) else stop if len(stop.shape) == 1 else stop.reshape(1)
         return op("Slice", self, [start], end, [1])
 
     def last(self) -> Tensor:

@@ -97,14 +97,12 @@ def test_no_value_that_a_provider_lacks(face: Interface) -> None:
 
 
 @every_graph
-def test_no_branch_inside_a_branch(face: Interface) -> None:
-    """A captured graph has no branch at all, and every operator has a kernel on CUDA."""
+def test_no_branch_in_a_captured_graph(face: Interface) -> None:
+    """And every operator of it has a kernel on CUDA."""
     for node in graph(face).graph.all_nodes():
         inner = [
             attribute.as_graph() for attribute in node.attributes.values() if attribute.type == ir.AttributeType.GRAPH
         ]
-        for part in inner if node.op_type == "If" else ():
-            assert not any(inside.op_type == "If" for inside in part.all_nodes())
         if face.captured:
             assert not inner
             assert has_kernel(node.op_type, onnx.defs.get_schema(node.op_type, CUDA_OPSET, "").since_version)
@@ -131,7 +129,7 @@ def test_a_greedy_step_runs_few_nodes() -> None:
     """Outside the branches: a node costs most of a microsecond, however little it computes."""
     for vocab in (151_936, 50_257):
         top = list(graph(interface(vocab)).graph)
-        assert len(top) <= 80
+        assert len(top) <= 58
         assert not {"TopK", "Exp", "CumSum", "ReduceLogSum", "Floor"} & {node.op_type for node in top}
         assert sum(node.op_type == "If" for node in top) <= 9
 
