@@ -60,7 +60,7 @@ def scales_of(values: Array, bits: int) -> Array:
     limit, values = 2 ** (bits - 1), values.astype(np.float32)
     largest = np.abs(values).max(axis=(0, 2)) * np.float32(_MARGIN)
     widest = np.where(largest > 0, largest / (limit - 1), 1).astype(np.float32)
-    tried = np.float32(_FACTORS[bits])[:, None, None] * widest
+    tried = np.array(_FACTORS[bits], np.float32)[:, None, None] * widest
     errors = []
     for scales in tried:
         steps = scales[:, None]
