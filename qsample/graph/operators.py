@@ -50,13 +50,6 @@ def pack_bits(levels: Bytes, bits: int) -> Bytes:
     return packed
 
 
-def unpack_bits(packed: Bytes, bits: int) -> Bytes:
-    """[.., n * 8 / bits] levels of [.., n] bytes, as `pack_bits` packed them."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    levels: Bytes = packed[..., None] >> shifts & np.uint8(2**bits - 1)
-    return levels.reshape(*packed.shape[:-1], -1)
-
-
 def middle_zero_points(rows: int, blocks: int, bits: int) -> Bytes:
     """The zero points that MatMulNBits takes without such an input, 2 ** (bits - 1) each: packed by row, flat."""
     return np.full(rows * -(-blocks * bits // 8), 0x88 if bits == 4 else 0x80, np.uint8)
