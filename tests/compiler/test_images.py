@@ -104,9 +104,9 @@ def test_weights_are_fitted_to_text(smolvlm_package: Path, tmp_path: Path, monke
     seen: list[Any] = []
     own = GraphPart.__call__
 
-    def run(part: GraphPart, feeds: Any, axes: Any) -> Any:
+    def run(part: GraphPart, feeds: Any, *others: Any) -> Any:
         seen.append(feeds.get(IMAGE_ROWS.name))
-        return own(part, feeds, axes)
+        return own(part, feeds, *others)
 
     monkeypatch.setattr(GraphPart, "__call__", run)
     text = [list(range(5, 75))] * 2
