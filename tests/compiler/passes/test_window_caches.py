@@ -82,13 +82,13 @@ class Rows:
         return result
 
 
-@pytest.mark.parametrize("attributes", ["", ", softcap = 20.0"])
-def test_a_cache_that_slides_computes_what_one_of_all_tokens_does(attributes: str) -> None:
+@pytest.mark.parametrize(("window", "attributes"), [(WINDOW, ""), (600, ""), (WINDOW, ", softcap = 20.0")])
+def test_a_cache_that_slides_computes_what_one_of_all_tokens_does(window: int, attributes: str) -> None:
     """Padded first pieces of two rows, pieces of any size, steps beside a row that waits: these bit by bit. Pieces are
     summed in blocks whose size depends on the processor."""
-    model = graph(attributes=attributes)
+    model, capacity = graph(window, attributes), window + SLACK - 1
     whole = Rows(model)
-    assert slide_windows(model, CTX_LEN) == {"past_key": WINDOW + SLACK - 1}
+    assert slide_windows(model, CTX_LEN) == {"past_key": capacity}
     slides = Rows(model)
     random, lengths = np.random.default_rng(0), [0, 0]
 
@@ -103,16 +103,18 @@ def test_a_cache_that_slides_computes_what_one_of_all_tokens_does(attributes: st
                 lengths[number if row is None else row] += count
 
     read(None, [40, 7], 40, [True, True])
-    for row, counts in enumerate(([300, 512, 200, 33], [700])):  # over both edges of the cache, and longer than it
+    for row, counts in enumerate(([300, 512, 400, 33], [1096])):  # over both edges of the cache, and longer than it
         for count in counts:
             read(row, [count], count, [True])
-    for _ in range(20):
+    for _ in range(
+        20
+    ):  # the second row waits at 1,111 tokens, too, where one more would move a cache of 600 onto itself
         read(None, [1, 1], 1, [True, True])
         read(None, [1, 1], 1, [True, False])
-    assert lengths == [1125, 727]
+    assert lengths == [1325, 1123]
     for cache, other in zip(whole.caches, slides.caches, strict=True):  # the contract's rule of what is held
         for row, length in enumerate(lengths):
-            held = length - SLACK * -(-max(0, length - (WINDOW + SLACK - 1)) // SLACK)
+            held = length - SLACK * -(-max(0, length - capacity) // SLACK)
             np.testing.assert_array_equal(other[row, :, :held], cache[row, :, length - held : length])
 
 
