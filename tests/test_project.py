@@ -264,11 +264,11 @@ def test_files_stay_small_enough_to_read() -> None:
     assert [path for path in modules if len(path.read_text("utf-8").splitlines()) > 500] == []
 
 
-# Parts of torch, transformers and typing.NamedTuple that have no public name.
+# Parts of torch, transformers, onnxruntime and typing.NamedTuple that have no public name.
 FOREIGN_MEMBERS = {
     *("_replace", "_schema", "_to_copy", "_attn", "_apply_gate"),
     *("_can_set_attn_implementation", "_can_set_experts_implementation", "_experts_implementation"),
-    *("_attn_implementation", "_deepstack_process"),
+    *("_attn_implementation", "_deepstack_process", "_sess"),
 }
 
 
