@@ -77,7 +77,7 @@ RECURRENT = replace(INTERFACE, dtype="float32", recurrent=(RecurrentShape(0, "co
     ("changes", "options", "message"),
     [
         ({"max_position_embeddings": 64}, {"ctx_len": 65}, "ctx_len is 65; it must be 2 to 64, the model's max_pos"),
-        ({}, {"weights": "bfloat16"}, "weights is 'bfloat16' and the package holds float32; choose one of int2, int4, int8"),
+        ({}, {"weights": "bfloat16"}, "weights is 'bfloat16' and the package holds float32; choose one of int2, int4"),
         ({}, {"kv_cache_dtype": "float16"}, "kv_cache_dtype is 'float16' and the package holds float32"),
         ({"parity": {"plain_attention_layers": 2}}, {"kv_cache_dtype": "int8"}, "2 layers of this model attend"),
         ({"interface": RECURRENT}, {"kv_cache_dtype": "int8"}, "1 of its states are no keys or values"),
