@@ -123,8 +123,11 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(table, *rest).to(flat[0].dtype)
         if func is torch.ops.aten.mm.default and found.keys() == {1}:
             stored = _viewed(self._stored(found[1]), flat[1])
-            parts = stored.split(max(_PIECE // len(stored), 1), dim=1)
-            return torch.cat([func(flat[0], part.to(flat[1].dtype)) for part in parts], dim=1)
+            size = max(_PIECE // len(stored), 1)
+            product = flat[0].new_empty(len(flat[0]), stored.shape[1])  # a list of parts would scatter the heap
+            for part, result in zip(stored.split(size, dim=1), product.split(size, dim=1), strict=True):
+                result.copy_(func(flat[0], part.to(flat[1].dtype)))
+            return product
         for index, placeholder in found.items():
             flat[index] = _viewed(self._stored(placeholder), flat[index]).to(flat[index].dtype)
         args, kwargs = tree_unflatten(flat, spec)
