@@ -314,9 +314,8 @@ def _disk_bytes(matrices: Sequence[Wanted], tokens: int) -> int:
     levels = 0
     for wanted in matrices:
         (inputs, outputs), way = _shape(wanted), wanted.way
-        levels += (
-            -(-inputs // way.block_size) * outputs * (way.block_size * way.bits // 8 + 4)
-        )  # and a scale in float32
-    inputs = [_shape(wanted)[0] for wanted in matrices] or [0]
-    handed_on = 4 * tokens * (max(inputs) + min(inputs)) - _IN_MEMORY
+        block_bytes = way.block_size * way.bits // 8 + 4  # and a scale in float32
+        levels += -(-inputs // way.block_size) * outputs * block_bytes
+    widths = [_shape(wanted)[0] for wanted in matrices] or [0]
+    handed_on = 4 * tokens * (max(widths) + min(widths)) - _IN_MEMORY
     return levels + 2 * max(levels, handed_on)
