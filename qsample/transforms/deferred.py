@@ -125,7 +125,8 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stored = _viewed(self._stored(found[1]), flat[1])
             size = max(_PIECE // len(stored), 1)
             product = flat[0].new_empty(len(flat[0]), stored.shape[1])  # a list of parts would scatter the heap
-            for part, result in zip(stored.split(size, dim=1), product.split(size, dim=1), strict=True):
+            parts = zip(torch.split(stored, size, 1), torch.split(product, size, 1), strict=True)
+            for part, result in parts:
                 result.copy_(func(flat[0], part.to(flat[1].dtype)))
             return product
         for index, placeholder in found.items():
