@@ -263,11 +263,7 @@ def quantization_phases(
     phases = [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
     if plan.weights is not None:
         phases += [
-            graph_pass(
-                quantize_experts,
-                quantization=replace(plan.weights, bits=max(plan.weights.bits, 4)),  # QMoE has no kernels of 2 bits
-                block_sizes=expert_block_sizes,
-            ),
+            graph_pass(quantize_experts, quantization=plan.expert_weights, block_sizes=expert_block_sizes),
             step(quantize_matrices, pads=pads_blocks),
         ]
     return [*phases, step(check, copies=copies)]

@@ -62,6 +62,16 @@ class CompilePlan:
         return self.weights is not None and self.options.calibrated
 
     @property
+    def expert_weights(self) -> WeightQuantization | None:
+        """How to quantize the experts of mixtures. They are not fitted: in large blocks they would lose more than with
+        the preset that fits nothing. QMoE has no kernels of 2 bits."""
+        if self.weights is None:
+            return None
+        smaller = self.calibrated and self.options.block_size is None
+        size = PRESETS["quick"].block_size if smaller else self.weights.block_size
+        return replace(self.weights, bits=max(self.weights.bits, 4), block_size=size)
+
+    @property
     def packed_weights(self) -> bool:
         """Whether the portable graph holds weights that were quantized in the checkpoint; they stay so."""
         return self.source.manifest.packed_weights is not None
