@@ -151,7 +151,7 @@ def piecewise(piece: Callable[[int], Array], count: int) -> PiecewiseTensor:
 
 def test_threads_are_few_pieces_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many are in memory, however large the tensor is."""
-    monkeypatch.setattr(save_module, "_processors", lambda: 2)
+    monkeypatch.setattr(save_module, "processors", lambda: 2)
     started, ahead, written = [], [], []
 
     def piece(number: int) -> Array:

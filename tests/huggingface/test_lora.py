@@ -28,7 +28,7 @@ A, B = (f"base_model.model.{LAYER}.lora_{part}.weight" for part in "AB")
         ({A: torch.ones(64, dtype=torch.bfloat16)}, r"lora_A\.weight is bfloat16 \[64\]"),
         ({A: torch.ones(4, 64, 1, 1)}, r"is float32 \[4, 64, 1, 1\]"),
         ({B: torch.ones(96, 4, dtype=torch.int8)}, r"is int8 \[96, 4\]"),
-        ({B: torch.ones(96, 4, dtype=torch.uint8)}, r"cannot be read \(\S+lora_B\.weight is 'U8'; it may be F32"),
+        ({B: torch.ones(96, 4, dtype=torch.uint16)}, r"cannot be read \(\S+lora_B\.weight is 'U16'; it may be F32"),
         *(
             ({B: torch.full((96, 4), torch.nan, dtype=dtype)}, "finite floats")
             for dtype in (torch.float, torch.bfloat16)

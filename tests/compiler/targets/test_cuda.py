@@ -154,7 +154,8 @@ def test_quantized_weights_keep_scales_in_half_precision(
     wanted = random_model("llama").lm_head.weight.detach().numpy()
     error = np.abs(levels * sizes - wanted) / np.abs(sizes)
     own_rounding = np.abs(wanted) * 2.0**-8 / np.abs(sizes)
-    assert (error <= 1.01 + own_rounding).all()  # a level, where the largest of a sign has none
+    # A level, if the largest of a sign has none, and another that the search of a 4-bit scale may give up.
+    assert (error <= (2 if bits == 4 else 1.01) + own_rounding).all()
     assert error.mean() < 0.35
 
 
