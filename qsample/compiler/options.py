@@ -46,8 +46,8 @@ class CompileOptions:
             the space; loaded, they are float32 again. The package's dtype leaves them as exported.
         preset: "quick" is compiled fastest, "speed" runs fastest, and "balanced" is between. The last two fit the
             levels to a text, for cpu; see `quantize.PRESETS`.
-        block_size: 16, 32, 64, 128 or 256, in place of the preset's; the largest smaller size that divides a matrix's
-            inputs if this does not.
+        block_size: 16, 32, 64, 128 or 256, in place of the preset's; a smaller size if that takes fewer bytes for the
+            inputs of a matrix.
         calibration_text: for "balanced" and "speed", a text like the model's future input, a list of them, or token ids
             of the same form; 128 tokens at least, of which 65,536 are read. Not the text of an evaluation. None: the
             model writes one.

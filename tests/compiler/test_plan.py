@@ -54,6 +54,20 @@ def test_what_changes_the_numbers_is_quantized(options: dict[str, Any], what: st
         assert found == expected[options["weights"]]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"weights": "int4", "preset": "speed"}, (4, 32)),  # they are not fitted
+        ({"weights": "int2_mixed", "preset": "speed", "block_size": 128}, (4, 128)),
+        ({"weights": "int8", "block_size": 64}, (8, 64)),
+    ],
+)
+def test_experts_are_rounded_in_blocks_that_bear_it(options: dict[str, Any], expected: tuple[int, int]) -> None:
+    experts = make_plan(package(), CompileOptions(**options)).expert_weights
+    assert experts is not None
+    assert (experts.bits, experts.block_size) == expected
+
+
 @pytest.mark.parametrize("options", [{"weights": "float32"}, {"kv_cache_dtype": "float32"}, {"dtype": "float32"}])
 def test_the_packages_own_dtype_changes_nothing(options: dict[str, Any]) -> None:
     assert not make_plan(package(), CompileOptions(**options)).quantized
