@@ -11,6 +11,7 @@ put together when it is read, so that weights stay mapped from their files; ONNX
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -83,7 +84,7 @@ def fuse_without_transformers(model: ir.Model) -> None:
         fuse(model)
     fused_matmul_rule_sets().apply_to_model(model)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    common_passes.DeduplicateInitializersPass()(model)
+    _merge_constants(model)
     common_passes.CommonSubexpressionEliminationPass()(model)
 
 
@@ -93,14 +94,24 @@ def fold_constants(model: ir.Model) -> None:
         optimizer.fold_constants_ir(model, onnx_shape_inference=True)
         common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         common_passes.LiftSubgraphInitializersToMainGraphPass()(model)
-        common_passes.DeduplicateInitializersPass()(model)
+        _merge_constants(model)
 
 
 def merge_equal_nodes(model: ir.Model) -> bool:
     """Keep one of several small constants that are equal, and of several nodes that compute the same."""
-    constants = common_passes.DeduplicateInitializersPass()(model)
-    nodes = common_passes.CommonSubexpressionEliminationPass()(model)
-    return constants.modified or nodes.modified
+    merged = _merge_constants(model)
+    return bool(common_passes.CommonSubexpressionEliminationPass()(model).modified) or merged
+
+
+def _merge_constants(model: ir.Model) -> bool:
+    """Keep one of several small constants that are equal. Constants that a branch returns stay: no reason to warn."""
+    logger = logging.getLogger("onnx_ir.passes.common.initializer_deduplication")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return bool(common_passes.DeduplicateInitializersPass()(model).modified)
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager
