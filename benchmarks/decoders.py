@@ -201,7 +201,7 @@ def _titled(facts: Facts, name: str) -> str:
 
 
 def beside_rows(facts: Facts) -> Rows:
-    """Steps of the peers over those of each package of qsample's; nothing if there is only one."""
+    """How many times as long as each package of qsample a step of each peer takes; nothing if there is one package."""
     systems = sorted({cell["system"] for cell in facts["cells"]})
     ours = [name for name in systems if name.partition(",")[0] == OWN]
     peers, rows = [name for name in systems if name not in ours], []
