@@ -49,7 +49,7 @@ CtxLen = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        metavar="int2|int2_mixed|int4|int4_mixed|int8|float16",
+        metavar="int2|int4|int8|float16",
         help="Weights of a checkpoint given directly. (default: its own, float32)",
     ),
 ]

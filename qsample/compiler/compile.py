@@ -19,15 +19,16 @@ import qsample
 from qsample.compiler import pipeline
 from qsample.compiler.agreement import Published, check_guesses_change_nothing, run_self_test
 from qsample.compiler.debug_dump import DebugDump
-from qsample.compiler.divergence import Divergence, measure_divergence
+from qsample.compiler.divergence import measure_divergence
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
 from qsample.compiler.targets import Target, check_plan, find_target
 from qsample.compiler.vision import compare_vision, compile_vision
-from qsample.contract.tensors import BATCH, STEPS_ONNXRUNTIME
+from qsample.contract.tensors import BATCH, BLOCK_SIZES, STEPS_ONNXRUNTIME
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
+from qsample.evaluation.divergence import Divergence
 from qsample.exporters.portable import build_initial_state
 from qsample.ort.session import VISION
 from qsample.package import package
@@ -71,7 +72,7 @@ def compile_package(
         refused = None
         if plan.quantized:
             divergence = measure_divergence(
-                source.path,
+                source,
                 folder,
                 plan.interface,
                 plan.ctx_len,
@@ -82,10 +83,9 @@ def compile_package(
             )
             figures = {"divergence": asdict(divergence), **(compilation.quantization or {})}
             compilation = replace(compilation, quantization=figures)
-            furthest = float(np.max([divergence.kl, divergence.kept_kl]))  # NaN, if any is
-            if not furthest <= options.max_divergence:
-                kept = writer.put_aside() if np.isfinite(furthest) else None
-                refused = _too_far_off(divergence, furthest, plan, kept)
+            if not divergence.kl.value <= options.max_divergence:  # NaN must not pass
+                kept = writer.put_aside() if np.isfinite(divergence.kl.value) else None
+                refused = _too_far_off(divergence, plan, kept)
                 if kept is None:
                     raise refused
         stages.begin(Stage.PUBLISHING)
@@ -136,28 +136,41 @@ def _add_other_files(plan: CompilePlan, folder: Path) -> None:
         ir.save(build_initial_state(plan.interface), folder / "initial_state.onnx")
 
 
-def _too_far_off(divergence: Divergence, furthest: float, plan: CompilePlan, kept: Path | None) -> CompileError:
+def _too_far_off(divergence: Divergence, plan: CompilePlan, kept: Path | None) -> CompileError:
     causes, advice = [], []
     if plan.weights is not None:
-        causes.append(f"{plan.options.weights} weights in blocks of {plan.weights.block_size} ({plan.weights.method})")
-        wider = {"int2": "int4, int2_mixed", "int2_mixed": "int4"}.get(str(plan.options.weights), "int8")
-        advice.append(f"{wider}, smaller blocks" + ("" if plan.calibrated else " or a preset that fits the weights"))
+        causes.append(f"{_kind(plan)} weights in blocks of {plan.weights.block_size} (preset {plan.options.preset})")
+        advice += _finer_weights(plan)
     if plan.store_float16:
         causes.append("float16 weights")
-        advice.append("weights='float32'")
+        advice.append("weights float32")
     if plan.kv_cache_dtype is not None:
         causes.append(f"an {plan.kv_cache_dtype} cache")
-        wider = "an int8 cache or " if plan.kv_cache_dtype == "int4" else ""
-        advice.append(f"{wider}the model's own dtype for the cache")
+        advice.append("kv_cache_dtype int8" if plan.kv_cache_dtype == "int4" else "no kv_cache_dtype")
     if plan.packed_weights:
         causes.append("activations in 8 bits, for the weights that came packed,")
         advice.append("the unquantized checkpoint")
     return CompileError(
-        f"{' and '.join(causes)} change the model too much: {furthest:.3f} nats a token from the float "
-        f"distribution (at most {plan.options.max_divergence:g}), perplexity {divergence.quantized_perplexity:.4g} "
-        f"instead of {divergence.perplexity:.4g}; take {', or '.join(advice)}; max_divergence= moves the limit"
+        f"{' and '.join(causes)} change the model too much: {divergence}, and the KL may be at most "
+        f"{plan.options.max_divergence:g}. Take {', or '.join(advice)}; max_divergence moves the limit"
         + (f". The package is kept as {kept}: rename it if it is good enough for you, or delete it" if kept else "")
     )
+
+
+def _kind(plan: CompilePlan) -> str:
+    weights = plan.options.weights
+    return weights if isinstance(weights, str) else "a table's"
+
+
+def _finer_weights(plan: CompilePlan) -> list[str]:
+    """Values of compile's options that keep more of the weights."""
+    assert plan.weights is not None
+    advice = [] if plan.calibrated or plan.options.provider != "cpu" else ["preset balanced"]
+    if plan.weights.bits < 8:
+        advice.append({2: "weights int4", 4: "weights int8"}[plan.weights.bits])
+    if plan.weights.block_size > BLOCK_SIZES[0]:
+        advice.append(f"block_size {max(size for size in BLOCK_SIZES if size < plan.weights.block_size)}")
+    return advice or ["the float weights"]
 
 
 def _figures(plan: CompilePlan, report: QuantizationReport | None) -> dict[str, Any] | None:
@@ -167,7 +180,7 @@ def _figures(plan: CompilePlan, report: QuantizationReport | None) -> dict[str, 
     figures: dict[str, Any] = {}
     if report is not None:
         blocks = asdict(plan.weights) if plan.weights is not None else {}
-        figures |= {"dtype": plan.options.weights, "preset": plan.options.preset, **blocks, **asdict(report)}
+        figures |= {"dtype": _kind(plan), "preset": plan.options.preset, **blocks, **asdict(report)}
     if plan.kv_cache_dtype is not None:
         figures["kv_cache_dtype"] = plan.kv_cache_dtype
     if plan.source.manifest.packed_weights is not None:

@@ -1,53 +1,38 @@
 """Two decode graphs of one model enter, the second with quantized weights; the distance of their distributions leaves.
 
-The text is sampled at temperature 1 from random first tokens: it needs no corpus. The quantized graph writes it, in
-cheap steps, and the first graph reads all of it in one call, in one pass over its weights.
+The float graph writes a text, begun as the model's users begin theirs, and the quantized graph reads it, token by
+token: what users would measure on text of the model's kind, without a corpus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from qsample.compiler.trial import Call, Text, logits_of, read, write
+from qsample.compiler.own_text import OwnText, opening_of, write_text
+from qsample.compiler.trial import Step, logits_of
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import LOGITS
+from qsample.evaluation.divergence import Divergence
+from qsample.evaluation.statistics import estimate_means
 from qsample.graph.packed import in_nibbles
 from qsample.graph.runner import GraphRunner
 from qsample.ort.providers import CPU
+from qsample.package.package import Package
 
-ROWS: Final = 8
-STEPS: Final = 32
-_PART: Final = 512  # tokens of the vocabulary
-_WRITING: Final = 0.6  # of the time, where a single call reads
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """Means over `tokens` tokens of the text.
-
-    kl: Kullback-Leibler divergence of the quantized from the float distribution, nats a token. kept_kl: the same over
-    the parts that the float model could have written, too. agreement: share of tokens with the same argmax in both.
-    perplexity, quantized_perplexity: exp of each model's mean negative log-likelihood of tokens drawn from the float
-    one.
-    """
-
-    tokens: int
-    kl: float
-    kept_kl: float
-    agreement: float
-    perplexity: float
-    quantized_perplexity: float
+ROWS: Final = 16
+TOKENS: Final = 48  # of a row
+_SEED: Final = 0  # another text than those that caches and weights are fitted to
+_WRITING: Final = 0.8  # the share of the time
 
 
 def measure_divergence(
-    reference: Path,
+    source: Package,
     quantized: Path,
     interface: Interface,
     capacity: int,
@@ -57,69 +42,95 @@ def measure_divergence(
     rows: int | None = None,
     runner: Callable[[int], Any] | None = None,
 ) -> Divergence:
-    """Compare the logits of two folders' `decoder.onnx` and `initial_state.onnx`, equal but for the quantization.
-    capacity: tokens of state a row, at least 2. providers: for the quantized graph. progress: called with the fraction
-    done, in [0, 1]. rows: of a call, 1, 2, 4 or 8, if the quantized graph has it fixed. runner: runs
-    the quantized graph over a number of rows, in place of a `GraphRunner`."""
-    rng = np.random.default_rng(0)
-    rows, calls = rows or ROWS, min(STEPS, capacity - 1)
-    prompts = [rng.integers(0, interface.vocab_size, (rows, 1)) for _ in range(ROWS // rows)]
-    # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
-    if runner is not None:
-        writer = runner(rows)
-    else:
+    """Compare the logits of a portable package with those of a graph that was made from it.
+
+    Args:
+        source: the portable package, the float model.
+        quantized: the folder of the other graph's `decoder.onnx` and `initial_state.onnx`.
+        interface: the interface of the quantized graph.
+        capacity: tokens of state a row, at least 2.
+        providers: the execution providers of the quantized graph.
+        progress: called with the fraction done, in [0, 1].
+        rows: the rows of a call, 1, 2, 4, 8 or 16, if the quantized graph has them fixed.
+        runner: makes what runs the quantized graph over a number of rows, a token a call, in place of a `GraphRunner`.
+    """
+    report = progress or (lambda fraction: None)
+    text = _written(source, capacity, lambda fraction: report(_WRITING * fraction))
+    if runner is None:
         model = logits_of(quantized, interface)
+        # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
         if providers == (CPU,):
             in_nibbles(model)  # a package for browsers would take minutes
-        writer = GraphRunner(model, quantized, interface, capacity, providers)
-    texts: list[list[Call]] = []
-    for prompt in prompts:
-        texts.append([])
-        step = partial(writer.step, state=writer.start(rows))
-        for call in write(step, prompt, np.ones(rows, np.int64), calls, sampled(rng)):
-            texts[-1].append(call)
-            if progress is not None:
-                progress(_WRITING * sum(map(len, texts)) / (len(prompts) * calls))
-    del writer, step  # before the next graph opens its session
-    # The float graph has neither caches in fewer bits nor caches of a window.
-    plain = tuple(replace(shape, capacity=None) for shape in interface.key_values)
-    whole = replace(interface, key_values=plain, kv_cache_dtype=None)
-    return _score(texts, read(logits_of(reference, whole), texts, reference, whole, capacity))
+        reader = GraphRunner(model, quantized, interface, capacity, providers)
+    else:
+        reader = runner(rows or ROWS)
+    places: list[_Place] = []
+    for first in range(0, ROWS, rows or ROWS):
+        part = slice(first, first + (rows or ROWS))
+        step = partial(reader.step, state=reader.start(rows or ROWS))
+        places += _read(step, text, part, at_once=runner is None)
+        report(_WRITING + (1 - _WRITING) * part.stop / ROWS)
+    return _divergence(text, places)
 
 
-def _score(texts: Sequence[Text], reference: Sequence[Sequence[Array]]) -> Divergence:
-    """The divergence over `texts` of the quantized graph; reference: the other's logits, [rows, V] after each call.
-
-    Such a text may hide errors: if it repeats a token over and over, the float graph soon expects that, too. `kept_kl`
-    weights each place by the probability that the float graph would have kept all tokens before it, a token with min(1,
-    p / q) (speculative decoding, https://arxiv.org/abs/2211.17192): the kept text is the float graph's.
-    """
-    kl, entropy, weights, same = list[Array](), list[Array](), list[Array](), list[Array]()
-    for text, own in zip(texts, reference, strict=True):
-        kept = np.ones(len(text[0].ids))
-        for call, x in zip(text, own, strict=True):
-            y = call.logits
-            of_x, of_y = softmax(x), softmax(y)
-            with np.errstate(invalid="ignore"):  # 0 * -inf, which `where` leaves out
-                likely = of_x.p > 0
-                expected = np.where(likely, of_x.p * x, 0).sum(-1, dtype=np.float64)
-                difference = np.where(likely, of_x.p * (x - y), 0).sum(-1, dtype=np.float64)
-            # Rounding may end below 0.
-            kl.append(np.maximum(difference - (of_x.normalizer - of_y.normalizer)[:, 0], 0))
-            entropy.append(of_x.normalizer[:, 0] - expected)
-            weights.append(kept)
-            same.append(x.argmax(-1) == y.argmax(-1))
-            ratio = np.take_along_axis(x - y, call.tokens[:, None], -1) - (of_x.normalizer - of_y.normalizer)
-            kept = kept * np.exp(np.minimum(ratio[:, 0], 0))
-    mean_kl, mean_entropy = float(np.mean(kl)), float(np.mean(entropy))
-    return Divergence(
-        tokens=np.size(kl),
-        kl=mean_kl,
-        kept_kl=float(np.average(kl, weights=weights)),
-        agreement=float(np.mean(same)),
-        perplexity=float(np.exp(mean_entropy)),
-        quantized_perplexity=float(np.exp(mean_entropy + mean_kl)),
+def _written(source: Package, capacity: int, progress: Callable[[float], None]) -> OwnText:
+    interface, opening = source.interface, opening_of(source, capacity)
+    runner = GraphRunner(logits_of(source.path, interface), source.path, interface, capacity, weights_mapped=True)
+    return write_text(
+        partial(runner.step, state=runner.start(ROWS)),
+        opening,
+        interface.vocab_size,
+        rows=ROWS,
+        tokens=min(TOKENS, capacity - max(len(opening.ids), 1)),
+        seed=_SEED,
+        keep_logits=True,
+        progress=progress,
     )
+
+
+class _Place(NamedTuple):
+    """A scored token of a row: its figures."""
+
+    row: int
+    kl: float
+    same: bool
+    ratio: float
+
+
+def _read(step: Step, text: OwnText, part: slice, *, at_once: bool) -> Iterator[_Place]:
+    """The figures of the rows `part` of a text that a graph reads. at_once: it reads the opening in one call."""
+    prompt = text.prompt[part]
+    ones = np.ones(len(prompt), np.int64)
+    calls = [prompt] if at_once else list(np.split(prompt, prompt.shape[1], axis=1))
+    for ids in calls:
+        results = step(ids, ones * ids.shape[1])
+    for logits, tokens, scored in zip(text.logits, text.ids, text.scored, strict=True):
+        figures = _figures(logits[part], results[LOGITS.name], tokens[part])
+        for row in np.flatnonzero(scored[part]):
+            yield _Place(part.start + int(row), *(column[row] for column in figures))
+        if tokens is not text.ids[-1]:
+            results = step(tokens[part], ones)
+
+
+def _figures(x: Array, y: Array, tokens: Array) -> tuple[Array, Array, Array]:
+    """Of each row: the divergence of the logits `y` [rows, V] from the logits `x`, whether both have the same argmax,
+    and how much less likely `y` makes the tokens [rows, 1], in nats."""
+    of_x, of_y = softmax(x), softmax(y)
+    normalizers = (of_x.normalizer - of_y.normalizer)[:, 0]
+    with np.errstate(invalid="ignore"):  # 0 * -inf, which `where` leaves out
+        difference = np.where(of_x.p > 0, of_x.p * (x - y), 0).sum(-1, dtype=np.float64)
+    kl = np.maximum(difference - normalizers, 0)  # rounding may end below 0
+    ratio = np.take_along_axis(x - y, tokens, -1)[:, 0] - normalizers
+    return kl, x.argmax(-1) == y.argmax(-1), ratio
+
+
+def _divergence(text: OwnText, places: list[_Place]) -> Divergence:
+    """The means over all places, row by row: neighbours are correlated, which the intervals take into account."""
+    ordered = sorted(places, key=lambda place: place.row)
+    columns = {name: np.array([getattr(place, name) for place in ordered]) for name in ("kl", "same", "ratio")}
+    means = estimate_means(columns)
+    ratio = means["ratio"].map(lambda value: float(np.exp(value)))
+    return Divergence(text.opening.text, len(ordered), means["kl"], means["same"], ratio)
 
 
 class Distribution(NamedTuple):
@@ -136,23 +147,3 @@ def softmax(logits: Array) -> Distribution:
     total = weights.sum(-1, keepdims=True, dtype=np.float64)
     weights /= total.astype(np.float32)
     return Distribution(weights, largest + np.log(total))
-
-
-def sampled(rng: np.random.Generator) -> Callable[[Mapping[str, Array]], Array]:
-    """Chooses tokens of a call's logits at temperature 1, by inverse CDF: for `trial.write`."""
-
-    def choose(results: Mapping[str, Array]) -> Array:
-        logits = results[LOGITS.name]
-        weights = np.exp(logits - logits.max(-1, keepdims=True))
-        rows, vocab_size = weights.shape
-        # A part of the vocabulary first, then a token of it: running sums of all tokens take ten times as long.
-        parts = np.pad(weights, ((0, 0), (0, -vocab_size % _PART))).reshape(rows, -1, _PART)
-        ends = parts.sum(-1, dtype=np.float64).cumsum(-1)
-        drawn = rng.random((rows, 1)) * ends[:, -1:]
-        part = np.minimum((ends <= drawn).sum(-1), ends.shape[-1] - 1)
-        before = np.where(part > 0, ends[np.arange(rows), part - 1], 0)[:, None]
-        within = before + parts[np.arange(rows), part].cumsum(-1, dtype=np.float64)
-        tokens: Array = np.minimum(part * _PART + (within <= drawn).sum(-1), vocab_size - 1)
-        return tokens
-
-    return choose

@@ -6,23 +6,43 @@ import difflib
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final
 
 from qsample.checks import check_fields, checked, choice, flag, integer, number, refuse
-from qsample.compiler.quantize import PRESETS
+from qsample.compiler.quantize import FLOAT, INT_BITS, PRESETS
 from qsample.contract.tensors import BLOCK_SIZES, KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
 from qsample.errors import CompileError
 from qsample.request.sampling_params import INT32_MAX
 
-WEIGHT_BITS: Final = {"int2": 2, "int4": 4, "int8": 8, "int2_mixed": 2, "int4_mixed": 4}
-MIXED: Final = ("int2_mixed", "int4_mixed")
 DEFAULT_CTX_LEN: Final = 4096
 
 
 def _target(name: str, value: Any) -> str:
     return value if isinstance(value, str) else refuse(name, value, "the name of a compile target, such as 'cpu'")
+
+
+def _weights(name: str, value: Any) -> str | Mapping[str, str]:
+    """A kind of weights; or a table of patterns, as a mapping or in a JSON file."""
+    kinds = (*INT_BITS, *MODEL_DTYPES)
+    of_table = (*INT_BITS, FLOAT)
+    accepted = f"{', '.join(kinds)}, or a table: a mapping of names to {', '.join(of_table)}, or its JSON file"
+    if isinstance(value, str) and value.endswith(".json"):
+        try:
+            value = json.loads(Path(value).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CompileError(f"{name}: cannot read the table {value}: {error}") from error
+    if isinstance(value, str):
+        return value if value in kinds else refuse(name, value, accepted)
+    if not isinstance(value, Mapping) or not value:
+        refuse(name, value, accepted)
+    for pattern, kind in value.items():
+        if not isinstance(pattern, str) or kind not in of_table:
+            refuse(f"{name}[{pattern!r}]", kind, " or ".join(of_table))
+    return dict(value)
 
 
 def _folder(name: str, value: Any) -> str | PathLike[str]:
@@ -40,10 +60,12 @@ class CompileOptions:
         provider: a device, or the name of an installed target (`targets.target_names`).
         dtype: "float16" or "bfloat16" for cuda, "float16" for webgpu, the package's for cpu, web and openvino.
         weights: "int4" or "int8" quantizes every matrix that a token is multiplied by, and the embedding, but no table
-            of positions, and no weights that the checkpoint has quantized. "int4_mixed" is int4 with 8 bits for the
-            head, the first and the last layer: these suffer most. "int2", for cpu, is for models that bear it;
-            "int2_mixed" has 4 bits for these and for attention. "float16", for cpu, stores float32 weights in half
-            the space; loaded, they are float32 again. The package's dtype leaves them as exported.
+            of positions, and no weights that the checkpoint has quantized. The head may keep more bits, as the preset
+            says. "int2", for cpu, is for models that bear it: 2 bits for feed-forward matrices, 4 for the others. A
+            table gives each matrix its own bits: {"lm_head": "int8", "layers.0.*": "int8", "*": "int4"}, or a JSON
+            file of that form; the first pattern that matches counts. `qsample inspect --bits` prints a package's.
+            "float16", for cpu, stores float32 weights in half the space; loaded, they are float32 again. The package's
+            dtype leaves them as exported.
         preset: "quick" is compiled fastest, "speed" runs fastest, and "balanced" is between. The last two fit the
             levels to a text, for cpu; see `quantize.PRESETS`.
         block_size: 16, 32, 64, 128 or 256, in place of the preset's; a smaller size if that takes fewer bytes for the
@@ -89,11 +111,11 @@ class CompileOptions:
         help="Of weights and cache, on a GPU. (default: as exported)",
         metavar="float16|bfloat16",
     )
-    weights: str | None = choice(
+    weights: str | Mapping[str, str] | None = checked(
         None,
-        (*WEIGHT_BITS, *MODEL_DTYPES),
-        help="Quantize the weights; float16 halves the file alone. (default: as exported)",
-        metavar="int2|int2_mixed|int4|int4_mixed|int8|float16",
+        _weights,
+        help="Quantize the weights, or each matrix by a table; float16 halves the file. (default: as exported)",
+        metavar="int2|int4|int8|float16|FILE.json",
     )
     preset: str = choice(
         "quick",
@@ -158,9 +180,24 @@ class CompileOptions:
         self._check_quantization()
 
     @property
+    def quantizes(self) -> bool:
+        """Whether weights become integers."""
+        return isinstance(self.weights, Mapping) or self.weights in INT_BITS
+
+    @property
+    def bits(self) -> int:
+        """The bits of matrices that no table names; 4 beside a table."""
+        return INT_BITS.get(str(self.weights), 4)
+
+    @property
+    def table(self) -> Mapping[str, str]:
+        """The caller's table of bits; empty without one."""
+        return self.weights if isinstance(self.weights, Mapping) else {}
+
+    @property
     def calibrated(self) -> bool:
         """Whether weights are fitted to a text."""
-        return self.weights in WEIGHT_BITS and PRESETS[self.preset].fitted
+        return self.quantizes and PRESETS[self.preset].fitted
 
     def described(self) -> dict[str, Any]:
         """The options for a manifest, except defaults and `debug_dump`; the calibration text is the sha256 of its
@@ -175,17 +212,17 @@ class CompileOptions:
         if self.calibration_text is not None and not self.calibrated:
             fitting = " or ".join(repr(name) for name, preset in PRESETS.items() if preset.fitted)
             raise CompileError(
-                f"calibration_text is only read with weights={' or '.join(map(repr, WEIGHT_BITS))} and "
+                f"calibration_text is only read with weights={' or '.join(map(repr, INT_BITS))} and "
                 f"preset={fitting}; leave it out, or give these"
             )
         own = {entry.name: entry.default for entry in fields(self)}
         for name in ("preset", "block_size"):
-            if self.weights not in WEIGHT_BITS and getattr(self, name) != own[name]:
+            if not self.quantizes and getattr(self, name) != own[name]:
                 raise CompileError(
                     f"{name} is {getattr(self, name)!r}, which is only read if weights are quantized "
-                    f"({', '.join(WEIGHT_BITS)}); leave it out, or give weights="
+                    f"({', '.join(INT_BITS)}); leave it out, or give weights="
                 )
-        if WEIGHT_BITS.get(str(self.weights)) == 2 and self.block_size not in (None, 32, 64, 128):
+        if self.weights == "int2" and self.block_size not in (None, 32, 64, 128):
             raise CompileError(
                 f"block_size is {self.block_size}, and the kernels of 2 bits take blocks of 32, 64 or 128; give one of "
                 f"these, or other weights than {self.weights!r}"

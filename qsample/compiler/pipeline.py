@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
 import onnx_ir as ir
@@ -23,6 +22,8 @@ from qsample.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.compiler.passes.rope import absorb_rope, fuse_rope
 from qsample.compiler.passes.window_caches import slide_windows
 from qsample.compiler.plan import CompilePlan
+from qsample.compiler.quantize import PRESETS
+from qsample.compiler.quantize.bits import layers_of, table_of
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.gptq import Calibration, calibrated_levels
 from qsample.compiler.quantize.kv_cache import BITS, measure_scales, quantize_kv_cache
@@ -165,9 +166,7 @@ def start(plan: CompilePlan, stages: Stages, folder: Path, scratch: Path) -> Bui
     if plan.calibrated and plan.options.calibration_text is not None:
         texts = given_text(plan)  # before the work: it may be refused
     elif plan.calibrated:
-        progress = stages.begin(Stage.WRITING_TEXT)
-        with TemporaryDirectory(dir=scratch) as copy:
-            texts = own_text(plan, Path(copy), progress)
+        texts = own_text(plan, stages.begin(Stage.WRITING_TEXT))
     stages.begin(Stage.OPTIMISING)
     model = load_graph(plan.decoder)
     widen_weights(model)
@@ -282,7 +281,7 @@ def quantize_cache(build: Build) -> None:
     """Make the cache int8 or int4, with scales that are measured with the portable graph."""
     source, progress = build.plan.source, build.stages.begin(Stage.MEASURING_CACHE)
     bits = BITS[str(build.plan.kv_cache_dtype)]
-    scales = measure_scales(source.path, source.interface, bits, build.plan.ctx_len, progress)
+    scales = measure_scales(source, bits, build.plan.ctx_len, progress)
     apply(build.model, partial(quantize_kv_cache, scales=scales, bits=bits))
 
 
@@ -296,7 +295,9 @@ def quantize_matrices(build: Build, pads: bool) -> None:
         caches = [state.name for state in plan.interface.cache_states if CAPACITY in state.axes]
         calibration = Calibration(build.texts, axes, caches, build.scratch, progress)
         calibrate = partial(calibrated_levels, calibration=calibration)
-    apply(build.model, partial(quantize_weights, quantization=plan.weights, pads=pads, calibrate=calibrate))
+    table = table_of(plan.options.table, plan.weights.bits, PRESETS[plan.options.preset].head, layers_of(build.model.graph))
+    change = partial(quantize_weights, quantization=plan.weights, table=table, pads=pads, calibrate=calibrate)
+    apply(build.model, change)
 
 
 def check(build: Build, copies: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qsample.compiler.options import DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
-from qsample.compiler.quantize import PRESETS
+from qsample.compiler.options import DEFAULT_CTX_LEN, CompileOptions
+from qsample.compiler.quantize import INT_BITS, PRESETS
 from qsample.compiler.quantize.kv_cache import BITS
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.contract.interface import Interface
@@ -23,7 +23,7 @@ class CompilePlan:
         interface: of the compiled package.
         ctx_len: capacity T of the state buffers, in tokens.
         dtype: of the model and, without kv_cache_dtype, of its cache.
-        weights: how to quantize them, if at all.
+        weights: how to quantize them, if at all; the bits of a matrix may be others, by a table.
         store_float16: whether float32 weights are stored in float16.
         kv_cache_dtype: "int8", "int4", or None for the model's dtype.
     """
@@ -64,12 +64,12 @@ class CompilePlan:
     @property
     def expert_weights(self) -> WeightQuantization | None:
         """How to quantize the experts of mixtures. They are not fitted: in large blocks they would lose more than with
-        the preset that fits nothing. QMoE has no kernels of 2 bits."""
+        the preset that fits nothing. QMoE has no kernels of 2 bits, and no zero points in those of 4."""
         if self.weights is None:
             return None
         smaller = self.calibrated and self.options.block_size is None
         size = PRESETS["quick"].block_size if smaller else self.weights.block_size
-        return replace(self.weights, bits=max(self.weights.bits, 4), block_size=size)
+        return replace(self.weights, bits=max(self.weights.bits, 4), block_size=size, zero_points=False)
 
     @property
     def packed_weights(self) -> bool:
@@ -118,12 +118,12 @@ def _weights(source: Package, options: CompileOptions) -> WeightQuantization | N
     own, weights = source.interface.dtype, options.weights
     if weights is None or weights == own or (weights, own) == ("float16", "float32"):
         return None
-    if weights not in WEIGHT_BITS:
-        choices = [*WEIGHT_BITS, *(["float16"] if own == "float32" else []), own]
+    if not options.quantizes:
+        choices = [*INT_BITS, *(["float16"] if own == "float32" else []), own]
         raise CompileError(f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}")
     preset = PRESETS[options.preset]
     size = options.block_size or preset.block_size
-    return WeightQuantization(WEIGHT_BITS[weights], size, preset.method, mixed=weights in MIXED)
+    return WeightQuantization(options.bits, size, preset.method, zero_points=True)
 
 
 def _kv_cache_dtype(options: CompileOptions, own: str) -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -14,7 +14,7 @@ from qsample.compiler.quantize.methods import Levels, WeightQuantization, quanti
 from qsample.contract.arrays import Array
 from qsample.graph import gqa, moe
 from qsample.graph.edit import constant_value
-from qsample.graph.operators import is_contrib, is_matmul_nbits
+from qsample.graph.operators import is_contrib, is_matmul_nbits, pack_bits
 from qsample.graph.packed import offsets_of, row_offsets_of
 from qsample.graph.pieces import PIECE, Piece, PiecewiseTensor, read, readable
 
@@ -55,6 +55,7 @@ class QuantizedWeight:
         self._name, self._levels = str(value.name), levels
         self._initializers: dict[str, ir.Value] = {}
         self._scales: Array | None = None
+        self._zeros: Array | None = None
 
     @property
     def row_blocks(self) -> int:
@@ -72,12 +73,17 @@ class QuantizedWeight:
         return sum(value.const_value.nbytes for value in self._initializers.values() if value.const_value is not None)
 
     def operands(self, levels: Shape, scales: Shape, kind: str = "scales") -> list[ir.Value]:
-        """Levels, uint8, and scales, of the weights' dtype: initializers in the shapes that an operator takes. kind:
-        tells scales of one shape from those of another."""
-        return [
-            self._initializer("blocks", levels, ir.DataType.UINT8, lambda: self.quantize()[0]),
+        """Levels, uint8, scales, of the weights' dtype, and zero points if there are any, packed uint8: initializers in
+        the shapes that an operator takes. kind: tells scales of one shape from those of another."""
+        found = [
+            self._initializer("blocks", levels, ir.DataType.UINT8, lambda: self.quantize().blocks),
             self._initializer(kind, scales, self.tensor.dtype, lambda: self._take_scales(kind)),
         ]
+        if self.quantization.zero_points:
+            row_bytes = -(-self.row_blocks * self.quantization.bits // 8)
+            shape = (self.rows * row_bytes,)
+            found.append(self._initializer("zero_points", shape, ir.DataType.UINT8, self._take_zeros))
+        return found
 
     def register(self, graph: ir.Graph) -> None:
         """Add the initializers to `graph` in a row, levels first, so that saving them quantizes the weight once."""
@@ -105,31 +111,43 @@ class QuantizedWeight:
             return self._levels
         blocks = np.concatenate([piece() for piece in self._pieces()])
         assert self._scales is not None
-        return blocks, self._scales
+        return Levels(blocks, self._scales, self._zeros)
 
     def _take_scales(self, kind: str) -> Array:
         """Scales for the initializer `kind`, of the levels computed last; kept until the last one has read them."""
         if self._levels is not None:
-            return self._levels[1]
-        scales = self.quantize()[1] if self._scales is None else self._scales
+            return self._levels.scales
+        scales = self.quantize().scales if self._scales is None else self._scales
         if kind == list(self._initializers)[-1]:
             self._scales = None
         return scales
+
+    def _take_zeros(self) -> Array:
+        """Zero points of the levels computed last, packed by row. They are read last, so that nothing is kept then."""
+        zeros = self._levels.zeros if self._levels is not None else self._zeros
+        if zeros is None:
+            zeros = self.quantize().zeros
+        self._scales = self._zeros = None
+        assert zeros is not None
+        return pack_bits(zeros.reshape(self.rows, self.row_blocks), self.quantization.bits)
 
     def _pieces(self) -> Iterator[Piece]:
         """Computes blocks [rows, row_blocks, block_bytes] of some rows each, and notes their scales."""
         rows = (self.experts or 1) * self.rows
         self._scales = np.empty((rows, self.row_blocks), self.tensor.dtype.numpy())
+        self._zeros = np.empty((rows, self.row_blocks), np.uint8) if self.quantization.zero_points else None
         source = readable(self.tensor)
         at_once = max(1, PIECE // self.columns)
         for expert in range(self.experts or 1):
             for start in range(0, self.rows, at_once):
                 place = expert * self.rows + start
                 stop = min(start + at_once, self.rows)
-                yield partial(self._quantize_rows, source, expert, slice(start, stop), self._scales[place:])
+                yield partial(self._quantize_rows, source, expert, slice(start, stop), place, self._scales, self._zeros)
 
-    def _quantize_rows(self, source: ir.TensorProtocol, expert: int, rows: slice, steps: Array) -> Array:
-        """The blocks of some rows of an (expert's) matrix; scales go to the first of `steps`."""
+    def _quantize_rows(
+        self, source: ir.TensorProtocol, expert: int, rows: slice, place: int, scales: Array, zeros: Array | None
+    ) -> Array:
+        """The blocks of some rows of an (expert's) matrix, the rows from `place` on of `scales` and `zeros`."""
         first = () if self.experts is None else (slice(expert, expert + 1),)
         index = (rows, slice(None)) if self.outputs_first else (slice(None), rows)
         numbers = read(source, *first, *index)
@@ -139,9 +157,11 @@ class QuantizedWeight:
         count = rows.stop - rows.start
         if (inputs, outputs) != (self.columns, count):
             matrix = np.pad(matrix, ((0, self.columns - inputs), (0, count - outputs)))
-        blocks, scales = quantize_matrix(matrix, self.quantization)
-        steps[:count] = scales.reshape(count, -1)
-        return blocks.reshape(count, self.row_blocks, -1)
+        levels = quantize_matrix(matrix, self.quantization)
+        scales[place : place + count] = levels.scales.reshape(count, -1)
+        if zeros is not None and levels.zeros is not None:
+            zeros[place : place + count] = levels.zeros.reshape(count, -1)
+        return levels.blocks.reshape(count, self.row_blocks, -1)
 
 
 def added_up(weights: Iterable[QuantizedWeight]) -> tuple[int, int]:
@@ -163,7 +183,7 @@ class QuantizationReport:
         expert_block_size: weights of an expert that share a scale: the options', or the nearest that QMoE takes.
         float_bytes: of the parameters that are still float; scales and tables of angles do not count.
         block_sizes: weights of `matrices` that share a scale: the options', or smaller sizes of fewer bytes.
-        wide_matrices: of `matrices`, the number that have more bits than the options say.
+        bits: the name of each product's matrix, as `bits.names_of` has it → its bits and blocks in words.
     """
 
     matrices: int
@@ -173,7 +193,7 @@ class QuantizationReport:
     expert_block_size: int | None = None
     float_bytes: int = 0
     block_sizes: tuple[int, ...] = ()
-    wide_matrices: int = 0
+    bits: Mapping[str, str] = field(default_factory=dict)
 
 
 def quantization_report(model: ir.Model) -> QuantizationReport | None:

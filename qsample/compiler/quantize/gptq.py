@@ -4,9 +4,10 @@ The graph is run in parts, each up to the input of the next matrix. Later parts 
 matrices, so each matrix is fitted to the inputs that it will really get. One matrix, its inputs' second moments and the
 values that parts hand on are in memory, or, of long texts, in a scratch folder, as are the levels.
 
-The columns of a matrix are rounded one after another, from the last to the first. As far as the inputs are correlated,
-the columns that are left make up for the error of each. The scale of a block is chosen when it is reached, for its
-weights at that point. The order does not follow the inputs' size (act-order): the layout of MatMulNBits stores none.
+The columns of a matrix are rounded one after another, those with the largest inputs first (act-order). As far as the
+inputs are correlated, the columns that are left make up for the error of each. The scales and zero points of all blocks
+are chosen before, for the weights as they were: so a block is what it is in the layout of MatMulNBits, columns that lie
+side by side. They give the least squared error if each weight counts by its input's mean square.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.quantize.methods import Levels, WeightQuantization
-from qsample.compiler.quantize.rounding import round_to_nearest
+from qsample.compiler.quantize.rounding import choose_grid, round_to_nearest
 from qsample.contract.arrays import Array, sparse_zeros
 from qsample.contract.tensors import (
     BATCH,
@@ -43,6 +44,7 @@ from qsample.graph.pieces import read, readable
 from qsample.graph.save import processors
 
 _DAMPING: Final = 0.01  # of the mean of the diagonal, as in the paper
+_TOGETHER: Final = 128  # columns that the corrections of the earlier ones reach in one product
 _LAZY: Final = 32  # columns whose corrections of the later ones are put off, and made together
 _OUTPUTS: Final = 1024  # columns [K] of a matrix that a thread rounds at a time: they stay in the processor's cache
 _AT_ONCE: Final = 1 << 24  # weights that are rounded together
@@ -51,22 +53,38 @@ _IN_MEMORY: Final = 1 << 30  # bytes of values that parts hand on; more go to fi
 _FED_FROM: Final = 1 << 20  # bytes; larger constants are handed to a part when it runs, not copied into it
 
 
-def triangle(moments: Array) -> Array:
-    """The lower Cholesky factor [K, K] float32 of the damped moments. moments: [K, K] float32, the sum of x xᵀ over
-    inputs x; changed."""
+class Moments(NamedTuple):
+    """What a fit knows of the inputs of a matrix [K, N].
+
+    Attributes:
+        importance: [K] float32, the damped sum of each input's squares.
+        order: [K] int64, the columns by ascending importance.
+        lower: [K, K] float32, the lower Cholesky factor of the damped moments in that order.
+    """
+
+    importance: Array
+    order: Array
+    lower: Array
+
+
+def decomposed(moments: Array) -> Moments:
+    """The decomposition of the moments [K, K] float32, the sum of x xᵀ over inputs x; they are changed."""
     diagonal = np.einsum("ii->i", moments)
     damping = _DAMPING * float(diagonal.mean(dtype=np.float64)) or 1.0
     diagonal[diagonal == 0] = damping  # an input that was always 0 correlates with none
     diagonal += damping
+    order = np.argsort(diagonal, kind="stable")
+    sorted_moments = moments[np.ix_(order, order)]
     try:
-        return np.linalg.cholesky(moments)
+        lower = np.linalg.cholesky(sorted_moments)
     except np.linalg.LinAlgError:  # float32 has too few digits
-        return np.linalg.cholesky(moments.astype(np.float64)).astype(np.float32)
+        lower = np.linalg.cholesky(sorted_moments.astype(np.float64)).astype(np.float32)
+    return Moments(diagonal.copy(), order, lower)
 
 
-def gptq(weight: Array, lower: Array, quantization: WeightQuantization) -> tuple[Levels, Array]:
+def gptq(weight: Array, moments: Moments, quantization: WeightQuantization) -> tuple[Levels, Array]:
     """Levels of a matrix [K, N], as of `methods.quantize_matrix`, and the weights, [K, N] float32, that they stand for.
-    lower: the `triangle` of its inputs. K need not be a multiple of the block size: the last block is filled up.
+    K need not be a multiple of the block size: the last block is filled up.
 
     If the quantized weights of column k and later ones are less than the weights by e, the best for column k - 1 is its
     weight + (L[k:, k - 1]ᵀ e) / L[k - 1, k - 1]: LDLQ (Chee et al., 2023, https://arxiv.org/abs/2307.13304), which they
@@ -74,43 +92,71 @@ def gptq(weight: Array, lower: Array, quantization: WeightQuantization) -> tuple
     """
     size, bits = quantization.block_size, quantization.bits
     inputs, outputs = weight.shape
-    errors, levels = np.empty((inputs, outputs), np.float32), np.empty((inputs, outputs), np.uint8)
-    scales = np.empty((-(-inputs // size), outputs), weight.dtype)
+    _, order, lower = moments
     parts = [slice(first, first + _OUTPUTS) for first in range(0, outputs, _OUTPUTS)]
     with ThreadPoolExecutor(processors()) as pool:
-        for block in reversed(range(len(scales))):
-            first, last = block * size, min((block + 1) * size, inputs)
+        grids = pool.map(_grid, [weight[:, part] for part in parts], repeat(moments.importance), repeat(quantization))
+        scales, zeros = (np.concatenate(found) for found in zip(*grids, strict=True))  # [N, blocks]
+        block_of = order // size
+        steps = np.ascontiguousarray(scales.T[block_of], np.float32)
+        middles = np.ascontiguousarray(zeros.T[block_of], np.float32)
+        weights = weight[order].astype(np.float32)
+        errors, levels = np.empty((inputs, outputs), np.float32), np.empty((inputs, outputs), np.uint8)
+        for first in reversed(range(0, inputs, _TOGETHER)):
+            last = min(first + _TOGETHER, inputs)
             factor = lower[:, first:last] / np.diagonal(lower)[first:last]
-            now = weight[first:last].astype(np.float32)
-            now += factor[last:].T @ errors[last:]
-            whole = np.pad(now, ((0, size - len(now)), (0, 0))).T
-            rounded = pool.map(round_to_nearest, [whole[part] for part in parts], repeat(bits), repeat(size))
-            np.concatenate([steps for _, steps in rounded], out=scales[block], casting="same_kind")
-            steps = scales[block].astype(np.float32)
+            now = weights[first:last] + factor[last:].T @ errors[last:]
             for start in reversed(range(first, last, _LAZY)):
                 stop = min(start + _LAZY, last)
                 columns, own = slice(start, stop), slice(start - first, stop - first)
                 jobs = [
-                    (weight[columns, part], now[own, part], steps[part], levels[columns, part], errors[columns, part])
+                    (
+                        weights[columns, part],
+                        now[own, part],
+                        steps[columns, part],
+                        middles[columns, part],
+                        levels[columns, part],
+                        errors[columns, part],
+                    )
                     for part in parts
                 ]
                 list(pool.map(_round, repeat(factor[columns, own]), repeat(bits), *zip(*jobs, strict=True)))
                 now[: start - first] += factor[columns, : start - first].T @ errors[columns]
-    fitted = np.subtract(weight, errors, out=errors)
-    rows = np.pad(levels, ((0, -inputs % size), (0, 0)), constant_values=2 ** (bits - 1)).T
-    packed = pack_bits(rows.reshape(-1, size), bits).reshape(outputs, len(scales), -1)
-    return (packed, np.ascontiguousarray(scales.T).reshape(-1)), fitted
+    fitted, ordered = np.empty_like(weights), np.empty_like(levels)
+    fitted[order] = weights - errors
+    ordered[order] = levels
+    rows = np.pad(ordered, ((0, -inputs % size), (0, 0)), constant_values=2 ** (bits - 1)).T
+    packed = pack_bits(rows.reshape(-1, size), bits).reshape(outputs, scales.shape[1], -1)
+    return Levels(packed, scales.reshape(-1), zeros.reshape(-1) if quantization.zero_points else None), fitted
 
 
-def _round(factor: Array, bits: int, weights: Array, now: Array, steps: Array, levels: Array, errors: Array) -> None:
+def _grid(weight: Array, importance: Array, quantization: WeightQuantization) -> tuple[Array, Array]:
+    """Scales, in the dtype of the weights, and zero points, uint8, of a matrix [K, N]: [N, K / block size] each."""
+    size, bits = quantization.block_size, quantization.bits
+    inputs, outputs = weight.shape
+    rows = np.pad(weight, ((0, -inputs % size), (0, 0))).T
+    if quantization.zero_points:
+        counts = np.broadcast_to(np.pad(importance, (0, -inputs % size)), rows.shape)
+        scales, zeros = choose_grid(rows, bits, size, counts)
+    else:
+        _, scales = round_to_nearest(rows, bits, size)
+        zeros = np.full(scales.shape, 2 ** (bits - 1), np.uint8)
+    return scales.reshape(outputs, -1), zeros.reshape(outputs, -1)
+
+
+def _round(
+    factor: Array, bits: int, weights: Array, now: Array, steps: Array, middles: Array, levels: Array, errors: Array
+) -> None:
     """Round some columns, rows of arrays [k, n]: `weights` as they were, and `now`. Writes levels and errors."""
-    middle = 2 ** (bits - 1)
+    top = 2**bits - 1
     inverse = np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0)
     for column in reversed(range(len(now))):
-        rounded = np.rint(now[column] * inverse)
-        np.clip(rounded, -middle, middle - 1, out=rounded)
-        np.add(rounded, middle, out=levels[column], casting="unsafe")
-        np.subtract(weights[column], rounded * steps, out=errors[column])
+        rounded = np.rint(now[column] * inverse[column])
+        rounded += middles[column]
+        np.clip(rounded, 0, top, out=rounded)
+        levels[column] = rounded
+        rounded -= middles[column]
+        np.subtract(weights[column], rounded * steps[column], out=errors[column])
         now[:column] += factor[column, :column, None] * errors[column]
 
 
@@ -147,10 +193,10 @@ def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: 
     done, whole = 0, sum(math.prod(_shape(wanted)) for wanted in matrices)
     for source, products in walk.groups():
         moments = walk.moments(source)
-        lower = None if moments is None else triangle(moments)
+        known = None if moments is None else decomposed(moments)
         for node, wanted in products.items():
-            if lower is not None:
-                found[wanted.value] = walk.fit(node, wanted, lower)
+            if known is not None:
+                found[wanted.value] = walk.fit(node, wanted, known)
             done += math.prod(_shape(wanted))
             calibration.progress(done / whole)
     return found
@@ -207,11 +253,11 @@ class _Walk:
             moments = rows.T @ rows if moments is None else np.add(moments, rows.T @ rows, out=moments)
         return moments
 
-    def fit(self, node: ir.Node, wanted: Wanted, lower: Array) -> Levels:
+    def fit(self, node: ir.Node, wanted: Wanted, moments: Moments) -> Levels:
         """The levels of a matrix, mapped from files. Later parts multiply by the weights that they stand for."""
         tensor = wanted.value.const_value
         assert tensor is not None
-        source, (_, outputs), at_once = readable(tensor), _shape(wanted), max(1, _AT_ONCE // len(lower))
+        source, (_, outputs), at_once = readable(tensor), _shape(wanted), max(1, _AT_ONCE // len(moments.order))
         copy = node.inputs[wanted.node.inputs.index(wanted.value)]
         fitted = None
         if copy is not None and node is not self._nodes[-1]:
@@ -221,12 +267,15 @@ class _Walk:
         for first in range(0, outputs, at_once):
             part = slice(first, first + at_once)
             weight = read(source, part).T if wanted.transposed else read(source, slice(None), part)
-            found, rounded = gptq(weight, lower, wanted.way)
+            found, rounded = gptq(weight, moments, wanted.way)
             levels.append(found)
             if fitted is not None:
                 (fitted.T if wanted.transposed else fitted)[:, part] = rounded
-        blocks, scales = (self._stored(np.concatenate(parts)) for parts in zip(*levels, strict=True))
-        return blocks, scales
+        blocks, scales = (
+            self._stored(np.concatenate([getattr(part, name) for part in levels])) for name in ("blocks", "scales")
+        )
+        zeros = [part.zeros for part in levels if part.zeros is not None]
+        return Levels(blocks, scales, np.concatenate(zeros) if zeros else None)
 
     def _stored(self, array: Array) -> Array:
         path = self._calibration.folder / f"{next(self._names)}.npy"

@@ -9,49 +9,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import onnx_ir as ir
 
-from qsample.compiler.divergence import sampled
-from qsample.compiler.trial import logits_of, write
+from qsample.compiler.own_text import opening_of, write_text
+from qsample.compiler.trial import logits_of
 from qsample.contract.arrays import Array
-from qsample.contract.interface import Interface
 from qsample.contract.tensors import retained_name
 from qsample.graph.edit import initializer
 from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.runner import GraphRunner
+from qsample.package.package import Package
 
 BITS: Final = {"int8": 8, "int4": 4}
 # Room above the largest measured value. Larger values are clipped; the divergence shows whether that matters.
 _MARGIN: Final = 1.2
 _FACTORS: Final = {8: (1.0,), 4: tuple(1 - 0.05 * step for step in range(14))}  # of the scales that are tried
 _ROWS: Final = 4
-_STEPS: Final = 64
+_TOKENS: Final = 64  # of a row
+_SEED: Final = 1  # another text than the divergence is measured on
 _SCALE_OF: Final = {Slot.PAST_KEY: Slot.K_SCALE, Slot.PAST_VALUE: Slot.V_SCALE}
 
 
 def measure_scales(
-    folder: Path,
-    interface: Interface,
-    bits: int,
-    capacity: int,
-    progress: Callable[[float], None] | None = None,
+    source: Package, bits: int, capacity: int, progress: Callable[[float], None] = lambda fraction: None
 ) -> dict[str, Array]:
-    """State name → each channel's scale, [H, D] float32, from text that the model samples at temperature 1."""
-    runner = GraphRunner(logits_of(folder, interface), folder, interface, capacity, weights_mapped=True)
+    """State name → each channel's scale, [H, D] float32, from text that the portable package `source` writes."""
+    interface, opening = source.interface, opening_of(source, capacity)
+    runner = GraphRunner(logits_of(source.path, interface), source.path, interface, capacity, weights_mapped=True)
     state = runner.start(_ROWS)
-    rng = np.random.default_rng(1)  # another text than the divergence is measured on
-    prompt = rng.integers(0, interface.vocab_size, (_ROWS, 1))
-    steps = min(_STEPS, capacity - 1)
-    for step, _ in enumerate(
-        write(partial(runner.step, state=state), prompt, np.ones(_ROWS, np.int64), steps, sampled(rng))
-    ):
-        if progress is not None:
-            progress((step + 1) / steps)
-    return {spec.name: scales_of(state[spec.name][:, :, :steps], bits) for spec in interface.cache_states}
+    text = write_text(
+        partial(runner.step, state=state),
+        opening,
+        interface.vocab_size,
+        rows=_ROWS,
+        tokens=min(_TOKENS, capacity - max(len(opening.ids), 1)),
+        seed=_SEED,
+        progress=progress,
+    )
+    read = text.rows.shape[1] - 1  # the last token was not
+    return {spec.name: scales_of(state[spec.name][:, :, :read], bits) for spec in interface.cache_states}
 
 
 def scales_of(values: Array, bits: int) -> Array:

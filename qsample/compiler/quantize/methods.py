@@ -1,35 +1,42 @@
-"""Turns a matrix into levels and scales, both symmetric around 0: the method rtn. `gptq` fits them to a text."""
+"""Turns a matrix into levels and scales: the method rtn. `gptq` fits them to a text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from qsample.compiler.quantize import METHODS
-from qsample.compiler.quantize.rounding import round_to_nearest
+from qsample.compiler.quantize.rounding import choose_grid, round_to_grid, round_to_nearest
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import BLOCK_SIZES
 
 _AT_ONCE: Final = 2**22  # weights that are looked at together
 _FIRST: Final = 4  # weights of a block that are looked at before all of it
 
-Levels = tuple[Array, Array]
-"""Blocks and scales of a matrix, or of the same matrix of several experts: blocks [N, K / block size, bytes], uint8,
-of levels that stand for scale * (level - 2^(bits - 1)); scales, one a block, in the dtype of the weights."""
+
+class Levels(NamedTuple):
+    """A matrix, or the same matrix of several experts, in levels that stand for scale * (level - zero point).
+
+    blocks: [N, K / block size, bytes], uint8, packed. scales: one a block, in the dtype of the weights. zeros: one a
+    block, uint8 and not packed; None if all are in the middle, 2^(bits - 1).
+    """
+
+    blocks: Array
+    scales: Array
+    zeros: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightQuantization:
     """How weights are quantized. bits: 2, 4 or 8. block_size: weights of a row that share a scale, one of
-    BLOCK_SIZES. method: one of METHODS. mixed: whether the matrices that `weights.sensitive_products` names get twice
-    the bits."""
+    BLOCK_SIZES. method: one of METHODS. zero_points: whether each block has one; for 4 bits."""
 
     bits: int
     block_size: int = 32
     method: str = "rtn"
-    mixed: bool = False
+    zero_points: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
@@ -42,11 +49,15 @@ def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
     """Round a matrix [K, N] of float32, float16 or bfloat16 to the nearest levels, K a multiple of the block size."""
     inputs, outputs = weight.shape
     size, bits = quantization.block_size, quantization.bits
+    if quantization.zero_points:
+        grid = choose_grid(weight.T, bits, size)
+        levels = round_to_grid(weight.T, bits, size, grid)
+        return Levels(levels.reshape(outputs, inputs // size, -1), grid.scales, grid.zeros)
     levels, scales = round_to_nearest(weight.T, bits, size)
     blocks = levels.reshape(outputs, inputs // size, -1)
     if bits == 8:
         _keep_exact_blocks(weight, size, blocks, scales)
-    return blocks, scales
+    return Levels(blocks, scales)
 
 
 def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Array) -> None:

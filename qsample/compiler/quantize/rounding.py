@@ -1,15 +1,17 @@
-"""Rounds weights to symmetric levels: the method rtn. These are passes of NumPy over as many blocks as the processor's
-cache holds (`graph.pieces`); other threads run meanwhile.
+"""Rounds weights to levels: the method rtn. These are passes of NumPy over as many blocks as the processor's cache
+holds (`graph.pieces`); other threads run meanwhile.
 
-8 bits: the weight that is farthest from 0 becomes the lowest level, as in ONNX Runtime's `quantize_matmul_8bits`, bit
-for bit. Fewer bits: of the scales that put it near the lowest level, the one whose levels are closest to the weights,
-fitted to them by least squares, if it is closer than that of the lowest level.
+With zero points, the levels of a block reach from its smallest weight to its largest, or over a part of that range: of
+several ranges, the one whose levels are closest to the weights. Without them, levels are symmetric around 0. In 8 bits,
+the weight that is farthest from 0 becomes the lowest level, as in ONNX Runtime's `quantize_matmul_8bits`, bit for bit.
+In fewer bits: of the scales that put it near the lowest level, the one whose levels are closest to the weights, fitted to
+them by least squares, if it is closer than that of the lowest level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -21,6 +23,10 @@ _MOVED: Final = np.complex128  # NumPy's only type of their size
 # them take 1 or 2 % off the squared error (random and trained weights, blocks of 32 to 160).
 _TRIED: Final[Mapping[int, tuple[float, ...]]] = {2: (2.6, 3, -2.4), 4: (7.25, 8.5, 9)}
 _NOISE: Final = np.float32(1e-5)  # of the squared weights: what float32 may hide
+# The parts of the range below and above 0 that the levels of a block with a zero point may reach over. A finer grid
+# takes 1 % off the squared error.
+_RANGES: Final = ((1.0, 1.0), (0.9, 0.9), (0.8, 0.8), (1.0, 0.85), (0.85, 1.0))
+_LEAST_STEP: Final = np.float32(1e-12)  # of blocks of zeros
 
 
 def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array, Array]:
@@ -31,9 +37,7 @@ def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array,
     one of a byte in the low bits; scales [blocks], dtype of the weights. Levels are the nearest for the scales as
     stored.
     """
-    moved = np.ascontiguousarray(weights, np.float32).reshape(-1).view(_MOVED).reshape(-1, block_size // _LANES)
-    # [block size / 4, blocks, 4]: sums and products over many blocks are vector operations then.
-    lanes = moved.T.copy().view(np.float32)
+    lanes = _lanes(weights, block_size)
     steps = (-_farthest(lanes) / np.float32(2 ** (bits - 1))).astype(weights.dtype).astype(np.float32)
     with np.errstate(all="ignore"):  # weights that are no numbers, or hardly differ from 0
         lanes *= np.repeat(np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES)
@@ -42,6 +46,60 @@ def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array,
             lanes *= np.repeat(1 / factors, _LANES)
             steps *= factors
         return _levels(lanes, bits), steps.astype(weights.dtype)
+
+
+class Grid(NamedTuple):
+    """The levels that blocks may have: scale * (level - zero point). scales: [blocks], dtype of the weights. zeros:
+    [blocks], uint8 in [0, 2^bits)."""
+
+    scales: Array
+    zeros: Array
+
+
+def choose_grid(weights: Array, bits: int, block_size: int, importance: Array | None = None) -> Grid:
+    """The grid with zero points for each block of `weights`, as in `round_to_nearest`. importance: float32 in the shape
+    of the weights, at least 0, the weight of each squared error; by default all count alike."""
+    lanes = _lanes(weights, block_size)
+    counts = None if importance is None else _lanes(importance, block_size)
+    top = np.float32(2**bits - 1)
+    high, low = np.maximum(_across(np.maximum, lanes), 0), np.minimum(_across(np.minimum, lanes), 0)
+    gains, scales, zeros = np.full_like(high, -1), np.zeros_like(high), np.zeros_like(high)
+    with np.errstate(all="ignore"):  # weights that are no numbers
+        for below, above in _RANGES:
+            steps = np.maximum((high * np.float32(above) - low * np.float32(below)) / top, _LEAST_STEP)
+            middles = np.clip(np.rint(low * np.float32(-below) / steps), 0, top)
+            levels = lanes * np.repeat(1 / steps, _LANES)
+            np.rint(levels, out=levels)
+            np.clip(levels, np.repeat(-middles, _LANES), np.repeat(top - middles, _LANES), out=levels)
+            counted = levels if counts is None else levels * counts
+            wq, qq = (_joined(np.add, np.einsum("ij,ij->j", by, counted)) for by in (lanes, levels))
+            # The scale of the least squared error is wq / qq, and takes wq² / qq off the weights' own squares.
+            useful = (qq > 0) & (wq > 0)
+            gain = np.divide(wq**2, qq, out=np.zeros_like(wq), where=useful)
+            fitted = np.divide(wq, qq, out=steps, where=useful)
+            better = gain > gains
+            gains, scales, zeros = (
+                np.where(better, new, old) for new, old in ((gain, gains), (fitted, scales), (middles, zeros))
+            )
+        scales = np.where(np.isfinite(high - low), scales, np.float32(np.nan))  # such weights may not become 0
+        return Grid(scales.astype(weights.dtype), zeros.astype(np.uint8))
+
+
+def round_to_grid(weights: Array, bits: int, block_size: int, grid: Grid) -> Array:
+    """The nearest levels of `weights`, packed as `round_to_nearest` returns them."""
+    lanes = _lanes(weights, block_size)
+    steps = grid.scales.astype(np.float32)
+    with np.errstate(all="ignore"):  # weights that are no numbers
+        lanes *= np.repeat(np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES)
+        np.rint(lanes, out=lanes)
+        lanes += np.repeat(grid.zeros.astype(np.float32), _LANES)
+        return _packed(lanes, bits)
+
+
+def _lanes(weights: Array, block_size: int) -> Array:
+    """A copy of `weights` as [block size / 4, 4 * blocks]: sums and products over many blocks are vector operations."""
+    moved = np.ascontiguousarray(weights, np.float32).reshape(-1).view(_MOVED).reshape(-1, block_size // _LANES)
+    return moved.T.copy().view(np.float32)
 
 
 def _farthest(lanes: Array) -> Array:
@@ -77,6 +135,11 @@ def _levels(lanes: Array, bits: int) -> Array:
     """The levels of weights in steps, [block size / 4, 4 * blocks], which are overwritten."""
     lanes += np.float32(2 ** (bits - 1))
     lanes += np.float32(0.5)  # separately, as the sum above is rounded, too; halves go up
+    return _packed(lanes, bits)
+
+
+def _packed(lanes: Array, bits: int) -> Array:
+    """The bytes of levels [block size / 4, 4 * blocks], which are clipped, and cut to whole numbers."""
     levels = np.clip(lanes, 0, 2**bits - 1, out=lanes).astype(np.uint8).view(np.uint32)
     if bits == 4:
         pairs = levels | (levels >> 4)  # in the first and the third byte of four

@@ -4,20 +4,19 @@ Constant matrices in a MatMul become operands of a MatMulNBits, embedding tables
 is quantized once for both. The numbers are computed only when the graph is saved, some rows at a time, and weights
 stay mapped from their files.
 
-A mixed quantization holds the matrices that quantization harms most for their size in twice the bits: of the head,
-the first and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of them,
-finer too.
+The bits of each matrix come from a table (`bits.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from qsample.compiler.quantize.bits import PLAIN, BitsTable, names_of
 from qsample.compiler.quantize.blocks import (
     QuantizationReport,
     QuantizedWeight,
@@ -28,11 +27,10 @@ from qsample.compiler.quantize.blocks import (
 )
 from qsample.compiler.quantize.gptq import Wanted
 from qsample.compiler.quantize.methods import Levels, WeightQuantization
-from qsample.contract.tensors import BLOCK_SIZES, INPUT_IDS, LENGTHS, LOGITS
+from qsample.contract.tensors import BLOCK_SIZES, INPUT_IDS, LENGTHS
 from qsample.errors import CompileError
 from qsample.graph import moe
 from qsample.graph.edit import (
-    ancestors,
     drop_unread,
     initializer,
     replace_node,
@@ -51,14 +49,18 @@ from qsample.graph.operators import (
 from qsample.graph.packed import offsets_of
 
 _KERNELS_OF_2_BITS: Final = (32, 64, 128)  # the block sizes that MatMulNBits multiplies by activations in 8 bits
-_STATE: Final = "past_key_values."
 
 Calibrate = Callable[[ir.Model, Sequence[Wanted]], Mapping[ir.Value, Levels]]
 """The levels of matrices of a model, for the inputs that they meet."""
 
 
 def quantize_weights(
-    model: ir.Model, quantization: WeightQuantization, *, pads: bool = False, calibrate: Calibrate | None = None
+    model: ir.Model,
+    quantization: WeightQuantization,
+    table: BitsTable = PLAIN,
+    *,
+    pads: bool = False,
+    calibrate: Calibrate | None = None,
 ) -> bool:
     """Quantize the weights of `model`, in place. Returns whether there was one; `quantization_report` has the figures.
 
@@ -69,14 +71,15 @@ def quantize_weights(
        only sizes that divide its inputs count, and without one it stays as it is.
     3. Matrices that score experts stay as they are: a thousandth of a mixture's weights, and their rounding would
        decide which experts run. So do tables that are looked up by position, sines say, and offsets of packed weights.
-    4. `sensitive_products` says which have twice the bits in a mixed quantization. Matrices without blocks of a size
-       that the kernels of 2 bits take have 4.
+    4. `table` has the bits of each matrix, by `bits.names_of`. Matrices without blocks of a size that the kernels of 2
+       bits take have 4. Matrices of which rows are looked up have no zero points: kernels read these in different ways.
     5. The numbers are computed when the model is saved; before, by `calibrate`, for the matrices in the graph itself,
        except for the head and lookup tables.
     """
     graph = model.graph
     quantized: dict[ir.Value, QuantizedWeight] = {}
-    found = _ways(graph, quantization, pads)
+    names = names_of(graph, [node for node in with_loop_bodies(graph) if matrix_of(node) is not None])
+    found = _ways(graph, names, quantization, table, pads)
     levels = {} if calibrate is None else calibrate(model, _to_calibrate(graph, found))
     for node, (matrix, way) in found.items():
         known = levels.get(matrix.value)
@@ -93,7 +96,7 @@ def quantize_weights(
     report = replace(
         experts,
         matrices=len(quantized),
-        wide_matrices=sum(weight.quantization.bits > quantization.bits for weight in quantized.values()),
+        bits={names[node]: _in_words(way) for node, (_, way) in found.items() if node.op_type != "Gather"},
         block_sizes=tuple(sorted({weight.quantization.block_size for weight in quantized.values()})),
         bytes_before=experts.bytes_before + before,
         bytes_after=experts.bytes_after + after,
@@ -140,34 +143,32 @@ class _Matrix(NamedTuple):
 
 
 def _ways(
-    graph: ir.Graph, quantization: WeightQuantization, pads: bool
+    graph: ir.Graph, names: Mapping[ir.Node, str], quantization: WeightQuantization, table: BitsTable, pads: bool
 ) -> dict[ir.Node, tuple[_Matrix, WeightQuantization]]:
-    """The nodes to quantize, with their matrix and its quantization, the same for all nodes of a matrix."""
+    """The nodes to quantize, with their matrix and its quantization, the same for all nodes of a matrix: a table that is
+    also the head's has the head's."""
     kept, found = moe.routers(graph) | offset_products(graph), {}
-    for node in with_loop_bodies(graph):
+    products_first = sorted(names, key=lambda node: node.op_type == "Gather")
+    bits_of: dict[ir.Value, int | None] = {}
+    for node in products_first:
         matrix = matrix_of(node)
-        stays = matrix is None or node in kept or looks_up_positions(node)
-        way = None if stays or matrix is None else _fitting(quantization, matrix, pads)
-        if matrix is not None and way is not None:
+        if matrix is None or node in kept or looks_up_positions(node):
+            continue
+        bits = bits_of.setdefault(matrix.value, table.bits(names[node], quantization.bits))
+        way = None if bits is None else _fitting(replace(quantization, bits=bits), matrix, pads)
+        if way is not None:
             found[node] = matrix, way
-    if not quantization.mixed:
-        return found
-    products = [node for node in found if node.op_type != "Gather"]
-    wide = sensitive_products(graph, products)
-    if quantization.bits == 2:  # in a layer, attention needs more bits than the rest: docs/quantization.md
-        wide |= products_of_mixers(graph, products)
-    values = {found[node][0].value for node in wide}
-    for node, (matrix, _) in found.items():
-        if matrix.value in values and (
-            way := _fitting(replace(quantization, bits=2 * quantization.bits), matrix, pads)
-        ):
-            found[node] = matrix, way
-    return found
+    return {node: found[node] for node in names if node in found}
 
 
 def offset_products(graph: ir.Graph) -> set[ir.Node]:
     """The products by offsets of packed weights."""
     return {found.product for node in with_loop_bodies(graph) if (found := offsets_of(node)) is not None}
+
+
+def _in_words(way: WeightQuantization) -> str:
+    zeros = ", zero points" if way.zero_points else ""
+    return f"int{way.bits}, blocks of {way.block_size}{zeros}"
 
 
 def looks_up_positions(node: ir.Node) -> bool:
@@ -192,7 +193,9 @@ def _fitting(quantization: WeightQuantization, matrix: _Matrix, pads: bool) -> W
     by_bytes = {_row_bytes(inputs, size, quantization.bits): size for size in sizes if pads or inputs % size == 0}
     if not by_bytes and quantization.bits == 2:
         return _fitting(replace(quantization, bits=4), matrix, pads)
-    return replace(quantization, block_size=by_bytes[min(by_bytes)]) if by_bytes else None
+    looked_up = any(user.op_type == "Gather" for user in matrix.value.consumers())
+    zero_points = quantization.zero_points and quantization.bits == 4 and not looked_up
+    return replace(quantization, block_size=by_bytes[min(by_bytes)], zero_points=zero_points) if by_bytes else None
 
 
 def _row_bytes(inputs: int, block_size: int, bits: int) -> int:
@@ -268,55 +271,6 @@ def _lookup(graph: ir.Graph, node: ir.Node, table: QuantizedWeight) -> None:
 
 def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
     return ir.node(op_type, inputs, attributes, domain=CONTRIB_DOMAIN, name=suffixed(old, "quantized"))
-
-
-def head_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
-    """The `products` with weights, nodes of `graph`, from which the logits come without another of them between."""
-    logits = [value for node in graph for value in node.outputs if value.name == LOGITS.name]
-    return _directly_behind(logits, products)
-
-
-def sensitive_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
-    """The `products` with weights, nodes of `graph`, that belong to the head or to the first or last layer. A layer
-    extends between the states that its attention, convolution or recurrence reads."""
-    order = {node: place for place, node in enumerate(graph)}
-    wide, mixers = head_products(graph, products), _mixers(graph)
-    if mixers:
-        own = [node for node in products if node in order]
-        second = mixers[1] if len(mixers) > 1 else None
-        of_second = _directly_behind(second.inputs, own) if second is not None else set()
-        wide |= {node for node in own if second is None or order[node] < order[second]} - of_second
-        wide |= {node for node in own if order[node] > order[mixers[-1]]} | _directly_behind(mixers[-1].inputs, own)
-    return wide
-
-
-def products_of_mixers(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
-    """The `products` with weights, nodes of `graph`, right before or behind attention, a convolution or a recurrence:
-    projections of queries, keys and values, and of the result."""
-    mixers, others = _mixers(graph), set(products)
-    found = set[ir.Node]()
-    for mixer in mixers:
-        found |= _directly_behind(mixer.inputs, products)
-    return found | {node for node in products if not ancestors(node.inputs[:1], others).isdisjoint(mixers)}
-
-
-def _mixers(graph: ir.Graph) -> list[ir.Node]:
-    """The node of each layer that reads the layer's first state, in the graph's order."""
-    readers: dict[str, ir.Node] = {}
-    for node in graph:
-        for value in node.inputs:
-            name = str(value.name) if value is not None and value.is_graph_input() else ""
-            if name.startswith(_STATE) and node.op_type != "Shape":
-                readers.setdefault(name.removeprefix(_STATE).split(".")[0], node)
-    return list(readers.values())
-
-
-def _directly_behind(values: Collection[ir.Value | None], products: Collection[ir.Node]) -> set[ir.Node]:
-    """The `products` from which `values` come without another of them between."""
-    reached = ancestors(values, set(products))
-    sources = [*values, *(value for node in reached for value in node.inputs)]
-    producers = {value.producer() for value in sources if value is not None}
-    return {node for node in products if node in producers}
 
 
 def check_quantized(model: ir.Model, quantization: WeightQuantization) -> None:

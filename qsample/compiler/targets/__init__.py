@@ -17,6 +17,7 @@ from typing import Any
 from qsample.compiler.passes.parts import layers_of
 from qsample.compiler.pipeline import Phase
 from qsample.compiler.plan import CompilePlan
+from qsample.compiler.quantize import INT_BITS
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, MODEL_DTYPES
 from qsample.errors import CompileError, QsampleError
@@ -99,10 +100,12 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
             f"preset={options.preset!r} runs the graph that is compiled, on the CPU, and provider is "
             f"{options.provider!r}; take 'quick'"
         )
-    if plan.weights is not None and plan.weights.bits not in target.weight_bits:
+    used = {INT_BITS[kind] for kind in options.table.values() if kind in INT_BITS}
+    used |= {plan.weights.bits} if plan.weights is not None else set()
+    if not used <= {*target.weight_bits}:
         raise CompileError(
-            f"weights is {options.weights!r}, and products with {plan.weights.bits}-bit weights are for cpu; take "
-            f"'int4' for {target.name}"
+            f"weights is {options.weights!r}, and products with 2-bit weights are for cpu; take 'int4' for "
+            f"{target.name}"
         )
     if plan.kv_cache_dtype not in (None, *target.kv_cache_dtypes):
         listed = "".join(f", or take {dtype!r}" for dtype in target.kv_cache_dtypes)

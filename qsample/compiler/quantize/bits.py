@@ -1,0 +1,122 @@
+"""How many bits each matrix gets: a table from patterns of names to bits; and the names of a graph's matrices.
+
+Measured divergence per byte chose the defaults (docs/quantization.md): quantization harms the head most, so presets may
+keep it in 8 bits, with an embedding that is tied to it. With 2 bits, all but the feed-forward matrices of the inner
+layers have 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Final
+
+import onnx_ir as ir
+
+from qsample.compiler.quantize import INT_BITS
+from qsample.contract.tensors import LOGITS
+from qsample.graph.edit import ancestors
+
+HEAD: Final = "lm_head"
+_STATE: Final = "past_key_values."
+
+
+@dataclass(frozen=True, slots=True)
+class BitsTable:
+    """The bits of matrices. entries: patterns of names, as of `fnmatch`, each with one of `quantize.INT_BITS` or
+    "float"; the first that matches a name counts."""
+
+    entries: Mapping[str, str]
+
+    def bits(self, name: str, otherwise: int) -> int | None:
+        """Of the matrix `name`: 2, 4 or 8, None to leave it float; `otherwise` if no pattern matches."""
+        for pattern, kind in self.entries.items():
+            if fnmatchcase(name, pattern):
+                return INT_BITS.get(kind)
+        return otherwise
+
+
+PLAIN: Final = BitsTable({})
+
+
+def table_of(given: Mapping[str, str], bits: int, head: str, layers: int) -> BitsTable:
+    """The table of a model of that many layers: the caller's entries before the defaults of weights in `bits`, with a
+    head of the kind `head` if that has more."""
+    defaults = {}
+    if bits < INT_BITS[head]:
+        defaults[HEAD] = head
+    if bits == 2:
+        outer_and_mixing = (
+            (f"layers.{layer}.*" for layer in (0, layers - 1)),
+            ("*.qkv_proj", "*.o_proj", "embed_tokens"),
+        )
+        defaults |= {pattern: "int4" for patterns in outer_and_mixing for pattern in patterns}
+    return BitsTable({**given, **{pattern: kind for pattern, kind in defaults.items() if pattern not in given}})
+
+
+def names_of(graph: ir.Graph, nodes: Collection[ir.Node]) -> dict[ir.Node, str]:
+    """The name of the matrix of each of `nodes`, products and lookups of `graph` and of the loops in it.
+
+    A layer extends between the states that its attention, convolution or recurrence reads. Its matrices are qkv_proj
+    before that node, o_proj behind it, down_proj at the end, and gate_up_proj between them, several of one name if the
+    graph does not join them. Matrices before the first layer that are no lookups count to the first.
+    """
+    products = [node for node in nodes if node.op_type != "Gather"]
+    order = {node: place for place, node in enumerate(graph)}
+    names = {node: "embed_tokens" for node in nodes if node.op_type == "Gather"}
+    names |= dict.fromkeys(_head_products(graph, products), HEAD)
+    mixers = _mixers(graph)
+    own = [node for node in products if node in order and node not in names]
+    before = [_directly_behind(mixer.inputs, own) for mixer in mixers]
+    starts = [
+        min((order[node] for node in found), default=order[mixer]) for mixer, found in zip(mixers, before, strict=True)
+    ]
+    for layer, mixer in enumerate(mixers):
+        end = starts[layer + 1] if layer + 1 < len(mixers) else len(order)
+        first = starts[layer] if layer else 0
+        members = [node for node in own if first <= order[node] < end and node not in names]
+        behind = [node for node in members if order[node] > order[mixer]]
+        for node in members:
+            names[node] = f"layers.{layer}.{_role(node, mixer, before[layer], behind, products)}"
+    return {node: names.get(node, "other") for node in nodes}
+
+
+def _role(
+    node: ir.Node, mixer: ir.Node, before: Collection[ir.Node], behind: list[ir.Node], products: Iterable[ir.Node]
+) -> str:
+    if node in before:
+        return "qkv_proj"
+    if mixer in ancestors(node.inputs[:1], set(products)):
+        return "o_proj"
+    return "down_proj" if behind and node is behind[-1] else "gate_up_proj"
+
+
+def layers_of(graph: ir.Graph) -> int:
+    """The number of layers that read a state."""
+    return len(_mixers(graph))
+
+
+def _head_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
+    """The `products` with weights, nodes of `graph`, from which the logits come without another of them between."""
+    logits = [value for node in graph for value in node.outputs if value.name == LOGITS.name]
+    return _directly_behind(logits, products)
+
+
+def _mixers(graph: ir.Graph) -> list[ir.Node]:
+    """The node of each layer that reads the layer's first state, in the graph's order."""
+    readers: dict[str, ir.Node] = {}
+    for node in graph:
+        for value in node.inputs:
+            name = str(value.name) if value is not None and value.is_graph_input() else ""
+            if name.startswith(_STATE) and node.op_type != "Shape":
+                readers.setdefault(name.removeprefix(_STATE).split(".")[0], node)
+    return list(readers.values())
+
+
+def _directly_behind(values: Collection[ir.Value | None], products: Collection[ir.Node]) -> set[ir.Node]:
+    """The `products` from which `values` come without another of them between."""
+    reached = ancestors(values, set(products))
+    sources = [*values, *(value for node in reached for value in node.inputs)]
+    producers = {value.producer() for value in sources if value is not None}
+    return {node for node in products if node in producers}
