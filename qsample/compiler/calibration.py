@@ -10,11 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from qsample.compiler.own_text import opening_of, write_text
+from qsample.compiler.own_text import opening_of, random_starts, write_text
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.trial import logits_of
 from qsample.contract.arrays import Array
 from qsample.errors import CompileError
+from qsample.evaluation.divergence import CHATS
 from qsample.evaluation.texts import documents_of
 from qsample.graph.runner import GraphRunner
 
@@ -24,6 +25,7 @@ _MOST: Final = 2**16
 _WRITTEN: Final = 8192  # tokens
 _ROW: Final = 128  # of them in a row
 _ROWS: Final = 256  # at most
+_LONGEST: Final = 1024  # tokens of state a row, the opening's included
 _SEED: Final = 2  # another text than those of the divergence and of the cache's scales
 
 
@@ -46,20 +48,31 @@ def given_text(plan: CompilePlan) -> list[Array]:
 
 
 def own_text(plan: CompilePlan, progress: Callable[[float], None]) -> list[Array]:
-    """Sequences [n] int64 that the float model writes, 8,192 tokens, the same each time."""
-    source, opening = plan.source, opening_of(plan.source, plan.ctx_len)
-    before = max(len(opening.ids), 1)
-    tokens = min(plan.ctx_len - before, _ROW)
-    rows = min(-(-_WRITTEN // tokens), _ROWS)
-    model = logits_of(source.path, source.interface)
-    runner = GraphRunner(model, source.path, source.interface, before + tokens, weights_mapped=True)
-    text = write_text(
-        partial(runner.step, state=runner.start(rows)),
-        opening,
-        source.interface.vocab_size,
-        rows=rows,
-        tokens=tokens,
-        seed=_SEED,
-        progress=progress,
+    """Sequences [n] int64 that the float model writes, 8,192 tokens, the same each time. A model that chats writes half
+    of them as chats, and half after random tokens: of texts of one kind, a fit is worse for texts of the other."""
+    source, capacity = plan.source, min(plan.ctx_len, _LONGEST)
+    opening = opening_of(source, capacity)
+    openings = [opening, random_starts(source)] if opening.text == CHATS else [opening]
+    runner = GraphRunner(
+        logits_of(source.path, source.interface), source.path, source.interface, capacity, weights_mapped=True
     )
-    return list(text.rows)
+    sequences: list[Array] = []
+    for number, one in enumerate(openings):
+        tokens = min(capacity - max(len(one.ids), 1), _ROW)
+        rows = min(-(-_WRITTEN // tokens), _ROWS) // len(openings)
+        text = write_text(
+            partial(runner.step, state=runner.start(rows)),
+            one,
+            source.interface.vocab_size,
+            rows=rows,
+            tokens=tokens,
+            seed=_SEED,
+            progress=partial(_report_part, progress, number, len(openings)),
+        )
+        sequences += list(text.rows)
+    return sequences
+
+
+def _report_part(progress: Callable[[float], None], number: int, count: int, fraction: float) -> None:
+    """Report the fraction done of the part `number` of `count` parts."""
+    progress((number + fraction) / count)

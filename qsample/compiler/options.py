@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.checks import check_fields, checked, choice, flag, integer, number, refuse
-from qsample.compiler.quantize import FLOAT, INT_BITS, PRESETS
+from qsample.compiler.quantize import FLOAT, INT_BITS, PRESETS, entry_of_table
 from qsample.contract.tensors import BLOCK_SIZES, KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
 from qsample.errors import CompileError
 from qsample.request.sampling_params import INT32_MAX
@@ -28,8 +28,8 @@ def _target(name: str, value: Any) -> str:
 def _weights(name: str, value: Any) -> str | Mapping[str, str]:
     """A kind of weights; or a table of patterns, as a mapping or in a JSON file."""
     kinds = (*INT_BITS, *MODEL_DTYPES)
-    of_table = (*INT_BITS, FLOAT)
-    accepted = f"{', '.join(kinds)}, or a table: a mapping of names to {', '.join(of_table)}, or its JSON file"
+    entries = f"{', '.join(INT_BITS)} (with a block size: int4:32) or {FLOAT}"
+    accepted = f"{', '.join(kinds)}, a table, such as {{'lm_head': 'int8', '*': 'int4'}}, or the JSON file of one"
     if isinstance(value, str) and value.endswith(".json"):
         try:
             value = json.loads(Path(value).read_text(encoding="utf-8"))
@@ -40,8 +40,10 @@ def _weights(name: str, value: Any) -> str | Mapping[str, str]:
     if not isinstance(value, Mapping) or not value:
         refuse(name, value, accepted)
     for pattern, kind in value.items():
-        if not isinstance(pattern, str) or kind not in of_table:
-            refuse(f"{name}[{pattern!r}]", kind, " or ".join(of_table))
+        try:
+            entry_of_table(kind)
+        except (ValueError, AttributeError):
+            refuse(f"{name}[{pattern!r}]", kind, entries)
     return dict(value)
 
 

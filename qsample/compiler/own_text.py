@@ -51,9 +51,14 @@ def opening_of(package: Package, capacity: int) -> Opening:
         return chat
     ids = package.manifest.token_ids
     if ids.bos is None:
-        return Opening(RANDOM_STARTS, (), ids.eos, ())
+        return random_starts(package)
     turns = ((ids.eos[0], ids.bos),) if ids.eos else ()
     return Opening(DOCUMENTS, (ids.bos,), ids.eos, turns)
+
+
+def random_starts(package: Package) -> Opening:
+    """The opening of rows that begin with any token of the vocabulary, and go on after a stop token."""
+    return Opening(RANDOM_STARTS, (), package.manifest.token_ids.eos, ())
 
 
 def _chat_opening(package: Package) -> Opening | None:

@@ -295,7 +295,7 @@ def quantize_matrices(build: Build, pads: bool) -> None:
         caches = [state.name for state in plan.interface.cache_states if CAPACITY in state.axes]
         calibration = Calibration(build.texts, axes, caches, build.scratch, progress)
         calibrate = partial(calibrated_levels, calibration=calibration)
-    table = table_of(plan.options.table, plan.weights.bits, PRESETS[plan.options.preset].head, layers_of(build.model.graph))
+    table = table_of(plan.options.table, plan.weights.bits, PRESETS[plan.options.preset], layers_of(build.model.graph))
     change = partial(quantize_weights, quantization=plan.weights, table=table, pads=pads, calibrate=calibrate)
     apply(build.model, change)
 

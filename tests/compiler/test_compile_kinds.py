@@ -76,7 +76,7 @@ def test_compiled_in_four_bits_it_stays_close(portable: PackagedModel, tmp_path:
     compiled = portable.compile(tmp_path / "compiled", ctx_len=64, weights="int4", block_size=16)
     compilation = compiled.package.manifest.compilation
     assert compilation.quantization["matrices"] > 0
-    assert 0 < compilation.quantization["divergence"]["kl"] <= 1
+    assert 0 < compilation.quantization["divergence"]["kl"]["value"] <= 1
     found = tokens(compiled)
     assert np.array(found).shape == (2, 10)
 

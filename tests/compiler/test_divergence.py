@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import weakref
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,22 @@ import pytest
 
 from qsample.compiler import agreement, divergence, trial
 from qsample.compiler.compile import compile_package
-from qsample.compiler.divergence import ROWS, measure_divergence, softmax
+from qsample.compiler.divergence import measure_divergence, softmax
 from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
+from qsample.evaluation.divergence import Divergence
 from qsample.graph.runner import GraphRunner
+from qsample.package.manifest import Compilation
 from qsample.package.package import Package, read_package
 
 
 @pytest.mark.ci
 def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_path: Path) -> None:
     package = read_package(llama_package)
-    same = measure_divergence(package.path, package.path, package.interface, 32)
-    assert same.kl == pytest.approx(0.0, abs=1e-7)
-    assert same.kept_kl == pytest.approx(0.0, abs=1e-7)
-    assert same.agreement == 1.0
-    assert same.perplexity == pytest.approx(same.quantized_perplexity)
-    # No token is worse than uniform.
-    assert 1 < same.perplexity < package.interface.vocab_size
+    same = measure_divergence(package, package.path, package.interface, 32)
+    assert same.kl.value == pytest.approx(0.0, abs=1e-7)
+    assert same.agreement.value == 1.0
+    assert same.perplexity_ratio.value == pytest.approx(1)
 
     model = ir.load(package.file("decoder.onnx"))
     head = next(
@@ -41,10 +39,10 @@ def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_pa
     head.inputs[1].const_value = ir.Tensor(tensor.numpy() * np.float32(3), name=tensor.name)  # type: ignore[union-attr]
     ir.save(model, tmp_path / "decoder.onnx", external_data="decoder.onnx.data")
     shutil.copy(package.file("initial_state.onnx"), tmp_path)
-    other = measure_divergence(package.path, tmp_path, package.interface, 32)
-    assert other.kl > 0.1
-    assert other.kept_kl > 0.1
-    assert other.quantized_perplexity > other.perplexity
+    other = measure_divergence(package, tmp_path, package.interface, 32)
+    assert other.kl.value > 0.1
+    assert other.kl.low < other.kl.value < other.kl.high
+    assert other.perplexity_ratio.value > 1
 
 
 def test_a_distribution_is_that_of_float64() -> None:
@@ -69,55 +67,61 @@ def test_the_gates_open_one_graph_at_a_time(small: Package, tmp_path: Path, monk
     for gate in (agreement, divergence, trial):
         monkeypatch.setattr(gate, "GraphRunner", open_alone)
     compile_package(small, tmp_path / "device", CompileOptions(ctx_len=24, weights="int8"))
-    assert [path == small.path for path, _ in opened] == [False, True, False, True]
+    assert [path == small.path for path, _ in opened] == [False, True, True, False]
 
 
-def test_a_graph_that_leads_its_text_astray() -> None:
-    """It nearly always writes token 0, after which the float graph writes that, too: only the first place shows it."""
-    reference, quantized = np.zeros((32, 8, 50), np.float32), np.zeros((32, 8, 50), np.float32)
-    reference[1:, :, 0] = quantized[:, :, 0] = 8.0
-    zeros = np.zeros(8, int)
-    figures = divergence._score([[trial.Call(zeros[:, None], zeros + 1, zeros, own) for own in quantized]], [reference])
-    assert figures.kl < 0.3
-    assert figures.kept_kl > 2
-
-
-def test_a_text_of_the_float_graph_has_the_same_divergence(small: Package, tmp_path: Path) -> None:
-    """The longer way round: the float graph writes, and the quantized graph reads call by call."""
+def test_figures_are_those_of_numpy(small: Package, tmp_path: Path) -> None:
+    """The longer way round, in float64: both graphs read the text again; every place that the model chose counts."""
     options = CompileOptions(ctx_len=24, weights="int4", max_divergence=100)
     package = compile_package(small, tmp_path / "int4", options)
-    figures = (package.manifest.compilation.quantization or {})["divergence"]
-    rng, prompt = np.random.default_rng(0), np.arange(8)[:, None]
-    writer = GraphRunner(trial.logits_of(small.path, small.interface), small.path, small.interface, 24)
-    step = partial(writer.step, state=writer.start(8))
-    text = list(trial.write(step, prompt, np.ones(8, int), 23, divergence.sampled(rng)))
-    reader = GraphRunner(trial.logits_of(package.path, small.interface), package.path, package.interface, 24)
-    state = reader.start(8)
-    kl = []
-    for call in text:
-        wanted, got = call.logits, reader.step(call.ids, call.lengths, state)["logits"]
-        x, y = softmax(wanted), softmax(got)
-        kl.append((x.p * (wanted - x.normalizer - got + y.normalizer)).sum(-1))
-    assert np.mean(kl) == pytest.approx(figures["kl"], rel=0.3)
+    found = Divergence.of(package)
+    assert found is not None
+    text = divergence._written(small, 24, lambda fraction: None)
+    readers = [
+        GraphRunner(trial.logits_of(one.path, one.interface), one.path, one.interface, 24) for one in (small, package)
+    ]
+    states = [reader.start(len(text.prompt)) for reader in readers]
+    ids, kl, same, ratio = text.rows, [], [], []
+    for column in range(ids.shape[1] - 1):
+        lengths = np.ones(len(ids), np.int64)
+        results = [
+            reader.step(ids[:, column : column + 1], lengths, state)["logits"].astype(np.float64)
+            for reader, state in zip(readers, states, strict=True)
+        ]
+        step = column - (text.prompt.shape[1] - 1)
+        if step < 0:
+            continue
+        x, y = (one - np.log(np.exp(one).sum(-1, keepdims=True)) for one in results)
+        chosen = text.scored[step]
+        kl += list((np.exp(x) * (x - y)).sum(-1)[chosen])
+        same += list((x.argmax(-1) == y.argmax(-1))[chosen])
+        following = ids[:, column + 1 : column + 2]
+        ratio += list(np.take_along_axis(x - y, following, -1)[chosen, 0])
+    assert found.tokens == len(kl)
+    assert found.kl.value == pytest.approx(np.mean(kl), rel=1e-4)
+    assert found.agreement.value == np.mean(same)
+    assert found.perplexity_ratio.value == pytest.approx(np.exp(np.mean(ratio)), rel=1e-4)
 
 
-def test_a_graph_that_has_the_logits_of_its_last_token_only_is_read_token_by_token(
-    small: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_once = measure_divergence(small.path, small.path, small.interface, 24)
-    monkeypatch.setattr(trial, "return_all_logits", lambda model: False)
-    by_token = measure_divergence(small.path, small.path, small.interface, 24)
-    assert by_token.perplexity == pytest.approx(at_once.perplexity)
-    assert by_token.kl == 0.0
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_package_for_few_rows_is_measured_on_the_same_text(batch_size: int, small: Package, tmp_path: Path) -> None:
+    found = []
+    for size in (batch_size, None):
+        options = CompileOptions(batch_size=size, ctx_len=24, weights="int8")
+        found.append(Divergence.of(compile_package(small, tmp_path / str(size), options)))
+    assert found[0].tokens == found[1].tokens
+    assert found[0].kl.value == pytest.approx(found[1].kl.value, rel=0.02)
+    assert 0 < found[0].kl.value < 0.01
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_package_for_few_rows_is_measured_on_as_many_tokens(batch_size: int, small: Package, tmp_path: Path) -> None:
-    options = CompileOptions(batch_size=batch_size, ctx_len=24, weights="int8")
-    package = compile_package(small, tmp_path / "out", options)
-    figures = package.manifest.compilation.quantization["divergence"]
-    assert figures["tokens"] == ROWS * 23
-    assert 0 < figures["kl"] < 0.01
+def test_divergence_of_manifests(small: Package) -> None:
+    """None without a quantization, and for the figures of older versions."""
+    assert Divergence.of(small) is None
+    old = {"tokens": 256, "kl": 0.07, "kept_kl": 0.1, "agreement": 0.8, "perplexity": 2.0, "quantized_perplexity": 2.1}
+    compilation = Compilation("cpu", ("CPUExecutionProvider",), None, 24, {}, {}, quantization={"divergence": old})
+    assert (
+        Divergence.of(replace(small, manifest=replace(small.manifest, kind="device", compilation=compilation))) is None
+    )
 
 
 def test_weights_that_float16_cannot_hold_are_refused(llama_package: Path, tmp_path: Path) -> None:
@@ -132,6 +136,6 @@ def test_weights_that_float16_cannot_hold_are_refused(llama_package: Path, tmp_p
     ir.save(model, source / "decoder.onnx", external_data="decoder.onnx.data")
     package = read_package(llama_package)
     options = CompileOptions(ctx_len=24, weights="float16")
-    with pytest.raises(CompileError, match="float16 weights change the model too much: nan nats"):
+    with pytest.raises(CompileError, match="float16 weights change the model too much: KL nan"):
         compile_package(replace(package, path=source), tmp_path / "out", options)
     assert not (tmp_path / "out").exists()

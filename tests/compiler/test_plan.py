@@ -38,7 +38,7 @@ def test_defaults_come_from_the_package() -> None:
     ("options", "what"),
     [
         ({"weights": "int4", "block_size": 16, "preset": "speed", "calibration_text": "text"}, "weights"),
-        ({"weights": "int4_mixed", "preset": "balanced", "calibration_text": "text"}, "weights"),
+        ({"weights": {"lm_head": "float"}, "preset": "balanced", "calibration_text": "text"}, "weights"),
         ({"weights": "int8"}, "weights"),
         ({"weights": "float16"}, "store_float16"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
@@ -49,16 +49,16 @@ def test_what_changes_the_numbers_is_quantized(options: dict[str, Any], what: st
     assert plan.quantized
     assert [name for name in ("weights", "store_float16", "kv_cache_dtype") if getattr(plan, name)] == [what]
     if plan.weights is not None:
-        expected = {"int4": (4, 16, "gptq"), "int4_mixed": (4, 64, "gptq"), "int8": (8, 32, "rtn")}
+        expected = {"int4": (4, 16, "gptq"), "int8": (8, 32, "rtn")}
         found = (plan.weights.bits, plan.weights.block_size, plan.weights.method)
-        assert found == expected[options["weights"]]
+        assert found == expected.get(str(options["weights"]), (4, 64, "gptq"))
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"weights": "int4", "preset": "speed"}, (4, 32)),  # they are not fitted
-        ({"weights": "int2_mixed", "preset": "speed", "block_size": 128}, (4, 128)),
+        ({"weights": "int2", "preset": "speed", "block_size": 128}, (4, 128)),
         ({"weights": "int8", "block_size": 64}, (8, 64)),
     ],
 )

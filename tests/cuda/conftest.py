@@ -66,10 +66,11 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """compile for a dtype that the CPU has no kernels for: without the tests that compare numbers."""
     from qsample.compiler import compile as compile_module
     from qsample.compiler.agreement import SelfTest
-    from qsample.compiler.divergence import Divergence
+    from qsample.evaluation.divergence import DOCUMENTS, Divergence
+    from qsample.evaluation.statistics import Estimate
 
     def measured(*_: Any, **__: Any) -> Divergence:
-        return Divergence(kl=0.0, kept_kl=0.0, perplexity=1.0, quantized_perplexity=1.0, agreement=1.0, tokens=1)
+        return Divergence(DOCUMENTS, 1, *(Estimate(value, value, value) for value in (0.0, 1.0, 1.0)))
 
     monkeypatch.setattr(compile_module, "run_self_test", lambda *_: SelfTest(tokens=0, agreeing=0))
     monkeypatch.setattr(compile_module, "measure_divergence", measured)

@@ -97,7 +97,7 @@ def test_quantized_weights(compiled: Compiled, bundled_package: Path) -> None:
         assert package.manifest.compilation is not None
         figures = package.manifest.compilation.quantization
         assert figures is not None
-        assert figures["divergence"]["kl"] < (0.2 if weights == "int4" else 0.01)
+        assert figures["divergence"]["kl"]["value"] < (0.2 if weights == "int4" else 0.01)
         web = CompileOptions(provider="web", ctx_len=96, weights=weights, max_divergence=1.0)  # type: ignore[arg-type]
         host = compile_package(read_package(bundled_package), package.path.with_name(f"web-{weights}"), web)
         texts = [load(path).generate(PROMPTS, ROWS[0]).texts for path in (package.path, host.path)]

@@ -8,13 +8,14 @@ layers have 4.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Final
 
 import onnx_ir as ir
 
-from qsample.compiler.quantize import INT_BITS
+from qsample.compiler.quantize import Preset, entry_of_table
+from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.contract.tensors import LOGITS
 from qsample.graph.edit import ancestors
 
@@ -24,34 +25,32 @@ _STATE: Final = "past_key_values."
 
 @dataclass(frozen=True, slots=True)
 class BitsTable:
-    """The bits of matrices. entries: patterns of names, as of `fnmatch`, each with one of `quantize.INT_BITS` or
-    "float"; the first that matches a name counts."""
+    """The bits of matrices. entries: patterns of names, as of `fnmatch`, each with "int2", "int4" or "int8", or with a
+    block size "int4:32", or with "float" to leave a matrix as it is; the first that matches a name counts."""
 
     entries: Mapping[str, str]
 
-    def bits(self, name: str, otherwise: int) -> int | None:
-        """Of the matrix `name`: 2, 4 or 8, None to leave it float; `otherwise` if no pattern matches."""
-        for pattern, kind in self.entries.items():
-            if fnmatchcase(name, pattern):
-                return INT_BITS.get(kind)
-        return otherwise
+    def way(self, name: str, otherwise: WeightQuantization) -> WeightQuantization | None:
+        """Of the matrix `name`; `otherwise` if no pattern matches, and None if it stays float."""
+        kind = next((kind for pattern, kind in self.entries.items() if fnmatchcase(name, pattern)), None)
+        if kind is None:
+            return otherwise
+        bits, size = entry_of_table(kind)
+        return None if bits is None else replace(otherwise, bits=bits, block_size=size or otherwise.block_size)
 
 
 PLAIN: Final = BitsTable({})
 
 
-def table_of(given: Mapping[str, str], bits: int, head: str, layers: int) -> BitsTable:
-    """The table of a model of that many layers: the caller's entries before the defaults of weights in `bits`, with a
-    head of the kind `head` if that has more."""
+def table_of(given: Mapping[str, str], bits: int, preset: Preset, layers: int) -> BitsTable:
+    """The table of a model of that many layers: the caller's entries before the defaults of weights in `bits`."""
+    outer = [f"layers.{layer}.*" for layer in (0, layers - 1)] if layers else []
     defaults = {}
-    if bits < INT_BITS[head]:
-        defaults[HEAD] = head
+    if bits == 4:
+        defaults = {HEAD: preset.head, **dict.fromkeys(outer, preset.outer)}
     if bits == 2:
-        outer_and_mixing = (
-            (f"layers.{layer}.*" for layer in (0, layers - 1)),
-            ("*.qkv_proj", "*.o_proj", "embed_tokens"),
-        )
-        defaults |= {pattern: "int4" for patterns in outer_and_mixing for pattern in patterns}
+        four = [*outer, "*.qkv_proj", "*.o_proj", "embed_tokens"]
+        defaults = {HEAD: "int8:128", **dict.fromkeys(four, "int4")}
     return BitsTable({**given, **{pattern: kind for pattern, kind in defaults.items() if pattern not in given}})
 
 

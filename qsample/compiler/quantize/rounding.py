@@ -2,10 +2,9 @@
 holds (`graph.pieces`); other threads run meanwhile.
 
 With zero points, the levels of a block reach from its smallest weight to its largest, or over a part of that range: of
-several ranges, the one whose levels are closest to the weights. Without them, levels are symmetric around 0. In 8 bits,
-the weight that is farthest from 0 becomes the lowest level, as in ONNX Runtime's `quantize_matmul_8bits`, bit for bit.
-In fewer bits: of the scales that put it near the lowest level, the one whose levels are closest to the weights, fitted to
-them by least squares, if it is closer than that of the lowest level.
+several ranges, the one whose levels are closest to the weights. Without them, levels are symmetric around 0, and the
+weight that is farthest from 0 becomes the lowest level, as in ONNX Runtime's `quantize_matmul_8bits`, bit for bit in 8
+bits. With 2 bits, other scales are tried, too, each fitted to its levels by least squares.
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ from qsample.contract.arrays import Array
 
 _LANES: Final = 4  # weights that are moved together
 _MOVED: Final = np.complex128  # NumPy's only type of their size
-# The places of the farthest weight, in levels, that are tried besides the lowest; below 0 at the other end. More of
-# them take 1 or 2 % off the squared error (random and trained weights, blocks of 32 to 160).
-_TRIED: Final[Mapping[int, tuple[float, ...]]] = {2: (2.6, 3, -2.4), 4: (7.25, 8.5, 9)}
+# The places of the farthest weight, in levels, that are tried besides the lowest; below 0 at the other end. With 4
+# bits, the scale of the least squared error moves away from the largest weights, and a real model diverges further.
+_TRIED: Final[Mapping[int, tuple[float, ...]]] = {2: (2.6, 3, -2.4)}
 _NOISE: Final = np.float32(1e-5)  # of the squared weights: what float32 may hide
-# The parts of the range below and above 0 that the levels of a block with a zero point may reach over. A finer grid
-# takes 1 % off the squared error.
-_RANGES: Final = ((1.0, 1.0), (0.9, 0.9), (0.8, 0.8), (1.0, 0.85), (0.85, 1.0))
-_LEAST_STEP: Final = np.float32(1e-12)  # of blocks of zeros
+# The parts of the range below and above 0 that the levels of a block with a zero point may reach over.
+_RANGES: Final = (
+    *((part, part) for part in (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)),
+    *((1.0, 0.9), (0.9, 1.0), (1.0, 0.8), (0.8, 1.0)),
+)
+_LEAST_STEP: Final = np.float32(1e-12)  # of blocks of zeros, so that nothing is divided by 0
 
 
 def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array, Array]:
@@ -76,7 +77,7 @@ def choose_grid(weights: Array, bits: int, block_size: int, importance: Array | 
             # The scale of the least squared error is wq / qq, and takes wq² / qq off the weights' own squares.
             useful = (qq > 0) & (wq > 0)
             gain = np.divide(wq**2, qq, out=np.zeros_like(wq), where=useful)
-            fitted = np.divide(wq, qq, out=steps, where=useful)
+            fitted = np.divide(wq, qq, out=np.zeros_like(wq), where=useful)
             better = gain > gains
             gains, scales, zeros = (
                 np.where(better, new, old) for new, old in ((gain, gains), (fitted, scales), (middles, zeros))

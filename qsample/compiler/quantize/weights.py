@@ -145,17 +145,17 @@ class _Matrix(NamedTuple):
 def _ways(
     graph: ir.Graph, names: Mapping[ir.Node, str], quantization: WeightQuantization, table: BitsTable, pads: bool
 ) -> dict[ir.Node, tuple[_Matrix, WeightQuantization]]:
-    """The nodes to quantize, with their matrix and its quantization, the same for all nodes of a matrix: a table that is
-    also the head's has the head's."""
+    """The nodes to quantize, with their matrix and its quantization, the same for all nodes of a matrix: a table that
+    is also the head's has the head's."""
     kept, found = moe.routers(graph) | offset_products(graph), {}
     products_first = sorted(names, key=lambda node: node.op_type == "Gather")
-    bits_of: dict[ir.Value, int | None] = {}
+    ways: dict[ir.Value, WeightQuantization | None] = {}
     for node in products_first:
         matrix = matrix_of(node)
         if matrix is None or node in kept or looks_up_positions(node):
             continue
-        bits = bits_of.setdefault(matrix.value, table.bits(names[node], quantization.bits))
-        way = None if bits is None else _fitting(replace(quantization, bits=bits), matrix, pads)
+        asked = ways.setdefault(matrix.value, table.way(names[node], quantization))
+        way = None if asked is None else _fitting(asked, matrix, pads)
         if way is not None:
             found[node] = matrix, way
     return {node: found[node] for node in names if node in found}

@@ -17,7 +17,7 @@ from typing import Any
 from qsample.compiler.passes.parts import layers_of
 from qsample.compiler.pipeline import Phase
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.quantize import INT_BITS
+from qsample.compiler.quantize import entry_of_table
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, MODEL_DTYPES
 from qsample.errors import CompileError, QsampleError
@@ -100,7 +100,7 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
             f"preset={options.preset!r} runs the graph that is compiled, on the CPU, and provider is "
             f"{options.provider!r}; take 'quick'"
         )
-    used = {INT_BITS[kind] for kind in options.table.values() if kind in INT_BITS}
+    used = {bits for bits, _ in map(entry_of_table, options.table.values()) if bits is not None}
     used |= {plan.weights.bits} if plan.weights is not None else set()
     if not used <= {*target.weight_bits}:
         raise CompileError(

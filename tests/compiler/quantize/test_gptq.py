@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM
-from qsample.compiler.quantize.gptq import Calibration, Wanted, calibrated_levels, gptq, triangle
+from qsample.compiler.quantize.gptq import Calibration, Wanted, calibrated_levels, decomposed, gptq
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
 from qsample.contract.arrays import Array
 from qsample.errors import PackageError
@@ -30,41 +31,54 @@ def correlated_inputs(tokens: int = 600, seed: int = 0) -> Array:
 
 def dequantized(found: Levels, way: WeightQuantization) -> Array:
     """[K, N] float64."""
-    packed, scales = found
+    packed, scales, _ = found
     count = INPUTS // way.block_size
-    numbers = levels(packed.reshape(OUTPUTS, count, -1), way.bits)
-    return (
-        ((numbers - 2 ** (way.bits - 1)) * scales.astype(np.float64).reshape(OUTPUTS, count, 1))
-        .reshape(OUTPUTS, INPUTS)
-        .T
-    )
+    numbers = levels(packed.reshape(OUTPUTS, count, -1), way.bits) - middles(found, way).reshape(OUTPUTS, count, 1)
+    return (numbers * scales.astype(np.float64).reshape(OUTPUTS, count, 1)).reshape(OUTPUTS, INPUTS).T
+
+
+def middles(found: Levels, way: WeightQuantization) -> Array:
+    """Of each block, the level that stands for 0."""
+    assert (found.zeros is not None) == way.zero_points
+    return np.full(found.scales.size, 2 ** (way.bits - 1)) if found.zeros is None else found.zeros.astype(np.int64)
 
 
 def fitted(weight: Array, moments: Array, way: WeightQuantization) -> Levels:
-    return gptq(weight, triangle(moments.astype(np.float32)), way)[0]
+    return gptq(weight, decomposed(moments.astype(np.float32)), way)[0]
 
 
 def reference(weight: Array, moments: Array, found: Levels, way: WeightQuantization) -> tuple[Array, Array]:
-    """Levels [N, K] by the paper's equations (2) and (3), one weight after another, from the last, and the inverse made
-    anew for the columns that are left; with the grids of `found`. And how far each weight is from a rounding boundary,
-    in steps."""
-    scales = found[1].reshape(OUTPUTS, -1).astype(np.float64)
-    zero = 2 ** (way.bits - 1)
+    """Levels [N, K] by the paper's equations (2) and (3), one weight after another, from the column with the largest
+    inputs on, and the inverse made anew for the columns that are left; with the grids of `found`. And how far each
+    weight is from a rounding boundary, in steps."""
+    scales = found.scales.reshape(OUTPUTS, -1).astype(np.float64)
+    zeros = middles(found, way).reshape(OUTPUTS, -1)
     damped = moments + 0.01 * np.diag(moments).mean() * np.eye(INPUTS)
     rows = weight.T.astype(np.float64).copy()
     chosen, margins = np.zeros(rows.shape), np.zeros(rows.shape)
-    for column in reversed(range(INPUTS)):
-        inverse = np.linalg.inv(damped[: column + 1, : column + 1])
-        scale = scales[:, column // way.block_size]
+    left = list(np.argsort(np.diag(moments)))
+    while left:
+        inverse = np.linalg.inv(damped[np.ix_(left, left)])
+        column = left[-1]
+        scale, zero = (grid[:, column // way.block_size] for grid in (scales, zeros))
         exact = rows[:, column] / scale + zero
         level = np.clip(np.round(exact), 0, 2**way.bits - 1)
         chosen[:, column], margins[:, column] = level, np.abs(np.abs(exact - np.floor(exact)) - 0.5)
         error = (rows[:, column] - (level - zero) * scale) / inverse[-1, -1]
-        rows[:, : column + 1] -= np.outer(error, inverse[-1])
+        rows[:, left] -= np.outer(error, inverse[-1])
+        left.pop()
     return chosen, margins
 
 
-@pytest.mark.parametrize("way", [WeightQuantization(4, 32, "gptq"), WeightQuantization(8, 64, "gptq")], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [
+        WeightQuantization(4, 32, "gptq"),
+        WeightQuantization(4, 64, "gptq", zero_points=True),
+        WeightQuantization(8, 64, "gptq"),
+    ],
+    ids=str,
+)
 def test_levels_are_those_of_the_paper(way: WeightQuantization) -> None:
     inputs = correlated_inputs()
     weight = np.random.default_rng(1).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
@@ -73,8 +87,9 @@ def test_levels_are_those_of_the_paper(way: WeightQuantization) -> None:
     expected, margins = reference(weight, moments, found, way)
     got = levels(found[0].reshape(OUTPUTS, -1), way.bits)
     # Once float32 rounds a weight to the other side of a boundary, the rest of its row is another one.
-    same_so_far = np.cumsum((got != expected)[:, ::-1], axis=1) == 0
-    first = INPUTS - 1 - (~same_so_far).argmax(1)
+    order = np.argsort(np.diag(moments))[::-1]
+    same_so_far = np.cumsum((got != expected)[:, order], axis=1) == 0
+    first = order[(~same_so_far).argmax(1)]
     differs = ~same_so_far.all(1)
     assert (margins[np.arange(OUTPUTS), first][differs] < 2e-3 * 2 ** (way.bits - 4)).all()
     assert differs.mean() <= 0.3
@@ -85,7 +100,7 @@ def test_the_last_block_is_filled_up() -> None:
     those of rounding; the weights returned are those that the levels stand for."""
     weight = np.random.default_rng(4).normal(size=(180, OUTPUTS)).astype(np.float32)
     way = WeightQuantization(4, 64, "gptq")
-    (packed, scales), rounded = gptq(weight, triangle(np.eye(180, dtype=np.float32)), way)
+    (packed, scales, _), rounded = gptq(weight, decomposed(np.eye(180, dtype=np.float32)), way)
     expected = quantize_matrix(np.pad(weight, ((0, 12), (0, 0))), WeightQuantization(4, 64))
     assert scales.tolist() == expected[1].tolist()
     got = levels(packed, 4).reshape(OUTPUTS, 3, 64)
@@ -95,15 +110,15 @@ def test_the_last_block_is_filled_up() -> None:
     np.testing.assert_allclose(rounded, numbers.reshape(OUTPUTS, -1)[:, :180].T, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "zero_points"), [(4, False), (4, True), (8, False)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_products_are_closer_than_with_rounding(bits: int, dtype: type) -> None:
+def test_products_are_closer_than_with_rounding(bits: int, zero_points: bool, dtype: type) -> None:
     """On the inputs given and on others like them."""
     weight = np.random.default_rng(2).normal(size=(INPUTS, OUTPUTS)).astype(dtype)
     inputs, others = correlated_inputs(), correlated_inputs()[::-1] + 0.01
     losses = {}
     for method in ("rtn", "gptq"):
-        way = WeightQuantization(bits, 32, method)
+        way = WeightQuantization(bits, 32, method, zero_points)
         found = fitted(weight, inputs.T @ inputs, way) if method == "gptq" else quantize_matrix(weight, way)
         error = dequantized(found, way) - weight.astype(np.float64)
         assert found[1].dtype == dtype
@@ -115,22 +130,23 @@ def test_inputs_that_are_never_there_and_none_at_all() -> None:
     weight = np.random.default_rng(3).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
     weight[:, 0] = 0
     weight[:, 1] = np.abs(weight[:, 1])  # of one sign
-    way = WeightQuantization(4, 32, "gptq")
     inputs = correlated_inputs()
     inputs[:, 5:60] = 0
-    for moments in (inputs.T @ inputs, np.zeros((INPUTS, INPUTS))):
+    for moments, zero_points in itertools.product((inputs.T @ inputs, np.zeros((INPUTS, INPUTS))), (False, True)):
+        way = WeightQuantization(4, 32, "gptq", zero_points)
         result = dequantized(fitted(weight, moments, way), way)
         assert np.isfinite(result).all()
         assert (result[:, 0] == 0).all()
-        assert np.abs(result - weight)[5:60].max() < 0.5  # rounded all the same
+        assert np.abs(result - weight)[5:60].max() < (1.0 if zero_points else 0.5)  # rounded all the same
 
 
+@pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_blocks_of_zeros(dtype: type) -> None:
+def test_blocks_of_zeros(dtype: type, zero_points: bool) -> None:
     """Their scale is too small for float16; the columns after them are made up for as ever."""
     weight = np.random.default_rng(3).normal(size=(INPUTS, OUTPUTS)).astype(dtype)
     weight[-32:] = 0
-    inputs, way = correlated_inputs(), WeightQuantization(4, 32, "gptq")
+    inputs, way = correlated_inputs(), WeightQuantization(4, 32, "gptq", zero_points)
     found = fitted(weight, inputs.T @ inputs, way)
     error = dequantized(found, way) - weight.astype(np.float64)
     assert np.array_equal(error[-32:], np.zeros((32, OUTPUTS)))
@@ -172,7 +188,7 @@ def test_each_matrix_is_fitted_to_what_the_quantized_ones_before_it_compute(tmp_
     active = np.maximum(x @ (numbers * first[1].reshape(32, 2, 1)).reshape(32, 64).T, 0)
     second = fitted(arrays["second"], active.T @ active, way)
     for value, expected in ((constants["first"], first), (constants["second"], second)):
-        same = levels(np.asarray(found[value][0]), 4) == levels(expected[0], 4)
+        same = levels(np.asarray(found[value].blocks), 4) == levels(expected.blocks, 4)
         assert same.mean() > 0.99  # moments in float32 may round a level to the other side
     assert told == [64 / (64 + 48), 1.0]
     assert len(list(tmp_path.iterdir())) == 4, "levels and scales; the values are few"
@@ -201,7 +217,8 @@ def test_the_room_that_fitting_takes_is_asked_for_before_it_begins(
 def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_package)
     stages: list[str] = []
-    options: dict[str, Any] = {"ctx_len": 64, "weights": "int4_mixed", "preset": "speed", "block_size": 32}
+    table = {"layers.*": "int8", "lm_head": "int4"}
+    options: dict[str, Any] = {"ctx_len": 64, "weights": table, "preset": "speed", "block_size": 32}
     fitted = model.compile(
         tmp_path / "fitted", calibration_text=[TEXT * 4], progress=lambda stage, _: stages.append(stage), **options
     )
@@ -209,11 +226,15 @@ def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["fitted"], "nothing is left beside it"
     compilation = fitted.package.manifest.compilation
     figures = compilation.quantization
-    assert (figures["dtype"], figures["method"], figures["mixed"], figures["bits"]) == ("int4_mixed", "gptq", True, 4)
-    # Two layers, and both are outer ones: only the embedding has 4 bits.
-    assert figures["wide_matrices"] == figures["matrices"] - 1
+    assert (figures["method"], figures["preset"]) == ("gptq", "speed")
+    names = {
+        f"layers.{layer}.{role}" for layer in (0, 1) for role in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    }
+    assert figures["bits"] == dict.fromkeys(names, "int8, blocks of 32") | {
+        "lm_head": "int4, blocks of 32, zero points"
+    }
     nodes = ir.load(fitted.package.path / "decoder.onnx").graph.all_nodes()
     bits = {(node.op_type, node.attributes.get_int("bits", 0)) for node in nodes if "bits" in node.attributes}
-    assert bits == {("MatMulNBits", 8), ("GatherBlockQuantized", 4)}
+    assert bits == {("MatMulNBits", 8), ("MatMulNBits", 4), ("GatherBlockQuantized", 4)}
     assert evaluate(fitted, TEXT, against=model).packages[0].comparisons[0].kl.value < 0.05
     assert fitted.generate("The quick", max_new_tokens=3, do_sample=False).token_ids[0]
