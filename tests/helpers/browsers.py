@@ -10,6 +10,15 @@ from typing import Any, Final
 import pytest
 
 _NAMES: Final = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
+# Wider than a page: a line of code, a table and a word.
+WIDE_MARKDOWN: Final = "\n\n".join(
+    (
+        "A `name`, [a link](https://example.org/):",
+        f"```python\n{'x = 1; ' * 60}\n```",
+        "\n".join(("| column " * 40 + "|", "|---" * 40 + "|", "| 1 " * 40 + "|")),
+        "long" * 100,
+    )
+)
 
 
 def find_browser() -> str | None:

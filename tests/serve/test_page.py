@@ -12,22 +12,13 @@ from typing import Any
 import pytest
 
 from qsample.runtime import CausalLM, SamplingParams, load
-from tests.helpers.browsers import check_readable, open_browser, pages, tab_order
+from tests.helpers.browsers import WIDE_MARKDOWN, check_readable, open_browser, pages, tab_order
 from tests.helpers.servers import ServerProcess
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright; the page needs a browser")
 pytestmark = pytest.mark.slow
 
 PROMPT = "And the LORD spake unto Moses"
-# Wider than a page: a line of code, a table and a word.
-WIDE = "\n\n".join(
-    (
-        "A `name`, [a link](https://example.org/):",
-        f"```python\n{'x = 1; ' * 60}\n```",
-        "\n".join(("| column " * 40 + "|", "|---" * 40 + "|", "| 1 " * 40 + "|")),
-        "long" * 100,
-    )
-)
 # Answers that want to run a script, or to load or link what is not of the web.
 HOSTILE = (
     "<script>window.harmed = 1</script>",
@@ -500,7 +491,7 @@ def test_everything_can_be_seen_read_and_touched(
     page.check("#as-chat")
     generate(page, prompt="Hear", max_tokens=8)
     check_readable(page, width)
-    answer_with(page, WIDE)
+    answer_with(page, WIDE_MARKDOWN)
     generate(page, prompt="Hear")
     assert page.locator(".markdown :is(pre, .table)").evaluate_all(
         "boxes => boxes.map(box => box.scrollWidth > box.clientWidth)"
