@@ -159,8 +159,8 @@ async function generate(signal) {
   draw();
   article.setAttribute("aria-busy", "false");
   if (tokens) {
-    const cut = tokens === given.maxNewTokens ? `cut off at the limit of ${tokens} tokens` : "cut off because the context is full";
-    const ending = reason === "length" ? cut : reason ? `ended by ${reason}` : "not finished";
+    const cut = tokens === given.maxNewTokens ? `the limit of ${tokens} tokens` : "the end of the context";
+    const ending = reason === "length" ? `cut off by ${cut}` : reason ? `ended by ${reason}` : "not finished";
     facts.textContent += `, the first after ${(first - began).toFixed(0)} ms, ${ending}. Seed ${given.seed}`;
     const use = make("button", { type: "button", className: "plain", textContent: "Use this seed", onclick() {
       at("seed").value = given.seed;

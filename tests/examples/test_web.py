@@ -163,7 +163,7 @@ def test_a_link_writes_pythons_text(
     assert text == expected(model, PROMPT, **params)
     facts = page.locator("article footer").last.inner_text()
     assert re.match(
-        rf"24 tokens, [\d.]+ a second, the first after \d+ ms, cut off at the limit of 24 tokens\. Seed {SEED}\b", facts
+        rf"24 tokens, [\d.]+ a second, the first after \d+ ms, cut off by the limit of 24 tokens\. Seed {SEED}\b", facts
     )
     address = page.locator("article a").last.get_attribute("href")
     assert finished(open_page(f"{url}/{address}")) == text
@@ -242,7 +242,7 @@ def test_a_chat_may_fill_the_context(
     assert output.finish_reasons[0] == "length"  # of more than the text mode's 100 tokens
     text = finished(page)
     assert words(text) == words(output.texts[0])
-    sync_api.expect(page.locator("article footer")).to_contain_text("cut off because the context is full")
+    sync_api.expect(page.locator("article footer")).to_contain_text("cut off by the end of the context")
     address = page.locator("article a").get_attribute("href")
     again = open_page(f"{page.url}{address}")
     assert finished(again) == text
@@ -279,7 +279,7 @@ def test_a_model_without_a_chat_template_writes_texts(
     sync_api.expect(page.locator("#prompt")).to_have_value("In the\n")
     page.press("#prompt", "Control+Enter")
     finished(page)
-    sync_api.expect(page.locator("article footer")).to_contain_text("cut off at the limit of 100 tokens")
+    sync_api.expect(page.locator("article footer")).to_contain_text("cut off by the limit of 100 tokens")
 
 
 def test_a_text_is_stopped_and_spoken_once(open_page: Callable[..., Any], url: str) -> None:

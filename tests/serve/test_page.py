@@ -90,13 +90,16 @@ def expect_error(page: Any, text: str, **fields: object) -> None:
     sync_api.expect(page.locator("#go")).to_have_text(re.compile("Generate|Send"))
 
 
-def answer_with(page: Any, text: str, reason: str = "stop") -> list[dict[str, Any]]:
+def answer_with(
+    page: Any, text: str, finish_reason: str = "stop", stop_reason: str | None = None
+) -> list[dict[str, Any]]:
     """Have the server's place taken, for chats: it answers with this text. Returns the bodies that it gets."""
     bodies: list[dict[str, Any]] = []
 
     def answer(route: Any) -> None:
         bodies.append(route.request.post_data_json)
-        part = {"model": "tiny", "choices": [{"delta": {"content": text}, "finish_reason": reason}]}
+        choice = {"delta": {"content": text}, "finish_reason": finish_reason, "stop_reason": stop_reason}
+        part = {"model": "tiny", "choices": [choice]}
         route.fulfill(body=f"data: {json.dumps(part)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
 
     page.route("**/v1/chat/completions", answer)
@@ -153,7 +156,7 @@ def test_a_prompt_is_continued(open_page: Callable[..., Any], server: ServerProc
     params = {"max_new_tokens": 40, "temperature": 0.85, "top_p": 0.923}
     assert text == expected(served_model, PROMPT, seed, **params)
     assert re.match(
-        rf"40 tokens in \S+ s, the first after \d+ ms, cut off at the limit of 40 tokens. Seed {seed}\s+"
+        rf"40 tokens in \S+ s, the first after \d+ ms, cut off by the limit of 40 tokens. Seed {seed}\s+"
         "Continue\\s+Use this seed$",
         facts,
     )
@@ -330,11 +333,9 @@ def test_what_was_cut_off_goes_on(open_page: Callable[..., Any], server: ServerP
         assert page.locator(".answer").text_content() == text
     # In a chat, the last answer alone can be continued; the next request has all of it.
     page.check("#as-chat")
-    bodies = answer_with(page, "one, ", "length")
-    generate(page, prompt="Count", system="Be brief.", max_tokens="")
-    sync_api.expect(page.locator("footer")).to_contain_text(
-        ["cut off because the context is full"], use_inner_text=True
-    )
+    bodies = answer_with(page, "one, ", "length", "timeout")
+    _, facts = generate(page, prompt="Count", system="Be brief.", max_tokens="")
+    assert "cut off by the server's time limit" in facts
     go_on.click()
     sync_api.expect(page.locator("#go")).to_have_text("Send")
     assert page.locator("#turns .answer").text_content() == "one, one,"
@@ -358,6 +359,12 @@ def test_what_was_cut_off_goes_on(open_page: Callable[..., Any], server: ServerP
     assert page.locator("#turns .answer").text_content() == "one, one,"
     assert page.locator("#turns footer").inner_text() == facts
     assert page.input_value("#prompt") == "And now?"
+    # A full context has no room to go on.
+    page.unroute_all()
+    answer_with(page, "one", "length")
+    _, facts = generate(page, prompt="Count")
+    assert "cut off by the end of the context" in facts
+    sync_api.expect(go_on).to_have_count(0)
     # The server goes on with an answer of its own.
     page.unroute_all()
     page.click("#clear")
