@@ -1,9 +1,9 @@
 """The wheel's software bill of materials, in `.dist-info/sboms/` (PEP 770): a CycloneDX 1.6 document. hatchling calls
 it during a build (`[tool.hatch.build.targets.wheel.hooks.custom]`).
 
-It has the requirements with the ranges of pyproject.toml, and, if the page of `qsample web` is built, the npm packages
-in that page. Two builds give the same document: its serial number follows from the content, and only SOURCE_DATE_EPOCH
-gives it a time.
+It has the requirements with the ranges of pyproject.toml, the Markdown library of the pages, and, if the page of
+`qsample web` is built, the npm packages in that page. Two builds give the same document: its serial number follows
+from the content, and only SOURCE_DATE_EPOCH gives it a time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+MARKDOWN_IT = Path("qsample", "serve", "markdown", "markdown-it.esm.min.mjs")
 
 
 def bom(component: dict[str, Any], libraries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -76,12 +77,22 @@ def bundled(lock: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def markdown_it(root: Path) -> dict[str, Any]:
+    """The Markdown library in the folder `root` of the sources; its first line has its version."""
+    first_line = (root / MARKDOWN_IT).read_text("utf-8").splitlines()[0]
+    match = re.search(r"markdown-it (\S+)", first_line)
+    assert match is not None, first_line
+    version, licenses = match[1], [{"expression": "MIT AND BSD-2-Clause"}]
+    return library(f"pkg:npm/markdown-it@{version}", name="markdown-it", version=version, licenses=licenses)
+
+
 class WheelBom(BuildHookInterface):
     """Adds the document to a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root, core = Path(self.root), self.metadata.core
         libraries = required(core.name, {"": core.dependencies, **core.optional_dependencies})
+        libraries.append(markdown_it(root))
         if (root / "qsample" / "assets" / "web").is_dir():
             lock = root / "examples" / "web" / "package-lock.json"
             libraries += bundled(json.loads(lock.read_text("utf-8")))

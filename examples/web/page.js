@@ -1,7 +1,8 @@
 // The page: a package, opened once; prompts, and what the model writes after them.
 import { ArgumentError, load, PackageError, webGpuProblem } from "qsample-onnx";
+import { showMarkdown } from "../../qsample/serve/markdown/markdown.js";
 import { Bars } from "./bars.js";
-import { at, fromLink, link, make, options } from "./settings.js";
+import { at, fromLink, link, make, MOST_IN_A_TEXT, options } from "./settings.js";
 
 const PACKAGE = new URL("package/", location.href);
 const NAMES = { webgpu: "WebGPU", wasm: "WebAssembly" };
@@ -12,6 +13,8 @@ let model = null;
 let running = null;
 /** The turns of the conversation: { said, heard, article }. */
 const turns = [];
+/** Whether the user wants chats, if the model has a template. */
+let wantsChat = true;
 const bars = new Bars();
 const chatting = () => at("as-chat").checked;
 at("settings").open = matchMedia("(min-width: 56rem)").matches;
@@ -98,14 +101,20 @@ const packageHash = () => {
 
 /** The article of an answer, with its places for the text and for what is to be said about it. */
 function addArticle(chat, said) {
-  const answer = make("span", { className: "answer" }), facts = make("span"), footer = make("footer", {}, facts);
+  const answer = make(chat ? "div" : "span", { className: "answer" }), facts = make("span"), footer = make("footer", {}, facts);
   const article = chat
     ? make("article", {}, make("h2", { textContent: "You" }), make("p", { className: "given", textContent: said }),
-           make("h2", { textContent: "Model" }), make("p", {}, answer), footer)
+           make("h2", { textContent: "Model" }), answer, footer)
     : make("article", {}, make("p", {}, make("span", { className: "given", textContent: said }), answer), footer);
   article.setAttribute("aria-busy", "true");
   at(chat ? "turns" : "texts").append(article);
   return { article, answer, facts, footer };
+}
+
+/** Show an answer: Markdown in a chat. */
+function show(chat, answer, text) {
+  if (chat) showMarkdown(answer, text);
+  else answer.textContent = text;
 }
 
 /** The conversation up to now, and `said`. */
@@ -117,7 +126,7 @@ const messages = (said) => [
 
 async function generate(signal) {
   if (!model) await open(signal);
-  const chat = chatting() && model.hasChatTemplate, said = at("prompt").value, given = options();
+  const chat = chatting() && model.hasChatTemplate, said = at("prompt").value, given = options(chat);
   const prompt = chat ? messages(said) : said;
   const { article, answer, facts, footer } = addArticle(chat, said);
   if (chat) at("prompt").value = "";
@@ -125,7 +134,11 @@ async function generate(signal) {
   say("", { aloud: "Generating" });
   article.scrollIntoView({ block: "nearest" });
   const began = performance.now();
-  let heard = "", tokens = 0, first = 0, reason = null, wrong = null;
+  let heard = "", tokens = 0, first = 0, reason = null, wrong = null, frame = 0;
+  const draw = () => {
+    frame = 0;
+    show(chat, answer, heard);
+  };
   const speed = () => tokens > 1 ? `, ${((tokens - 1) / (performance.now() - first) * 1000).toFixed(1)} a second` : "";
   try {
     for await (const piece of model.generate(prompt, { ...given, signal })) {
@@ -133,7 +146,7 @@ async function generate(signal) {
       first ||= performance.now();
       tokens += Number(piece.token !== null);
       heard += piece.text;
-      answer.append(piece.text);
+      frame ||= requestAnimationFrame(draw);
       bars.add(piece);
       reason = piece.finishReason;
       facts.textContent = `${tokens} token${tokens === 1 ? "" : "s"}${speed()}`;
@@ -142,10 +155,13 @@ async function generate(signal) {
     if (signal.aborted) reason = "you";
     else wrong = error;
   }
+  cancelAnimationFrame(frame);
+  draw();
   article.setAttribute("aria-busy", "false");
-  answer.normalize();
   if (tokens) {
-    facts.textContent += `, the first after ${(first - began).toFixed(0)} ms${reason ? `, ended by ${reason}` : ", not finished"}. Seed ${given.seed}`;
+    const cut = tokens === given.maxNewTokens ? `the limit of ${tokens} tokens` : "the end of the context";
+    const ending = reason === "length" ? `cut off by ${cut}` : reason ? `ended by ${reason}` : "not finished";
+    facts.textContent += `, the first after ${(first - began).toFixed(0)} ms, ${ending}. Seed ${given.seed}`;
     const use = make("button", { type: "button", className: "plain", textContent: "Use this seed", onclick() {
       at("seed").value = given.seed;
       at("spoken").textContent = `Seed ${given.seed} is set`;
@@ -171,14 +187,15 @@ async function generate(signal) {
 async function follow() {
   const asked = fromLink();
   if (!asked || running) return;
-  at(asked.messages ? "as-chat" : "as-text").checked = true;
+  wantsChat = Boolean(asked.messages);
+  showState();
   if (asked.messages) {
     clear(turns, at("turns"));
     const said = asked.messages.filter(({ role }) => role !== "system").map(({ content }) => content);
     at("system").value = asked.messages.find(({ role }) => role === "system")?.content ?? "";
     for (let i = 0; i + 2 < said.length; i += 2) {
       const { article, answer } = addArticle(true, said[i]);
-      answer.textContent = said[i + 1];
+      show(true, answer, said[i + 1]);
       article.setAttribute("aria-busy", "false");
       turns.push({ said: said[i], heard: said[i + 1], article });
     }
@@ -200,11 +217,15 @@ async function follow() {
 function showState() {
   const possible = model?.hasChatTemplate ?? true, busy = Boolean(running);
   at("no-chat").hidden = possible;
-  if (!possible) at("as-text").checked = true;
+  at(possible && wantsChat ? "as-chat" : "as-text").checked = true;
   const chat = chatting(), shown = at(chat ? "turns" : "texts");
   at("texts").hidden = chat;
   at("turns").hidden = at("system-line").hidden = !chat;
   at("prompt-name").textContent = chat ? "Your message" : "Text to continue";
+  at("prompt").placeholder = chat ? "Ask something" : "And the LORD spake unto";
+  at("prompt").enterKeyHint = chat ? "send" : "enter";
+  at("maxNewTokens").placeholder = chat ? "no limit" : MOST_IN_A_TEXT;
+  at("keys").textContent = chat ? "Enter sends, Shift + Enter makes a new line, Esc stops." : "Ctrl + Enter generates, Esc stops.";
   at("back").hidden = !chat || !turns.length;
   at("clear").hidden = !shown.hasChildNodes();
   at("clear").textContent = chat ? "New conversation" : "Clear";
@@ -243,9 +264,17 @@ at("clear").addEventListener("click", () => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !running) at("form").requestSubmit();
+  // An Enter that ends a composition is the input method's; Safari marks it with the key code alone.
+  if (event.key !== "Enter" || event.isComposing || event.keyCode === 229) return;
+  const sends = chatting() && event.target === at("prompt") && !event.shiftKey;
+  if (!sends && !event.ctrlKey && !event.metaKey) return;
+  event.preventDefault();
+  if (!running) at("form").requestSubmit();
 });
-for (const name of ["as-text", "as-chat"]) at(name).addEventListener("change", showState);
+for (const name of ["as-text", "as-chat"]) at(name).addEventListener("change", () => {
+  wantsChat = chatting();
+  showState();
+});
 at("device").addEventListener("change", () => stoppable(open));
 addEventListener("hashchange", follow);
 

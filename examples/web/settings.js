@@ -18,6 +18,7 @@ const SLIDERS = {
   frequencyPenalty: ["Frequency penalty", -2, 2, 0.05, 0],
 };
 const FIELDS = [...Object.keys(SLIDERS), "maxNewTokens", "seed"];
+export const MOST_IN_A_TEXT = 100; // tokens, if the field is empty; a chat may fill the context
 
 for (const [name, [label, min, max, step, value]] of Object.entries(SLIDERS)) {
   const slider = make("input", { id: name, type: "range", min, max, step });
@@ -34,17 +35,20 @@ function set(name, value) {
 }
 
 /** The options of `generate`. A seed is drawn here if none is given, so that the text can be written again. */
-export function options() {
+export function options(chat) {
   const sliders = Object.fromEntries(Object.keys(SLIDERS).map((name) => [name, Number(at(name).value)]));
   const seed = at("seed").value || String(crypto.getRandomValues(new Uint32Array(1))[0]);
   // The graph's off values are transformers' too: what a slider does not ask for, a generation_config.json does not add.
-  return { ...sliders, maxNewTokens: Number(at("maxNewTokens").value), seed };
+  const most = at("maxNewTokens").value || (chat ? "" : MOST_IN_A_TEXT);
+  // A total length is cut to the context's.
+  return { ...sliders, ...(most ? { maxNewTokens: Number(most) } : { maxLength: 2 ** 31 - 1 }), seed };
 }
 
 /** A link to what `generate(prompt, options)` writes with this package. prompt: a text, or a conversation's messages. */
 export function link(prompt, given, packageHash) {
   const about = typeof prompt === "string" ? { prompt } : { messages: JSON.stringify(prompt) };
-  return `#${new URLSearchParams({ ...about, ...given, package: packageHash })}`;
+  const { maxLength, ...shown } = given; // what an empty field means
+  return `#${new URLSearchParams({ ...about, ...shown, package: packageHash })}`;
 }
 
 /** What the page's own link says: `{ prompt, messages, packageHash }`, with the settings filled in; null without one. */
@@ -55,6 +59,7 @@ export function fromLink() {
   try { messages = JSON.parse(given.get("messages")); } catch { /* a link that was cut off */ }
   if (prompt === null && !isConversation(messages)) return null;
   for (const name of FIELDS) if (given.has(name)) set(name, given.get(name));
+  if (!given.has("maxNewTokens")) set("maxNewTokens", "");
   return { prompt, messages, packageHash: given.get("package") };
 }
 

@@ -18,14 +18,14 @@ from fastapi import Path as PathField
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 import qsample
 from qsample.errors import DISTRIBUTION
 from qsample.images.prompt import ProcessedImage
-from qsample.serve import documents
+from qsample.serve import documents, page
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
 from qsample.serve.choices import ChatChoice, CompletionChoice
@@ -64,7 +64,6 @@ _ABSENT: Final = (
     "responses/{rest:path} conversations{rest:path} files{rest:path} batches{rest:path} assistants{rest:path} "
     "threads{rest:path} vector_stores{rest:path} fine_tuning/{rest:path}"
 )
-_PAGE: Final = Path(__file__).parent / "page.html"
 _LONG_TEXTS: Final = 2  # that are encoded at once
 _SEEN_AT_ONCE: Final = 2  # requests whose images are decoded or computed
 _PREDICTED: Final = 32  # characters that a token of a prediction may have; the rest of the text is left out
@@ -142,7 +141,8 @@ class _Server:
         return self._settings.most_body(images=any(model.reads_images for model in self.models or ()))
 
     def add_routes(self, app: FastAPI) -> None:
-        app.add_api_route("/", self.page, include_in_schema=False)
+        app.add_api_route("/", page.page, include_in_schema=False)
+        app.add_api_route("/markdown/{name}", page.script, include_in_schema=False)
         app.add_api_route("/docs", self.docs, include_in_schema=False)
         if (folder := _docs_folder()) is not None:
             app.mount("/docs", StaticFiles(directory=folder / "static"))
@@ -174,15 +174,11 @@ class _Server:
                 responses={**(text if document is None else {}), "4XX": {"model": error}},
                 dependencies=[_KEY] if self._settings.api_keys and path not in WITHOUT_A_KEY else [],
             )
-        for path, endpoint in (("/", self.page), ("/health", self.health), ("/v1/models", self.list_models)):
+        for path, endpoint in (("/", page.page), ("/health", self.health), ("/v1/models", self.list_models)):
             app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)  # load balancers ask so
         app.add_api_route("/ping", self.health, methods=["GET", "POST"], include_in_schema=False)  # Amazon SageMaker's
         for path in _ABSENT.split():
             app.add_api_route(f"/v1/{path}", self.absent, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-
-    async def page(self) -> Response:
-        """A page to try the model."""
-        return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
 
     async def docs(self) -> Response:
         """The endpoints, to read and to try, without files from the internet."""

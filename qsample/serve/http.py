@@ -312,7 +312,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path_of(scope)
-        free = path in WITHOUT_A_KEY or path.startswith("/docs/")
+        free = path in WITHOUT_A_KEY or path.startswith(("/docs/", "/markdown/"))
         if scope["type"] == "http" and not free and scope["method"] != "OPTIONS":
             headers = dict(scope["headers"])
             kind, _, key = headers.get(b"authorization", b"").partition(b" ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
 from qsample.serve.web import WebServer
 from tests.conftest import made_once
-from tests.helpers.browsers import check_readable, open_browser, pages, tab_order
+from tests.helpers.browsers import WIDE_MARKDOWN, check_readable, open_browser, pages, tab_order
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright; the page needs a browser")
 pytestmark = pytest.mark.slow
@@ -126,6 +127,11 @@ def finished(page: Any, count: int = 1) -> str:
     return str(page.locator("article:visible .answer").last.text_content())
 
 
+def words(text: str | None) -> list[str]:
+    """Of a text, whose lines and paragraphs a page shows in its own way."""
+    return (text or "").split()
+
+
 def link(url: str, prompt: str, **params: object) -> str:
     off = {"temperature": 1, "topK": 0, "topP": 1, "minP": 0, "maxNewTokens": 24, "seed": SEED}
     return f"{url}/#{urlencode({'prompt': prompt, **off, **params})}"
@@ -156,7 +162,9 @@ def test_a_link_writes_pythons_text(
     params |= {"top_k": 7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     assert text == expected(model, PROMPT, **params)
     facts = page.locator("article footer").last.inner_text()
-    assert re.match(rf"24 tokens, [\d.]+ a second, the first after \d+ ms, ended by length\. Seed {SEED}\b", facts)
+    assert re.match(
+        rf"24 tokens, [\d.]+ a second, the first after \d+ ms, cut off by the limit of 24 tokens\. Seed {SEED}\b", facts
+    )
     address = page.locator("article a").last.get_attribute("href")
     assert finished(open_page(f"{url}/{address}")) == text
     # A package with a fixed context, and a link of another package.
@@ -189,7 +197,7 @@ def test_bars_show_the_models_own_probabilities(open_page: Callable[..., Any], u
 
 def test_a_conversation_and_its_link(open_page: Callable[..., Any], url: str, model: CausalLM) -> None:
     page = ready(open_page(url))
-    page.check("#as-chat")
+    sync_api.expect(page.locator("#as-chat")).to_be_checked()
     said = [{"role": "system", "content": "Be brief."}]
     page.fill("#system", "Be brief.")
     page.fill("#seed", str(SEED))
@@ -197,13 +205,13 @@ def test_a_conversation_and_its_link(open_page: Callable[..., Any], url: str, mo
     for turn, text in enumerate(("<b>Who</b> art thou?", "And whither?"), 1):
         said.append({"role": "user", "content": text})
         page.fill("#prompt", text)
-        page.click("#go")
+        page.press("#prompt", "Enter")
         answer = finished(page, turn)
         params = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "max_new_tokens": 8, "seed": SEED}
         texts = model.generate(said, **params).texts
         assert texts is not None
-        assert answer == texts[0]
-        said.append({"role": "assistant", "content": answer})
+        assert words(answer) == words(texts[0])
+        said.append({"role": "assistant", "content": texts[0]})
     again = open_page(f"{url}/{page.locator('article a').last.get_attribute('href')}")
     assert finished(again, 2) == answer
     # A turn that is taken back can be sent again.
@@ -213,8 +221,71 @@ def test_a_conversation_and_its_link(open_page: Callable[..., Any], url: str, mo
     assert finished(page, 2) == answer
 
 
+def test_a_chat_may_fill_the_context(
+    open_page: Callable[..., Any], serve: Callable[[Path], str], compiled: Path, model: CausalLM
+) -> None:
+    page = ready(open_page(serve(compiled)))
+    page.fill("#seed", str(SEED))
+    page.locator("#temperature").fill("2")
+    prompt = page.locator("#prompt")
+    prompt.type("Who")
+    prompt.press("Shift+Enter")
+    for composing in ({"isComposing": True}, {"keyCode": 229}):  # an input method's Enter; Safari's
+        prompt.dispatch_event("keydown", {"key": "Enter", "bubbles": True, "cancelable": True, **composing})
+    prompt.type("art thou?")
+    sync_api.expect(prompt).to_have_value("Who\nart thou?")
+    sync_api.expect(page.locator("article")).to_have_count(0)
+    prompt.press("Enter")
+    params = {"temperature": 2.0, "top_k": 0, "top_p": 0.95, "seed": SEED, "max_length": 128}
+    output = model.generate([{"role": "user", "content": "Who\nart thou?"}], **params)
+    assert output.texts is not None
+    assert output.finish_reasons[0] == "length"  # of more than the text mode's 100 tokens
+    text = finished(page)
+    assert words(text) == words(output.texts[0])
+    sync_api.expect(page.locator("article footer")).to_contain_text("cut off by the end of the context")
+    address = page.locator("article a").get_attribute("href")
+    again = open_page(f"{page.url}{address}")
+    assert finished(again) == text
+    sync_api.expect(again.locator("#maxNewTokens")).to_have_value("")
+
+
+def test_answers_are_markdown_and_harm_nobody(open_page: Callable[..., Any], url: str) -> None:
+    answer = "# Title\n\n**Bold**, [a](https://example.org/), [b](javascript:window.harmed=1)\n\n```\n<b>\n```\n"
+    answer += "<img src=x onerror='window.harmed=1'>"
+    said = [{"role": "user", "content": "**Hear**"}, {"role": "assistant", "content": answer}]
+    messages = json.dumps([*said, {"role": "user", "content": "And?"}])
+    page = open_page(f"{url}/#{urlencode({'messages': messages, 'maxNewTokens': 4})}")
+    finished(page, 2)
+    assert page.locator(".given").first.inner_text() == "**Hear**"
+    shown = page.locator(".answer").first
+    sync_api.expect(shown.locator("h1")).to_have_text("Title")
+    sync_api.expect(shown.locator("strong")).to_have_text("Bold")
+    sync_api.expect(shown.locator("pre")).to_have_text("<b>")
+    addresses = shown.locator("a").evaluate_all("links => links.map(link => [link.href, link.target, link.rel])")
+    assert addresses == [["https://example.org/", "_blank", "noopener noreferrer"]]
+    sync_api.expect(shown.locator("img")).to_have_count(0)
+    assert page.evaluate("window.harmed") is None
+
+
+def test_a_model_without_a_chat_template_writes_texts(
+    open_page: Callable[..., Any], serve: Callable[[Path], str], float32_package: Path, model: CausalLM
+) -> None:
+    page = ready(open_page(serve(float32_package)))
+    sync_api.expect(page.locator("#as-text")).to_be_checked()
+    sync_api.expect(page.locator("#as-chat")).to_be_disabled()
+    sync_api.expect(page.locator("#no-chat")).to_be_visible()
+    page.fill("#prompt", "In the")
+    page.press("#prompt", "Enter")
+    sync_api.expect(page.locator("#prompt")).to_have_value("In the\n")
+    page.press("#prompt", "Control+Enter")
+    finished(page)
+    sync_api.expect(page.locator("article footer")).to_contain_text("cut off by the limit of 100 tokens")
+
+
 def test_a_text_is_stopped_and_spoken_once(open_page: Callable[..., Any], url: str) -> None:
     page = ready(open_page(url))
+    page.check("#as-text")
+    page.fill("#prompt", PROMPT)
     page.evaluate("""() => {
         window.spoken = [];
         const watch = (id, heard) => new MutationObserver(heard)
@@ -325,19 +396,29 @@ def test_everything_can_be_seen_read_and_touched(
     page.click("#go")
     sync_api.expect(page.locator("#note.error")).to_contain_text("tokens", timeout=PATIENCE)
     check_readable(page, width)
+    said = [{"role": "user", "content": "Hear"}, {"role": "assistant", "content": WIDE_MARKDOWN}]
+    messages = json.dumps([*said, {"role": "user", "content": "And?"}])
+    page.goto(f"{url}/#{urlencode({'messages': messages, 'maxNewTokens': 4})}")
+    sync_api.expect(page.locator(".markdown :is(pre, .table)")).to_have_count(2, timeout=PATIENCE)
+    ready(page)  # with an error: this conversation has too many tokens, too
+    assert check_readable(page, width) >= {"Copy", "system"}
+    sync_api.expect(page.locator(".choice")).to_be_visible()
 
 
 def test_the_keyboard_is_enough(open_page: Callable[..., Any], url: str, model: CausalLM) -> None:
     page = ready(open_page(url))
-    fields = ["maxNewTokens", "seed", "temperature", "topK", "topP", "minP", "repetitionPenalty"]
+    fields = ["system", "maxNewTokens", "seed", "temperature", "topK", "topP", "minP", "repetitionPenalty"]
     fields += ["presencePenalty", "frequencyPenalty", "prompt"]
-    assert tab_order(page, 14) == ["device", "Settings", "as-text", *fields, "go"]
+    assert tab_order(page, 15) == ["as-chat", "device", "Settings", *fields, "go"]
     for name in ["device", *fields, "place"]:
         assert page.locator(f"#{name}").evaluate("element => element.labels.length") == 1, name
     page.focus("#temperature")
     for _ in range(10):
         page.keyboard.press("ArrowLeft")
     sync_api.expect(page.locator("#temperature + output, label:has(#temperature) output")).to_have_text("0.7")
+    page.focus("#as-chat")
+    page.keyboard.press("ArrowRight")
+    page.fill("#prompt", PROMPT)
     page.fill("#seed", "3")
     page.fill("#maxNewTokens", "8")
     page.focus("#go")

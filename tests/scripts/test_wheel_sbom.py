@@ -18,6 +18,7 @@ from scripts import wheel_sbom
 from tests.helpers.cyclonedx import check_bom
 
 ROOT = Path(__file__).resolve().parents[2]
+MARKDOWN_FILES = ("LICENSE", "markdown.js", "markdown-it.esm.min.mjs")
 
 
 @pytest.mark.ci
@@ -31,6 +32,8 @@ def test_the_bom_of_a_wheel(tmp_path: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (one for one in archive.namelist() if "/sboms/" in one)
             texts.append(archive.read(name).decode())
+            assert {f"qsample/serve/markdown/{file}" for file in MARKDOWN_FILES} <= {*archive.namelist()}
+            assert any(one.endswith("licenses/qsample/serve/markdown/LICENSE") for one in archive.namelist())
     assert name.split("/")[0].endswith(".dist-info")
     assert texts[0] == texts[1]
     document = json.loads(texts[0])
@@ -42,6 +45,8 @@ def test_the_bom_of_a_wheel(tmp_path: Path) -> None:
     assert listed.keys() == wanted
     assert (listed["numpy"]["scope"], listed["torch"]["scope"]) == ("required", "optional")
     assert document["metadata"]["component"]["name"] == project["name"]
+    (library,) = (one for one in document["components"] if one["name"] == "markdown-it")
+    assert re.fullmatch(r"pkg:npm/markdown-it@\d+\.\d+\.\d+", library["purl"])
 
 
 def test_the_npm_packages_of_the_page() -> None:

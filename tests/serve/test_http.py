@@ -161,7 +161,16 @@ def test_a_stream_has_no_line_ends_within_an_event() -> None:
 
 
 def test_the_page_and_the_description(server: ServerProcess) -> None:
-    assert "<textarea" in server.client.get("/").text
+    page = server.client.get("/")
+    assert "<textarea" in page.text
+    assert "unsafe" not in page.headers["content-security-policy"].replace("style-src 'unsafe-inline'", "")
+    for name in ("markdown.js", "markdown-it.esm.min.mjs"):
+        script = server.client.get(f"/markdown/{name}")
+        assert script.status_code == 200
+        assert script.headers["content-type"].startswith("text/javascript")
+        assert script.headers["cache-control"] == "no-cache"
+    for name in ("", "LICENSE", "../page.py", "..%2fpage.py", "%00"):
+        assert server.client.get(f"/markdown/{name}").status_code == 404
     assert CHAT in server.client.get("/openapi.json").json()["paths"]
 
 

@@ -189,8 +189,8 @@ def scope_of(path: str = "/v1/models", method: str = "GET", kind: str = "http", 
             for path in ("/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json")
         ),
         *((scope_of(path), 200) for path in ("/redoc", "/favicon.ico")),
-        (scope_of("/docs/x"), 200),
-        (scope_of("/docsx"), 401),
+        *((scope_of(path), 200) for path in ("/docs/x", "/markdown/x")),
+        *((scope_of(path), 401) for path in ("/docsx", "/markdown")),
         (scope_of("/health/x"), 401),
         # Behind a prefix.
         *((scope_of(path) | {"root_path": "/llm"}, 200) for path in ("/llm/health", "/llm", "/llm/")),
