@@ -31,6 +31,7 @@ from qsample.cli.common import (
     flags_of,
     given_of,
     is_package,
+    note_divergence,
     open_exported,
     open_model,
     quieten,
@@ -38,7 +39,7 @@ from qsample.cli.common import (
     read_text,
     with_flags,
 )
-from qsample.cli.inspect import figures_in_words, quantization_in_words
+from qsample.cli.inspect import quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features
@@ -204,7 +205,7 @@ def _write(make: Callable[..., PackagedModel], out: Path, given: Mapping[str, An
     compilation = package.manifest.compilation
     if compilation is not None and compilation.quantization is not None:
         note(quantization_in_words(compilation.quantization))
-        note(f"divergence from the float model: {figures_in_words(compilation.quantization['divergence'])}")
+        note_divergence(package)
     if given["timing"]:
         console(stderr=True, width_of_a_file=_WIDTH_OF_A_FILE).print(_timing_table(meter.costs))
     if not given["as_json"]:

@@ -23,6 +23,7 @@ from qsample.cli.common import (
     check_jinja,
     chosen_adapter,
     load_given,
+    note_divergence,
     open_given,
     read_loras,
     sampling_options,
@@ -85,6 +86,7 @@ def chat(
         report(Stage.LOADING, 0.0)
         loaded = load_given(opened, given)
         remarks = _check_template(loaded, system, template)
+    note_divergence(opened.package)
     for remark in remarks:
         note(remark)
     # A single slot keeps the tokens that it read and wrote: a turn costs its new tokens.

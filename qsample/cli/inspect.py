@@ -24,6 +24,7 @@ from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
 from qsample.disk.protobuf import fields
 from qsample.errors import QsampleError
+from qsample.evaluation.divergence import Divergence
 from qsample.package.manifest import GraphPart
 from qsample.package.package import Package, read_package
 from qsample.package.signature import signer_of
@@ -57,6 +58,9 @@ def inspect(
         ),
     ],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with its sha256.")] = True,
+    bits: Annotated[
+        bool, typer.Option("--bits", help="Print the bits of each matrix, as a table that compile --weights takes.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show a package: its graphs' inputs, states and outputs, its source, and the devices of its operators.
@@ -78,10 +82,25 @@ def inspect(
         _show_decoders(package, as_json)
         return
     opened = read_package(package, verify=verify)
-    if as_json:
+    if bits:
+        typer.echo(json.dumps(_table_of_bits(opened), indent=2))
+    elif as_json:
         typer.echo(json.dumps(describe(opened), indent=2))
     else:
         show(opened)
+
+
+def _table_of_bits(package: Package) -> dict[str, str]:
+    """The name of each quantized matrix → its bits and block size. Raises QsampleError without any."""
+    compilation = package.manifest.compilation
+    quantization = (compilation.quantization if compilation is not None else None) or {}
+    table_of_bits = quantization.get("bits")
+    if not isinstance(table_of_bits, dict) or not table_of_bits:
+        raise QsampleError(
+            f"{package.path} has no table of bits: compile quantized none of its weights; give a package that was "
+            "compiled with --weights int4, int8 or int2"
+        )
+    return table_of_bits
 
 
 def _show_bundle(path: Path, variants: Mapping[str, Package], as_json: bool) -> None:
@@ -236,7 +255,7 @@ def _facts(package: Package) -> dict[str, str]:
         facts["self-test"] = figures_in_words(compilation.self_test)
         if quantization := compilation.quantization:
             facts["quantized"] = _or_raw(quantization_in_words, quantization)
-            facts["divergence"] = _or_raw(figures_in_words, quantization.get("divergence"))
+            facts["divergence"] = str(Divergence.of(package) or quantization.get("divergence"))
     return {**facts, "rows here": _rounding(package)}
 
 

@@ -22,6 +22,7 @@ from qsample.cli.common import (
     flags_of,
     given_of,
     is_package,
+    note_divergence,
     open_exported,
     read_loras,
     read_template,
@@ -120,7 +121,12 @@ def serve(
         settings = replace(settings, models={**named, next(iter(named)): str(opened.package.path)})
 
     def ready(url: str) -> None:
+        from qsample.ort.model_package import package_in
+        from qsample.package.package import read_package
+
         names = ", ".join([*settings.models, *settings.loras])
+        for path in settings.models.values():
+            note_divergence(read_package(package_in(path), verify=False))
         typer.echo(f"Serving {names} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
 
     run(settings, host, port, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile, ready=ready, log_level=log_level)

@@ -23,6 +23,9 @@ from qsample.text.tokenizer import Tokenizer
 
 _PART: Final = 512  # tokens of the vocabulary
 _MARKS: Final = ("qsample-user-1", "qsample-assistant", "qsample-user-2")  # contents that no template has
+# Temperatures of the texts. People let a model chat below 1; documents are as likely as those that it was trained on.
+_OF_CHATS: Final = 0.8
+_OF_DOCUMENTS: Final = 1.0
 _ROOM: Final = 2  # parts of the context: at most one of them for what stands before a text
 
 
@@ -34,6 +37,7 @@ class Opening:
         text: the kind of the text, one of `divergence.TEXTS`.
         ids: the token ids in front of each row; empty if each row begins with a random token.
         stops: the ids that end a turn.
+        temperature: of the tokens that the model chooses, above 0.
         turns: what takes the place of the stop that ends a turn, one entry after the other: the end of the turn and the
             beginning of the next. Empty if a row goes on after a stop as after any token.
     """
@@ -41,6 +45,7 @@ class Opening:
     text: str
     ids: tuple[int, ...]
     stops: tuple[int, ...]
+    temperature: float
     turns: tuple[tuple[int, ...], ...]
 
 
@@ -53,12 +58,12 @@ def opening_of(package: Package, capacity: int) -> Opening:
     if ids.bos is None:
         return random_starts(package)
     turns = ((ids.eos[0], ids.bos),) if ids.eos else ()
-    return Opening(DOCUMENTS, (ids.bos,), ids.eos, turns)
+    return Opening(DOCUMENTS, (ids.bos,), ids.eos, _OF_DOCUMENTS, turns)
 
 
 def random_starts(package: Package) -> Opening:
     """The opening of rows that begin with any token of the vocabulary, and go on after a stop token."""
-    return Opening(RANDOM_STARTS, (), package.manifest.token_ids.eos, ())
+    return Opening(RANDOM_STARTS, (), package.manifest.token_ids.eos, _OF_DOCUMENTS, ())
 
 
 def _chat_opening(package: Package) -> Opening | None:
@@ -82,7 +87,7 @@ def _chat_opening(package: Package) -> Opening | None:
     parts = [tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after_user, after_answer)]
     if not all(parts):
         return None
-    return Opening(CHATS, parts[0], stops, (parts[1], parts[2]))
+    return Opening(CHATS, parts[0], stops, _OF_CHATS, (parts[1], parts[2]))
 
 
 @dataclass(slots=True)
@@ -119,7 +124,7 @@ def write_text(
     keep_logits: bool = False,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> OwnText:
-    """Let a graph write `rows` rows of `tokens` tokens each at temperature 1, with the same result each time.
+    """Let a graph write `rows` rows of `tokens` tokens each, with the same result each time.
 
     step: takes ids and lengths, moves the graph's states on, and returns its outputs. vocab_size: of random first
     tokens. seed: of all random numbers. progress: called with the fraction done, in (0, 1].
@@ -133,7 +138,7 @@ def write_text(
     ended = [0] * rows  # turns
 
     def choose(results: Mapping[str, Array]) -> Array:
-        chosen = sampled(results[LOGITS.name], rng)
+        chosen = sampled(results[LOGITS.name] / np.float32(opening.temperature), rng)
         scored = np.array([not queue for queue in waiting])
         for row, queue in enumerate(waiting):
             if not queue and opening.turns and chosen[row] in opening.stops:

@@ -9,6 +9,9 @@ from typing import Any, Final
 from qsample.evaluation.statistics import Estimate
 from qsample.package.package import Package
 
+FAR: Final = 0.45
+"""Nats a token from which on answers may say other things than the float model's: see docs/quantization.md."""
+
 CHATS: Final = "chats"
 DOCUMENTS: Final = "documents"
 RANDOM_STARTS: Final = "random starts"
@@ -55,6 +58,11 @@ class Divergence:
         """Of what `dataclasses.asdict` made. Raises KeyError or TypeError for anything else."""
         kl, agreement, ratio = (Estimate(**figures[name]) for name in ("kl", "agreement", "perplexity_ratio"))
         return cls(figures["text"], figures["tokens"], kl, agreement, ratio)
+
+    @property
+    def far(self) -> bool:
+        """Whether the package is so far off that its user should know; NaN is."""
+        return not self.kl.value <= FAR
 
     def __str__(self) -> str:
         kl = f"KL {self.kl.value:.3g} nats a token ({self.kl.low:.3g} to {self.kl.high:.3g})"

@@ -23,7 +23,7 @@ def test_half_of_the_text_is_of_another_kind_than_chats(
 ) -> None:
     monkeypatch.setattr(calibration, "_WRITTEN", 240)
     source = read_package(bundled_package)
-    chat = Opening(CHATS, (3, 4, 5), source.manifest.token_ids.eos, ((6,), (7, 8)))
+    chat = Opening(CHATS, (3, 4, 5), source.manifest.token_ids.eos, 0.8, ((6,), (7, 8)))
     monkeypatch.setattr(
         calibration, "opening_of", lambda package, capacity: chat if template else random_starts(package)
     )

@@ -35,7 +35,7 @@ def writer(*tokens: int) -> Any:
 
 def test_the_host_begins_turns() -> None:
     """The stop is replaced by what ends the turn and begins the next; users and assistants take turns."""
-    opening = Opening(CHATS, (1, 2), (STOP,), ((3, 4), (5,)))
+    opening = Opening(CHATS, (1, 2), (STOP,), 0.8, ((3, 4), (5,)))
     text = write_text(writer(8, STOP, 0, 9, STOP, 6, STOP, 0), opening, VOCAB, rows=2, tokens=8, seed=0)
     assert text.rows.tolist() == [[1, 2, 8, 3, 4, 9, 5, 6, 3, 4]] * 2
     scored = [True, True, False, True, True, True, True, False]
@@ -44,7 +44,7 @@ def test_the_host_begins_turns() -> None:
 
 
 def test_without_turns_a_stop_is_a_token_as_any() -> None:
-    text = write_text(writer(8, STOP, 2), Opening(RANDOM_STARTS, (), (STOP,), ()), VOCAB, rows=3, tokens=3, seed=4)
+    text = write_text(writer(8, STOP, 2), Opening(RANDOM_STARTS, (), (STOP,), 1.0, ()), VOCAB, rows=3, tokens=3, seed=4)
     assert text.prompt.shape == (3, 1)
     assert len(np.unique(text.prompt)) > 1
     assert text.rows[:, 1:].tolist() == [[8, STOP, 2]] * 3
@@ -52,7 +52,7 @@ def test_without_turns_a_stop_is_a_token_as_any() -> None:
 
 
 def test_the_same_text_each_time_and_another_with_another_seed() -> None:
-    opening = Opening(DOCUMENTS, (1,), (), ())
+    opening = Opening(DOCUMENTS, (1,), (), 1.0, ())
 
     def written(seed: int) -> Array:
         def step(ids: Array, lengths: Array) -> dict[str, Array]:
@@ -116,7 +116,7 @@ def test_without_a_template_that_serves_it_writes_documents(
 ) -> None:
     package = with_template(read_package(bundled_package), template, monkeypatch)
     ids = package.manifest.token_ids
-    assert opening_of(package, 256) == Opening(DOCUMENTS, (ids.bos,), ids.eos, ((ids.eos[0], ids.bos),))
+    assert opening_of(package, 256) == Opening(DOCUMENTS, (ids.bos,), ids.eos, 1.0, ((ids.eos[0], ids.bos),))
 
 
 def test_a_template_that_fills_the_context(bundled_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,6 @@ class Preset(NamedTuple):
 
 PRESETS: Final[Mapping[str, Preset]] = {
     "quick": Preset("rtn", 32, head="int4:32", outer="int8:128"),
-    "balanced": Preset(FITTED, 64, head="int8:128", outer="int4"),
+    "balanced": Preset(FITTED, 64, head="int4:32", outer="int8:128"),
     "speed": Preset(FITTED, 128, head="int4:32", outer="int4"),
 }

@@ -183,7 +183,7 @@ class QuantizationReport:
         expert_block_size: weights of an expert that share a scale: the options', or the nearest that QMoE takes.
         float_bytes: of the parameters that are still float; scales and tables of angles do not count.
         block_sizes: weights of `matrices` that share a scale: the options', or smaller sizes of fewer bytes.
-        bits: the name of each product's matrix, as `bits.names_of` has it → its bits and blocks in words.
+        bits: the name of each matrix, as `bits.names_of` has it → its entry in a table, such as "int4:32".
     """
 
     matrices: int

@@ -96,7 +96,7 @@ def quantize_weights(
     report = replace(
         experts,
         matrices=len(quantized),
-        bits={names[node]: _in_words(way) for node, (_, way) in found.items() if node.op_type != "Gather"},
+        bits={names[node]: f"int{way.bits}:{way.block_size}" for node, (_, way) in found.items()},
         block_sizes=tuple(sorted({weight.quantization.block_size for weight in quantized.values()})),
         bytes_before=experts.bytes_before + before,
         bytes_after=experts.bytes_after + after,
@@ -164,11 +164,6 @@ def _ways(
 def offset_products(graph: ir.Graph) -> set[ir.Node]:
     """The products by offsets of packed weights."""
     return {found.product for node in with_loop_bodies(graph) if (found := offsets_of(node)) is not None}
-
-
-def _in_words(way: WeightQuantization) -> str:
-    zeros = ", zero points" if way.zero_points else ""
-    return f"int{way.bits}, blocks of {way.block_size}{zeros}"
 
 
 def looks_up_positions(node: ir.Node) -> bool:

@@ -230,9 +230,7 @@ def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None
     names = {
         f"layers.{layer}.{role}" for layer in (0, 1) for role in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     }
-    assert figures["bits"] == dict.fromkeys(names, "int8, blocks of 32") | {
-        "lm_head": "int4, blocks of 32, zero points"
-    }
+    assert figures["bits"] == dict.fromkeys(names, "int8:32") | {"lm_head": "int4:32", "embed_tokens": "int4:32"}
     nodes = ir.load(fitted.package.path / "decoder.onnx").graph.all_nodes()
     bits = {(node.op_type, node.attributes.get_int("bits", 0)) for node in nodes if "bits" in node.attributes}
     assert bits == {("MatMulNBits", 8), ("MatMulNBits", 4), ("GatherBlockQuantized", 4)}

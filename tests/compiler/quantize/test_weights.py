@@ -311,6 +311,7 @@ def test_two_bits_where_kernels_have_them(table: dict[str, str], expected: dict[
     report = quantization_report(model)
     assert report is not None
     assert report.matrices == len(expected)
+    assert set(report.bits.values()) <= {f"int{bits}:{size}" for bits in (2, 4, 8) for size in (16, 64)}
     assert ("lm_head" in report.bits) == ("logits" in expected)
 
 
