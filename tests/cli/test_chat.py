@@ -283,10 +283,24 @@ def test_a_missing_library_is_told_before_a_model_is_looked_for(run: Any, monkey
     from qsample.text.chat import compile_template
 
     compile_template.cache_clear()
-    for command in (["chat", "no-such"], ["generate", "no-such", "-p", "x", "--chat"]):
-        status, _, err = run(*command)
-        assert status == 1
-        assert f"`{install_hint('chat')}`" in err
+    status, _, err = run("chat", "no-such")
+    assert status == 1
+    assert f"`{install_hint('chat')}`" in err
+
+
+def test_a_missing_library_is_told_of_a_prompt_too(
+    run: Any, package: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    from qsample.text.chat import compile_template
+
+    compile_template.cache_clear()
+    (tmp_path / "prompts").write_text("x\n")
+    for prompts in (["-p", "x"], ["--prompt-file", tmp_path / "prompts"]):
+        status, out, err = run("generate", package.path, *prompts, *SETTINGS)
+        assert (status, out) == (1, "")
+        assert f"`{install_hint('chat')}`, or give plain text (`qsample generate --raw`)" in err
+        assert run("generate", package.path, *prompts, "--raw", *SETTINGS)[0] == 0
 
 
 def test_a_model_that_gives_nan(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,50 @@ def test_generate_json(run: Any, everything: Path) -> None:
     assert document["timing"]["steps"] == 7
 
 
+AS_A_CHAT = "answering as a chat, with the model's chat template; --raw continues the text itself\n"
+
+
+def test_a_prompt_is_a_user_s_message_if_the_model_has_a_template(run: Any, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package").path
+    model, user = load(package), {"role": "user", "content": "One"}
+
+    def text(inputs: Any) -> str:
+        texts = model.generate(inputs, max_new_tokens=8, seed=3, temperature=1.0).texts
+        assert texts is not None
+        return texts[0]
+
+    answer, continuation = text([user]), text("One")
+    assert answer != continuation
+    status, out, err = run("generate", package, "-p", "One", *GENERATE)
+    assert (status, out) == (0, f"{answer}\n")
+    assert err.startswith(AS_A_CHAT)
+    assert err.count("\n") == 2
+    status, out, err = run("generate", package, "-p", "One", "-p", "Two", *GENERATE)
+    assert (status, out.splitlines()[1], err.count(AS_A_CHAT)) == (0, answer, 1)
+    status, out, err = run("generate", package, "-p", "One", "--raw", *GENERATE)
+    assert (status, out, AS_A_CHAT in err) == (0, f"One{continuation}\n", False)
+    status, out, err = run("generate", package, "-p", "One", "--json", *GENERATE)
+    assert (status, json.loads(out)["results"][0]["text"]) == (0, answer)
+    system = text([{"role": "system", "content": "S"}, user])
+    status, out, err = run("generate", package, "-p", "One", "--system", "S", *GENERATE)
+    assert (status, out, AS_A_CHAT in err) == (0, f"{system}\n", False), "it was asked for"
+
+
+def test_a_model_without_a_template_continues_the_prompt(run: Any, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package", tokenizer_config={}).path
+    plain, raw = (run("generate", package, "-p", "One", *more, *GENERATE) for more in ([], ["--raw"]))
+    assert plain[:2] == (0, raw[1])
+    assert plain[1].startswith("One")
+    assert AS_A_CHAT not in plain[2]
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}?")
+    status, out, err = run("generate", package, "-p", "One", "--chat-template", tmp_path / "mine.jinja", *GENERATE)
+    model = load(package)
+    assert model.tokenizer is not None
+    ids = model.tokenizer.encode("One?", add_special_tokens=False)
+    done = model.generate(ids, max_new_tokens=8, seed=3, temperature=1.0)
+    assert (status, [out], AS_A_CHAT in err) == (0, [f"{text}\n" for text in done.texts or ()], False)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("chat", [False, True])
 def test_generate_with_images(run: Any, smolvlm_package: Path, tmp_path: Path, chat: bool) -> None:
@@ -83,7 +127,7 @@ def test_generate_with_images(run: Any, smolvlm_package: Path, tmp_path: Path, c
     files = [tmp_path / "a.png", tmp_path / "b.png"]
     for seed, file in enumerate(files):
         picture(30, 20, seed).save(file)
-    flags = [flag for file in files for flag in ("--image", file)] + ["--chat"] * chat
+    flags = [flag for file in files for flag in ("--image", file)] + ["--raw"] * (not chat)
     status, out, err = run(
         "generate", smolvlm_package, "-p", "hi", *flags, "--max-new-tokens", 6, "--seed", 1, "--json"
     )
@@ -129,7 +173,7 @@ def test_guesses_are_counted(run: Any, tmp_path: Path) -> None:
     """From a flag, and from a line of a file."""
     package = fake_package(tmp_path / "package", num_speculative_tokens=4).path
     # The fake's cache is float32, over which guesses change last bits.
-    prompt, more = "abcabcabcabc", ("--greedy", "--max-new-tokens=40", "--seed=1", "--no-batch-invariant")
+    prompt, more = "abcabcabcabc", ("--raw", "--greedy", "--max-new-tokens=40", "--seed=1", "--no-batch-invariant")
     status, plain, err = run("generate", package, "-p", prompt, *more)
     assert (status, "a step" in err) == (0, False), err
     status, guessed, err = run("generate", package, "-p", prompt, *more, "--prompt-lookup-num-tokens=4")
@@ -185,7 +229,9 @@ FORMED = ["--max-new-tokens", "24", "--seed", "5", "--temperature", "50", "--top
 def test_answers_in_a_form(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package", allowed_tokens=True, generation_config={}).path
     prompts = ["-p", "One", "-p", "Two"]
-    status, out, err = run("generate", package, *prompts, "-n", "3", "--regex", "(ab|cd){2}e?", "--json", *FORMED)
+    status, out, err = run(
+        "generate", package, *prompts, "--num-return-sequences", "3", "--regex", "(ab|cd){2}e?", "--json", *FORMED
+    )
     assert status == 0, err
     results = json.loads(out)["results"]
     assert [row["prompt"] for row in results] == ["One"] * 3 + ["Two"] * 3
