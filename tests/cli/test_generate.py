@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 from qsample.request.sampling_params import FILTER_FIELDS, OFF
 from qsample.runtime import load
 from tests.helpers.command_line import qsample
-from tests.helpers.fake_package import fake_package
+from tests.helpers.fake_package import VOCAB, byte_tokenizer, fake_package
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
 
 GENERATE = ["--max-new-tokens", "8", "--seed", "3", "--temperature", "1.0"]
@@ -220,6 +223,30 @@ def test_generate_tells_once_of_compile_for_a_large_portable_package(
     monkeypatch.setattr("qsample.package.package._SLOW_FROM", 1000)
     status, _, err = run(*arguments)
     assert (status, err.count(f"`qsample compile {package} OUT --weights int4`")) == (0, 1)
+    figures = {"matrices": 1, "bits": [4], "block_sizes": [32], "bytes": 9}
+    package = fake_package(tmp_path / "packed", manifest={"packed_weights": figures}).path
+    err = run("generate", package, *arguments[2:])[2]
+    assert (f"`qsample compile {package} OUT`" in err, "int4" in err, "4 bits" in err) == (True, False, False)
+
+
+def test_an_answer_that_is_cut_inside_a_character(run: Any, tmp_path: Path) -> None:
+    """The model writes a first byte of characters over and over: two that no character has, and one that is cut off."""
+    first = byte_tokenizer().token_to_id("ð")  # the byte F0
+
+    def always(graph: onnx.ModelProto) -> None:
+        (bias,) = (tensor for tensor in graph.graph.initializer if tensor.name == "head_bias")
+        values = np.zeros(VOCAB, np.float32)
+        values[first] = 1e4
+        bias.CopyFrom(numpy_helper.from_array(values, "head_bias"))
+
+    package, text = fake_package(tmp_path / "package", edit=always).path, "\ufffd\ufffd"
+    (tmp_path / "prompts").write_text("x\n")
+    options = ("--raw", "--greedy", "--max-new-tokens", "3")
+    streamed = run("generate", package, "-p", "x", *options)[1]
+    whole = json.loads(run("generate", package, "-p", "x", "--json", *options)[1])["results"][0]
+    line = json.loads(run("generate", package, "--prompt-file", tmp_path / "prompts", *options)[1])
+    assert (streamed, whole["token_ids"], line["token_ids"]) == (f"x{text}\n", [first] * 3, [first] * 3)
+    assert whole["text"] == line["text"] == text
 
 
 # Its tokens are bytes, so a random model follows an expression for long, or not at all.
