@@ -96,6 +96,7 @@ class Checkpoint:
     """
 
     _configured_by: ClassVar[str] = CONFIG  # for messages
+    _weight_type: str | None = None
 
     def __init__(
         self,
@@ -119,14 +120,20 @@ class Checkpoint:
         self._dtype = dtype
 
     def origin(self, sources: SourceFiles) -> dict[str, Any]:
-        """Name, revision, licence and files of the loaded model for the manifest: arguments of `export_model`. sources:
-        has the files of the weights, if they are known, and takes note of the rest."""
+        """Name, revision, licence, type of weights and files of the loaded model for the manifest: arguments of
+        `export_model`. sources: has the files of the weights, if they are known, and takes note of the rest."""
         (name, revision), files = self._origin(sources)
         if self.adapter is not None:
             name = f"{name} + {origin_of(self.adapter)[0]}"
             files |= {f"adapter/{path.name}": path for path in self.adapter_files or ()}
         sources.add(files.values())
-        return {"model_id": name, "revision": revision, "license": license_of(files), "files": files}
+        return {
+            "model_id": name,
+            "revision": revision,
+            "license": license_of(files),
+            "weight_type": self._weight_type,
+            "files": files,
+        }
 
     def _origin(self, sources: SourceFiles) -> tuple[tuple[str, str | None], dict[str, Path]]:
         return origin_of(self.model_id, self.hub), files_of(self.model_id, self.hub, sources.paths)

@@ -192,7 +192,7 @@ class Conversation:
 
     def ask(self, text: str | None, show: Callable[[str], None]) -> RequestOutput:
         """Answer the user's text, or without it the last question again, in pieces to `show`. KeyboardInterrupt ends
-        the answer, and its text is kept. Raises TurnError."""
+        the answer, and its text is kept; if it has none, KeyboardInterrupt is raised. Raises TurnError."""
         before = self.turns, self.forgotten
         answered = bool(self.turns) and self.turns[-1]["role"] == "assistant"
         self.retries = self.retries + 1 if text is None and answered else 0
@@ -237,6 +237,8 @@ class Conversation:
             request.cancel()
             raise
         output = request.result()
+        if output.finish_reason == "cancelled" and not output.text:
+            raise KeyboardInterrupt  # no answer began: an empty one would be a part of the conversation
         self.turns = [*self.turns, {"role": "assistant", "content": output.text or ""}]
         self.answers += 1
         self.tokens += len(output.token_ids)
@@ -286,7 +288,7 @@ class Conversation:
 
         value: Any = text
         with suppress(ValueError):
-            value = parse_json(text)
+            value = parse_json("null" if text == "None" else text)  # as errors call it
         if name in ("stop_strings", "adapter") and not isinstance(value, str | list | None):
             value = text  # a number that stands in the text
         changed = {key: kept for key, kept in {**self.options, name: value}.items() if kept is not None}
@@ -330,7 +332,7 @@ class Screen:
                 if not self._typed:
                     raise
                 print()
-                note("stopped")
+                note("stopped before an answer began; the conversation is as it was")
         return 0 if self._typed else self._failed
 
     def _texts(self) -> Iterator[str]:
@@ -412,7 +414,7 @@ class Screen:
         if output.finish_reason == "cancelled":
             return f"{text}; stopped"
         if output.finish_reason != "length":
-            return text
+            return text if output.text else f"{text}. The answer is empty: the model ended it at once"
         if self._talk.context >= capacity:
             return f"{text}. The context is full, and the answer ends there; --ctx-len gives more"
         return f"{text}. The answer was cut off: /set max_new_tokens gives more"

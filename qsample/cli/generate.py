@@ -33,23 +33,26 @@ from qsample.cli.common import (
     with_flags,
     with_images_before,
 )
-from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
+from qsample.cli.prompt_file import check_output, generate_file, read_lines, rows_of, with_fingerprints
 from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
 from qsample.errors import QsampleError
 from qsample.package.package import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from qsample.contract.arrays import Array
+    from qsample.package.package import Package
     from qsample.runtime import CausalLM, GenerateOutput, Step
     from qsample.serve.grammar import Form
 
 _SHOWN: Final = ("logprobs", "top_logprob_ids", "top_logprobs")  # in JSON, if the package returns them
+_AS_A_CHAT: Final = "answering as a chat, with the model's chat template; --raw continues the text itself"
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample generate -p 'And the LORD spake unto' --temperature 0.8 --seed 7\n\n"
-    "qsample generate qwen3-cpu -p 'Why is the sky blue?' --chat --max-new-tokens 200\n\n"
+    "qsample generate qwen3-cpu -p 'Why is the sky blue?' --max-new-tokens 200\n\n"
     "qsample generate qwen3-cpu -p 'One' -p 'Two' --greedy --json\n\n"
-    "qsample generate qwen-vl-cpu -p 'What is this?' --chat --image cat.jpg\n\n"
+    "qsample generate qwen3-cpu -p 'The sky is' --raw\n\n"
+    "qsample generate qwen-vl-cpu -p 'What is this?' --image cat.jpg\n\n"
     "qsample generate qwen3-cpu --prompt-file prompts.jsonl --output answers.jsonl\n\n"
     "echo 'In the beginning' | qsample generate --top-p 0.9"
 )
@@ -88,9 +91,12 @@ def generate(
         typer.Option(min=1, help="Rows at once, for --prompt-file. (default: the number it was compiled for, else 8)"),
     ] = None,
     num_return_sequences: Annotated[
-        int, typer.Option("--num-return-sequences", "-n", min=1, max=128, help="Answers to each --prompt.")
+        int, typer.Option("--num-return-sequences", min=1, max=128, help="Answers to each --prompt.")
     ] = 1,
-    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Continue the text of a prompt itself, although the model has a chat template."),
+    ] = False,
     ctx_len: Annotated[
         int | None,
         typer.Option(
@@ -108,7 +114,10 @@ def generate(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Generate text. A single prompt streams; several form a batch. The model has the defaults."""
+    """Generate text. If the model has a chat template, a prompt is a user's message; without one, it is continued.
+
+    A single prompt streams; several form a batch. The model has the defaults.
+    """
     given, system, loras = ctx.params, ctx.params["system"], read_loras(ctx.params["lora"])
     options, chat_settings = chosen_adapter(sampling_options(given), loras), chat_options(given)
     if prompt_file is not None and prompt:
@@ -122,15 +131,17 @@ def generate(
         raise typer.BadParameter("--num-return-sequences goes with --prompt")
     if retry_errors and output is None:
         raise typer.BadParameter("--retry-errors goes with --output")
-    if (chat_settings or system is not None) and not (chat or prompt_file):
-        raise typer.BadParameter("--system, --chat-template, --chat-template-kwargs and --thinking go with --chat")
+    asks_for_chat = bool(chat_settings) or system is not None
+    if raw and asks_for_chat:
+        raise typer.BadParameter(
+            "--raw goes without a chat template, and --system, --chat-template, --chat-template-kwargs and --thinking "
+            "belong to it; give either"
+        )
     form = _form({f"--{name.replace('_', '-')}": given[name] for name in FORM_FLAGS})
-    rows = []
+    lines = []
     if prompt_file is not None:  # before a checkpoint is exported
-        rows = read_rows(prompt_file, options, chat_settings, as_chat=chat, system=system)
+        lines = read_lines(prompt_file)
         check_output(output, prompt_file)
-    if chat or any(row.is_chat for row in rows):
-        check_jinja()
     running = {"flush_every": flush_every, "double_buffering": double_buffering}
     prompts = prompt or ([] if prompt_file else [_read_stdin()])
     opened = open_given(model, given, allowed_tokens=form is not None)  # stays in the cache as long as this
@@ -139,13 +150,19 @@ def generate(
             "--json-schema, --regex and --grammar need a package that was exported with --allowed-tokens or "
             "--for-serving, or a checkpoint; export the model again"
         )
+    chat = asks_for_chat or (not raw and _has_chat_template(opened.package))
+    by_default = chat and not asks_for_chat
     if prompt_file is None:
         inputs: list[Any] = list(prompts)
         if chat:
+            check_jinja()
             head = [] if system is None else [{"role": "system", "content": system}]
             inputs = [[*head, {"role": "user", "content": with_images_before(text, image or ())}] for text in prompts]
+        loaded = load_given(opened, given)
+        if by_default:
+            note(_AS_A_CHAT)
         _generate_prompts(
-            load_given(opened, given),
+            loaded,
             prompts,
             inputs,
             chat=chat,
@@ -158,6 +175,16 @@ def generate(
             **running,
         )
         return
+    rows = rows_of(lines, options, chat_settings, as_chat=chat, system=system)
+    if any(row.is_chat for row in rows):
+        check_jinja()
+    elif asks_for_chat and not any(row.error for row in rows):
+        raise typer.BadParameter(
+            f"each prompt of --prompt-file {prompt_file} is token ids, so --system, --chat-template, "
+            "--chat-template-kwargs and --thinking would change nothing; leave them out"
+        )
+    if by_default and any(line.is_text for line in lines):
+        note(_AS_A_CHAT)
     settings: dict[str, Any] = {
         "package": hashlib.sha256((opened.package.path / MANIFEST_NAME).read_bytes()).hexdigest(),
         "provider": given["provider"],
@@ -176,6 +203,13 @@ def generate(
         form=form,
         **running,
     )
+
+
+def _has_chat_template(package: Package) -> bool:
+    from qsample.text.chat import ChatTemplates
+    from qsample.text.tokenizer import TOKENIZER_FILE
+
+    return package.has(TOKENIZER_FILE) and bool(ChatTemplates.of(package).templates)
 
 
 def _form(given: Mapping[str, str | None]) -> Form | None:

@@ -25,7 +25,7 @@ from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
 from qsample.disk.protobuf import fields
 from qsample.errors import QsampleError
 from qsample.evaluation.divergence import Divergence
-from qsample.package.manifest import GraphPart
+from qsample.package.manifest import GraphPart, Manifest
 from qsample.package.package import Package, read_package
 from qsample.package.signature import signer_of
 
@@ -326,7 +326,8 @@ def _or_raw(describe: Callable[[Any], str], figures: Any) -> str:
 
 def _packed(figures: Any) -> str:
     bits, sizes = (" and ".join(map(str, figures[name])) for name in ("bits", "block_sizes"))
-    return f"{figures['matrices']} matrices of the checkpoint, {bits} bits, blocks of {sizes}"
+    kind = f"{figures['type']}, " if "type" in figures else ""
+    return f"{figures['matrices']} matrices of the checkpoint, {kind}{bits} bits, blocks of {sizes}"
 
 
 def quantization_in_words(figures: Any) -> str:
@@ -481,13 +482,22 @@ def clear_entries(
     note(f"{removed} removed" + (f", {kept} kept: a process has them open" if kept else ""))
 
 
+def _weights(manifest: Manifest) -> str:
+    """The type of the weights: what compile made of them, or what the model's file has, or the graph."""
+    quantization = manifest.compilation and manifest.compilation.quantization
+    if quantization and "dtype" in quantization:
+        return str(quantization["dtype"])
+    if packed := manifest.packed_weights:
+        return str(packed.get("type") or f"{' and '.join(map(str, packed['bits']))} bits")
+    return manifest.interface.dtype
+
+
 def _described(entry: Entry) -> dict[str, Any]:
     """An entry as a JSON-ready dict."""
     manifest, compilation = entry.manifest, entry.manifest.compilation
-    options = [manifest.interface.dtype]
+    options = [_weights(manifest)]
     if compilation is not None:
-        quantization = compilation.quantization or {}
-        options = [compilation.provider, str(quantization.get("dtype", options[0])), f"{compilation.ctx_len} tokens"]
+        options = [compilation.provider, *options, f"{compilation.ctx_len} tokens"]
     features = manifest.interface.features
     names = ("logit_bias", "allowed_tokens", "logprobs", "top_logprobs", "probs", "seed")
     options += [name for name in names if getattr(features, name)] + list(features.filters)

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from qsample.cli.common import context_full, read_text, with_images_before
-from qsample.cli.spellings import name_here
+from qsample.cli.spellings import names_here
 from qsample.cli.terminal import AlreadyPrintedError, counted, finite, note, progress
 from qsample.disk.locks import lock
 from qsample.disk.replace import file_aside
@@ -60,16 +60,27 @@ class Row:
         return isinstance(self.inputs, list) and not _are_ids(self.inputs)
 
 
-def read_rows(
-    path: Path, options: Mapping[str, Any], chat: Mapping[str, Any], *, as_chat: bool, system: str | None
-) -> list[Row]:
-    """The rows of a file: a line of text each, or a JSON object with prompt or messages, id, and parameters.
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the file: an object with prompt or messages, id, and parameters. `files`: the sha256 of its images.
+    `error`: the mistake in it, if any."""
 
-    `options`, `chat`: of rows without one. `as_chat`: texts are a user's messages. `system`: the system prompt of
-    conversations. Raises typer.BadParameter for a file that is unreadable or empty, and if `chat` or `system` apply to
-    no row.
-    """
-    rows: list[Row] = []
+    number: int
+    text: str
+    content: dict[str, Any] = field(default_factory=dict)
+    files: Sequence[str] = ()
+    error: str | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its prompt is a text, not token ids or messages."""
+        return isinstance(self.content.get("prompt"), str)
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a file that are not empty: a prompt each, or a JSON object. Raises typer.BadParameter for a file
+    that is unreadable or empty."""
+    lines: list[Line] = []
     as_json, text = path.suffix.lower() in _JSON_LINES, read_text(path, "--prompt-file")
     if as_json and text.lstrip().startswith("[") and text.rstrip().endswith("]"):
         raise typer.BadParameter(
@@ -79,18 +90,36 @@ def read_rows(
         if not line.strip():
             continue
         content: dict[str, Any] = {} if as_json else {"prompt": line.rstrip("\r")}
-        files: list[str] = []
+        files, error = list[str](), None
         if as_json:
             try:
                 content = _parse(line)
                 _check(content)
                 files = _read_images(content, path.parent)
-            except ValueError as error:
-                rows.append(Row(content.get("id", number), error=str(error), source=line))
-                continue
+            except ValueError as mistake:
+                error = str(mistake)
+        lines.append(Line(number, line, content, files, error))
+    return lines
+
+
+def rows_of(
+    lines: Sequence[Line], options: Mapping[str, Any], chat: Mapping[str, Any], *, as_chat: bool, system: str | None
+) -> list[Row]:
+    """The rows of a file's lines.
+
+    `options`, `chat`: of rows without one. `as_chat`: texts are a user's messages; token ids never are. `system`: the
+    system prompt of conversations.
+    """
+    rows: list[Row] = []
+    for line in lines:
+        content = dict(line.content)
+        name = content.get("id", line.number)
+        if line.error is not None:
+            rows.append(Row(name, error=line.error, source=line.text))
+            continue
         own = {name: value for name, value in content.items() if name not in _NO_OPTIONS}
         inputs: Any = content.get("prompt")
-        is_chat = as_chat or "messages" in content
+        is_chat = "messages" in content or (as_chat and line.is_text)
         if is_chat:
             own_images = [] if "messages" in content else content.pop("images", [])
             inputs = content.get("messages") or [{"role": "user", "content": with_images_before(inputs, own_images)}]
@@ -99,18 +128,11 @@ def read_rows(
         merged = _merge({**options, **chat} if is_chat else options, own)
         if merged.get("seed") is None and options.get("seed") is not None:
             merged["seed"] = (options["seed"] + len(rows)) % SEEDS
-        name = content.get("id", number)
         source = [name, inputs, merged]
-        if files:  # wherever the images are, what is in them decides
-            source = [name, with_images(inputs, lambda image: None) if is_chat else inputs, merged, files]
+        if line.files:  # wherever the images are, what is in them decides
+            source = [name, with_images(inputs, lambda image: None) if is_chat else inputs, merged, line.files]
         images = {"images": content["images"]} if "images" in content else {}
         rows.append(Row(name, inputs, merged | images, source=source))
-    if (chat or system is not None) and not any(row.is_chat or row.error for row in rows):
-        raise typer.BadParameter(
-            f"no row of --prompt-file {path} is a conversation, so --system, --chat-template, --chat-template-kwargs "
-            "and --thinking would change nothing; give --chat, which makes every prompt a user's message, or leave "
-            "them out"
-        )
     return rows
 
 
@@ -150,11 +172,12 @@ def _check(content: dict[str, Any]) -> None:
         isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
     ):
         raise ValueError(f'messages is {shown(value, 60)}; give [{{"role": "user", "content": "..."}}]')
-    known = {*_NO_OPTIONS, "do_sample", "stop_strings"}
+    known = {*_NO_OPTIONS, "do_sample", "stop_strings", "outputs"}
     known |= {item.name for item in (*fields(SamplingParams), *fields(ChatOptions))}
     if others := sorted(content.keys() - known):
-        ours = name_here(f"--{others[0].replace('_', '-')}", {f"--{name.replace('_', '-')}" for name in known})
-        close = [ours[2:].replace("-", "_")] if ours else difflib.get_close_matches(others[0], sorted(known), n=1)
+        ours = names_here(f"--{others[0].replace('_', '-')}", {f"--{name.replace('_', '-')}" for name in known})
+        close = [name[2:].replace("-", "_") for name in ours if name.startswith("--")]
+        close = close or difflib.get_close_matches(others[0], sorted(known), n=1)
         hint = f"did you mean {close[0]!r}? Otherwise " if close else ""
         raise ValueError(
             f"the line has {', '.join(others)}, which is not a parameter; {hint}put your own fields into metadata"
@@ -288,7 +311,6 @@ class _Work:
 
     def do(self, rows: list[Row], write: Callable[[str], None], done: int = 0) -> None:
         """Generate rows, and write their records in order; `done` rows of the file are there already."""
-        from qsample.contract.tensors import PROBS
         from qsample.runtime import Engine
 
         with progress(hidden=write is _print and sys.stdout.isatty()) as report:
@@ -304,8 +326,8 @@ class _Work:
 
                         compiled = Grammars(model).compiled(self.form)
                         each = ({**row.options, "allowed_tokens": GrammarGuide(compiled)} for row in valid)
-                    names = [spec.name for spec in model.interface.token_outputs if spec is not PROBS]
-                    outputs = engine.map((row.inputs for row in valid), each=each, outputs=names, return_errors=True)
+                    # Log-probabilities of each token are many times as long as the text: of rows that ask for them.
+                    outputs = engine.map((row.inputs for row in valid), each=each, outputs=(), return_errors=True)
                     for row in rows:
                         record = self._record(row, ValueError(row.error) if row.error is not None else next(outputs))
                         write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Final
 
 ELSEWHERE: Final = {
-    "qsample chat MODEL` or `qsample generate MODEL -p TEXT": "run talk",
+    "qsample chat MODEL` or `qsample generate MODEL -p TEXT": "run talk --chat --conversation -cnv",
     "qsample generate": "complete completion cli",
     "qsample cache list": "list ls ps",
     "qsample cache clear": "rm remove delete",
@@ -19,6 +19,7 @@ ELSEWHERE: Final = {
     "qsample evaluate": "perplexity eval",
     "--ctx-len": "--max-model-len --ctx-size -c --num-ctx --max-seq-len",
     "--max-new-tokens": "--max-tokens --n-predict -n --predict --num-predict",
+    "--num-return-sequences": "-n",
     "--slots": "--max-num-seqs --parallel -np",
     "--temperature": "--temp",
     "--repetition-penalty": "--repeat-penalty",
@@ -27,16 +28,16 @@ ELSEWHERE: Final = {
     "--system": "--system-prompt -sys",
     "--prompt-file": "--file -f --input-file",
     "--chat-template": "--chat-template-file",
+    "--raw": "--ignore-chat-template --skip-chat-template --no-conversation -no-cnv",
     "--weights": "--quantization -q",
     "--provider": "--device --n-gpu-layers -ngl --gpu-layers",
     "--threads": "-t",
     "--lora": "--lora-modules --enable-lora",
 }
-HERE: Final = {word: ours for ours, words in ELSEWHERE.items() for word in words.split()}
 
 
-def name_here(word: str, known: Collection[str]) -> str | None:
-    """What an unknown command or option of a command line is called here; None if that is not known, or if it is an
-    option that the running command, whose options are `known`, lacks."""
-    ours = HERE.get(word)
-    return ours if ours is not None and (not ours.startswith("-") or ours in known) else None
+def names_here(word: str, known: Collection[str]) -> list[str]:
+    """What an unknown command or option of a command line is called here: several names if programs differ in what they
+    mean by it; none if that is not known. Options are named only if the running command has them: `known`."""
+    names = [ours for ours, words in ELSEWHERE.items() if word in words.split()]
+    return [ours for ours in names if not ours.startswith("-") or ours in known]

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
-from qsample.cli.spellings import name_here
+from qsample.cli.spellings import names_here
 from qsample.errors import QsampleError, install_hint, printable
 from qsample.progress import Progress, Stage, unreported
 
@@ -146,7 +146,7 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     running = _running(arguments, commands)
     text = name_options(_message(error), options_of(arguments, commands), getattr(error, "argument", None))
     if usage:
-        text = _with_advice(text, running, commands)
+        text = _with_advice(text, arguments, running, commands)
     if text or not usage:  # without a command, the help was printed
         hint = f"; see qsample {f'{running} ' if running else ''}--help" if usage else ""
         print(f"qsample: {text}{hint}", file=sys.stderr)
@@ -157,11 +157,20 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     return status
 
 
-def _with_advice(text: str, running: str | None, commands: Mapping[str, Any]) -> str:
+def _with_advice(text: str, arguments: Sequence[str], running: str | None, commands: Mapping[str, Any]) -> str:
     """A message of the parser with what to give in place of what it does not know."""
     options = {name for parameter in getattr(commands.get(running or ""), "params", ()) for name in parameter.opts}
-    if (found := _UNKNOWN.match(text)) and (ours := name_here(found["word"], options)):
-        return f"{found[0]}; here it is {ours if found['word'].startswith('-') else f'`{ours}`'}"
+    if found := _UNKNOWN.match(text):
+        word = found["word"]
+        if len(word) == 2:  # of "-ngl", the parser names "-n"
+            whole = next((argument for argument in arguments if argument.startswith(word)), word)
+            word = whole if names_here(whole, options) else word
+        ours = [name if name.startswith("-") else f"`{name}`" for name in names_here(word, options)]
+        if len(ours) > 1 and word in arguments:  # the choice as it would be typed
+            value = " ".join(arguments[arguments.index(word) + 1 :][:1])
+            ours = [f"{name} {value}".rstrip() for name in ours]
+        if ours:
+            return f"{found[0].replace(found['word'], word)}; here it is {' or '.join(ours)}"
     if running == "generate" and text.startswith("Got unexpected extra argument"):
         return f"{text}; a prompt comes after -p"
     return text

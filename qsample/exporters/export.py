@@ -72,6 +72,7 @@ def export_model(
     model_id: str,
     revision: str | None = None,
     license: str | None = None,
+    weight_type: str | None = None,
     files: Mapping[str, Path] = MappingProxyType({}),
     sources: SourceFiles | None = None,
     overwrite: bool = False,
@@ -85,6 +86,7 @@ def export_model(
         tokenizer: saved into the package; None makes a package of token ids only.
         processor: of images and text, for a package that reads images; None exports the text model alone.
         model_id, revision, license, files: the origin of the model, for `manifest.Source`; its files by name.
+        weight_type: of most weights of a GGUF file, in llama.cpp's words.
         sources: the files that were read, among them those that its placeholders refer to.
         publish: False, for `compile` alone, returns an `Unpublished` in a new folder of scratch space, not hashed. Its
             weights stay in the checkpoint's files, and it lives as long as both.
@@ -102,7 +104,11 @@ def export_model(
         def write(folder: Path) -> package.Manifest:
             with _hashed_meanwhile(files) as hashed:
                 manifest = _export(model, tokenizer, processor, folder, features, source, stages, refer=not publish)
-                return replace(manifest, source=replace(manifest.source, files=hashed.result()))
+                packed = manifest.packed_weights
+                if packed is not None and weight_type is not None:
+                    packed = {**packed, "type": weight_type}
+                named = replace(manifest.source, files=hashed.result())
+                return replace(manifest, source=named, packed_weights=packed)
 
         if not publish:
             folder = Path(path).absolute()

@@ -122,7 +122,8 @@ class Manifest:
         compilation: device packages only.
         files: name → entry; filled in by the writer.
         images: how an image becomes pixels, and text with images token ids; see `qsample.images`. None: text only.
-        packed_weights: of a checkpoint that was quantized already: matrices quantized, their bits, block sizes, bytes.
+        packed_weights: of a checkpoint that was quantized already: matrices quantized, their bits, block sizes, bytes;
+            of a GGUF file also the type of most weights, in llama.cpp's words, such as Q4_1.
 
     The same model, versions and options make the same manifest: it has no dates and no times, and the errors that gates
     measured, which depend on the number of threads, are rounded up to powers of ten.

@@ -55,6 +55,7 @@ LARGEST_MANIFEST: Final = 1 << 23  # bytes; a model of a hundred layers needs 50
 _CRUMBS: Final = (".DS_Store", "Thumbs.db", "desktop.ini")  # that a system's file browser leaves in any folder
 _DAMAGED: Final = (".json", ".jinja", ".onnx", ".onnx.data")  # files of a package whose manifest cannot be read
 _SLOW_FROM: Final = 100_000_000  # bytes of a portable package, whose user is told to compile it
+_OTHER_MODELS: Final = "in Python, AutoModelForCausalLM.from_pretrained opens other models"
 _READINGS: Final = 50  # of a package that is replaced while it is read; on a busy machine 10 of them may fail in a row
 
 
@@ -240,7 +241,7 @@ def _read(
 ) -> Package:
     if not os.path.isdir(folder):
         state = "not a folder" if os.path.exists(folder) else "missing"
-        raise PackageError(f"{folder} is {state}; give a package's folder")
+        raise PackageError(f"{folder} is {state}; give a package's folder ({_OTHER_MODELS})")
     manifest, sha256 = _read_manifest(folder)
     for name, entry in manifest.files.items():
         check_file(folder, name, entry)
@@ -268,7 +269,8 @@ def _read_manifest(folder: Path) -> tuple[Manifest, str]:
         text = read_text(folder / MANIFEST_NAME, LARGEST_MANIFEST)
     except FileNotFoundError:
         raise PackageError(
-            f"{folder} is not a qsample package: it has no {MANIFEST_NAME}; give a folder that export or compile wrote"
+            f"{folder} is not a qsample package: it has no {MANIFEST_NAME}; give a folder that export or compile wrote "
+            f"({_OTHER_MODELS})"
         ) from None
     except (OSError, ValueError) as error:
         raise PackageError(f"cannot read {folder / MANIFEST_NAME}: {error}") from error
@@ -351,6 +353,11 @@ def faster_way(package: Package) -> str | None:
     size = sum(entry.bytes for entry in package.manifest.files.values())
     if package.manifest.compilation is not None or size < _SLOW_FROM:
         return None
+    if package.manifest.packed_weights is not None:  # they are in few bits already
+        return (
+            f"{package.path} is portable, for any device; `qsample compile {package.path} OUT`, or "
+            'model.compile("OUT") in Python, makes it for one, with the same weights'
+        )
     return (
         f"{package.path} is portable, and about as fast as transformers; compiled with weights in 4 bits it is several "
         f'times as fast: `qsample compile {package.path} OUT --weights int4`, or model.compile("OUT", weights="int4") '

@@ -347,7 +347,9 @@ def compile_template(source: str) -> Any:
         import jinja2.ext
         import jinja2.sandbox
     except ImportError:
-        raise ImportError(f"chat templates need jinja2: `{install_hint('chat')}`, or give plain text") from None
+        raise ImportError(
+            f"chat templates need jinja2: `{install_hint('chat')}`, or give plain text (`qsample generate --raw`)"
+        ) from None
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
     if version < _SAFE_JINJA:
         raise ImportError(

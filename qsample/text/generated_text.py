@@ -1,7 +1,7 @@
 """The text of tokens as they come: whole characters at a time, cut off before a stop string, written to a file.
 
 `tokenizers.decoders.DecodeStream` does not fit: if a prompt ends inside a character, or with U+FFFD, it repeats the
-prompt, and it has no call for the end, at which an incomplete character becomes U+FFFD.
+prompt, and it has no call for the end, at which an incomplete character is left out.
 """
 
 from __future__ import annotations
@@ -182,12 +182,22 @@ class IncrementalDecoder:
         return text[start:end]
 
     def end(self) -> str:
-        """The text that was held back; incomplete characters become U+FFFD."""
+        """The text that was held back, except a character whose last bytes are missing. U+FFFD remains where the tokens
+        spell it, or bytes that are no text."""
         if self._given is None:
             return ""
-        text = self._decode(self._ids)
+        text = self._without_incomplete(self._decode(self._ids))
         piece, self._given = text[_known(self._given, text) :], text
         return piece
+
+    def _without_incomplete(self, text: str) -> str:
+        """`text`, of `_ids`, without an incomplete character at its end: one that further bytes complete."""
+        if text.endswith(_REPLACEMENT):
+            for rest in self._tokenizer.completions:
+                completed = self._decode([*self._ids, *rest])
+                if not completed.endswith(_REPLACEMENT):
+                    return completed[:-1]
+        return text
 
     def _forget(self, held: int) -> None:
         """Drop the older tokens. held: characters at the end that were not returned."""

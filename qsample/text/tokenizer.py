@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,9 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 # Characters, or tokens, that take long. Python's lock is held for a single text and not for a batch; a batch makes
 # the library print a warning in forks. The fast kind computes no offsets: a third of the time, less memory.
 LONG_TEXT: Final = 20_000
+# Spellings of bytes that continue a character: with byte fallback, and byte-level (GPT-2's). In UTF-8, one of the two
+# follows the first byte of any character, and the first of them follows every later byte.
+_CONTINUING: Final = (("<0x80>", "Ģ"), ("<0xB0>", "°"))
 _COMPOSED: Final = 4  # characters that composing may make a single one of
 _KEEPING: Final = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
 
@@ -91,6 +95,20 @@ class Tokenizer:
         """Every token and its id."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
+
+    @cached_property
+    def completions(self) -> tuple[list[int], ...]:
+        """Sequences of tokens, one of which completes any incomplete character at the end of a text; () if the
+        vocabulary has no tokens of bytes."""
+        low, high = map(self._byte_token, _CONTINUING)
+        if low is None or high is None:
+            return ()
+        return ([low], [low, low], [low, low, low], [high], [high, low], [high, low, low])
+
+    def _byte_token(self, spellings: Sequence[str]) -> int | None:
+        """The token of a byte, which alone is no text; None if none of the spellings is such a token."""
+        ids = (self._tokenizer.token_to_id(spelling) for spelling in spellings)
+        return next((token for token in ids if token is not None and self.decode([token]) == "\ufffd"), None)
 
     def is_skipped(self, token: int, *, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` leaves `token` out wherever it stands: a special token, or an id without a token."""

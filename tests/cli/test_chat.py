@@ -13,16 +13,19 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from onnx import numpy_helper
 
 from qsample.cli.chat import Conversation, TurnError
 from qsample.errors import install_hint
 from qsample.package.package import Package
 from qsample.runtime import CausalLM, Engine, load
 from tests.helpers.command_line import ROOT
-from tests.helpers.fake_package import CHAT_TEMPLATE, POISON, fake_package
+from tests.helpers.fake_package import CHAT_TEMPLATE, EOS, POISON, VOCAB, fake_package
 
 SETTINGS = ["--seed", "3", "--max-new-tokens", "9"]
 
@@ -168,6 +171,8 @@ def test_commands(say: Any, package: Package, requests: list[Any], tmp_path: Pat
         "/system -",
         "/set top-k 4",
         "/set seed null",
+        "/set seed 9",
+        "/set seed None",
         "/set seed 8",
         "once more",
         f"/load {saved}",
@@ -283,10 +288,59 @@ def test_a_missing_library_is_told_before_a_model_is_looked_for(run: Any, monkey
     from qsample.text.chat import compile_template
 
     compile_template.cache_clear()
-    for command in (["chat", "no-such"], ["generate", "no-such", "-p", "x", "--chat"]):
-        status, _, err = run(*command)
-        assert status == 1
-        assert f"`{install_hint('chat')}`" in err
+    status, _, err = run("chat", "no-such")
+    assert status == 1
+    assert f"`{install_hint('chat')}`" in err
+
+
+def test_a_missing_library_is_told_of_a_prompt_too(
+    run: Any, package: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    from qsample.text.chat import compile_template
+
+    compile_template.cache_clear()
+    (tmp_path / "prompts").write_text("x\n")
+    for prompts in (["-p", "x"], ["--prompt-file", tmp_path / "prompts"]):
+        status, out, err = run("generate", package.path, *prompts, *SETTINGS)
+        assert (status, out) == (1, "")
+        assert f"`{install_hint('chat')}`, or give plain text (`qsample generate --raw`)" in err
+        assert run("generate", package.path, *prompts, "--raw", *SETTINGS)[0] == 0
+
+
+def test_an_answer_that_is_empty(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_the_end(graph: Any) -> None:
+        (bias,) = (tensor for tensor in graph.graph.initializer if tensor.name == "head_bias")
+        values = np.zeros(VOCAB, np.float32)
+        values[EOS] = 1e4
+        bias.CopyFrom(numpy_helper.from_array(values, "head_bias"))
+
+    path = fake_package(tmp_path / "silent", edit=only_the_end).path
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    status, out, err = run("chat", path, *SETTINGS)
+    assert (status, out) == (0, "\n")
+    assert "1 token, " in err
+    assert "The answer is empty: the model ended it at once" in err
+
+
+@pytest.mark.parametrize("text", ["more", None])
+def test_an_answer_that_is_stopped_before_it_begins(text: str | None, package: Package) -> None:
+    class Stopped:
+        def __iter__(self) -> Iterator[Any]:
+            raise KeyboardInterrupt
+
+        def cancel(self) -> None:
+            pass
+
+        def result(self) -> Any:
+            return SimpleNamespace(finish_reason="cancelled", text="")
+
+    engine: Any = SimpleNamespace(capacity=256, add_request=lambda *_, **__: Stopped())
+    talk, said = Conversation(load(package.path), engine, {}, {}), [user("hello"), assistant("hi")]
+    talk.start_with(said)
+    with pytest.raises(KeyboardInterrupt):
+        talk.ask(text, print)
+    assert (talk.turns, talk.answers) == (said, 0), "the conversation is as it was"
 
 
 def test_a_model_that_gives_nan(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

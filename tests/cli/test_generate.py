@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 from qsample.request.sampling_params import FILTER_FIELDS, OFF
 from qsample.runtime import load
 from tests.helpers.command_line import qsample
-from tests.helpers.fake_package import fake_package
+from tests.helpers.fake_package import VOCAB, byte_tokenizer, fake_package
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
 
 GENERATE = ["--max-new-tokens", "8", "--seed", "3", "--temperature", "1.0"]
@@ -75,6 +78,50 @@ def test_generate_json(run: Any, everything: Path) -> None:
     assert document["timing"]["steps"] == 7
 
 
+AS_A_CHAT = "answering as a chat, with the model's chat template; --raw continues the text itself\n"
+
+
+def test_a_prompt_is_a_user_s_message_if_the_model_has_a_template(run: Any, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package").path
+    model, user = load(package), {"role": "user", "content": "One"}
+
+    def text(inputs: Any) -> str:
+        texts = model.generate(inputs, max_new_tokens=8, seed=3, temperature=1.0).texts
+        assert texts is not None
+        return texts[0]
+
+    answer, continuation = text([user]), text("One")
+    assert answer != continuation
+    status, out, err = run("generate", package, "-p", "One", *GENERATE)
+    assert (status, out) == (0, f"{answer}\n")
+    assert err.startswith(AS_A_CHAT)
+    assert err.count("\n") == 2
+    status, out, err = run("generate", package, "-p", "One", "-p", "Two", *GENERATE)
+    assert (status, out.splitlines()[1], err.count(AS_A_CHAT)) == (0, answer, 1)
+    status, out, err = run("generate", package, "-p", "One", "--raw", *GENERATE)
+    assert (status, out, AS_A_CHAT in err) == (0, f"One{continuation}\n", False)
+    status, out, err = run("generate", package, "-p", "One", "--json", *GENERATE)
+    assert (status, json.loads(out)["results"][0]["text"]) == (0, answer)
+    system = text([{"role": "system", "content": "S"}, user])
+    status, out, err = run("generate", package, "-p", "One", "--system", "S", *GENERATE)
+    assert (status, out, AS_A_CHAT in err) == (0, f"{system}\n", False), "it was asked for"
+
+
+def test_a_model_without_a_template_continues_the_prompt(run: Any, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package", tokenizer_config={}).path
+    plain, raw = (run("generate", package, "-p", "One", *more, *GENERATE) for more in ([], ["--raw"]))
+    assert plain[:2] == (0, raw[1])
+    assert plain[1].startswith("One")
+    assert AS_A_CHAT not in plain[2]
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}?")
+    status, out, err = run("generate", package, "-p", "One", "--chat-template", tmp_path / "mine.jinja", *GENERATE)
+    model = load(package)
+    assert model.tokenizer is not None
+    ids = model.tokenizer.encode("One?", add_special_tokens=False)
+    done = model.generate(ids, max_new_tokens=8, seed=3, temperature=1.0)
+    assert (status, [out], AS_A_CHAT in err) == (0, [f"{text}\n" for text in done.texts or ()], False)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("chat", [False, True])
 def test_generate_with_images(run: Any, smolvlm_package: Path, tmp_path: Path, chat: bool) -> None:
@@ -83,7 +130,7 @@ def test_generate_with_images(run: Any, smolvlm_package: Path, tmp_path: Path, c
     files = [tmp_path / "a.png", tmp_path / "b.png"]
     for seed, file in enumerate(files):
         picture(30, 20, seed).save(file)
-    flags = [flag for file in files for flag in ("--image", file)] + ["--chat"] * chat
+    flags = [flag for file in files for flag in ("--image", file)] + ["--raw"] * (not chat)
     status, out, err = run(
         "generate", smolvlm_package, "-p", "hi", *flags, "--max-new-tokens", 6, "--seed", 1, "--json"
     )
@@ -129,7 +176,7 @@ def test_guesses_are_counted(run: Any, tmp_path: Path) -> None:
     """From a flag, and from a line of a file."""
     package = fake_package(tmp_path / "package", num_speculative_tokens=4).path
     # The fake's cache is float32, over which guesses change last bits.
-    prompt, more = "abcabcabcabc", ("--greedy", "--max-new-tokens=40", "--seed=1", "--no-batch-invariant")
+    prompt, more = "abcabcabcabc", ("--raw", "--greedy", "--max-new-tokens=40", "--seed=1", "--no-batch-invariant")
     status, plain, err = run("generate", package, "-p", prompt, *more)
     assert (status, "a step" in err) == (0, False), err
     status, guessed, err = run("generate", package, "-p", prompt, *more, "--prompt-lookup-num-tokens=4")
@@ -176,6 +223,30 @@ def test_generate_tells_once_of_compile_for_a_large_portable_package(
     monkeypatch.setattr("qsample.package.package._SLOW_FROM", 1000)
     status, _, err = run(*arguments)
     assert (status, err.count(f"`qsample compile {package} OUT --weights int4`")) == (0, 1)
+    figures = {"matrices": 1, "bits": [4], "block_sizes": [32], "bytes": 9}
+    package = fake_package(tmp_path / "packed", manifest={"packed_weights": figures}).path
+    err = run("generate", package, *arguments[2:])[2]
+    assert (f"`qsample compile {package} OUT`" in err, "int4" in err, "4 bits" in err) == (True, False, False)
+
+
+def test_an_answer_that_is_cut_inside_a_character(run: Any, tmp_path: Path) -> None:
+    """The model writes a first byte of characters over and over: two that no character has, and one that is cut off."""
+    first = byte_tokenizer().token_to_id("ð")  # the byte F0
+
+    def always(graph: onnx.ModelProto) -> None:
+        (bias,) = (tensor for tensor in graph.graph.initializer if tensor.name == "head_bias")
+        values = np.zeros(VOCAB, np.float32)
+        values[first] = 1e4
+        bias.CopyFrom(numpy_helper.from_array(values, "head_bias"))
+
+    package, text = fake_package(tmp_path / "package", edit=always).path, "\ufffd\ufffd"
+    (tmp_path / "prompts").write_text("x\n")
+    options = ("--raw", "--greedy", "--max-new-tokens", "3")
+    streamed = run("generate", package, "-p", "x", *options)[1]
+    whole = json.loads(run("generate", package, "-p", "x", "--json", *options)[1])["results"][0]
+    line = json.loads(run("generate", package, "--prompt-file", tmp_path / "prompts", *options)[1])
+    assert (streamed, whole["token_ids"], line["token_ids"]) == (f"x{text}\n", [first] * 3, [first] * 3)
+    assert whole["text"] == line["text"] == text
 
 
 # Its tokens are bytes, so a random model follows an expression for long, or not at all.
@@ -185,7 +256,9 @@ FORMED = ["--max-new-tokens", "24", "--seed", "5", "--temperature", "50", "--top
 def test_answers_in_a_form(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package", allowed_tokens=True, generation_config={}).path
     prompts = ["-p", "One", "-p", "Two"]
-    status, out, err = run("generate", package, *prompts, "-n", "3", "--regex", "(ab|cd){2}e?", "--json", *FORMED)
+    status, out, err = run(
+        "generate", package, *prompts, "--num-return-sequences", "3", "--regex", "(ab|cd){2}e?", "--json", *FORMED
+    )
     assert status == 0, err
     results = json.loads(out)["results"]
     assert [row["prompt"] for row in results] == ["One"] * 3 + ["Two"] * 3

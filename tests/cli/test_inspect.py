@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.models.model import SourceModel
 from qsample.package.package import Package, read_package
 from tests.helpers.command_line import qsample
-from tests.helpers.fake_package import fake_package
+from tests.helpers.fake_package import compilation, fake_package
 
 
 def test_inspect_shows_every_tensor_of_the_contract(run: Any, llama_package: Path) -> None:
@@ -178,6 +179,34 @@ def test_list_and_clear(run: Any, made: list[Any], tmp_path: Path, monkeypatch: 
     assert run("cache", "clear", "--yes")[2] == "1 removed\n"
     assert run("cache", "clear")[2] == "0 removed\n"
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".locks"]
+
+
+@pytest.mark.parametrize(
+    ("packed", "shown"),
+    [(None, "float32"), ({"bits": [4, 8]}, "4 and 8 bits"), ({"bits": [4, 8], "type": "Q4_1"}, "Q4_1")],
+)
+def test_list_names_the_type_of_weights(
+    packed: dict[str, Any] | None,
+    shown: str,
+    run: Any,
+    made: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fake: Callable[..., Package],
+) -> None:
+    figures = packed and {"matrices": 3, "block_sizes": [32], "bytes": 9, **packed}
+    for weights, expected in ((None, shown), ("int8", "int8")):
+        quantization = {"packed_matrices": 3} if weights is None else {"dtype": weights}
+        package = fake(
+            manifest={"packed_weights": figures}, compilation=replace(compilation(), quantization=quantization)
+        )
+        monkeypatch.setattr(SourceModel, "_make", lambda *_, made=package, **__: shutil.copytree(made.path, _[1]))
+        run("pull", tmp_path / "model", *([] if weights is None else ["--weights", weights]))
+        (entry, *_) = json.loads(run("cache", "list", "--json")[1])["entries"]
+        assert entry["options"][:3] == ["cpu", expected, f"{compilation().ctx_len} tokens"]
+        run("cache", "clear", "--yes")
+    packed_line = f"3 matrices of the checkpoint, {'Q4_1, ' if shown == 'Q4_1' else ''}4 and 8 bits, blocks of 32"
+    assert (packed_line in " ".join(run("inspect", package.path)[1].split())) == (packed is not None)
 
 
 def test_inspect_shows_a_gguf_file(run: Any, tmp_path: Path) -> None:

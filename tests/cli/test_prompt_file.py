@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from qsample.cli.prompt_file import read_rows, with_fingerprints
+from qsample.cli.prompt_file import read_lines, rows_of, with_fingerprints
 from qsample.package.package import Package
 from qsample.runtime import load
 from qsample.runtime.decode.loop import DecodeLoop
@@ -26,10 +26,11 @@ ROWS: list[Any] = [
     {"prompt": "hello", "id": "a", "max_new_tokens": 4},
     {"messages": [{"role": "user", "content": "hi"}], "id": 7, "temperature": 0.5},
     {"prompt": [5, 6, 7], "do_sample": False, "metadata": {"kept": "out"}},
-    {"prompt": "x", "max_length": 9, "seed": 5, "stop_strings": ["zz"]},
+    {"prompt": "x", "max_length": 30, "seed": 5, "stop_strings": ["zz"]},
     {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}], "tools": [{"name": "f"}]},
     {"prompt": "long one", "max_new_tokens": 11, "eos_token_id": [5]},
 ]
+AS_A_CHAT = "answering as a chat, with the model's chat template; --raw continues the text itself\n"
 SETTINGS = ["--max-new-tokens", "6", "--seed", "3", "--temperature", "0.9"]
 
 
@@ -56,7 +57,8 @@ def test_images_of_a_line(tmp_path: Path) -> None:
     def read(folder: Path, content: bytes, as_chat: bool = False) -> list[str]:
         folder.mkdir()
         (folder / "a.png").write_bytes(content)
-        rows = read_rows(written(folder / "p.jsonl", lines), {}, {}, as_chat=as_chat, system=None)
+        read = read_lines(written(folder / "p.jsonl", lines))
+        rows = rows_of(read, {}, {}, as_chat=as_chat, system=None)
         parts = [{"type": "image", "image": image} for image in (folder / "a.png", bytes(3))]
         text = {"type": "text", "text": "x"}
         if as_chat:
@@ -79,9 +81,8 @@ def test_rows_with_images(run: Any, smolvlm_package: Path, tmp_path: Path) -> No
 
     picture(30, 20).save(tmp_path / "a.png")
     lines = [{"prompt": "x", "images": ["a.png"]}, {"prompt": "x"}]
-    status, out, err = run(
-        "generate", smolvlm_package, "--prompt-file", written(tmp_path / "p.jsonl", lines), *SETTINGS
-    )
+    source = written(tmp_path / "p.jsonl", lines)
+    status, out, err = run("generate", smolvlm_package, "--prompt-file", source, "--raw", *SETTINGS)
     assert status == 0, err
     model = load(smolvlm_package)
     for row, (record, images) in enumerate(zip(records(out), [tmp_path / "a.png", None], strict=True)):
@@ -103,6 +104,8 @@ def test_every_row_is_what_it_is_alone(run: Any, package: Package, tmp_path: Pat
         if row.get("do_sample") is False:
             del options["temperature"]
         inputs = options.pop("prompt", None) or options.pop("messages")
+        if isinstance(inputs, str):
+            inputs = [{"role": "user", "content": inputs}]
         for name in ("id", "metadata"):
             options.pop(name, None)
         alone = model.generate(inputs, **options)
@@ -112,21 +115,65 @@ def test_every_row_is_what_it_is_alone(run: Any, package: Package, tmp_path: Pat
         assert (record["finish_reason"], record["prompt_tokens"]) == (alone.finish_reasons[0], alone.prompt_lengths[0])
         assert record["completion_tokens"] == len(record["token_ids"])
     assert "6 rows, " in err
+    assert err.count(AS_A_CHAT) == 1
 
 
 def test_a_line_of_text_is_a_prompt(run: Any, package: Package, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes('\ufeffone\r\n\n{"two": 2}\nthree'.encode())
-    status, out, _ = run("generate", package.path, "--prompt-file", path, *SETTINGS)
-    model, found = load(package.path), records(out)
-    assert (status, [record["id"] for record in found]) == (0, [1, 3, 4])
-    for record, prompt in zip(found, ["one", '{"two": 2}', "three"], strict=True):
-        alone = model.generate(prompt, max_new_tokens=6, temperature=0.9, seed=record["seed"])
-        assert record["token_ids"] == alone.token_ids[0]
-    status, out, _ = run("generate", package.path, "--prompt-file", path, "--chat", "--system", "S", *SETTINGS)
-    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "one"}]
-    alone = model.generate(chat, max_new_tokens=6, temperature=0.9, seed=3)
-    assert records(out)[0]["token_ids"] == alone.token_ids[0]
+    model, system = load(package.path), {"role": "system", "content": "S"}
+    for flags, head, told in ((["--raw"], None, 0), ([], [], 1), (["--system", "S"], [system], 0)):
+        status, out, err = run("generate", package.path, "--prompt-file", path, *flags, *SETTINGS)
+        found = records(out)
+        assert (status, [record["id"] for record in found], err.count(AS_A_CHAT)) == (0, [1, 3, 4], told)
+        for record, prompt in zip(found, ["one", '{"two": 2}', "three"], strict=True):
+            inputs: Any = prompt if head is None else [*head, {"role": "user", "content": prompt}]
+            alone = model.generate(inputs, max_new_tokens=6, temperature=0.9, seed=record["seed"])
+            assert record["token_ids"] == alone.token_ids[0]
+
+
+def test_what_is_no_chat(run: Any, package: Package, tmp_path: Path) -> None:
+    """Token ids are continued, conversations are what they are, and a model without a template continues texts."""
+    source = written(tmp_path / "p.jsonl", [{"prompt": [5, 6]}, ROWS[1]])
+    plain, raw = (run("generate", package.path, "--prompt-file", source, *more, *SETTINGS) for more in ([], ["--raw"]))
+    assert (plain[0], plain[1], AS_A_CHAT in plain[2]) == (0, raw[1], False)
+    system = run("generate", package.path, "--prompt-file", source, "--system", "S", *SETTINGS)
+    assert [mine == other for mine, other in zip(records(system[1]), records(raw[1]), strict=True)] == [True, False]
+    bare = fake_package(tmp_path / "bare", tokenizer_config={}).path
+    source = written(tmp_path / "q.jsonl", [{"prompt": "one"}])
+    plain, raw = (run("generate", bare, "--prompt-file", source, *more, *SETTINGS) for more in ([], ["--raw"]))
+    assert (plain[0], plain[1], AS_A_CHAT in plain[2]) == (0, raw[1], False)
+
+
+def test_a_file_of_texts_goes_on_as_it_began(run: Any, package: Package, tmp_path: Path) -> None:
+    """Lines that continue texts, and lines that answer, do not come into one file."""
+    source, output = written(tmp_path / "p.jsonl", [{"prompt": "one"}, {"prompt": "two"}]), tmp_path / "out"
+    command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS]
+    for first, second in (([], ["--raw"]), (["--raw"], [])):
+        assert run(*command, *first)[0] == 0
+        whole = output.read_bytes()
+        status, _, err = run(*command, *second)
+        assert (status, output.read_bytes()) == (2, whole)
+        assert "line 1 of --output" in err
+        output.write_bytes(whole[: whole.index(b"\n") + 1])
+        assert run(*command, *first)[0] == 0
+        assert output.read_bytes() == whole
+        output.unlink()
+
+
+def test_log_probabilities_are_for_rows_that_ask(run: Any, everything: Path, tmp_path: Path) -> None:
+    names = ["logprobs", "top_logprob_ids", "top_logprobs", "probs"]
+    asked: list[Any] = [None, [], ["logprobs"], names, ["nonsense"], "logprobs"]
+    rows = [{"prompt": "x"}, *({"prompt": "x", "outputs": outputs} for outputs in asked[1:])]
+    source = written(tmp_path / "p.jsonl", rows)
+    status, out, _ = run("generate", everything, "--prompt-file", source, "--max-new-tokens", "2", "--greedy")
+    found = records(out)
+    assert status == 1
+    assert [[name for name in names if name in record] for record in found] == [[], [], ["logprobs"], names, [], []]
+    done = load(everything).generate("x", max_new_tokens=2, do_sample=False)
+    assert done.logprobs is not None
+    assert found[2]["logprobs"] == done.logprobs[0].reshape(-1, 1).tolist()
+    assert all("give a list of the package's optional outputs" in record["error"]["message"] for record in found[4:])
 
 
 def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -> None:
@@ -153,7 +200,7 @@ def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -
         ({"prompt": "x", "eos_token_id": {"a": 1}}, "eos_token_id"),
         ({"prompt": "x" * 300}, "context length is 256"),
         ({"prompt": [10**9]}, "token id 1000000000"),
-        ({"prompt": "x", "tools": [{}]}, "tools go with chat messages"),
+        ({"prompt": [5], "tools": [{}]}, "tools go with chat messages"),
         ({"prompt": "\ud800"}, ""),
     ]
     rows = [line for wrong, _ in bad for line in (wrong, {"prompt": "fine"})]

@@ -13,21 +13,27 @@ import pytest
 
 from tests.helpers.fake_package import fake_package
 
-CHAT_ONLY = (
-    "is a conversation, so --system, --chat-template, --chat-template-kwargs and --thinking would change nothing"
-)
+CHAT_ONLY = "is token ids, so --system, --chat-template, --chat-template-kwargs and --thinking would change nothing"
+RAW = "--raw goes without a chat template, and --system, --chat-template, --chat-template-kwargs and --thinking belong"
 REFUSED: list[tuple[str, int, str]] = [
     ("nonsense", 2, "No such command 'nonsense'; see qsample --help"),
     ("run package", 2, "No such command 'run'; here it is `qsample chat MODEL` or `qsample generate MODEL -p TEXT`"),
     ("serve package --max-model-len 9", 2, "No such option: --max-model-len; here it is --ctx-len; see qsample serve"),
     ("chat package -n 9", 2, "No such option: -n; here it is --max-new-tokens; see qsample chat"),
+    ("generate package -p x -n 60", 2, "option: -n; here it is --max-new-tokens 60 or --num-return-sequences 60; see"),
+    ("generate package -p x -n60", 2, "No such option: -n; here it is --max-new-tokens or --num-return-sequences; see"),
+    ("generate package -p x -n", 2, "No such option: -n; here it is --max-new-tokens or --num-return-sequences; see"),
+    ("generate package -p x -np 4", 2, "No such option: -np; here it is --slots; see qsample generate --help"),
+    ("serve package -ngl 99", 2, "No such option: -ngl; here it is --provider; see qsample serve --help"),
+    ("generate package -p x --chat", 2, "here it is `qsample chat MODEL` or `qsample generate MODEL -p TEXT`; see"),
+    ("generate package -p x --ignore-chat-template", 2, "here it is --raw; see"),
     ("bench package --max-tokens 9", 2, "No such option: --max-tokens"),
     ("generate package hello", 2, "unexpected extra argument(s) (hello); a prompt comes after -p; see"),
     ("generate package -p x --regex a --grammar b", 2, "--regex and --grammar were given; give one of them"),
     ("generate package -p x --json-schema missing.json", 2, "cannot read --json-schema missing.json"),
     ("generate package -p x --regex (", 2, "--regex: no answer can follow that form"),
     ("generate package -p x --regex a", 1, "need a package that was exported with --allowed-tokens"),
-    ("generate package --prompt-file text -n 2", 2, "--num-return-sequences goes with --prompt"),
+    ("generate package --prompt-file text --num-return-sequences 2", 2, "--num-return-sequences goes with --prompt"),
     ("export only-a-model", 2, "Missing argument 'OUT'; see qsample export --help"),
     ("export package out", 2, "package is a package already; `qsample compile` takes it from here"),
     ("export ./nothing out", 1, "does not exist; give a checkpoint folder, a package folder or a hub id"),
@@ -86,13 +92,15 @@ REFUSED: list[tuple[str, int, str]] = [
     ("generate -p x --temperature nan", 2, "--temperature is nan"),
     ("generate -p x --max-new-tokens 0", 2, "--max-new-tokens is 0"),
     ("generate -p x --greedy --top-k 5", 2, "--greedy chooses greedily, yet --top-k 5 is given"),
-    (f"generate -p x --chat --chat-template '{{{{ x }}}}{' ' * 300}'", 2, "is not a file; give a file"),
-    ("generate -p x --thinking", 2, "and --thinking go with --chat"),
+    (f"generate -p x --chat-template '{{{{ x }}}}{' ' * 300}'", 2, "is not a file; give a file"),
+    ("generate -p x --raw --thinking", 2, RAW),
+    ("generate nowhere -p x --raw --system S", 2, RAW),
+    ("generate nowhere --prompt-file text --raw --chat-template tool_use", 2, RAW),
     ("generate nowhere -p x --stop-string=", 1, "--stop-string is"),
     ("chat nowhere --stop-string=", 1, "--stop-string is"),
     (f"generate {'x' * 300} -p x", 1, "xxx does not exist; give a checkpoint folder, a package folder or a hub id"),
-    (f"generate package -p {'x' * 400}", 1, "256"),
-    ("generate plain -p x --chat", 1, "chat template"),
+    (f"generate package --raw -p {'x' * 400}", 1, "256"),
+    ("generate plain -p x --system S", 1, "chat template"),
     ("generate package -p x --provider abacus", 1, "abacus"),
     ("generate ids -p One", 1, 'it takes no text; give token ids, as "prompt" of a line in a --prompt-file'),
     ("generate ids -p One -p Two", 1, "it takes no text; give token ids"),
@@ -113,11 +121,11 @@ REFUSED: list[tuple[str, int, str]] = [
     ("generate nowhere --prompt-file rows.jsonl --output folder", 2, "cannot write --output folder: it is not a plain"),
     ("generate nowhere --prompt-file rows.jsonl --output /dev/null", 2, "cannot write --output /dev/null: it is not a"),
     ("generate nowhere --prompt-file rows.jsonl --output rows.jsonl", 2, "are the same file"),
-    ("generate nowhere --prompt-file text --system S", 2, f"{CHAT_ONLY}; give --chat"),
-    ("generate nowhere --prompt-file text --no-thinking", 2, CHAT_ONLY),
-    ("generate nowhere --prompt-file text --chat-template-kwargs '{\"a\": 1}'", 2, CHAT_ONLY),
-    ("generate nowhere --prompt-file text --chat-template tool_use", 2, CHAT_ONLY),
-    ("generate package --prompt-file rows.jsonl --output out --provider abacus", 1, "abacus"),
+    ("generate package --prompt-file ids.jsonl --system S", 2, f"{CHAT_ONLY}; leave them out"),
+    ("generate package --prompt-file ids.jsonl --no-thinking", 2, CHAT_ONLY),
+    ("generate package --prompt-file ids.jsonl --chat-template-kwargs '{\"a\": 1}'", 2, CHAT_ONLY),
+    ("generate package --prompt-file ids.jsonl --chat-template tool_use", 2, CHAT_ONLY),
+    ("generate package --prompt-file rows.jsonl --raw --output out --provider abacus", 1, "abacus"),
     ("chat plain", 1, "the package has no chat template"),
     ("chat ids", 1, "the package has no tokenizer, so it cannot chat"),
     ("chat strict", 1, "no system"),
@@ -159,6 +167,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("latin", b"ok \xff"),
         ("text", b"The quick brown fox jumps over the lazy dog.\n" * 3),
         ("rows.jsonl", b'{"prompt": "x"}\n'),
+        ("ids.jsonl", b'{"prompt": [5]}\n'),
         ("array.json", json.dumps([{"prompt": "x"}], indent=1).encode()),
     ):
         (folder / name).write_bytes(content)

@@ -100,8 +100,8 @@ def test_what_a_model_masks_is_null_in_json(run: Any, tmp_path: Path) -> None:
         raise AssertionError(f"{name} is no JSON")
 
     package = fake_package(tmp_path / "package", edit=mask, logprobs=True, top_logprobs=3)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a\n")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a", "outputs": ["logprobs", "top_logprobs"]}))
     options = ("--max-new-tokens", "2", "--seed", "1")
     status, whole, _ = run("generate", package.path, "-p", "a", "--json", *options)
     assert status == 0

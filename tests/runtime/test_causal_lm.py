@@ -148,3 +148,12 @@ def test_a_large_portable_package_says_once_that_compile_makes_it_faster(
         model.generate([5], max_new_tokens=1)
     (shown,) = recwarn.list
     assert re.search("package is portable.*`qsample compile .* OUT --weights int4`", str(shown.message))
+
+
+def test_a_name_that_the_package_lacks() -> None:
+    import qsample
+
+    with pytest.raises(AttributeError, match=r"'load'; AutoModelForCausalLM.from_pretrained opens a model$"):
+        qsample.load  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        qsample.nothing  # noqa: B018

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import random
 from collections.abc import Callable
@@ -46,6 +47,15 @@ def sentencepiece_like() -> Tokenizer:
     return Tokenizer(inner)
 
 
+def whole(tokenizer: Tokenizer, data: bytes, ids: list[int]) -> str:
+    """The text of bytes, and of `ids` that hold them, up to a character that they only begin."""
+    reader = codecs.getincrementaldecoder("utf-8")("replace")
+    text = reader.decode(data)
+    begun, _ = reader.getstate()
+    assert tokenizer.decode(ids) == text + "\ufffd" * bool(begun)
+    return text
+
+
 def pieces(decoder: IncrementalDecoder, ids: list[int]) -> list[str]:
     return [*(decoder.put(token) for token in ids), decoder.end()]
 
@@ -61,9 +71,35 @@ def test_pieces_are_whole_characters_and_join_to_the_text(text: str, tokenizer: 
     assert [i for i, part in enumerate(parts[:-1]) if part] == ends
 
 
-def test_a_text_cut_inside_a_character(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("ab🙂", add_special_tokens=False)[:-1]
-    assert pieces(IncrementalDecoder(tokenizer), ids) == ["a", "b", "", "", "", "\ufffd"]
+# The first bytes of characters differ in what may follow: E0, ED, F0 and F4 take a part of the other bytes alone.
+@pytest.mark.parametrize("character", ["é", "\u0800", "漢", "\ud7ff", "\U00010000", "🙂", "\U0010ffff"])
+@pytest.mark.parametrize("before", ["", "a", "é", "a\ufffd"])
+def test_a_text_cut_inside_a_character_ends_before_it(before: str, character: str, tokenizer: Tokenizer) -> None:
+    characters = {byte: spelling for spelling, byte in bytes_to_characters().items()}
+    for spelled, spelling in ((tokenizer, characters.get), (sentencepiece_like(), "<0x{:02X}>".format)):
+        vocabulary = spelled.get_vocab()
+        for count in range(1, len(character.encode())):
+            data = before.encode() + character.encode()[:count]
+            ids = [vocabulary[spelling(byte)] for byte in data]
+            assert "".join(pieces(IncrementalDecoder(spelled), ids)) == before
+            text = GeneratedText(spelled)
+            for token in ids:
+                text.put(token)
+            text.end()
+            assert text.whole == before
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_replacement_character_that_was_written_stays(count: int, tokenizer: Tokenizer) -> None:
+    for text in ("\ufffd" * count, "a" + "\ufffd" * count, "\ufffd" * count + "b"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert "".join(pieces(IncrementalDecoder(tokenizer), ids)) == text
+
+
+def test_a_vocabulary_without_bytes_has_no_incomplete_characters() -> None:
+    words = Tokenizer(RustTokenizer(models.WordLevel({"a": 0, "\ufffd": 1, "Ģ": 2, "°": 3}, unk_token="a")))
+    assert words.completions == ()
+    assert "".join(pieces(IncrementalDecoder(words), [0, 1])) == "a \ufffd"
 
 
 def test_bytes_that_are_no_text(tokenizer: Tokenizer) -> None:
@@ -74,12 +110,14 @@ def test_bytes_that_are_no_text(tokenizer: Tokenizer) -> None:
 
 
 def test_any_bytes_join_to_what_the_whole_decodes_to(tokenizer: Tokenizer) -> None:
-    generator = random.Random(3)
+    generator, spelled = random.Random(3), bytes_to_characters()
+    held = {token: spelled[piece] for piece, token in tokenizer.get_vocab().items() if piece in spelled}
     for _ in range(300):
         # Mostly letters, so that text and what is no text meet.
         length = generator.randrange(1, 30)
-        ids = [generator.randrange(3, 260) if generator.random() < 0.3 else 68 for _ in range(length)]
-        assert "".join(pieces(IncrementalDecoder(tokenizer), ids)) == tokenizer.decode(ids)
+        ids = [generator.randrange(4, 260) if generator.random() < 0.3 else 68 for _ in range(length)]
+        expected = whole(tokenizer, bytes(held[token] for token in ids), ids)
+        assert "".join(pieces(IncrementalDecoder(tokenizer), ids)) == expected
 
 
 def test_byte_fallback_joins_to_what_the_whole_decodes_to() -> None:
@@ -149,17 +187,18 @@ def test_tokens_that_end_anywhere_in_a_character_join_to_what_the_whole_decodes_
         chosen = generator.choices([*tokens], k=generator.randrange(1, 120))
         ids = [tokens[token] for token in chosen]
         parts = pieces(IncrementalDecoder(tokenizer), ids)
-        assert "".join(parts) == tokenizer.decode(ids) == b"".join(chosen).decode(errors="replace")
-        whole = [len(b"".join(chosen[:n]).decode(errors="ignore")) for n in range(len(chosen) + 1)]
+        assert "".join(parts) == whole(tokenizer, b"".join(chosen), ids)
+        characters = [len(b"".join(chosen[:n]).decode(errors="ignore")) for n in range(len(chosen) + 1)]
         given = [len("".join(parts[:n])) for n in range(len(chosen) + 1)]
         # A character comes with its last byte, whatever follows in the same token.
-        assert all(have >= characters for have, characters in zip(given, whole, strict=True))
+        assert all(have >= count for have, count in zip(given, characters, strict=True))
 
 
 E = "é".encode()
+CONTINUATION = byte_tokenizer().token_to_id("¡")  # the byte A1, with which no character begins
 SEQUENCES: dict[str, tuple[Callable[[], tuple[Tokenizer, Any]], Callable[[Any], list[int]]]] = {
     "text": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [71]),
-    "no beginning of a character": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [3 + 0xA0]),
+    "no beginning of a character": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [CONTINUATION]),
     "no end of one": (many_bytes_a_token, lambda tokens: [tokens[b"\xa9\xc3"]]),
     "special tokens": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [EOS]),
     "ids without a token": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [300]),
@@ -189,7 +228,7 @@ def test_the_decoder_does_constant_work_a_token(name: str, monkeypatch: pytest.M
         text = "".join(pieces(decoder, ids))
         assert sum(seen) < 60 * len(ids)
         if not name.startswith("byte fallback, ") and not prompt:
-            assert text == real(ids)
+            assert text == real(ids).removesuffix("\ufffd" * (name == "no end of one"))
 
 
 def test_generated_text_stops_inside_multi_byte_characters_and_tokens(tokenizer: Tokenizer) -> None:
@@ -294,7 +333,7 @@ def test_a_streamer_does_constant_work_a_token(model: CausalLM, monkeypatch: pyt
     )
     file = io.StringIO()
     streamer = TextStreamer(model.tokenizer, file, stop_strings="\ufffd" * 5000)
-    for token in [5, *[3 + 0xA0] * 2000]:
+    for token in [5, *[CONTINUATION] * 2000]:
         streamer.put([token])
     assert file.getvalue() == plain([5])
     streamer.end()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.checkpoints.gguf.file import GgufFile, GgufTensor
-from qsample.checkpoints.gguf.models import Weight, configuration, weights_of
+from qsample.checkpoints.gguf.models import Weight, configuration, weights_by_type, weights_of
 from qsample.checkpoints.gguf.tokenizer import stop_ids, tokenizer_of
 from qsample.checkpoints.gguf.types import FLOATS, read_rows
 from qsample.checkpoints.integers import IntegerWeight, StoredMatrix
@@ -50,6 +50,11 @@ class GgufCheckpoint(Checkpoint):
     @cached_property
     def _settings(self) -> dict[str, Any]:
         return configuration(self.file)
+
+    @property
+    def _weight_type(self) -> str:  # type: ignore[override]
+        ((most, _),) = weights_by_type(self.file).most_common(1)
+        return most
 
     @cached_property
     def dtype(self) -> str:

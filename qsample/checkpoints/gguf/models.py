@@ -99,9 +99,6 @@ def describe_gguf(path: Path) -> dict[str, Any]:
     """What a file is, JSON-ready: numbers of weights by type, the model's kind, and why it is not read, if so. Raises
     as `read_gguf` does."""
     file = read_gguf(path)
-    types = Counter[str]()
-    for tensor in file.tensors.values():
-        types[tensor.type] += math.prod(tensor.shape)
     try:
         problem = None
         weights_of(file, configuration(file))
@@ -109,7 +106,15 @@ def describe_gguf(path: Path) -> dict[str, Any]:
         problem = str(error)
     known = {name: file.metadata.get(f"general.{name}") for name in ("architecture", "name")}
     sizes = {name: file.value(name) for name in ("block_count", "embedding_length", "context_length")}
-    return {**known, **sizes, "weights": dict(types), "refusal": problem}
+    return {**known, **sizes, "weights": dict(weights_by_type(file)), "refusal": problem}
+
+
+def weights_by_type(file: GgufFile) -> Counter[str]:
+    """Numbers of weights by the type of their tensor."""
+    types = Counter[str]()
+    for tensor in file.tensors.values():
+        types[tensor.type] += math.prod(tensor.shape)
+    return types
 
 
 def family_of(file: GgufFile) -> Family:

@@ -156,11 +156,17 @@ def test_a_file_is_exported_with_its_integers(kind: str, tmp_path: Path) -> None
     operators = [node.op_type for node in ir.load(package.package.file("decoder.onnx")).graph]
     assert "GatherBlockQuantized" in operators
     assert operators.count("MatMulNBits") == 4 * 7 + 1
+    assert package.package.manifest.packed_weights["type"] == kind
     model = opened(path).load()
     prompt = opened(path).tokenizer("And the LORD spake unto", return_tensors="pt")
     wanted = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt.input_ids.shape[1] :]
     made = package.generate("And the LORD spake unto", max_new_tokens=24, do_sample=False)
     assert made.token_ids[0] == wanted.tolist()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "F16"])
+def test_the_type_of_most_weights(kind: str, tmp_path: Path) -> None:
+    assert opened(tiny_lm_gguf(tmp_path / "model.gguf", kind)).origin(SourceFiles())["weight_type"] == kind
 
 
 def test_an_adapter_makes_the_matrices_that_it_changes_float(tmp_path: Path) -> None:
