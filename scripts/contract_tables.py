@@ -1,6 +1,6 @@
-"""Writes the tables of docs/contract.md, docs/command-line.md, docs/migrating.md and README.md, and js/src/contract.ts.
+"""Writes the tables of docs/contract.md, command-line.md, migrating.md and speed.md, and js/src/contract.ts.
 
-README.md's times of steps come from docs/benchmarks/decode.json.
+The times of steps in docs/speed.md come from docs/benchmarks/decode.json.
 
     python scripts/contract_tables.py           rewrites the tables in place
     python scripts/contract_tables.py --check   exits with 1 if a table is out of date
@@ -26,7 +26,7 @@ from qsample.contract.interface import AdapterTarget, Features, ImageShape, Inte
 from qsample.contract.tensors import TensorSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("contract", "command-line", "migrating")), ROOT / "README.md")
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("contract", "command-line", "migrating", "speed"))
 TYPESCRIPT = ROOT / "js" / "src" / "contract.ts"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
