@@ -241,7 +241,9 @@ def make_genai_model(
     return folder
 
 
-def make_gguf(checkpoint: Path, path: Path, python: str, quantization: str = "Q4_0", *, texts: bool = False) -> Path:
+def make_gguf(
+    checkpoint: Path, path: Path, python: str, quantization: str = "Q4_0", *, texts: bool = False, pure: bool = True
+) -> Path:
     """Convert a checkpoint to a quantized GGUF file, unless the file exists.
 
     Args:
@@ -250,10 +252,13 @@ def make_gguf(checkpoint: Path, path: Path, python: str, quantization: str = "Q4
         python: An interpreter with gguf and llama-cpp-python, whose own quantizer is used.
         quantization: A type of llama.cpp.
         texts: Invent a text for every token; see `gguf_model.py`.
+        pure: Give the head the same type; otherwise the quantizer chooses a type for each matrix.
     """
     if not path.exists():
         script = str(Path(__file__).with_name("gguf_model.py"))
-        command = [python, script, str(checkpoint), str(path), quantization, *(["--texts"] if texts else [])]
+        command = [python, script, str(checkpoint), str(path), quantization]
+        command += ["--texts"] if texts else []
+        command += [] if pure else ["--mixed"]
         run_quietly(command, path.with_suffix(".log"))
     return path
 

@@ -1,10 +1,10 @@
 """Writes a checkpoint as a GGUF file, which llama.cpp itself quantizes.
 
-    python benchmarks/gguf_model.py CHECKPOINT OUT.gguf Q4_0 [--texts]
+    python benchmarks/gguf_model.py CHECKPOINT OUT.gguf Q4_0 [--texts] [--mixed]
 
 It supports the model types of ARCHITECTURES; `gguf_check.py` compares llama.cpp's logits on such files with
 transformers'. The files have no vocabulary, because benchmarks feed and read token ids; with --texts every token has an
-invented text, for a server that reads and returns texts.
+invented text, for a server that reads and returns texts. With --mixed, llama.cpp chooses a type for each matrix.
 """
 
 from __future__ import annotations
@@ -231,15 +231,15 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def quantize(source: Path, path: Path, kind: str) -> None:
+def quantize(source: Path, path: Path, kind: str, *, mixed: bool) -> None:
     import llama_cpp
 
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     options.nthread = 2
-    # By default the quantizer keeps the head in 6 bits; here all systems read the same number of bytes. Mixtures of
-    # types, such as Q4_K_M, are its own.
-    options.pure = "_K_" not in kind
+    # By default the quantizer keeps the head in 6 bits; without `mixed`, all systems read the same number of bytes.
+    # Mixtures of types, such as Q4_K_M, are always its own.
+    options.pure = not mixed and "_K_" not in kind
     status = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
     if status:
         raise RuntimeError(f"llama.cpp's quantizer failed with status {status}")
@@ -251,7 +251,7 @@ def main() -> None:
     whole, scratch = path.with_suffix(".float16.gguf"), path.with_suffix(".scratch.gguf")
     try:
         write_float(checkpoint, whole, texts=texts)
-        quantize(whole, scratch, kind)
+        quantize(whole, scratch, kind, mixed="--mixed" in sys.argv)
         scratch.rename(path)  # an existing file is complete
     finally:
         whole.unlink(missing_ok=True)

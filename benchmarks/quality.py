@@ -1,19 +1,23 @@
-r"""The quality of bits on held-out text: qsample's presets beside the peers' bits.
+r"""The quality of bits: qsample's presets beside the peers' bits, on a real model and on small ones.
 
-    python benchmarks/quality.py --peers-python peers/bin/python               # the bundled model
+    python scripts/real_model.py                                               # SmolLM2-135M-Instruct
+    python benchmarks/quality.py --peers-python peers/bin/python               # its dithered weights
+    python benchmarks/quality.py --peers-python peers/bin/python --model build/smollm2/checkpoint
+    python benchmarks/quality.py --peers-python peers/bin/python --model qsample/assets/tiny_lm
     python benchmarks/second_model.py --out build/second                       # another small model
     python benchmarks/quality.py --peers-python peers/bin/python --model build/second \
         --heldout build/second/heldout.txt --calibration-text build/second/train.txt
 
 All bits run in qsample's runtime, so the table compares bits, not engines: each product rounds activations to 8 bits.
-The peers' files are made by the peers: llama.cpp's quantizer writes GGUF files, whose integers an export keeps, and
-onnxruntime-genai's builder writes decoders that are baked; by default it rounds as Q4_0 does, with scales in float32.
-Fitted presets fit to text that the model writes; rows "to text" fit to --calibration-text. Sizes are of packages, and
-of the peers' own files.
+The peers' files are made by the peers: llama.cpp's quantizer writes GGUF files, whose integers an export keeps, in
+the types that it chooses for each matrix; onnxruntime-genai's builder writes decoders that are baked, and by default
+rounds as Q4_0 does, with scales in float32. Fitted presets fit to text that the model writes; rows "to text" fit to
+--calibration-text. Sizes are of packages, and of the peers' own files.
 
-Without --heldout, the texts are chapters that `scripts/train_tiny_lm.py` held out of the bundled model's training, and
-chapters of the training; both come from the program `bible` (Debian's bible-kjv). The results of each model are kept in
-the JSON file, where `decode.py` finds them.
+A real model reads the beginning of a page of these docs, and the answers of its float package to the questions of
+`answers.py`. Without --heldout, the texts of the bundled model are chapters that `scripts/train_tiny_lm.py` held out of
+its training, and chapters of the training; both come from the program `bible` (Debian's bible-kjv). The results of each
+model are kept in the JSON file, where `decode.py` finds them.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from answers import ROWS, chats_of, on_answers
 from checkpoints import can_import, make_genai_model, make_gguf
 from report import Kept, describe_machine, make_parser, markdown, one_line, processor_class
 from tokenizers import Tokenizer
@@ -37,26 +42,34 @@ import qsample
 from qsample.compiler.quantize import PRESETS
 from qsample.errors import QsampleError
 from qsample.evaluation.plot import draw
+from qsample.evaluation.statistics import Estimate
 from qsample.models.bundled import TINY_LM
 from qsample.models.model import PackagedModel
+from scripts.real_model import CHECKPOINT, DITHERED, FOLDER
 from scripts.train_tiny_lm import kjv_documents, split
 
 SEED: Final = 1611  # of the bundled model's training, which selects the held-out chapters
 CALIBRATION_CHAPTERS: Final = 24
 FLOAT, TO_TEXT = "float32", "to text"
-OWN: Final = [f"{weights} {preset}" for weights in ("int8", "int4", "int4_mixed") for preset in PRESETS]
+MOST_DIVERGENCE: Final = 100.0  # nats: what is bad is measured, too
+PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
+PAGE_CHARACTERS: Final = 9_000
+TITLES: Final = {CHECKPOINT: "SmolLM2-135M-Instruct", DITHERED: "SmolLM2-135M-Instruct, dithered"}
+OWN: Final = [f"{weights} {preset}" for weights in ("int8", "int4") for preset in PRESETS]
 FITTED: Final = [f"int4 {preset}, {TO_TEXT}" for preset, point in PRESETS.items() if point.fitted]
-GGUF: Final = {f"llama.cpp {kind}": kind for kind in ("Q4_0", "Q4_K_M")}
+GGUF: Final = {f"llama.cpp {kind}": kind for kind in ("Q8_0", "Q5_K_M", "Q4_K_M", "IQ4_NL", "Q4_1", "Q4_0")}
 GENAI: Final = {f"onnxruntime-genai {algorithm}": algorithm for algorithm in ("default", "k_quant_mixed")}
 
 
 def texts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The texts for the evaluation and for the calibration."""
+    calibration = [path.read_text("utf-8") for path in options.calibration_text or []]
     if options.heldout:
-        chosen = (options.heldout, options.calibration_text or [])
-        return ([path.read_text("utf-8") for path in paths] for paths in chosen)
-    training, held_out = split(kjv_documents(), SEED)
-    return held_out, training[:CALIBRATION_CHAPTERS]
+        return [path.read_text("utf-8") for path in options.heldout], calibration
+    if options.model.resolve() == TINY_LM:
+        training, held_out = split(kjv_documents(), SEED)
+        return held_out, training[:CALIBRATION_CHAPTERS]
+    return [PAGE.read_text("utf-8")[:PAGE_CHARACTERS]], calibration
 
 
 def peers(options: argparse.Namespace, checkpoint: Path, work: Path) -> dict[str, Callable[[], tuple[Path, Any]]]:
@@ -64,7 +77,7 @@ def peers(options: argparse.Namespace, checkpoint: Path, work: Path) -> dict[str
     python = options.peers_python
 
     def gguf(kind: str) -> tuple[Path, Any]:
-        path = make_gguf(checkpoint, work / f"{kind}.gguf", python, kind)
+        path = make_gguf(checkpoint, work / f"{kind}.gguf", python, kind, pure=False)
         return path, qsample.AutoModelForCausalLM.from_pretrained(path, tokenizer=str(checkpoint))
 
     def genai(algorithm: str) -> tuple[Path, Any]:
@@ -80,8 +93,8 @@ def peers(options: argparse.Namespace, checkpoint: Path, work: Path) -> dict[str
     return found
 
 
-def figures(found: Any, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Row → size in bytes, perplexity, and [value, low, high] of KL and top-1."""
+def figures(found: Any, sizes: dict[str, int], chat: dict[str, dict[str, Estimate]]) -> dict[str, dict[str, Any]]:
+    """Row → size in bytes, perplexity, and [value, low, high] of KL and top-1, and of the same on chats."""
     rows = {}
     for package in found.packages:
         name = Path(package.path).name
@@ -89,28 +102,37 @@ def figures(found: Any, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
         for comparison in package.comparisons:
             for key, interval in (("kl", comparison.kl), ("top1", comparison.agreement)):
                 facts[key] = [interval.value, interval.low, interval.high]
+        for key, interval in chat.get(name, {}).items():
+            facts[key] = [interval.value, interval.low, interval.high]
     return rows
 
 
 def table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    columns = [("kl", "KL, nats", 5, 1), ("top1", "top-1, %", 1, 100)]
+    if any("kl chat" in facts for facts in rows.values()):
+        columns = [("kl", "KL docs, nats", 4, 1), ("kl chat", "KL chat, nats", 4, 1)]
+        columns += [("top1", "top-1 docs, %", 1, 100), ("top1 chat", "top-1 chat, %", 1, 100)]
     lines = []
     for name, facts in rows.items():
         cells = [name, f"{facts['bytes'] / 1e3:,.0f}", f"{facts['perplexity']:.3f}"]
-        for key, digits, factor in (("kl", 5, 1), ("top1", 1, 100)):
-            if key in facts:
-                value, low, high = (factor * number for number in facts[key])
-                cells.append(f"{value:.{digits}f} ± {(high - low) / 2:.{digits}f}")
-        lines.append([*cells, *[""] * (5 - len(cells))])
-    return markdown(["bits", "size, kB", "perplexity", "KL, nats", "top-1, %"], lines)
+        for key, _, digits, factor in columns:
+            value, low, high = (factor * number for number in facts.get(key, [0, 0, 0]))
+            cells.append(f"{value:.{digits}f} ± {(high - low) / 2:.{digits}f}" if key in facts else "")
+        lines.append(cells)
+    return markdown(["bits", "size, kB", "perplexity", *(title for _, title, _, _ in columns)], lines)
 
 
 def write(data: dict[str, Any], output: Path) -> None:
     """Write the page. output: its path without a suffix."""
     lines = ["# Quality of bits", "", "Made by `python benchmarks/quality.py`, whose docstring describes the method."]
     lines += ["KL and top-1 are relative to the float32 package, ± half of the 95 % interval.", ""]
-    for model, facts in data["models"].items():
+    # Real models come first.
+    for model, facts in sorted(data["models"].items(), key=lambda entry: "chat_tokens" not in entry[1]):
         widths = " and ".join(map(str, facts["widths"]))
-        lines += [f"## {model}", "", f"{facts['tokens']:,} held-out tokens; matrices of {widths} columns;"]
+        texts = f"{facts['tokens']:,} held-out tokens"
+        if "chat_tokens" in facts:
+            texts = f"{facts['tokens']:,} tokens of docs and {facts['chat_tokens']:,} of answers"
+        lines += [f"## {TITLES.get(model, model)}", "", f"{texts}; matrices of {widths} columns;"]
         lines += [f"{facts['machine']}.", "", *table(facts["rows"]), ""]
         if any(width % 256 for width in facts["widths"]):
             lines += ["Q4_K has blocks of 256 columns: llama.cpp gives matrices that they do not divide more bits.", ""]
@@ -120,7 +142,7 @@ def write(data: dict[str, Any], output: Path) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, "quality", peers=True)
-    parser.add_argument("--model", type=Path, default=TINY_LM, help="checkpoint folder (default: the bundled model's)")
+    parser.add_argument("--model", type=Path, default=FOLDER / DITHERED, help="checkpoint folder")
     parser.add_argument("--heldout", type=Path, nargs="+", help="UTF-8 files to evaluate on")
     parser.add_argument("--calibration-text", type=Path, nargs="+", help="UTF-8 files for the rows that fit to text")
     parser.add_argument("--bits", nargs="+", help="only these rows")
@@ -139,7 +161,9 @@ def main() -> None:
                 continue
             path, own = work / name, name not in made
             weights, _, preset = name.partition(", ")[0].partition(" ")
-            chosen = {"weights": weights, "preset": preset} if own and preset else {}
+            chosen: dict[str, Any] = {}
+            if own and preset:
+                chosen = {"weights": weights, "preset": preset, "max_divergence": MOST_DIVERGENCE}
             chosen |= {"calibration_text": calibration} if name.endswith(TO_TEXT) else {}
             print(path.name, file=sys.stderr)
             try:
@@ -156,15 +180,20 @@ def main() -> None:
             packages.append(path)
             sizes |= {} if own else {name: size_of(source)}
         ids = [Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(text).ids for text in held_out]
-        found = qsample.evaluate(packages[:-1], ids, against=packages[-1], batch_size=16)
+        found = qsample.evaluate(packages[:-1], ids, against=packages[-1], batch_size=ROWS)
+        is_chat = (options.model / "chat_template.jinja").exists()
+        chats = chats_of(packages[-1]) if is_chat else []
+        chat = on_answers(packages, chats, options.ctx_len) if chats else {}
         if options.plot:
             draw(found, options.plot)
-    rows = figures(found, sizes)
+    rows = figures(found, sizes, chat)
     results = Kept(options.output.with_suffix(".json"), {"models": {}}, same=())
     known = results.data["models"].setdefault(options.model.resolve().name, {"rows": {}})
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     known["widths"] = [config["hidden_size"], config["intermediate_size"]]
     known |= {"machine": f"{describe_machine()}, {processor_class()}", "tokens": found.tokens, "missing": missing}
+    if chats:
+        known["chat_tokens"] = sum(len(one.answer) for one in chats)
     known["rows"] = (known["rows"] if options.bits else {}) | rows
     results.save()
     write(results.data, options.output)
