@@ -13,10 +13,10 @@ turns, round by round, because a shared machine changes its speed: ratios are ta
 the rounds is reported. A turn begins after a pause, with weights that the other systems' turns have driven from the
 processor's caches. onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has float32.
 
-`qsample` is the preset "quick" (blocks of 32), `balanced` has blocks of 64 and `speed` blocks of 128. Nothing is fitted
-to random weights here: a fit changes levels and scales, but no shape and no kernel, so the packages are made with
-"quick" and --block-size. The quality of the presets' bits and of the peers' is measured on trained models: `quality.py`
-writes it, and the tables show it. With `--no-batch-invariant` a step of one row computes one row on every processor, as
+`qsample` is the preset "quick". Nothing is fitted to random weights here: a fit changes levels and scales, but no shape
+and no kernel, so the packages of the other presets are rounded, with their block size and their table of bits. The
+quality of the presets' bits and of the peers' is measured on trained models: `quality.py` writes it, and the tables
+show it. With `--no-batch-invariant` a step of one row computes one row on every processor, as
 in the peers; otherwise it computes two if the processor rounds one row differently (docs/devices.md).
 
 Without --prompt, --batch and --mix the cells of CENTRAL are measured, or those of WHOLE: long prompts take most of the
@@ -49,14 +49,22 @@ from rich.console import Console
 from systems import EVERYTHING, FLAT, MIXES
 from turns import PEERS, Worker, available, size_of
 
+from qsample.compiler.quantize import PRESETS
+
 ROUNDS: Final = 5
 EVERY: Final = (*MIXES, *FLAT)  # some systems lack parameters of EVERYTHING
 LARGEST_FLOAT32: Final = 2e9  # bytes of a bfloat16 checkpoint whose float32 package is compared with transformers
 SLOW: Final = ("transformers", "genai defaults")
 BALANCED, SPEED = f"{OWN}, balanced", f"{OWN}, speed"
 ONE_ROW: Final = {name: f"{name}, {NOT_INVARIANT}" for name in (OWN, SPEED)}
-# Package → weights that share a scale.
-BLOCKS: Final = {OWN: 32, BALANCED: 64, SPEED: 128, ONE_ROW[OWN]: 32, ONE_ROW[SPEED]: 128}
+# Package → the preset whose bits it has.
+PRESET_OF: Final = {
+    OWN: "quick",
+    BALANCED: "balanced",
+    SPEED: "speed",
+    ONE_ROW[OWN]: "quick",
+    ONE_ROW[SPEED]: "speed",
+}
 # System → rows in the results of `quality.py`, of which the first that was measured has its bits. onnxruntime-genai's
 # builder rounds as Q4_0 does, with scales in float32; its file of the bundled model, with heads of 40, does not run.
 BITS: Final = {
@@ -125,11 +133,15 @@ def run_shape(shape: str, parts: list[Part], options: argparse.Namespace, result
     def genai() -> Path:
         return make_genai_model(checkpoint, folder / "genai-last-logits", python, last_logits=True)
 
-    def package(block: int) -> Path:
-        return make_package(checkpoint, folder / f"int4-{block}", "int4", "--block-size", str(block))
+    def package(name: str) -> Path:
+        preset, layers = PRESETS[PRESET_OF[name]], SHAPES[shape]["num_hidden_layers"]
+        outer = dict.fromkeys(("layers.0.*", f"layers.{layers - 1}.*"), preset.outer)
+        table = folder / f"{PRESET_OF[name]}.json"
+        table.write_text(json.dumps({"lm_head": preset.head, **outer, "*": "int4"}), "utf-8")
+        return make_package(checkpoint, folder / table.stem, str(table), "--block-size", str(preset.block_size))
 
     builders = {
-        **{name: lambda block=block: package(block) for name, block in BLOCKS.items()},
+        **{name: lambda name=name: package(name) for name in PRESET_OF},
         "genai": genai,
         "genai defaults": genai,
         "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
@@ -181,7 +193,7 @@ def main() -> None:
     parser = make_parser(__doc__, "decode", work="build/decode", peers=True, again=True, threads=2)
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES))
     parser.add_argument("--whole", action="store_true", help="the cells of WHOLE, with the overhead and the tokens")
-    parser.add_argument("--system", nargs="+", choices=[*PEERS, *list(BLOCKS)[1:]], help="next to qsample")
+    parser.add_argument("--system", nargs="+", choices=[*PEERS, *list(PRESET_OF)[1:]], help="next to qsample")
     add_options(parser)
     parser.set_defaults(new_tokens=0)
     parser.add_argument("--overhead-steps", type=int, help="0 leaves this part out")
@@ -194,7 +206,7 @@ def main() -> None:
     options.new_tokens = options.new_tokens or (24 if options.whole else 12)
     if options.overhead_steps is None:
         options.overhead_steps = 120 if options.whole else 0
-    options.system = options.system or [*(PEERS if options.whole else ("genai", "llama.cpp")), *list(BLOCKS)[1:]]
+    options.system = options.system or [*(PEERS if options.whole else ("genai", "llama.cpp")), *list(PRESET_OF)[1:]]
     for part in parts:
         most = min(CTX_LEN, SHAPES[part.shape]["max_position_embeddings"]) - 8
         if options.new_tokens < 2 or max(part.prompts) + options.new_tokens > most:

@@ -127,13 +127,8 @@ class Checkpoint:
             name = f"{name} + {origin_of(self.adapter)[0]}"
             files |= {f"adapter/{path.name}": path for path in self.adapter_files or ()}
         sources.add(files.values())
-        return {
-            "model_id": name,
-            "revision": revision,
-            "license": license_of(files),
-            "weight_type": self._weight_type,
-            "files": files,
-        }
+        named = {"model_id": name, "revision": revision, "license": license_of(files)}
+        return {**named, "weight_type": self._weight_type, "files": files}
 
     def _origin(self, sources: SourceFiles) -> tuple[tuple[str, str | None], dict[str, Path]]:
         return origin_of(self.model_id, self.hub), files_of(self.model_id, self.hub, sources.paths)

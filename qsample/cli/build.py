@@ -31,7 +31,6 @@ from qsample.cli.common import (
     flags_of,
     given_of,
     is_package,
-    note_divergence,
     open_exported,
     open_model,
     quieten,
@@ -39,7 +38,7 @@ from qsample.cli.common import (
     read_text,
     with_flags,
 )
-from qsample.cli.inspect import quantization_in_words
+from qsample.cli.quantized import note_divergence, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features

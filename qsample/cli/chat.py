@@ -23,13 +23,13 @@ from qsample.cli.common import (
     check_jinja,
     chosen_adapter,
     load_given,
-    note_divergence,
     open_given,
     read_loras,
     sampling_options,
     with_flags,
     with_images_before,
 )
+from qsample.cli.quantized import note_divergence
 from qsample.cli.terminal import counted, note, progress
 from qsample.disk.replace import file_aside
 from qsample.disk.untrusted import parse_json, read_json

@@ -20,7 +20,6 @@ from qsample.contract.interface import DEFAULT_LORA_RANK, Features
 from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.disk.untrusted import parse_json
 from qsample.errors import unknown
-from qsample.evaluation.divergence import FAR, Divergence
 from qsample.progress import Stage
 from qsample.request.sampling_params import FILTER_FIELDS, HELP, OFF, SamplingParams
 
@@ -298,18 +297,6 @@ def chosen_adapter(options: Mapping[str, Any], loras: Mapping[str, str]) -> dict
     if (name := options.get("adapter")) is not None and name not in loras:
         raise typer.BadParameter(f"--adapter is {name}, and --lora has {', '.join(loras) or 'none'}; give either")
     return {**options, **({"adapter": next(iter(loras))} if name is None and len(loras) == 1 else {})}
-
-
-def note_divergence(package: Package) -> None:
-    """Say how far a package is from its float model; nothing of one whose numbers are the float model's."""
-    if (found := Divergence.of(package)) is None:
-        return
-    note(f"beside its float model: {found}")
-    if found.far:
-        note(
-            f"this is far: above a KL of {FAR:g}, answers may say other things than the float model's; compile it with "
-            "--preset balanced or --weights int8"
-        )
 
 
 def with_images_before(text: str, images: Sequence[Any]) -> str | list[dict[str, Any]]:

@@ -19,12 +19,12 @@ from rich.table import Table
 
 from qsample.cli.common import CtxLen, Json, Preset, Provider, TextOnly, Weights, is_package, open_exported
 from qsample.cli.help import Command
+from qsample.cli.quantized import divergence_in_words, quantization_in_words, table_of_bits
 from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
 from qsample.disk.protobuf import fields
 from qsample.errors import QsampleError
-from qsample.evaluation.divergence import Divergence
 from qsample.package.manifest import GraphPart, Manifest
 from qsample.package.package import Package, read_package
 from qsample.package.signature import signer_of
@@ -83,24 +83,11 @@ def inspect(
         return
     opened = read_package(package, verify=verify)
     if bits:
-        typer.echo(json.dumps(_table_of_bits(opened), indent=2))
+        typer.echo(json.dumps(table_of_bits(opened), indent=2))
     elif as_json:
         typer.echo(json.dumps(describe(opened), indent=2))
     else:
         show(opened)
-
-
-def _table_of_bits(package: Package) -> dict[str, str]:
-    """The name of each quantized matrix → its bits and block size. Raises QsampleError without any."""
-    compilation = package.manifest.compilation
-    quantization = (compilation.quantization if compilation is not None else None) or {}
-    table_of_bits = quantization.get("bits")
-    if not isinstance(table_of_bits, dict) or not table_of_bits:
-        raise QsampleError(
-            f"{package.path} has no table of bits: compile quantized none of its weights; give a package that was "
-            "compiled with --weights int4, int8 or int2"
-        )
-    return table_of_bits
 
 
 def _show_bundle(path: Path, variants: Mapping[str, Package], as_json: bool) -> None:
@@ -255,7 +242,7 @@ def _facts(package: Package) -> dict[str, str]:
         facts["self-test"] = figures_in_words(compilation.self_test)
         if quantization := compilation.quantization:
             facts["quantized"] = _or_raw(quantization_in_words, quantization)
-            facts["divergence"] = str(Divergence.of(package) or quantization.get("divergence"))
+            facts["divergence"] = divergence_in_words(package)
     return {**facts, "rows here": _rounding(package)}
 
 
@@ -328,34 +315,6 @@ def _packed(figures: Any) -> str:
     bits, sizes = (" and ".join(map(str, figures[name])) for name in ("bits", "block_sizes"))
     kind = f"{figures['type']}, " if "type" in figures else ""
     return f"{figures['matrices']} matrices of the checkpoint, {kind}{bits} bits, blocks of {sizes}"
-
-
-def quantization_in_words(figures: Any) -> str:
-    """The manifest's figures of a quantization: "int4 weights in blocks of 32 (quick, rtn), 28 matrices, ..."."""
-    parts = []
-    if "dtype" in figures:
-        mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
-        sizes = " and ".join(map(str, figures.get("block_sizes") or [figures.get("block_size")]))
-        method = ", ".join(figures[key] for key in ("preset", "method") if key in figures)
-        blocks = f" in blocks of {sizes} ({method})" if "block_size" in figures else ""
-        parts.append(
-            f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices{_experts(figures)}, "
-            f"{mib_after:.1f} MiB, {mib_before:.1f} as float"
-        )
-        if figures.get("float_bytes"):
-            parts.append(f"{figures['float_bytes'] / 2**20:.1f} MiB still float")
-    if "packed_matrices" in figures:
-        parts.append(f"{figures['packed_matrices']} matrices as the checkpoint packed them")
-    if "kv_cache_dtype" in figures:
-        parts.append(f"{figures['kv_cache_dtype']} keys and values")
-    return "; ".join(parts)
-
-
-def _experts(figures: Any) -> str:
-    count, blocks = figures.get("experts"), figures.get("expert_block_size")
-    if not count:
-        return ""
-    return f" and {count} experts" + (f" (blocks of {blocks})" if blocks != figures.get("block_size") else "")
 
 
 def figures_in_words(figures: Any) -> str:

@@ -22,12 +22,12 @@ from qsample.cli.common import (
     flags_of,
     given_of,
     is_package,
-    note_divergence,
     open_exported,
     read_loras,
     read_template,
     with_flags,
 )
+from qsample.cli.quantized import note_divergence
 from qsample.cli.terminal import note
 from qsample.disk.untrusted import parse_json
 from qsample.serve.settings import DEFAULT_PORT, ServeSettings

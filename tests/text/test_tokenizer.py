@@ -32,7 +32,8 @@ def test_text_without_a_tokenizer(fake_model: Callable[..., CausalLM]) -> None:
 def test_texts_of_a_batch(model: CausalLM) -> None:
     output = model.generate(["a", "b"], seed=1, max_new_tokens=5)
     assert model.tokenizer is not None
-    assert output.texts == [model.tokenizer.decode(row) for row in output.token_ids]
+    whole = [model.tokenizer.decode(row) for row in output.token_ids]
+    assert output.texts == [text.removesuffix("\ufffd") for text in whole]  # the last character lacks bytes
     assert output.prompt_lengths == [2, 2]
 
 

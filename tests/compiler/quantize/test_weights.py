@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample import AutoModelForCausalLM
-from qsample.cli.inspect import quantization_in_words
+from qsample.cli.quantized import quantization_in_words
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize import Preset, weights

@@ -38,7 +38,7 @@ GPTQ = {"weights": "int4", "preset": "speed"}
         (
             "cpu",
             {"weights": "bfloat16"},
-            "'bfloat16' and the package holds float32; choose one of int2, int4, int8, int2_mixed, int4_m",
+            "'bfloat16' and the package holds float32; choose one of int2, int4, int8, float16, float32",
         ),
         ("cpu", {**GPTQ, "calibration_text": "too short"}, "calibration_text has 10 tokens; give at least 128"),
         ("cpu", {**GPTQ, "calibration_text": ""}, "calibration_text is empty"),
@@ -54,7 +54,7 @@ GPTQ = {"weights": "int4", "preset": "speed"}
         ("webgpu", {"dtype": "bfloat16"}, "dtype is 'bfloat16' and the target webgpu computes in 'float32' or"),
         ("webgpu", {"kv_cache_dtype": "int8"}, "'int8', which the attention of webgpu does not take; leave it out"),
         ("web", {"weights": "int2"}, "products with 2-bit weights are for cpu; take 'int4' for web"),
-        ("webgpu", {"weights": "int2_mixed"}, "is 'int2_mixed', and products with 2-bit weights are for cpu"),
+        ("webgpu", {"weights": {"*": "int2"}}, r"is \{'\*': 'int2'\}, and products with 2-bit weights are for cpu"),
         ("web", {"kv_cache_dtype": "int4"}, "'int4', which the attention of web does not take; .* or take 'int8'"),
         ("webgpu", {"weights": "float16"}, "which is for the cpu target; give dtype='float16' for webgpu"),
         ("tpu", {}, r"no compile target 'tpu'; choose one of .*cpu"),
