@@ -58,6 +58,9 @@ PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "architecture.md
 PAGE_CHARACTERS: Final = 9_000
 TITLES: Final = {CHECKPOINT: "SmolLM2-135M-Instruct", DITHERED: "SmolLM2-135M-Instruct, dithered"}
 OWN: Final = [f"{weights} {preset}" for weights in ("int8", "int4") for preset in PRESETS]
+# Worse bits on purpose: how far compile's figure tells them apart.
+BLOCKED: Final = {f"int4 quick, blocks of {size}": size for size in (16, 64, 128)}
+WORSE: Final = [*BLOCKED, "int2 quick"]
 FITTED: Final = [f"int4 {preset}, {TO_TEXT}" for preset, point in PRESETS.items() if point.fitted]
 GGUF: Final = {f"llama.cpp {kind}": kind for kind in ("Q8_0", "Q5_K_M", "Q4_K_M", "IQ4_NL", "Q4_1", "Q4_0")}
 GENAI: Final = {f"onnxruntime-genai {algorithm}": algorithm for algorithm in ("default", "k_quant_mixed")}
@@ -164,7 +167,7 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         model = qsample.AutoModelForCausalLM.from_pretrained(options.model)
         made = peers(options, options.model, work)
-        for name in (*OWN, *(FITTED if calibration else ()), *made, FLOAT):
+        for name in (*OWN, *WORSE, *(FITTED if calibration else ()), *made, FLOAT):
             if options.bits and name not in (*options.bits, FLOAT):
                 continue
             path, own = work / name, name not in made
@@ -173,6 +176,7 @@ def main() -> None:
             if own and preset:
                 chosen = {"weights": weights, "preset": preset, "max_divergence": MOST_DIVERGENCE}
             chosen |= {"calibration_text": calibration} if name.endswith(TO_TEXT) else {}
+            chosen |= {"block_size": BLOCKED[name]} if name in BLOCKED else {}
             print(path.name, file=sys.stderr)
             try:
                 source, to_compile = (None, model) if own else made[name]()
