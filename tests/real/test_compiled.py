@@ -16,7 +16,7 @@ from tests.real.conftest import Reference
 
 pytestmark = pytest.mark.real
 
-FACTS = {"The capital of France is": " Paris", "The sun rises in the": " east"}
+FACTS = {"The capital of France is": " Paris", "Water is made of hydrogen and": " oxygen"}
 PROSE = """\
 The heart is a muscle that pumps blood through the body. It has four chambers: two atria, which receive blood, and two
 ventricles, which push it out. Blood that has given up its oxygen returns to the right side and is sent to the lungs;
@@ -48,7 +48,10 @@ def test_fewer_bits_keep_what_the_model_knows(
     path = compiled(weights)  # compile refuses what diverges too far
     model = load(path)
     for text, continued in FACTS.items():
-        assert model.generate(text, max_new_tokens=6, do_sample=False).texts[0].startswith(continued)
+        assert reference.tokenizer.decode(reference.greedy(reference.encoded(text), 6)).startswith(continued)
+        output = model.generate(text, max_new_tokens=6, do_sample=False)
+        assert output.texts is not None
+        assert output.texts[0].startswith(continued)
     ids = reference.encoded(PROSE)
     with torch.no_grad():
         inputs = torch.tensor([ids])
@@ -82,7 +85,7 @@ def test_guesses_save_steps_and_change_no_token(
     rate = guessed.timing.drafts.tokens_per_step
     record_property(f"tokens_per_step_{kind}", rate)
     print(f"{kind}: {rate:.2f} tokens a step")
-    assert rate > least
+    assert rate >= least
     sampled: dict[str, Any] = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.8, "seed": 5}
     assert (
         guessing.generate(chat, prompt_lookup_num_tokens=7, **sampled).token_ids

@@ -78,16 +78,17 @@ def test_chat_with_openais_client(openai_client: Any, reference: Reference) -> N
 
 def test_chat_with_anthropics_client(anthropic_client: Any, reference: Reference) -> None:
     expected = reference.answer(CHAT, TOKENS)
-    answer = anthropic_client.messages.create(**GREEDY)
+    given: Any = {"model": MODEL, "messages": CHAT, "max_tokens": TOKENS, "extra_body": {"temperature": 0}}
+    answer = anthropic_client.messages.create(**given)
     assert (answer.content[0].text, answer.stop_reason) == (expected, "end_turn")
     usage = answer.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == len(reference.chat(CHAT))
     assert usage.output_tokens == len(reference.greedy(reference.chat(CHAT), TOKENS))
-    with anthropic_client.messages.stream(**GREEDY) as stream:
+    with anthropic_client.messages.stream(**given) as stream:
         parts = [*stream.text_stream]
     assert "".join(parts) == expected
     assert len(parts) > 3
-    cut = anthropic_client.messages.create(**GREEDY, stop_sequences=[" is"])
+    cut = anthropic_client.messages.create(**given, stop_sequences=[" is"])
     assert (cut.content[0].text, cut.stop_reason, cut.stop_sequence) == (
         expected.partition(" is")[0],
         "stop_sequence",
