@@ -26,7 +26,7 @@ _MARKS: Final = ("qsample-user-1", "qsample-assistant", "qsample-user-2")  # con
 # Temperatures of the texts. People let a model chat below 1; documents are as likely as those that it was trained on.
 _OF_CHATS: Final = 0.8
 _OF_DOCUMENTS: Final = 1.0
-_ROOM: Final = 2  # parts of the context: at most one of them for what stands before a text
+_LARGEST_SHARE: Final = 0.5  # of the context, for what stands before a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Opening:
 def opening_of(package: Package, capacity: int) -> Opening:
     """The opening for rows of `capacity` tokens, of a package that need not have a tokenizer."""
     chat = _chat_opening(package)
-    if chat is not None and len(chat.ids) * _ROOM <= capacity:
+    if chat is not None and len(chat.ids) <= _LARGEST_SHARE * capacity:
         return chat
     ids = package.manifest.token_ids
     if ids.bos is None:
@@ -96,9 +96,10 @@ class OwnText:
 
     Attributes:
         opening: how its rows begin.
-        ids: [rows, 1] int64 for each token so far, behind the opening's; `steps` has them.
-        scored: [rows] bool for each: whether the model chose it, as opposed to the host, who begins the next turn.
-        logits: [rows, V] float32 for each, which it was chosen from, if they are kept.
+        prompt: [rows, n] int64, the tokens of the opening.
+        ids: [rows, 1] int64 for each token of a row after these.
+        scored: [rows] bool for each token: whether the model chose it; the host chooses those between two turns.
+        logits: [rows, V] float32 for each token, from which it was chosen, if they are kept.
     """
 
     opening: Opening

@@ -1,8 +1,8 @@
 """How many bits each matrix gets: a table from patterns of names to bits; and the names of a graph's matrices.
 
-Measured divergence per byte chose the defaults (docs/quantization.md): quantization harms the head most, so presets may
-keep it in 8 bits, with an embedding that is tied to it. With 2 bits, all but the feed-forward matrices of the inner
-layers have 4.
+Measured divergence per byte chose the defaults (docs/quantization.md). Presets say what the head, with an embedding that
+is tied to it, and the outer layers have beside 4 bits. With 2 bits, all but the feed-forward matrices of the inner layers
+have 4.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ _STATE: Final = "past_key_values."
 
 @dataclass(frozen=True, slots=True)
 class BitsTable:
-    """The bits of matrices. entries: patterns of names, as of `fnmatch`, each with "int2", "int4" or "int8", or with a
-    block size "int4:32", or with "float" to leave a matrix as it is; the first that matches a name counts."""
+    """The bits of matrices.
+
+    Attributes:
+        entries: the bits of each pattern of names, as `fnmatch` reads them: "int2", "int4" or "int8", with a block size
+            "int4:32", or "float" for a matrix that stays as it is. The first pattern that matches a name counts.
+    """
 
     entries: Mapping[str, str]
 
     def way(self, name: str, otherwise: WeightQuantization) -> WeightQuantization | None:
-        """Of the matrix `name`; `otherwise` if no pattern matches, and None if it stays float."""
+        """How to quantize the matrix `name`: `otherwise` if no pattern matches, and None if it stays float."""
         kind = next((kind for pattern, kind in self.entries.items() if fnmatchcase(name, pattern)), None)
         if kind is None:
             return otherwise
