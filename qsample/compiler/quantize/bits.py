@@ -1,8 +1,8 @@
 """How many bits each matrix gets: a table from patterns of names to bits; and the names of a graph's matrices.
 
-Measured divergence per byte chose the defaults (docs/quantization.md). Presets say what the head, with an embedding that
-is tied to it, and the outer layers have beside 4 bits. With 2 bits, all but the feed-forward matrices of the inner layers
-have 4.
+Measured divergence per byte chose the defaults (docs/quantization.md). Presets say what the head, with an embedding
+that is tied to it, and the outer layers have beside 4 bits. With 2 bits, all but the feed-forward matrices of the inner
+layers have 4.
 """
 
 from __future__ import annotations
