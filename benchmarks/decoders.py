@@ -18,7 +18,7 @@ from turns import PEERS as MODULES
 from turns import WARM_UP_TOKENS, Cell, Worker, size_of, take_turns
 
 OWN: Final = "qsample"
-BUNDLED: Final = "tiny_lm"  # the folder of the bundled model, on which `quality.py` measures bits
+REAL: Final = "dithered"  # the folder of the real model on which `quality.py` measures bits
 FIRST, STEP = "first_token_ms", "step_ms"
 Facts = dict[str, Any]  # of a shape
 
@@ -196,7 +196,7 @@ def cell_rows(facts: Facts) -> Rows:
 
 def _titled(facts: Facts, name: str) -> str:
     """A system with the divergence of its bits on the bundled model, if it is known."""
-    kl = facts["systems"].get(name, {}).get("kl", {}).get(BUNDLED)
+    kl = facts["systems"].get(name, {}).get("kl", {}).get(REAL)
     return f"{name} (KL {kl:.4f})" if kl else name
 
 

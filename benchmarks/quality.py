@@ -109,7 +109,9 @@ def figures(found: Any, sizes: dict[str, int], chat: dict[str, dict[str, Estimat
                 facts[key] = [interval.value, interval.low, interval.high]
         for key, interval in chat.get(name, {}).items():
             facts[key] = [interval.value, interval.low, interval.high]
-        if (gate := Divergence.of(read_package(Path(package.path)))) is not None:
+        opened = read_package(Path(package.path))
+        gate = Divergence.of(opened)
+        if gate is not None and opened.manifest.packed_weights is None:  # otherwise it is from the file's integers
             facts["kl gate"] = [gate.kl.value, gate.kl.low, gate.kl.high]
     return rows
 

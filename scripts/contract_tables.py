@@ -150,7 +150,7 @@ def steps() -> str:
         shape, _, kind = title.partition(", ")
         if shape != "qwen3-0.6b" or kind.endswith(" 1 thread"):
             continue
-        measured = {name: known.get("kl", {}).get("tiny_lm") for name, known in facts["systems"].items()}
+        measured = {name: known.get("kl", {}).get("dithered") for name, known in facts["systems"].items()}
         bits |= {name: kl for name, kl in measured.items() if kl is not None}
         for cell in facts["cells"]:
             key = (kind.partition(", ")[0], f"{cell['prompt']:,}", str(cell["batch"]), cell["mix"])

@@ -9,7 +9,7 @@ from typing import Any, Final
 from qsample.evaluation.statistics import Estimate
 from qsample.package.package import Package
 
-FAR: Final = 0.45
+FAR: Final = 0.3
 """Nats a token from which on answers may say other things than the float model's: see docs/quantization.md."""
 
 CHATS: Final = "chats"
