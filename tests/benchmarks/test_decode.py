@@ -131,11 +131,11 @@ def test_the_quality_of_each_system_stands_beside_its_speed(benchmark: Benchmark
     facts["cells"] += [cell("greedy", name, [9.0], [1.0]) for name in names]
     kl = {"int4 quick": 0.04, "int4 speed": 0.03, "onnxruntime-genai default": 0.05}
     rows = {bits: {"kl": [value, value, value]} for bits, value in kl.items()}
-    report = {"models": {"second": {"rows": rows}, "tiny_lm": {"rows": {"int4 speed": rows["int4 speed"]}}}}
+    report = {"models": {"second": {"rows": rows}, "dithered": {"rows": {"int4 speed": rows["int4 speed"]}}}}
     (tmp_path / "quality.json").write_text(json.dumps(report))
     decode.add_quality(facts, tmp_path / "quality.json")
     header, lines = decoders.system_rows(facts)
-    assert header[-2:] == ["KL of its bits, second", "KL of its bits, tiny_lm"]
+    assert header[-2:] == ["KL of its bits, second", "KL of its bits, dithered"]
     assert [line[-2:] for line in lines] == [["0.0400", ""], ["0.0300", "0.0300"], ["0.0500", ""], ["", ""]]
     assert [name for name in decoders.cell_rows(facts)[0] if "KL" in name] == [f"{names[1]} (KL 0.0300): TTFT, step"]
 

@@ -18,12 +18,16 @@ FACTS: dict[str, Any] = {"bytes": 90_000_000, "perplexity": 20.0, "kl": [0.25, 0
 
 def test_a_row_has_the_figures_of_both_texts(benchmark: Benchmark) -> None:
     quality = benchmark("quality")
-    chat = {"kl chat": [0.5, 0.375, 0.625], "top1 chat": [0.75, 0.7, 0.8]}
+    chat = {"kl chat": [0.5, 0.375, 0.625], "top1 chat": [0.75, 0.7, 0.8], "kl gate": [0.375, 0.25, 0.5]}
     header, _, row, reference = quality.table({"int4": FACTS | chat, "float32": {"bytes": 1, "perplexity": 19.0}})
-    titles = ["bits", "size, kB", "perplexity", "KL docs, nats", "KL chat, nats", "top-1 docs, %", "top-1 chat, %"]
+    titles = ["bits", "size, kB", "perplexity", "KL docs, nats", "KL chat, nats", "KL compile"]
+    titles += ["top-1 docs, %", "top-1 chat, %"]
     assert header == f"| {' | '.join(titles)} |"
-    assert row == "| int4 | 90,000 | 20.000 | 0.2500 ± 0.0500 | 0.5000 ± 0.1250 | 80.0 ± 2.0 | 75.0 ± 5.0 |"
-    assert reference == "| float32 | 0 | 19.000 |  |  |  |  |"
+    assert (
+        row
+        == "| int4 | 90,000 | 20.000 | 0.2500 ± 0.0500 | 0.5000 ± 0.1250 | 0.3750 ± 0.1250 | 80.0 ± 2.0 | 75.0 ± 5.0 |"
+    )
+    assert reference == "| float32 | 0 | 19.000 |  |  |  |  |  |"
     header, _, row = quality.table({"int4": FACTS})
     assert header == "| bits | size, kB | perplexity | KL, nats | top-1, % |"
     assert row == "| int4 | 90,000 | 20.000 | 0.25000 ± 0.05000 | 80.0 ± 2.0 |"
