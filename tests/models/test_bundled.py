@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.ci
 def test_the_first_command_and_the_next(shared_folder: Path) -> None:
     def fill(folder: Path) -> None:
-        arguments = ["generate", "-p", "And the LORD spake unto", "--max-new-tokens", "60", "--seed", "7"]
+        arguments = ["generate", "--raw", "-p", "And the LORD spake unto", "--max-new-tokens", "60", "--seed", "7"]
         done = qsample(*arguments, QSAMPLE_CACHE=str(folder))
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("And the LORD spake unto ")
@@ -31,7 +31,19 @@ def test_the_first_command_and_the_next(shared_folder: Path) -> None:
     # Without torch, an export would fail.
     code = "import sys; sys.modules['torch'] = None; from qsample.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "generate", "-p", "In the beginning", "--max-new-tokens", "24", "--seed", "1"],
+        [
+            sys.executable,
+            "-c",
+            code,
+            "generate",
+            "--raw",
+            "-p",
+            "In the beginning",
+            "--max-new-tokens",
+            "24",
+            "--seed",
+            "1",
+        ],
         env={"QSAMPLE_CACHE": str(cache), "PATH": ""},
         capture_output=True,
         text=True,
