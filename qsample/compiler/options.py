@@ -82,8 +82,8 @@ class CompileOptions:
         num_speculative_tokens: needs provider="cpu" and kv_cache_dtype="int8" or "int4". Each request says whether its
             rows guess.
         num_devices: for cpu and cuda; at most the model's layers. See docs/devices.md.
-        max_divergence: of `evaluation.divergence.Divergence.kl`. 4 bits put SmolLM2-135M-Instruct 0.1 to 0.4 off, 8 bits
-            0.006: docs/quantization.md.
+        max_divergence: the largest `evaluation.divergence.Divergence.kl`. 4 bits put SmolLM2-135M-Instruct 0.1 to 0.4
+            off, 8 bits 0.006: docs/quantization.md.
         debug_dump: without large weights; see `compiler.debug_dump`.
 
     Raises CompileError, naming the field, if a value is outside its range. Checks that depend on the package or the
