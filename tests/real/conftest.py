@@ -23,13 +23,18 @@ class Reference:
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self._known: dict[tuple[int, ...], list[int]] = {}
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
         """The new tokens, a stop token included."""
         import torch
 
+        key = (count, *ids)
+        if key in self._known:
+            return self._known[key]
         output = self.model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)
-        return output[0, len(ids) :].tolist()
+        self._known[key] = output[0, len(ids) :].tolist()
+        return self._known[key]
 
     def encoded(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids

@@ -16,7 +16,7 @@ from tests.real.conftest import Reference
 
 pytestmark = pytest.mark.real
 
-FACTS = {"The capital of France is": " Paris", "Water is made of hydrogen and": " oxygen"}
+FACT = "The capital of France is"
 PROSE = """\
 The heart is a muscle that pumps blood through the body. It has four chambers: two atria, which receive blood, and two
 ventricles, which push it out. Blood that has given up its oxygen returns to the right side and is sent to the lungs;
@@ -38,7 +38,7 @@ class Stack:
         return len(self.items) == 0
 """
 # The largest perplexity of a text over the float model's.
-MOST = {"int8": 1.05, "int4": 2.0}
+MOST = {"int8": 1.05, "int4": 1.5}
 
 
 @pytest.mark.parametrize("weights", MOST)
@@ -47,11 +47,9 @@ def test_fewer_bits_keep_what_the_model_knows(
 ) -> None:
     path = compiled(weights)  # compile refuses what diverges too far
     model = load(path)
-    for text, continued in FACTS.items():
-        assert reference.tokenizer.decode(reference.greedy(reference.encoded(text), 6)).startswith(continued)
-        output = model.generate(text, max_new_tokens=6, do_sample=False)
-        assert output.texts is not None
-        assert output.texts[0].startswith(continued)
+    output = model.generate(FACT, max_new_tokens=6, do_sample=False)
+    assert output.texts is not None
+    assert output.texts[0].startswith(" Paris")
     ids = reference.encoded(PROSE)
     with torch.no_grad():
         inputs = torch.tensor([ids])
