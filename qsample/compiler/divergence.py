@@ -25,8 +25,8 @@ from qsample.graph.runner import GraphRunner
 from qsample.ort.providers import CPU
 from qsample.package.package import Package
 
-ROWS: Final = 16
-TOKENS: Final = 48  # of a row
+ROWS: Final = 32
+TOKENS: Final = 16  # of a row: each costs a pass over the float weights
 _SEED: Final = 0  # another text than those that caches and weights are fitted to
 _WRITING: Final = 0.8  # the share of the time
 
@@ -51,7 +51,7 @@ def measure_divergence(
         capacity: tokens of state a row, at least 2.
         providers: the execution providers of the quantized graph.
         progress: called with the fraction done, in [0, 1].
-        rows: the rows of a call, 1, 2, 4, 8 or 16, if the quantized graph has them fixed.
+        rows: the rows of a call, 1, 2, 4, 8, 16 or 32, if the quantized graph has them fixed.
         runner: makes what runs the quantized graph over a number of rows, a token a call, in place of a `GraphRunner`.
     """
     report = progress or (lambda fraction: None)

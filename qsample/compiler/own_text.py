@@ -24,7 +24,7 @@ from qsample.text.tokenizer import Tokenizer
 _PART: Final = 512  # tokens of the vocabulary
 _MARKS: Final = ("qsample-user-1", "qsample-assistant", "qsample-user-2")  # contents that no template has
 # Temperatures of the texts. People let a model chat below 1; documents are as likely as those that it was trained on.
-_OF_CHATS: Final = 0.8
+_OF_CHATS: Final = 0.7
 _OF_DOCUMENTS: Final = 1.0
 _LARGEST_SHARE: Final = 0.5  # of the context, for what stands before a text
 

@@ -23,10 +23,7 @@ _MOVED: Final = np.complex128  # NumPy's only type of their size
 _TRIED: Final[Mapping[int, tuple[float, ...]]] = {2: (2.6, 3, -2.4)}
 _NOISE: Final = np.float32(1e-5)  # of the squared weights: what float32 may hide
 # The parts of the range below and above 0 that the levels of a block with a zero point may reach over.
-_RANGES: Final = (
-    *((part, part) for part in (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)),
-    *((1.0, 0.9), (0.9, 1.0), (1.0, 0.8), (0.8, 1.0)),
-)
+_RANGES: Final = ((1.0, 1.0), (0.9, 0.9), (0.8, 0.8), (1.0, 0.85), (0.85, 1.0))
 _LEAST_STEP: Final = np.float32(1e-12)  # of blocks of zeros, so that nothing is divided by 0
 
 
