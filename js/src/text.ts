@@ -2,9 +2,13 @@
 import { Tokenizer as HuggingFaceTokenizer } from "@huggingface/tokenizers";
 import { ArgumentError, PackageError, shown } from "./errors.js";
 
+// A low and a high byte that continue a character, as vocabularies with byte fallback and byte-level ones spell them.
+const CONTINUING = [["<0x80>", "Ģ"], ["<0xB0>", "°"]];
+
 /** A package's tokenizer.json. */
 export class Tokenizer {
   private readonly tokenizer: HuggingFaceTokenizer;
+  private completing?: number[][];
   private readonly special = new Set<number>();
 
   constructor(description: object, config: object, vocabSize: number, where: string) {
@@ -30,6 +34,22 @@ export class Tokenizer {
   decode(ids: readonly number[], { skipSpecialTokens = true } = {}): string {
     const kept = ids.filter((id) => !this.isSkipped(id, skipSpecialTokens));
     return kept.length ? this.tokenizer.decode(kept, { skip_special_tokens: false, clean_up_tokenization_spaces: false }) : "";
+  }
+
+  /** Sequences of tokens, one of which completes any incomplete character; none if the vocabulary has no bytes. */
+  get completions(): number[][] {
+    if (!this.completing) {
+      const [low, high] = CONTINUING.map((spellings) => this.byteToken(spellings));
+      const complete = low !== undefined && high !== undefined;
+      this.completing = complete ? [[low], [low, low], [low, low, low], [high], [high, low], [high, low, low]] : [];
+    }
+    return this.completing;
+  }
+
+  /** The token of a byte, which alone is no text. */
+  private byteToken(spellings: readonly string[]): number | undefined {
+    const ids = spellings.map((spelling) => this.tokenizer.token_to_id(spelling));
+    return ids.find((id) => id !== undefined && this.decode([id]) === REPLACEMENT);
   }
 
   /** Whether `decode` leaves a token out wherever it stands: a special token, or an id without a token. */
@@ -81,12 +101,22 @@ export class IncrementalDecoder {
     return text.slice(start, Math.max(start, end));
   }
 
-  /** The text that was held back; incomplete characters become U+FFFD. */
+  /** The text that was held back, except a character whose last bytes are missing. */
   end(): string {
-    const text = this.tokenizer.decode(this.ids);
+    const text = this.withoutIncomplete(this.tokenizer.decode(this.ids));
     const piece = text.slice(this.known(text));
     this.given = text;
     return piece;
+  }
+
+  /** `text`, of `ids`, without an incomplete character at its end: one that further bytes complete. */
+  private withoutIncomplete(text: string): string {
+    if (!text.endsWith(REPLACEMENT)) return text;
+    for (const rest of this.tokenizer.completions) {
+      const completed = this.tokenizer.decode([...this.ids, ...rest]);
+      if (!completed.endsWith(REPLACEMENT)) return [...completed].slice(0, -1).join("");
+    }
+    return text;
   }
 
   /** The number of characters of `text` that were returned. */

@@ -1,6 +1,6 @@
 // What needs no package: options, stop strings, manifests.
 import { execFileSync } from "node:child_process";
-import { mkdtemp, rm, symlink, truncate, writeFile } from "node:fs/promises";
+import { mkdtemp, readFile, rm, symlink, truncate, writeFile } from "node:fs/promises";
 import { createServer } from "node:http";
 import type { AddressInfo } from "node:net";
 import { tmpdir } from "node:os";
@@ -12,7 +12,7 @@ import { Meter, openUrl } from "../src/files.js";
 import { parseManifest } from "../src/manifest.js";
 import { openFolder } from "../src/node_files.js";
 import { checkNames, readableSeed, resolve, seedsOf } from "../src/options.js";
-import { StopStrings } from "../src/text.js";
+import { GeneratedText, StopStrings, Tokenizer } from "../src/text.js";
 
 describe("options", () => {
   const values = (config: object, options: object): Record<string, unknown> => resolve(config as any, options).values;
@@ -74,6 +74,31 @@ it("stop strings are found however the text is cut, first the one that ends firs
       expect([found + finder.end(), finder.match]).toEqual([whole, match]);
     }
   }
+});
+
+it("a text that is cut off inside a character ends before it", async () => {
+  const file = new URL("../../qsample/assets/tiny_lm/tokenizer.json", import.meta.url);
+  const description = JSON.parse(await readFile(file, "utf8"));
+  const tokenizer = new Tokenizer(description, {}, 2048, "a test");
+  // The first bytes of characters differ in what may follow: E0, ED, F0 and F4 take a part of the other bytes alone.
+  for (const character of ["é", "\u0800", "漢", "\ud7ff", "\u{10000}", "🙂", "\u{10ffff}"]) {
+    for (const before of ["", "a", "é", "a\ufffd"]) {
+      const whole = tokenizer.encode(before + character, { addSpecialTokens: false });
+      const bytes = new TextEncoder().encode(character).length;
+      for (let missing = 1; missing < bytes; missing += 1) {
+        const ids = whole.slice(0, -missing);
+        expect(tokenizer.decode(ids)).toBe(`${before}\ufffd`); // each byte of these characters has its own token
+        const text = new GeneratedText(tokenizer, [], []);
+        for (const id of ids) text.put(id);
+        text.end();
+        expect(text.whole).toBe(before);
+      }
+    }
+  }
+  const written = new GeneratedText(tokenizer, [], []);
+  for (const id of tokenizer.encode("a\ufffd", { addSpecialTokens: false })) written.put(id);
+  written.end();
+  expect(written.whole).toBe("a\ufffd");
 });
 
 it("manifests of strangers are refused", () => {
