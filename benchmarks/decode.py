@@ -65,14 +65,13 @@ PRESET_OF: Final = {
     ONE_ROW[OWN]: "quick",
     ONE_ROW[SPEED]: "speed",
 }
-# System → rows in the results of `quality.py`, of which the first that was measured has its bits. onnxruntime-genai's
-# builder rounds as Q4_0 does, with scales in float32; its file of the bundled model, with heads of 40, does not run.
+# System → the row in the results of `quality.py` that has its bits.
 BITS: Final = {
-    OWN: ("int4 quick",),
-    BALANCED: ("int4 balanced",),
-    SPEED: ("int4 speed",),
-    "genai": ("onnxruntime-genai default", "llama.cpp Q4_0"),
-    "llama.cpp": ("llama.cpp Q4_0",),
+    OWN: "int4 quick",
+    BALANCED: "int4 balanced",
+    SPEED: "int4 speed",
+    "genai": "onnxruntime-genai default",
+    "llama.cpp": "llama.cpp Q4_0",
 }
 PRESETS_ONLY: Final = (BALANCED, *ONE_ROW.values())
 _CENTRAL: Final = ("greedy", "top-p 0.95", *FLAT)
@@ -183,10 +182,8 @@ def add_quality(facts: dict[str, Any], path: Path) -> None:
     models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else {}
     for name, known in facts["systems"].items():
         system = "genai" if name.startswith("genai") else name.removesuffix(f", {NOT_INVARIANT}")
-        for model, quality in models.items():
-            rows = quality["rows"]
-            if bits := next((bits for bits in BITS.get(system, ()) if bits in rows), None):
-                known.setdefault("kl", {})[model] = rows[bits]["kl"][0]
+        measured = {model: quality["rows"].get(BITS.get(system)) for model, quality in models.items()}
+        known["kl"] = {model: row["kl"][0] for model, row in measured.items() if row is not None}
 
 
 def main() -> None:
