@@ -64,6 +64,7 @@ WORSE: Final = [*BLOCKED, "int2 quick"]
 FITTED: Final = [f"int4 {preset}, {TO_TEXT}" for preset, point in PRESETS.items() if point.fitted]
 GGUF: Final = {f"llama.cpp {kind}": kind for kind in ("Q8_0", "Q5_K_M", "Q4_K_M", "IQ4_NL", "Q4_1", "Q4_0")}
 GENAI: Final = {f"onnxruntime-genai {algorithm}": algorithm for algorithm in ("default", "k_quant_mixed")}
+ORDER: Final = [*OWN, *WORSE, *FITTED, *GGUF, *GENAI, FLOAT]
 
 
 def texts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -119,10 +120,11 @@ def figures(found: Any, sizes: dict[str, int], chat: dict[str, dict[str, Estimat
 def table(rows: dict[str, dict[str, Any]]) -> list[str]:
     columns = [("kl", "KL, nats", 5, 1), ("top1", "top-1, %", 1, 100)]
     if any("kl chat" in facts for facts in rows.values()):
-        columns = [("kl", "KL docs, nats", 4, 1), ("kl chat", "KL chat, nats", 4, 1), ("kl gate", "KL compile", 4, 1)]
-        columns += [("top1", "top-1 docs, %", 1, 100), ("top1 chat", "top-1 chat, %", 1, 100)]
+        columns = [("kl", "KL text, nats", 4, 1), ("kl chat", "KL chat, nats", 4, 1), ("kl gate", "KL compile", 4, 1)]
+        columns += [("top1", "top-1 text, %", 1, 100), ("top1 chat", "top-1 chat, %", 1, 100)]
     lines = []
-    for name, facts in rows.items():
+    for name in sorted(rows, key=ORDER.index):
+        facts = rows[name]
         cells = [name, f"{facts['bytes'] / 1e3:,.0f}", f"{facts['perplexity']:.3f}"]
         for key, _, digits, factor in columns:
             value, low, high = (factor * number for number in facts.get(key, [0, 0, 0]))
@@ -140,11 +142,11 @@ def write(data: dict[str, Any], output: Path) -> None:
         "",
     ]
     # Real models come first.
-    for model, facts in sorted(data["models"].items(), key=lambda entry: "chat_tokens" not in entry[1]):
+    for model, facts in sorted(data["models"].items(), key=lambda entry: entry[0] not in TITLES):
         widths = " and ".join(map(str, facts["widths"]))
-        texts = f"{facts['tokens']:,} held-out tokens"
+        texts = f"{facts['tokens']:,} tokens of {'a page of docs' if model in TITLES else 'held-out text'}"
         if "chat_tokens" in facts:
-            texts = f"{facts['tokens']:,} tokens of docs and {facts['chat_tokens']:,} of answers"
+            texts += f" and {facts['chat_tokens']:,} of answers"
         lines += [f"## {TITLES.get(model, model)}", "", f"{texts}; matrices of {widths} columns;"]
         lines += [f"{facts['machine']}.", "", *table(facts["rows"]), ""]
         if any(width % 256 for width in facts["widths"]):
