@@ -7,7 +7,7 @@ layers have 4.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Final
@@ -16,11 +16,13 @@ import onnx_ir as ir
 
 from qsample.compiler.quantize import Preset, entry_of_table
 from qsample.compiler.quantize.methods import WeightQuantization
+from qsample.contract.interface import adapter_names
 from qsample.contract.tensors import LOGITS
 from qsample.graph.edit import ancestors
 
 HEAD: Final = "lm_head"
 _STATE: Final = "past_key_values."
+_ADAPTER_ENDS: Final = adapter_names("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,13 @@ def names_of(graph: ir.Graph, nodes: Collection[ir.Node]) -> dict[ir.Node, str]:
     graph does not join them. Matrices before the first layer that are no lookups count to the first.
     """
     products = [node for node in nodes if node.op_type != "Gather"]
+    ends = {*products, *_products_of_adapters(graph)}
     order = {node: place for place, node in enumerate(graph)}
     names = {node: "embed_tokens" for node in nodes if node.op_type == "Gather"}
-    names |= dict.fromkeys(_head_products(graph, products), HEAD)
+    names |= dict.fromkeys(_head_products(graph, products, ends), HEAD)
     mixers = _mixers(graph)
     own = [node for node in products if node in order and node not in names]
-    before = [_directly_behind(mixer.inputs, own) for mixer in mixers]
+    before = [_directly_behind(mixer.inputs, own, ends) for mixer in mixers]
     starts = [
         min((order[node] for node in found), default=order[mixer]) for mixer, found in zip(mixers, before, strict=True)
     ]
@@ -81,16 +84,16 @@ def names_of(graph: ir.Graph, nodes: Collection[ir.Node]) -> dict[ir.Node, str]:
         members = [node for node in own if first <= order[node] < end and node not in names]
         behind = [node for node in members if order[node] > order[mixer]]
         for node in members:
-            names[node] = f"layers.{layer}.{_role(node, mixer, before[layer], behind, products)}"
+            names[node] = f"layers.{layer}.{_role(node, mixer, before[layer], behind, ends)}"
     return {node: names.get(node, "other") for node in nodes}
 
 
 def _role(
-    node: ir.Node, mixer: ir.Node, before: Collection[ir.Node], behind: list[ir.Node], products: Iterable[ir.Node]
+    node: ir.Node, mixer: ir.Node, before: Collection[ir.Node], behind: list[ir.Node], ends: Collection[ir.Node]
 ) -> str:
     if node in before:
         return "qkv_proj"
-    if mixer in ancestors(node.inputs[:1], set(products)):
+    if mixer in ancestors(node.inputs[:1], ends):
         return "o_proj"
     return "down_proj" if behind and node is behind[-1] else "gate_up_proj"
 
@@ -100,10 +103,17 @@ def layers_of(graph: ir.Graph) -> int:
     return len(_mixers(graph))
 
 
-def _head_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
+def _head_products(graph: ir.Graph, products: Collection[ir.Node], ends: Collection[ir.Node]) -> set[ir.Node]:
     """The `products` with weights, nodes of `graph`, from which the logits come without another of them between."""
     logits = [value for node in graph for value in node.outputs if value.name == LOGITS.name]
-    return _directly_behind(logits, products)
+    return _directly_behind(logits, products, ends)
+
+
+def _products_of_adapters(graph: ir.Graph) -> set[ir.Node]:
+    """The products with matrices of LoRA adapters. They lie beside a product with weights, and read what it reads, so
+    that a path over them would lead past it."""
+    matrices = [value for value in graph.inputs if str(value.name).endswith(_ADAPTER_ENDS)]
+    return {node for value in matrices for node, _ in value.uses()}
 
 
 def _mixers(graph: ir.Graph) -> list[ir.Node]:
@@ -117,9 +127,11 @@ def _mixers(graph: ir.Graph) -> list[ir.Node]:
     return list(readers.values())
 
 
-def _directly_behind(values: Collection[ir.Value | None], products: Collection[ir.Node]) -> set[ir.Node]:
-    """The `products` from which `values` come without another of them between."""
-    reached = ancestors(values, set(products))
+def _directly_behind(
+    values: Collection[ir.Value | None], products: Collection[ir.Node], ends: Collection[ir.Node]
+) -> set[ir.Node]:
+    """The `products` from which `values` come without one of `ends` between."""
+    reached = ancestors(values, ends)
     sources = [*values, *(value for node in reached for value in node.inputs)]
     producers = {value.producer() for value in sources if value is not None}
     return {node for node in products if node in producers}

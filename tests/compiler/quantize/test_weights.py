@@ -21,7 +21,7 @@ from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.errors import CompileError
-from qsample.graph.edit import initializer
+from qsample.graph.edit import initializer, insert, put_behind
 from qsample.package.package import Package, read_package
 from tests.helpers.small_graphs import loop_graph, normal, small_graph
 
@@ -239,8 +239,8 @@ def test_the_packages_own_dtype_is_no_quantization(small: Package, tmp_path: Pat
     assert compiled.manifest.compilation.quantization is None
 
 
-def decoder(layers: int) -> ir.Model:
-    """Layers of qkv → mix → out → up → down; then the head."""
+def decoder(layers: int, *, adapts: bool = False) -> ir.Model:
+    """Layers of qkv → mix → out → up → down; then the head. adapts: beside each product of a layer is an adapter's."""
     states = "".join(f", float[1,4] state{layer}" for layer in range(layers))
     body, value = [], "x"
     for i in range(layers):
@@ -252,13 +252,21 @@ def decoder(layers: int) -> ir.Model:
     model = small_graph(f"g (float[1,4] x, float[4,4] w{states}) => (float[1,4] logits) {{ {chr(10).join(body)} }}")
     for layer, state in enumerate(model.graph.inputs[2:]):
         state.name = f"past_key_values.{layer}.key"
+    for node in [node for node in model.graph if adapts and node.op_type == "MatMul"][:-1]:
+        matrices = [ir.Value(name=f"{node.outputs[0].name}.lora_{part}") for part in "AB"]
+        model.graph.inputs.extend(matrices)
+        total = put_behind(node.outputs[0], "Add", [node.outputs[0]]).producer()
+        assert total is not None
+        narrow = insert(total, "MatMul", [node.inputs[0], matrices[0]], ["B", 4])
+        total.replace_input_with(1, insert(total, "MatMul", [narrow, matrices[1]], ["B", 4]))
     return model
 
 
+@pytest.mark.parametrize("adapts", [False, True])
 @pytest.mark.parametrize("layers", [0, 1, 2, 5])
-def test_names_of_matrices(layers: int) -> None:
-    model = decoder(layers)
-    products = [node for node in model.graph if node.op_type == "MatMul"]
+def test_names_of_matrices(layers: int, adapts: bool) -> None:
+    model = decoder(layers, adapts=adapts)
+    products = [node for node in model.graph if node.op_type == "MatMul" and node.inputs[1].name == "w"]
     roles = {"qkv": "qkv_proj", "out": "o_proj", "up": "gate_up_proj", "down": "down_proj"}
     expected = {f"{part}{layer}": f"layers.{layer}.{role}" for layer in range(layers) for part, role in roles.items()}
     found = {node.outputs[0].name: name for node, name in names_of(model.graph, products).items()}
