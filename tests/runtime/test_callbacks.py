@@ -172,7 +172,9 @@ def test_a_criterion_ends_the_rows_that_it_names(
     assert shown[-1].tolist() == output.sequences.tolist()
     assert (shown[-1][1, WIDTH + 3 :] == PAD).all()
     assert output.texts is not None
-    assert output.texts[1] == model.tokenizer.decode(free.token_ids[1][:3])  # type: ignore[union-attr]
+    assert model.tokenizer is not None
+    whole = model.tokenizer.decode(free.token_ids[1][:3])
+    assert output.texts[1] == whole.removesuffix("\ufffd")  # the last byte only begins a character
 
 
 def test_several_rows_of_a_prompt_are_rows_of_the_batch(model: CausalLM) -> None:
