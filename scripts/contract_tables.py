@@ -143,8 +143,8 @@ def spellings() -> str:
 
 def steps() -> str:
     """The shape of Qwen3-0.6B with two threads: milliseconds of a decode step; a part for each class of processor."""
-    shown = ("qsample", "qsample, balanced", "qsample, speed", "qsample, speed, --no-batch-invariant")
-    shown += ("genai", "llama.cpp")
+    presets = ("qsample", "qsample, balanced", "qsample, speed", "qsample, speed, --no-batch-invariant")
+    shown = (*presets, "genai", "llama.cpp")
     sections = json.loads((ROOT / "docs" / "benchmarks" / "decode.json").read_text("utf-8"))["shapes"]
     bits, found = dict[str, float](), dict[tuple[str, ...], dict[str, str]]()
     for title, facts in sections.items():

@@ -68,6 +68,7 @@ def names_of(graph: ir.Graph, nodes: Collection[ir.Node]) -> dict[ir.Node, str]:
     graph does not join them. Matrices before the first layer that are no lookups count to the first.
     """
     products = [node for node in nodes if node.op_type != "Gather"]
+    # A search from a node back to its sources ends here.
     ends = {*products, *_products_of_adapters(graph)}
     order = {node: place for place, node in enumerate(graph)}
     names = {node: "embed_tokens" for node in nodes if node.op_type == "Gather"}
@@ -110,8 +111,8 @@ def _head_products(graph: ir.Graph, products: Collection[ir.Node], ends: Collect
 
 
 def _products_of_adapters(graph: ir.Graph) -> set[ir.Node]:
-    """The products with matrices of LoRA adapters. They lie beside a product with weights, and read what it reads, so
-    that a path over them would lead past it."""
+    """The products with matrices of LoRA adapters. Each reads the input of a product with weights, and its result is
+    added to the output of that product: a path through the adapter would miss the product."""
     matrices = [value for value in graph.inputs if str(value.name).endswith(_ADAPTER_ENDS)]
     return {node for value in matrices for node, _ in value.uses()}
 

@@ -252,7 +252,8 @@ def decoder(layers: int, *, adapts: bool = False) -> ir.Model:
     model = small_graph(f"g (float[1,4] x, float[4,4] w{states}) => (float[1,4] logits) {{ {chr(10).join(body)} }}")
     for layer, state in enumerate(model.graph.inputs[2:]):
         state.name = f"past_key_values.{layer}.key"
-    for node in [node for node in model.graph if adapts and node.op_type == "MatMul"][:-1]:
+    *of_layers, _head = [node for node in model.graph if node.op_type == "MatMul"]
+    for node in of_layers if adapts else []:
         matrices = [ir.Value(name=f"{node.outputs[0].name}.lora_{part}") for part in "AB"]
         model.graph.inputs.extend(matrices)
         total = put_behind(node.outputs[0], "Add", [node.outputs[0]]).producer()
@@ -272,6 +273,19 @@ def test_names_of_matrices(layers: int, adapts: bool) -> None:
     found = {node.outputs[0].name: name for node, name in names_of(model.graph, products).items()}
     assert found == {**expected, "logits": "lm_head"}
     assert layers_of(model.graph) == layers
+
+
+def test_a_package_with_adapters_has_the_bits_of_one_without(
+    bundled_package: Path, adapted_server_package: Path, tmp_path: Path
+) -> None:
+    tables = []
+    for name, source in (("plain", bundled_package), ("adapted", adapted_server_package)):
+        compiled = compile_package(read_package(source), tmp_path / name, CompileOptions(ctx_len=64, weights="int4"))
+        assert compiled.manifest.compilation is not None
+        assert compiled.manifest.compilation.quantization is not None
+        tables.append(compiled.manifest.compilation.quantization["bits"])
+    assert tables[0] == tables[1]
+    assert {"layers.0.qkv_proj", "layers.1.down_proj", "lm_head"} <= tables[0].keys()
 
 
 @pytest.mark.parametrize(
