@@ -47,11 +47,15 @@ def chats_of(package: Path) -> list[Chat]:
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         output = model.generate(messages, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-        chats.append(Chat(output.sequences[0, : output.prompt_lengths[0]].tolist(), output.token_ids[0]))
+        chats.append(
+            Chat(output.sequences[0, : output.prompt_lengths[0]].tolist(), output.token_ids[0])
+        )
     return chats
 
 
-def on_answers(packages: Sequence[Path], chats: Sequence[Chat], ctx_len: int) -> dict[str, dict[str, Estimate]]:
+def on_answers(
+    packages: Sequence[Path], chats: Sequence[Chat], ctx_len: int
+) -> dict[str, dict[str, Estimate]]:
     """Package → KL and top-1 on the tokens of the answers, relative to the last package."""
     windows, tokens = [], 0
     for prompt, answer in chats:
@@ -61,7 +65,12 @@ def on_answers(packages: Sequence[Path], chats: Sequence[Chat], ctx_len: int) ->
     steppers = [Stepper(one, ROWS, ctx_len, logits=True) for one in sessions]
     kl, same = np.zeros((len(packages), tokens)), np.zeros((len(packages), tokens))
     for place, _, logits in read_windows(steppers, windows, ROWS):
-        found = np.stack([log_probabilities(row, path, place) for row, path in zip(logits, packages, strict=True)])
+        found = np.stack(
+            [
+                log_probabilities(row, path, place)
+                for row, path in zip(logits, packages, strict=True)
+            ]
+        )
         reference = found[-1]
         kl[:, place] = (np.exp(reference) * (reference - found)).sum(-1)
         same[:, place] = found.argmax(-1) == reference.argmax()

@@ -61,7 +61,10 @@ def timed(command: list[str], log: Path) -> dict[str, float]:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr[-1000:]}")
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     # The kernel keeps a single maximum for all children, which hides a smaller peak.
-    return {"seconds": time.perf_counter() - start, "peak_bytes": float(most * 1024 if most > before else 0)}
+    return {
+        "seconds": time.perf_counter() - start,
+        "peak_bytes": float(most * 1024 if most > before else 0),
+    }
 
 
 def build(options: argparse.Namespace, results: Results, console: Console) -> dict[str, Path]:
@@ -74,10 +77,14 @@ def build(options: argparse.Namespace, results: Results, console: Console) -> di
     if options.again or not compiled.exists() or "bake" not in known:
         with console.status("qsample bake, qsample compile"):
             facts: dict[str, Any] = {"file_bytes": size_of(foreign)}
-            facts["bake"] = timed(qsample("bake", foreign, baked, "--overwrite"), folder / "bake.log")
+            facts["bake"] = timed(
+                qsample("bake", foreign, baked, "--overwrite"), folder / "bake.log"
+            )
             length = min(CTX_LEN, SHAPES[shape]["max_position_embeddings"])
             more = ["--ctx-len", length, "--max-divergence", "100", "--overwrite"]
-            facts["compile"] = timed(qsample("compile", baked, compiled, *more), folder / "compile.log")
+            facts["compile"] = timed(
+                qsample("compile", baked, compiled, *more), folder / "compile.log"
+            )
         known["bake"] = facts
         results.save()
     return {OWN: compiled, "genai": foreign, **dict.fromkeys(HOSTS, foreign)}
@@ -90,7 +97,9 @@ def chosen_parts(options: argparse.Namespace) -> list[Part]:
         rounds = options.rounds or (ROUNDS if rows < 8 else 3)
         for mix in options.mix or ALL:
             without = ("genai",) if mix == EVERYTHING else ()
-            parts.append(Part(options.shape, tuple(options.prompt or [64]), (rows,), (mix,), rounds, without))
+            parts.append(
+                Part(options.shape, tuple(options.prompt or [64]), (rows,), (mix,), rounds, without)
+            )
     return parts
 
 

@@ -33,20 +33,40 @@ TOKEN_IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 # From the models' own config.json. If a context is shortened, nothing longer is measured. A slice has few of its
 # model's layers, each in full size, and the same share of its vocabulary: its step, times the ratio of the numbers of
 # layers, is about a step of the whole model.
-_QWEN3 = dict(model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960)
+_QWEN3 = dict(
+    model_type="qwen3",
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+)
 _QWEN3.update(rope_theta=1e6, tie_word_embeddings=True)
-_LLAMA = dict(model_type="llama", num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, rope_theta=5e5)
+_LLAMA = dict(
+    model_type="llama",
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    rope_theta=5e5,
+)
 _SHORT = dict(max_position_embeddings=4096)
 _ROPE = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
-_GATED_DELTA = dict(num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, rope_parameters=_ROPE, **_SHORT)
-_QWEN3_5 = dict(model_type="qwen3_5_text", hidden_size=1024, intermediate_size=3584, num_attention_heads=8)
+_GATED_DELTA = dict(
+    num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, rope_parameters=_ROPE, **_SHORT
+)
+_QWEN3_5 = dict(
+    model_type="qwen3_5_text", hidden_size=1024, intermediate_size=3584, num_attention_heads=8
+)
 _QWEN3_5.update(linear_num_value_heads=16, tie_word_embeddings=True, **_GATED_DELTA)
 _UNTIED = dict(tie_word_embeddings=False)
 
 
-def _sizes(hidden: int, intermediate: int, layers: int, heads: int | None = None, **more: Any) -> dict[str, Any]:
+def _sizes(
+    hidden: int, intermediate: int, layers: int, heads: int | None = None, **more: Any
+) -> dict[str, Any]:
     more |= {"num_attention_heads": heads} if heads else {}
-    return dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, **more)
+    return dict(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, **more
+    )
 
 
 _QWEN3_NEXT = dict(  # 64 of 512 experts: the time of a step follows the 10 active experts
@@ -65,7 +85,13 @@ _GEMMA3 = dict(
     model_type="gemma3_text", num_key_value_heads=1, head_dim=256, sliding_window=512, vocab_size=262144,
     max_position_embeddings=32768, query_pre_attn_scalar=256, tie_word_embeddings=True,
 )  # fmt: skip
-_TINY = dict(model_type="qwen3", num_key_value_heads=2, head_dim=32, vocab_size=4096, tie_word_embeddings=True)
+_TINY = dict(
+    model_type="qwen3",
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=4096,
+    tie_word_embeddings=True,
+)
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16),
     "qwen3-4b": _QWEN3 | _sizes(2560, 9728, 36, 32),
@@ -73,9 +99,11 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "llama-3.1-8b": _LLAMA | _SHORT | _UNTIED | _sizes(4096, 14336, 32, head_dim=128),
     "gemma-3-270m": _GEMMA3 | _sizes(640, 2048, 18, 4),  # 3 of 18 layers see all tokens
     "qwen3.5-0.8b": _QWEN3_5 | dict(num_hidden_layers=24, vocab_size=248320),
-    "qwen3.5-slice": _QWEN3_5 | dict(num_hidden_layers=4, vocab_size=41408),  # 4 of 24 layers; a multiple of 64
+    "qwen3.5-slice": _QWEN3_5
+    | dict(num_hidden_layers=4, vocab_size=41408),  # 4 of 24 layers; a multiple of 64
     "qwen3-next-slice": _QWEN3_NEXT | _sizes(2048, 5120, 4, 16, vocab_size=12672),  # 4 of 48 layers
-    "qwen3-30b-a3b-slice": _QWEN3_MOE | _sizes(2048, 6144, 3, 32, vocab_size=9536),  # 3 of 48 layers
+    "qwen3-30b-a3b-slice": _QWEN3_MOE
+    | _sizes(2048, 6144, 3, 32, vocab_size=9536),  # 3 of 48 layers
     "gpt-oss-20b-slice": _GPT_OSS | _sizes(2880, 2880, 2, 64, vocab_size=16768),  # 2 of 24 layers
     "tiny": _TINY | _SHORT | _sizes(128, 256, 2, 4),  # to try the benchmarks themselves in seconds
 }
@@ -113,7 +141,9 @@ def peaking_factor(model: Any) -> float:
 
     ids = torch.from_numpy(prompt_ids(4, 16, model.config.vocab_size))
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1).to(torch.float32).numpy()
+        logits = (
+            model(input_ids=ids, use_cache=False).logits.flatten(0, 1).to(torch.float32).numpy()
+        )
     shifted = logits - logits.max(-1, keepdims=True)
     low, high = 1e-3, 1e3
     for _ in range(40):
@@ -156,9 +186,13 @@ def make_large_checkpoint(shape: str, folder: Path) -> Path:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if weight.ndim == 1:
-            drawn = torch.full(weight.shape, last if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16)
+            drawn = torch.full(
+                weight.shape, last if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16
+            )
         else:
-            drawn = torch.empty(weight.shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
+            drawn = torch.empty(weight.shape, dtype=torch.bfloat16).normal_(
+                0, SPREAD, generator=generator
+            )
         # Like real checkpoints: each expert is a separate tensor.
         for part, tensor in revert_weight_conversion(model, {name: drawn}).items():
             shard[part] = tensor.clone()
@@ -175,11 +209,21 @@ def make_large_checkpoint(shape: str, folder: Path) -> Path:
 
 def qsample(*arguments: object, before: str = "") -> list[str]:
     """The command line of qsample in this Python; before: statements to run first."""
-    return [sys.executable, "-c", f"{before}from qsample.cli import main; main()", *map(str, arguments)]
+    return [
+        sys.executable,
+        "-c",
+        f"{before}from qsample.cli import main; main()",
+        *map(str, arguments),
+    ]
 
 
 def make_package(
-    checkpoint: Path, package: Path, weights: str, *options: str, ctx_len: int = CTX_LEN, before: str = ""
+    checkpoint: Path,
+    package: Path,
+    weights: str,
+    *options: str,
+    ctx_len: int = CTX_LEN,
+    before: str = "",
 ) -> Path:
     """Compile a checkpoint for the CPU, unless the package exists.
 
@@ -198,7 +242,10 @@ def make_package(
         if weights != "float32":
             # Random weights diverge further than trained weights; the benchmarks report the divergence.
             more += ["--weights", weights, "--max-divergence", "100"]
-        run_quietly(qsample("compile", checkpoint, package, *more, before=before), package.with_suffix(".log"))
+        run_quietly(
+            qsample("compile", checkpoint, package, *more, before=before),
+            package.with_suffix(".log"),
+        )
     return package
 
 
@@ -230,8 +277,19 @@ def make_genai_model(
     if not (folder / "genai_config.json").exists():
         with tempfile.TemporaryDirectory(dir=checkpoint.parent) as scratch:
             kind = json.loads((checkpoint / "config.json").read_text())["model_type"]
-            source = make_composite(checkpoint, Path(scratch)) if kind == "qwen3_5_text" else checkpoint
-            command = ["-m", "onnxruntime_genai.models.builder", "-i", source, "-o", folder, "-p", precision]
+            source = (
+                make_composite(checkpoint, Path(scratch)) if kind == "qwen3_5_text" else checkpoint
+            )
+            command = [
+                "-m",
+                "onnxruntime_genai.models.builder",
+                "-i",
+                source,
+                "-o",
+                folder,
+                "-p",
+                precision,
+            ]
             command += ["-e", provider, "-c", folder / "cache"]
             settings = [f"block_size={block_size}", f"algo_config={algorithm}", "accuracy_level=4"]
             more = settings if precision == "int4" else []
@@ -242,7 +300,13 @@ def make_genai_model(
 
 
 def make_gguf(
-    checkpoint: Path, path: Path, python: str, quantization: str = "Q4_0", *, texts: bool = False, pure: bool = True
+    checkpoint: Path,
+    path: Path,
+    python: str,
+    quantization: str = "Q4_0",
+    *,
+    texts: bool = False,
+    pure: bool = True,
 ) -> Path:
     """Convert a checkpoint to a quantized GGUF file, unless the file exists.
 
@@ -269,14 +333,21 @@ def make_composite(checkpoint: Path, folder: Path) -> Path:
     onnxruntime-genai's builder accepts no other form.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+    )
 
     decoder = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     text = decoder.config.to_dict()
     text["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1}
     vision["out_hidden_size"] = text["hidden_size"]
-    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"])
+    config = Qwen3_5Config(
+        text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"]
+    )
     composite = Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16)
     composite.model.language_model.load_state_dict(decoder.model.state_dict())
     composite.lm_head.load_state_dict(decoder.lm_head.state_dict())
@@ -296,16 +367,22 @@ def run_quietly(command: list[str], log: Path) -> None:
     left_out = () if command[0] == sys.executable else ("PYTHONPATH",)
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     with log.open("w", encoding="utf-8") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment)
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment
+        )
     if done.returncode:
         lines = log.read_text(encoding="utf-8").splitlines()
-        raise RuntimeError("\n".join([f"{' '.join(command[:3])} … failed; the end of {log}:", *lines[-12:]]))
+        raise RuntimeError(
+            "\n".join([f"{' '.join(command[:3])} … failed; the end of {log}:", *lines[-12:]])
+        )
 
 
 def can_import(python: str, modules: list[str]) -> str | None:
     """None if the interpreter `python` has all `modules`, otherwise its message."""
     code = f"import importlib.util as u; print([m for m in {modules} if u.find_spec(m) is None])"
-    done = subprocess.run([python or sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python or sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
     return None if done.stdout.strip() == "[]" else f"{python} has no {done.stdout.strip()}"

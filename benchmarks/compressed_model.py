@@ -16,7 +16,11 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationStatus,
+    preset_name_to_scheme,
+)
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -40,16 +44,23 @@ def main() -> None:
                     stored[key] = weight
                     continue
                 groups = weight.unflatten(-1, (-1, scheme.weights.group_size))
-                scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+                scale, zero_point = calculate_qparams(
+                    groups.amin(-1), groups.amax(-1), scheme.weights
+                )
                 parts = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
                 for part, tensor in compressor.compress(parts, scheme).items():
                     stored[f"{key.removesuffix('weight')}{part}"] = tensor.contiguous()
     save_file(stored, partial / "model.safetensors", metadata={"format": "pt"})
     status = QuantizationStatus.COMPRESSED
     stated = QuantizationConfig(
-        config_groups={"group_0": scheme}, format=FORMAT, ignore=["lm_head"], quantization_status=status
+        config_groups={"group_0": scheme},
+        format=FORMAT,
+        ignore=["lm_head"],
+        quantization_status=status,
     )
-    config = json.loads((partial / "config.json").read_text()) | {"quantization_config": stated.model_dump(mode="json")}
+    config = json.loads((partial / "config.json").read_text()) | {
+        "quantization_config": stated.model_dump(mode="json")
+    }
     (partial / "config.json").write_text(json.dumps(config, indent=1))
     partial.rename(out)  # an existing folder is complete
 

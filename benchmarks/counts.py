@@ -32,8 +32,12 @@ def session(dtype: str) -> ort.InferenceSession:
     )
     nodes = [
         helper.make_node("GatherElements", ["counts", "ids"], ["found"], axis=1),
-        helper.make_node("Cast", ["found"], ["read"], to=TensorProto.FLOAT),  # of float32 it is removed
-        helper.make_node("ScatterElements", ["counts", "token", "one"], ["new"], axis=1, reduction="add"),
+        helper.make_node(
+            "Cast", ["found"], ["read"], to=TensorProto.FLOAT
+        ),  # of float32 it is removed
+        helper.make_node(
+            "ScatterElements", ["counts", "token", "one"], ["new"], axis=1, reduction="add"
+        ),
     ]
     read = helper.make_tensor_value_info("read", TensorProto.FLOAT, ["B", "h"])
     graph = helper.make_graph(nodes, "counts", [counts, *ids, one], [read, new])
@@ -76,7 +80,9 @@ def main() -> None:
                         runner.run_with_iobinding(binding)
                     times[dtype].append((time.perf_counter() - start) / CALLS * 1e6)
             found = ", ".join(f"{dtype} {median(values):.1f}" for dtype, values in times.items())
-            print(f"{rows} rows, {'copied' if copied else 'in place'}: {found}; not added: {', '.join(lacking)}")
+            print(
+                f"{rows} rows, {'copied' if copied else 'in place'}: {found}; not added: {', '.join(lacking)}"
+            )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,15 @@ from typing import Any, Final
 import numpy as np
 from checkpoints import CTX_LEN, SHAPES, make_checkpoint, make_genai_model, make_gguf, make_package
 from decoders import OWN, Part, Results, add_options, build_each, remaining, run_cells, start, write
-from report import NOT_INVARIANT, count, describe_machine, make_parser, median, median_ratio, processor_class
+from report import (
+    NOT_INVARIANT,
+    count,
+    describe_machine,
+    make_parser,
+    median,
+    median_ratio,
+    processor_class,
+)
 from rich.console import Console
 from systems import EVERYTHING, FLAT, MIXES
 from turns import PEERS, Worker, available, size_of
@@ -53,7 +61,9 @@ from qsample.compiler.quantize import PRESETS
 
 ROUNDS: Final = 5
 EVERY: Final = (*MIXES, *FLAT)  # some systems lack parameters of EVERYTHING
-LARGEST_FLOAT32: Final = 2e9  # bytes of a bfloat16 checkpoint whose float32 package is compared with transformers
+LARGEST_FLOAT32: Final = (
+    2e9  # bytes of a bfloat16 checkpoint whose float32 package is compared with transformers
+)
 SLOW: Final = ("transformers", "genai defaults")
 BALANCED, SPEED = f"{OWN}, balanced", f"{OWN}, speed"
 ONE_ROW: Final = {name: f"{name}, {NOT_INVARIANT}" for name in (OWN, SPEED)}
@@ -77,7 +87,9 @@ PRESETS_ONLY: Final = (BALANCED, *ONE_ROW.values())
 _CENTRAL: Final = ("greedy", "top-p 0.95", *FLAT)
 CENTRAL: Final = (
     Part("qwen3-0.6b", (64,), (1,), _CENTRAL, ROUNDS),
-    Part("qwen3-0.6b", (64,), (4,), _CENTRAL, 3, tuple(ONE_ROW.values())),  # with several rows they are the same
+    Part(
+        "qwen3-0.6b", (64,), (4,), _CENTRAL, 3, tuple(ONE_ROW.values())
+    ),  # with several rows they are the same
     Part("qwen3-0.6b", (1024,), (1,), ("greedy",), 2, (BALANCED, ONE_ROW[OWN])),
 )
 WHOLE: Final = (
@@ -105,7 +117,10 @@ def run_overhead(worker: Worker, results: Results, shape: str, steps: int) -> No
         milliseconds = {name: 1e3 * median(values) for name, values in answer.items()}
         pairs = min(len(answer["everything"]), len(answer["greedy"]))
         times = median_ratio(answer["everything"][:pairs], answer["greedy"][:pairs])
-        results.shape(shape)["overhead"][str(batch)] = {"ms": milliseconds, "everything_over_greedy": times}
+        results.shape(shape)["overhead"][str(batch)] = {
+            "ms": milliseconds,
+            "everything_over_greedy": times,
+        }
 
 
 def check_tokens(checkpoint: Path, results: Results, shape: str, threads: int) -> None:
@@ -122,7 +137,9 @@ def check_tokens(checkpoint: Path, results: Results, shape: str, threads: int) -
     results.shape(shape)["tokens"] = {"compared": int(tokens[0].size), "equal": equal}
 
 
-def run_shape(shape: str, parts: list[Part], options: argparse.Namespace, results: Results, console: Console) -> None:
+def run_shape(
+    shape: str, parts: list[Part], options: argparse.Namespace, results: Results, console: Console
+) -> None:
     folder, python = options.work / shape, options.peers_python
     title = f"{shape}, {processor_class()}, {count(options.threads, 'thread')}"
     parts = [replace(part, shape=title) for part in parts]
@@ -137,7 +154,9 @@ def run_shape(shape: str, parts: list[Part], options: argparse.Namespace, result
         outer = dict.fromkeys(("layers.0.*", f"layers.{layers - 1}.*"), preset.outer)
         table = folder / f"{PRESET_OF[name]}.json"
         table.write_text(json.dumps({"lm_head": preset.head, **outer, "*": "int4"}), "utf-8")
-        return make_package(checkpoint, folder / table.stem, str(table), "--block-size", str(preset.block_size))
+        return make_package(
+            checkpoint, folder / table.stem, str(table), "--block-size", str(preset.block_size)
+        )
 
     builders = {
         **{name: lambda name=name: package(name) for name in PRESET_OF},
@@ -148,7 +167,11 @@ def run_shape(shape: str, parts: list[Part], options: argparse.Namespace, result
     }
     models = build_each(builders, [OWN, *options.system], title, results, console)
     facts = results.shape(title)
-    if options.tokens and (options.again or not facts["tokens"]) and size_of(checkpoint) < LARGEST_FLOAT32:
+    if (
+        options.tokens
+        and (options.again or not facts["tokens"])
+        and size_of(checkpoint) < LARGEST_FLOAT32
+    ):
         with console.status(f"{shape}: greedy tokens against transformers'"):
             check_tokens(checkpoint, results, title, options.threads)
     overhead = options.overhead_steps and (options.again or not facts["overhead"])
@@ -156,7 +179,11 @@ def run_shape(shape: str, parts: list[Part], options: argparse.Namespace, result
     if not (todo or overhead):
         console.print(f"{shape}: measured before", highlight=False)
         return
-    used = {name: model for name, model in models.items() if any(name not in part.without for part in parts)}
+    used = {
+        name: model
+        for name, model in models.items()
+        if any(name not in part.without for part in parts)
+    }
     workers = start(used, title, options, results, console)
     run_cells(workers, results, todo, options.new_tokens, console)
     if overhead:
@@ -182,32 +209,49 @@ def add_quality(facts: dict[str, Any], path: Path) -> None:
     models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else {}
     for name, known in facts["systems"].items():
         system = "genai" if name.startswith("genai") else name.removesuffix(f", {NOT_INVARIANT}")
-        measured = {model: quality["rows"].get(BITS.get(system)) for model, quality in models.items()}
+        measured = {
+            model: quality["rows"].get(BITS.get(system)) for model, quality in models.items()
+        }
         known["kl"] = {model: row["kl"][0] for model, row in measured.items() if row is not None}
 
 
 def main() -> None:
     parser = make_parser(__doc__, "decode", work="build/decode", peers=True, again=True, threads=2)
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES))
-    parser.add_argument("--whole", action="store_true", help="the cells of WHOLE, with the overhead and the tokens")
-    parser.add_argument("--system", nargs="+", choices=[*PEERS, *list(PRESET_OF)[1:]], help="next to qsample")
+    parser.add_argument(
+        "--whole", action="store_true", help="the cells of WHOLE, with the overhead and the tokens"
+    )
+    parser.add_argument(
+        "--system", nargs="+", choices=[*PEERS, *list(PRESET_OF)[1:]], help="next to qsample"
+    )
     add_options(parser)
     parser.set_defaults(new_tokens=0)
     parser.add_argument("--overhead-steps", type=int, help="0 leaves this part out")
-    parser.add_argument("--no-tokens", dest="tokens", action="store_false", help="do not compare greedy tokens")
-    parser.add_argument("--no-amx", action="store_true", help="for llama.cpp where AMX is listed and cannot be used")
-    parser.add_argument("--quality", type=Path, default=Path("docs/benchmarks/quality.json"), help="of quality.py")
+    parser.add_argument(
+        "--no-tokens", dest="tokens", action="store_false", help="do not compare greedy tokens"
+    )
+    parser.add_argument(
+        "--no-amx", action="store_true", help="for llama.cpp where AMX is listed and cannot be used"
+    )
+    parser.add_argument(
+        "--quality", type=Path, default=Path("docs/benchmarks/quality.json"), help="of quality.py"
+    )
     options, console = parser.parse_args(), Console(stderr=True)
     parts = chosen_parts(options)
     options.tokens &= options.whole
     options.new_tokens = options.new_tokens or (24 if options.whole else 12)
     if options.overhead_steps is None:
         options.overhead_steps = 120 if options.whole else 0
-    options.system = options.system or [*(PEERS if options.whole else ("genai", "llama.cpp")), *list(PRESET_OF)[1:]]
+    options.system = options.system or [
+        *(PEERS if options.whole else ("genai", "llama.cpp")),
+        *list(PRESET_OF)[1:],
+    ]
     for part in parts:
         most = min(CTX_LEN, SHAPES[part.shape]["max_position_embeddings"]) - 8
         if options.new_tokens < 2 or max(part.prompts) + options.new_tokens > most:
-            parser.error(f"{part.shape}: --new-tokens must be at least 2, and {most:,} at most with --prompt")
+            parser.error(
+                f"{part.shape}: --new-tokens must be at least 2, and {most:,} at most with --prompt"
+            )
     options.system = available(options.system, options.peers_python, console)
     results = Results(options.output.with_suffix(".json"), describe_machine())
     for shape in dict.fromkeys(part.shape for part in parts):

@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import report
-from report import PEERS, Kept, Rows, count, find, markdown, median, median_ratio, one_line, print_table, put
+from report import (
+    PEERS,
+    Kept,
+    Rows,
+    count,
+    find,
+    markdown,
+    median,
+    median_ratio,
+    one_line,
+    print_table,
+    put,
+)
 from rich.console import Console
 from systems import ALL
 from turns import PEERS as MODULES
@@ -71,7 +83,9 @@ class Results(Kept):
 
     def save(self) -> None:
         for facts in self.data["shapes"].values():
-            facts["cells"].sort(key=lambda cell: (cell["prompt"], cell["batch"], cell["mix"], cell["system"]))
+            facts["cells"].sort(
+                key=lambda cell: (cell["prompt"], cell["batch"], cell["mix"], cell["system"])
+            )
         super().save()
 
 
@@ -86,7 +100,11 @@ def ratio(facts: Facts, cell: Cell, system: str, field: str, own_name: str = OWN
 
 
 def build_each(
-    builders: Mapping[str, Callable[[], Path]], systems: Iterable[str], shape: str, results: Results, console: Console
+    builders: Mapping[str, Callable[[], Path]],
+    systems: Iterable[str],
+    shape: str,
+    results: Results,
+    console: Console,
 ) -> dict[str, Path]:
     """The models of `systems`; the results record peers whose builder does not know the architecture."""
     models = {}
@@ -100,7 +118,11 @@ def build_each(
 
 
 def start(
-    models: dict[str, Path], shape: str, options: argparse.Namespace, results: Results, console: Console
+    models: dict[str, Path],
+    shape: str,
+    options: argparse.Namespace,
+    results: Results,
+    console: Console,
 ) -> dict[str, Worker]:
     """Load the systems; record versions, sizes, and memory after a few steps, or why one cannot run its model."""
     workers: dict[str, Worker] = {}
@@ -108,16 +130,23 @@ def start(
     for name, model in models.items():
         python = options.peers_python if MODULES.get(name) else sys.executable
         try:
-            more = {"amx": False} if name == "llama.cpp" and getattr(options, "no_amx", False) else {}
+            more = (
+                {"amx": False} if name == "llama.cpp" and getattr(options, "no_amx", False) else {}
+            )
             worker = Worker(name, model, python, options.threads, **more)
             # The first steps load mapped weights into memory.
-            answer = worker.ask(rows=1, prompt_tokens=WARM_UP_TOKENS, new_tokens=8, sampling={"temperature": 0.0})
+            answer = worker.ask(
+                rows=1, prompt_tokens=WARM_UP_TOKENS, new_tokens=8, sampling={"temperature": 0.0}
+            )
         except RuntimeError as error:
             results.fail(shape, name, error, console)
             continue
         workers[name] = worker
         known = {"version": worker.loaded["version"], "bytes": size_of(model)}
-        facts["systems"][name] = known | {"load_seconds": worker.loaded["load_seconds"], "memory": answer["memory"]}
+        facts["systems"][name] = known | {
+            "load_seconds": worker.loaded["load_seconds"],
+            "memory": answer["memory"],
+        }
         facts["missing"].pop(name, None)
     return workers
 
@@ -154,7 +183,13 @@ def run_cells(
             results.fail(shape, name, error, console)
 
         first, steps = take_turns(
-            running, cell, ALL[cell.mix], part.rounds, new_tokens, failed=failed, after_round=after_round
+            running,
+            cell,
+            ALL[cell.mix],
+            part.rounds,
+            new_tokens,
+            failed=failed,
+            after_round=after_round,
         )
         for name in running:
             key = {"prompt": cell.prompt, "batch": cell.rows, "mix": cell.mix, "system": name}
@@ -191,7 +226,12 @@ def cell_rows(facts: Facts) -> Rows:
                 texts.append(f"{median(found[field]):.1f}{multiple}")  # type: ignore[index]
             row.append(", ".join(texts))
         rows.append(row)
-    return ["prompt", "rows", "sampling", *(f"{_titled(facts, name)}: TTFT, step" for name in systems)], rows
+    return [
+        "prompt",
+        "rows",
+        "sampling",
+        *(f"{_titled(facts, name)}: TTFT, step" for name in systems),
+    ], rows
 
 
 def _titled(facts: Facts, name: str) -> str:
@@ -209,20 +249,48 @@ def beside_rows(facts: Facts) -> Rows:
         if found := cell_of(facts, cell, own):
             times = [ratio(facts, cell, peer, STEP, own) for peer in peers]
             texts = ["" if value is None else f"{value:.2f}" for value in times]
-            rows.append([f"{cell.prompt:,}", str(cell.rows), cell.mix, own, f"{median(found[STEP]):.1f}", *texts])
-    return ["prompt", "rows", "sampling", "package", "step, ms", *(f"{peer} ÷ it" for peer in peers)], rows
+            rows.append(
+                [
+                    f"{cell.prompt:,}",
+                    str(cell.rows),
+                    cell.mix,
+                    own,
+                    f"{median(found[STEP]):.1f}",
+                    *texts,
+                ]
+            )
+    return [
+        "prompt",
+        "rows",
+        "sampling",
+        "package",
+        "step, ms",
+        *(f"{peer} ÷ it" for peer in peers),
+    ], rows
 
 
 def system_rows(facts: Facts) -> Rows:
     rows = []
-    texts = list(dict.fromkeys(text for known in facts["systems"].values() for text in known.get("kl", {})))
+    texts = list(
+        dict.fromkeys(text for known in facts["systems"].values() for text in known.get("kl", {}))
+    )
     for name, known in facts["systems"].items():
         memory = known["memory"]
-        held = [f"{memory[kind] / 1e6:.0f}" if kind in memory else "" for kind in ("anonymous", "mapped")]
+        held = [
+            f"{memory[kind] / 1e6:.0f}" if kind in memory else ""
+            for kind in ("anonymous", "mapped")
+        ]
         far = [f"{known['kl'][text]:.4f}" if text in known.get("kl", {}) else "" for text in texts]
         sizes = [f"{known['bytes'] / 1e6:.0f}", f"{known['load_seconds']:.2f}"]
         rows.append([name, known["version"], *sizes, *held, *far])
-    header = ["system", "version", "files, MB", "load, s", "anonymous memory, MB", "mapped files in memory, MB"]
+    header = [
+        "system",
+        "version",
+        "files, MB",
+        "load, s",
+        "anonymous memory, MB",
+        "mapped files in memory, MB",
+    ]
     return [*header, *(f"KL of its bits, {text}" for text in texts)], rows
 
 
@@ -231,7 +299,9 @@ def overhead_rows(facts: Facts) -> Rows:
     rows = []
     for batch, found in facts["overhead"].items():
         extra = found["everything_over_greedy"] - 1
-        rows.append([batch, f"{extra:.1%}", f"{found['ms']['greedy_host'] / found['ms']['greedy']:.1%}"])
+        rows.append(
+            [batch, f"{extra:.1%}", f"{found['ms']['greedy_host'] / found['ms']['greedy']:.1%}"]
+        )
     return ["rows", "every sampling step, over greedy", "host's share of a step"], rows
 
 
@@ -277,7 +347,10 @@ def write(results: Results, output: Path, title: str, script: str, systems: str)
                 print_table(header, rows, f"{shape}: {kind}")
                 lines += [*markdown(header, rows), ""]
         lines += [f"{line}\n" for line in notes(facts)]
-        lines += [f"{name} does not run it: {reason.replace('|', '/')}\n" for name, reason in facts["missing"].items()]
+        lines += [
+            f"{name} does not run it: {reason.replace('|', '/')}\n"
+            for name, reason in facts["missing"].items()
+        ]
     if any(facts["cells"] for facts in results.data["shapes"].values()):
         lines += [f"![Tokens per second]({output.name}.png)", ""]
         plot(results.data, output.with_suffix(".png"))

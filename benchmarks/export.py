@@ -44,10 +44,22 @@ from rich.console import Console
 INTERVAL: Final = 0.1  # seconds between two samples
 OWN: Final = "qsample, int4"  # the exporter that the ratios refer to
 ROUNDS: Final = {"qwen3-0.6b": 3}  # others: 1
-CHECKS: Final = ("checking", "comparing", "self-test", "measuring the divergence")  # beginnings of stages
+CHECKS: Final = (
+    "checking",
+    "comparing",
+    "self-test",
+    "measuring the divergence",
+)  # beginnings of stages
 GENAI: Final = ("onnxruntime_genai", "onnx_ir", "torch", "transformers")
 # Distributions whose versions the page names.
-DISTRIBUTIONS: Final = ("qsample", "onnxruntime-genai", "mobius-onnx", "optimum-onnx", "torch", "transformers")
+DISTRIBUTIONS: Final = (
+    "qsample",
+    "onnxruntime-genai",
+    "mobius-onnx",
+    "optimum-onnx",
+    "torch",
+    "transformers",
+)
 
 
 @dataclass(frozen=True)
@@ -69,9 +81,21 @@ class Exporter:
 
 def _genai(precision: str) -> Callable[[str, Path, Path], list[str]]:
     def command(python: str, checkpoint: Path, out: Path) -> list[str]:
-        line = [python, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", out, "-p", precision]
+        line = [
+            python,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-i",
+            checkpoint,
+            "-o",
+            out,
+            "-p",
+            precision,
+        ]
         line += ["-e", "cpu", "-c", out / "cache"]
-        more = ["--extra_options", "block_size=32", "accuracy_level=4"] if precision == "int4" else []
+        more = (
+            ["--extra_options", "block_size=32", "accuracy_level=4"] if precision == "int4" else []
+        )
         return [*map(str, line), *more]
 
     return command
@@ -91,7 +115,17 @@ def _mobius(dtype: str) -> Callable[[str, Path, Path], list[str]]:
 
 def _optimum(python: str, checkpoint: Path, out: Path) -> list[str]:
     code = "from optimum.commands.optimum_cli import main; main()"
-    line = [python, "-c", code, "export", "onnx", "-m", str(checkpoint), "--task", "text-generation-with-past"]
+    line = [
+        python,
+        "-c",
+        code,
+        "export",
+        "onnx",
+        "-m",
+        str(checkpoint),
+        "--task",
+        "text-generation-with-past",
+    ]
     return [*line, "--dtype", "fp32", str(out)]
 
 
@@ -104,7 +138,9 @@ EXPORTERS: Final = {
     "genai, int4": Exporter("peers_python", GENAI, "int4", _genai("int4")),
     "mobius, bfloat16": Exporter("peers_python", ("mobius",), "bfloat16", _mobius("bf16")),
     "mobius, float32": Exporter("peers_python", ("mobius",), "float32", _mobius("f32")),
-    "optimum, float32": Exporter("optimum_python", ("optimum.exporters.onnx",), "float32", _optimum),
+    "optimum, float32": Exporter(
+        "optimum_python", ("optimum.exporters.onnx",), "float32", _optimum
+    ),
 }
 
 
@@ -136,7 +172,9 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
         try:
             # The process stays until it is waited for, so that its last count of bytes can be read.
             while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                peak = max(peak, _figures(process.pid, "status", ("RssAnon",)).get("RssAnon", 0) * 1024)
+                peak = max(
+                    peak, _figures(process.pid, "status", ("RssAnon",)).get("RssAnon", 0) * 1024
+                )
                 disk = max(disk, disk_bytes(log.parent))
                 if peak > memory:
                     stopped = f"needs more than {memory / 1e9:.0f} GB of memory"
@@ -154,8 +192,14 @@ def measure(command: list[str], log: Path, *, limit: float, memory: float) -> di
                 process.kill()
                 process.wait()
     if stopped or process.returncode:
-        said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        raise RuntimeError(stopped or (said[-1].strip() if said else f"ended with {process.returncode}"))
+        said = [
+            line
+            for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.strip()
+        ]
+        raise RuntimeError(
+            stopped or (said[-1].strip() if said else f"ended with {process.returncode}")
+        )
     return {
         "seconds": seconds,
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
@@ -204,7 +248,9 @@ def take_turn(name: str, shape: str, options: argparse.Namespace) -> dict[str, A
         shutil.rmtree(out / "cache", ignore_errors=True)  # of genai's builder
         figures["bytes"] = disk_bytes(out)
         if not exporter.python:
-            figures["stages"] = {cost["stage"]: cost["seconds"] for cost in json.loads(stdout)["timing"]}
+            figures["stages"] = {
+                cost["stage"]: cost["seconds"] for cost in json.loads(stdout)["timing"]
+            }
     finally:
         shutil.rmtree(out, ignore_errors=True)
     return figures
@@ -255,7 +301,10 @@ def run_shape(shape: str, options: argparse.Namespace, results: Kept, console: C
                 try:
                     turns.append(take_turn(name, shape, options))
                     sizes = f"{turns[-1]['peak_anonymous'] / 1e9:.1f} GB of memory, {turns[-1]['peak_disk'] / 1e9:.1f}"
-                    console.print(f"{shape}, {name}: {turns[-1]['seconds']:.1f} s, {sizes} of disk", highlight=False)
+                    console.print(
+                        f"{shape}, {name}: {turns[-1]['seconds']:.1f} s, {sizes} of disk",
+                        highlight=False,
+                    )
                 except RuntimeError as error:
                     if name == OWN:
                         raise
@@ -283,16 +332,27 @@ def table_rows(known: dict[str, Any]) -> Rows:
 
 def stage_rows(known: dict[str, Any]) -> Rows:
     """The stages of qsample's exporters: medians of the seconds, and the share of those that check the result."""
-    own = [name for name in EXPORTERS if known["turns"].get(name) and "stages" in known["turns"][name][0]]
+    own = [
+        name
+        for name in EXPORTERS
+        if known["turns"].get(name) and "stages" in known["turns"][name][0]
+    ]
     columns = {name: _stages(known["turns"][name]) for name in own}
-    longest_first = sorted(columns.values(), key=len, reverse=True)  # it has the others' stages in their order
+    longest_first = sorted(
+        columns.values(), key=len, reverse=True
+    )  # it has the others' stages in their order
     names = list(dict.fromkeys(stage for column in longest_first for stage in column))
     rows = [
-        [stage, *(f"{columns[name][stage]:.1f}" if stage in columns[name] else "" for name in own)] for stage in names
+        [stage, *(f"{columns[name][stage]:.1f}" if stage in columns[name] else "" for name in own)]
+        for stage in names
     ]
     for label, checks in (("checks together", True), ("without the checks", False)):
         sums = [
-            sum(seconds for stage, seconds in columns[name].items() if stage.startswith(CHECKS) == checks)
+            sum(
+                seconds
+                for stage, seconds in columns[name].items()
+                if stage.startswith(CHECKS) == checks
+            )
             for name in own
         ]
         rows.append([f"**{label}**", *(f"**{seconds:.1f}**" for seconds in sums)])
@@ -301,7 +361,9 @@ def stage_rows(known: dict[str, Any]) -> Rows:
 
 def _stages(turns: list[dict[str, Any]]) -> dict[str, float]:
     """Stage → median of its seconds."""
-    return {stage: median([turn["stages"][stage] for turn in turns]) for stage in turns[0]["stages"]}
+    return {
+        stage: median([turn["stages"][stage] for turn in turns]) for stage in turns[0]["stages"]
+    }
 
 
 def write(data: dict[str, Any], output: Path) -> None:
@@ -338,13 +400,23 @@ def write(data: dict[str, Any], output: Path) -> None:
 def plot(data: dict[str, Any], path: Path) -> None:
     """A panel for each shape, a bar for each exporter; qsample's are stacked by stage, the checks hatched and pale."""
     shapes = {shape: known for shape, known in data["shapes"].items() if known["turns"].get(OWN)}
-    names = [name for name in EXPORTERS if any(known["turns"].get(name) for known in shapes.values())]
-    stages = list(dict.fromkeys(s for known in shapes.values() for name in names for s in _shown(known, name)))
+    names = [
+        name for name in EXPORTERS if any(known["turns"].get(name) for known in shapes.values())
+    ]
+    stages = list(
+        dict.fromkeys(s for known in shapes.values() for name in names for s in _shown(known, name))
+    )
     figure, axes = report.new_figure(len(shapes), 1, (10, 0.7 + 0.45 * len(names)))
     for axis, (shape, known) in zip(axes[:, 0], shapes.items(), strict=True):
         for place, name in enumerate(names):
             if not known["turns"].get(name):
-                axis.text(0, place, f" {known['missing'].get(name, report.MISSING)}", va="center", color="#555555")
+                axis.text(
+                    0,
+                    place,
+                    f" {known['missing'].get(name, report.MISSING)}",
+                    va="center",
+                    color="#555555",
+                )
             left, shown = 0.0, _shown(known, name)
             for stage, seconds in shown.items():
                 look = {"color": _shade(stages.index(stage), len(stages)), "label": stage}
@@ -375,17 +447,27 @@ def _shade(index: int, number: int) -> Any:
     from matplotlib.colors import to_rgb
 
     strength = (1.0, 0.55, 0.78, 0.35)[index % 4]
-    return tuple(1 - (1 - part) * strength * (1 - 0.25 * index / number) for part in to_rgb(report.QSAMPLE))
+    return tuple(
+        1 - (1 - part) * strength * (1 - 0.25 * index / number) for part in to_rgb(report.QSAMPLE)
+    )
 
 
 def main() -> None:
     parser = make_parser(__doc__, "export", work="build/export", peers=True, again=True)
-    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "qwen3-4b"])
+    parser.add_argument(
+        "--shape", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "qwen3-4b"]
+    )
     parser.add_argument("--system", nargs="+", choices=list(EXPORTERS), default=list(EXPORTERS))
-    parser.add_argument("--optimum-python", default=sys.executable, help="a Python with optimum-onnx")
-    parser.add_argument("--rounds", type=int, help="turns of each exporter; default: 3 for qwen3-0.6b, otherwise 1")
+    parser.add_argument(
+        "--optimum-python", default=sys.executable, help="a Python with optimum-onnx"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="turns of each exporter; default: 3 for qwen3-0.6b, otherwise 1"
+    )
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of a turn")
-    parser.add_argument("--memory", type=float, default=_available(), help="anonymous memory of an exporter, GB")
+    parser.add_argument(
+        "--memory", type=float, default=_available(), help="anonymous memory of an exporter, GB"
+    )
     options, console = parser.parse_args(), Console(stderr=True)
     data = {"machine": describe_machine(os.cpu_count() or 1), "shapes": {}}
     results = Kept(options.output.with_suffix(".json"), data)

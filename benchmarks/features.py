@@ -52,7 +52,10 @@ def step_seconds(
     endless = {"max_new_tokens": options.new_tokens, "eos_token_id": (), **params}
     prompts = [list(range(100, 100 + options.prompt))] * rows
     output = model.generate(
-        prompts, [SamplingParams(**endless, adapter=name) for name in names], seed=1, outputs=outputs
+        prompts,
+        [SamplingParams(**endless, adapter=name) for name in names],
+        seed=1,
+        outputs=outputs,
     )
     return float(output.timing.decode_seconds) / (options.new_tokens - 1)
 
@@ -67,11 +70,20 @@ def compare(cases: Cases, rounds: int, title: str) -> None:
     for name, *times in zip(names, *measured[1:], strict=True):  # after the round that warms up
         ratios = [time / row[0] for time, row in zip(times, measured[1:], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        table.append([name, f"{1e3 * statistics.median(times):.2f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}"])
+        table.append(
+            [
+                name,
+                f"{1e3 * statistics.median(times):.2f}",
+                f"{middle:.3f}",
+                f"{low:.3f} to {high:.3f}",
+            ]
+        )
     print_table(("case", "ms a step", "ratio", "quartiles"), table, title)
 
 
-def make_adapter(folder: Path, model: CausalLM, rank: int, kinds: tuple[str, ...] | None, seed: int) -> Path:
+def make_adapter(
+    folder: Path, model: CausalLM, rank: int, kinds: tuple[str, ...] | None, seed: int
+) -> Path:
     """A folder as peft writes it, of small random matrices."""
     from safetensors.numpy import save_file
 
@@ -83,12 +95,16 @@ def make_adapter(folder: Path, model: CausalLM, rank: int, kinds: tuple[str, ...
             tensors[f"{name}.lora_A.weight"] = numbers.standard_normal(a, dtype=np.float32) / 32
             tensors[f"{name}.lora_B.weight"] = numbers.standard_normal(b, dtype=np.float32) / 32
     folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank})
+    )
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
 
-def lora_cases(models: list[CausalLM], options: argparse.Namespace, rows: int, folder: Path) -> Cases:
+def lora_cases(
+    models: list[CausalLM], options: argparse.Namespace, rows: int, folder: Path
+) -> Cases:
     plain, adapted = models
     chosen: dict[str, list[str | None]] = {"adapters, none used": [None] * rows}
     for rank in options.ranks:
@@ -96,12 +112,20 @@ def lora_cases(models: list[CausalLM], options: argparse.Namespace, rows: int, f
             names = [f"{rank} {layers} {index}" for index in range(ADAPTERS)]
             for index, name in enumerate(names):
                 if name not in adapted.adapters:
-                    adapted.load_adapter(name, make_adapter(folder / name, adapted, rank, kinds, index))
+                    adapted.load_adapter(
+                        name, make_adapter(folder / name, adapted, rank, kinds, index)
+                    )
             chosen[f"rank {rank}, {layers}: 1, one row"] = [names[0], *[None] * (rows - 1)]
-            chosen[f"rank {rank}, {layers}: {ADAPTERS}"] = [names[row % ADAPTERS] for row in range(rows)]
-    cases: Cases = {"package without adapters": lambda: step_seconds(plain, options, rows, temperature=0.0)}
+            chosen[f"rank {rank}, {layers}: {ADAPTERS}"] = [
+                names[row % ADAPTERS] for row in range(rows)
+            ]
+    cases: Cases = {
+        "package without adapters": lambda: step_seconds(plain, options, rows, temperature=0.0)
+    }
     for case, adapters in chosen.items():
-        cases[case] = lambda names=adapters: step_seconds(adapted, options, rows, names, temperature=0.0)  # type: ignore[misc]
+        cases[case] = lambda names=adapters: step_seconds(
+            adapted, options, rows, names, temperature=0.0
+        )  # type: ignore[misc]
     return cases
 
 
@@ -140,7 +164,9 @@ def main() -> None:
                         cases[f"{name}, outputs read"] = partial(step, outputs=None)
                 if options.what == "lora":
                     cases = lora_cases(list(models.values()), options, rows, Path(folder))
-                compare(cases, options.rounds, f"{rows} rows, {mix}, {options.prompt} tokens of prompt")
+                compare(
+                    cases, options.rounds, f"{rows} rows, {mix}, {options.prompt} tokens of prompt"
+                )
 
 
 if __name__ == "__main__":

@@ -108,7 +108,12 @@ def pieces(model: Any, tokens: int, rounds: int) -> None:
 
     def case(size: int) -> Case:
         def read() -> list[float]:
-            loop = LockStep(replace(model.sessions, piece_size=size, late_piece_size=None), parameters, [0], capacity)
+            loop = LockStep(
+                replace(model.sessions, piece_size=size, late_piece_size=None),
+                parameters,
+                [0],
+                capacity,
+            )
             start = time.perf_counter()
             loop.prefill([make(tokens)])
             return [1e3 * (time.perf_counter() - start)]
@@ -138,7 +143,10 @@ def chunks(model: Any, tokens: int, rounds: int) -> None:
                 time.sleep(0.2)
                 for stream in (new, *others):
                     stream.end()
-            gaps = [np.diff([moment for moment in other.moments if moment > start - 0.5]).max() for other in others]
+            gaps = [
+                np.diff([moment for moment in other.moments if moment > start - 0.5]).max()
+                for other in others
+            ]
             return [1e3 * (first - start), 1e3 * max(gaps)]
 
         return come
@@ -169,26 +177,39 @@ def together(model: Any, tokens: int, rounds: int) -> None:
 
         return add
 
-    ways = {"in sequence": None, **{f"at once, chunks of {size}": size for size in (sessions.piece_size, max(CHUNKS))}}
+    ways = {
+        "in sequence": None,
+        **{f"at once, chunks of {size}": size for size in (sessions.piece_size, max(CHUNKS))},
+    }
     cases = {
         f"{', '.join(map(str, prompts))}: {way}": case(prompts, chunk_size)
         for prompts in TOGETHER
         for way, chunk_size in ways.items()
     }
-    header = ("tokens of the prompts", "first tokens, mean, ms", "the last, ms", "runs of the graph")
+    header = (
+        "tokens of the prompts",
+        "first tokens, mean, ms",
+        "the last, ms",
+        "runs of the graph",
+    )
     show("several prompts", header, in_turns(cases, rounds))
 
 
 def saved(model: Any, tokens: int, rounds: int) -> None:
     """Measure the first token behind a prefix of `tokens` tokens."""
-    make, params = Prompts(model.interface.vocab_size), SamplingParams(temperature=0.0, max_new_tokens=1)
+    make, params = (
+        Prompts(model.interface.vocab_size),
+        SamplingParams(temperature=0.0, max_new_tokens=1),
+    )
     prefix = make(tokens)
 
     def case(**stored: Any) -> Case:
         def come() -> list[float]:
             with Engine(model, slots=1, **stored) as engine:
                 start = time.perf_counter()
-                output = engine.add_request(np.concatenate([prefix, make(QUESTION)]), params).result()
+                output = engine.add_request(
+                    np.concatenate([prefix, make(QUESTION)]), params
+                ).result()
                 return [1e3 * (time.perf_counter() - start), output.usage.cached_tokens]
 
         return come
@@ -198,7 +219,11 @@ def saved(model: Any, tokens: int, rounds: int) -> None:
         model.save_prefix(prefix, file)
         case(prefix_cache_dir=kept)()
         title = f"{QUESTION} tokens behind a prefix of {tokens:,} tokens, {file.stat().st_size / 1e6:.0f} MB"
-        ways = {"read": {}, "from a file": {"prefixes": [file]}, "from a folder": {"prefix_cache_dir": kept}}
+        ways = {
+            "read": {},
+            "from a file": {"prefixes": [file]},
+            "from a folder": {"prefix_cache_dir": kept},
+        }
         found = in_turns({name: case(**stored) for name, stored in ways.items()}, rounds)
     show(title, ("the prefix", "first token, ms", "tokens not read"), found, "read")
 

@@ -27,7 +27,9 @@ COMMON: Final[dict[str, Any]] = dict(
     vocab_size=256, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     intermediate_size=96, max_position_embeddings=128, tie_word_embeddings=False,
 )  # fmt: skip
-EXPERTS: Final = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True)
+EXPERTS: Final = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True
+)
 ROPE: Final = dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.25)
 GATED_DELTA: Final = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
@@ -42,7 +44,9 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "llama": {},
     "qwen3": dict(tie_word_embeddings=True),
     "qwen3_moe": EXPERTS,
-    "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=3, sliding_window=16, rope_parameters=YARN),
+    "gpt_oss": dict(
+        num_local_experts=8, num_experts_per_tok=3, sliding_window=16, rope_parameters=YARN
+    ),
     "qwen3_next": EXPERTS | GATED_DELTA | dict(shared_expert_intermediate_size=64),
     "qwen3_5_text": GATED_DELTA | dict(tie_word_embeddings=True),
 }
@@ -92,7 +96,9 @@ def main() -> None:
         error = float(np.abs(found - expected).max() / np.abs(expected).max())
         same = int((found.argmax(-1) == expected.argmax(-1)).sum())
         failed |= not error <= TOLERANCE
-        print(f"{kind}: largest difference {error:.1e} of the largest logit, argmax equal {same} of {TOKENS}")
+        print(
+            f"{kind}: largest difference {error:.1e} of the largest logit, argmax equal {same} of {TOKENS}"
+        )
     sys.exit(int(failed))
 
 

@@ -57,7 +57,9 @@ class Checkpoint:
         return tensor
 
 
-def write_float(checkpoint: Path, path: Path, dtype: torch.dtype = torch.float16, *, texts: bool = False) -> None:
+def write_float(
+    checkpoint: Path, path: Path, dtype: torch.dtype = torch.float16, *, texts: bool = False
+) -> None:
     """Write matrices in `dtype`, and norms, biases and routers in float32, as llama.cpp's converter does."""
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]])
@@ -77,18 +79,27 @@ def write_float(checkpoint: Path, path: Path, dtype: torch.dtype = torch.float16
 
 def named_for_llama(tensors: Checkpoint, config: Config, dtype: torch.dtype) -> Iterator[Named]:
     """The tensors of the file, with llama.cpp's names and the types of the file."""
-    names = gguf.get_tensor_name_map(ARCHITECTURES[config["model_type"]], config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(
+        ARCHITECTURES[config["model_type"]], config["num_hidden_layers"]
+    )
     for name, tensor in translated(tensors, config):
         # Some already have their final name.
         target = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         if target is None:
             raise ValueError(f"{name} has no name in GGUF")
-        yield target, tensor.to(torch.float32 if tensor.ndim == 1 or target.endswith(FLOAT32) else dtype)
+        yield (
+            target,
+            tensor.to(torch.float32 if tensor.ndim == 1 or target.endswith(FLOAT32) else dtype),
+        )
 
 
 def add_settings(writer: gguf.GGUFWriter, config: Config) -> None:
     """Write llama.cpp's description of the architecture."""
-    heads, kind, rope = config["num_attention_heads"], config["model_type"], config["rope_parameters"]
+    heads, kind, rope = (
+        config["num_attention_heads"],
+        config["model_type"],
+        config["rope_parameters"],
+    )
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -111,7 +122,9 @@ def add_settings(writer: gguf.GGUFWriter, config: Config) -> None:
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+        writer.add_expert_feed_forward_length(
+            config.get("moe_intermediate_size", config["intermediate_size"])
+        )
     if kind == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
     if kind == "qwen3_next":
@@ -123,7 +136,9 @@ def add_settings(writer: gguf.GGUFWriter, config: Config) -> None:
         writer.add_ssm_state_size(config["linear_key_head_dim"])
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(
+            config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        )
         writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
 
 
@@ -154,7 +169,10 @@ def translated(tensors: Checkpoint, config: Config) -> Iterator[Named]:
         first = re.fullmatch(r"(.+\.experts\.)0(\..+)", name)
         if first:  # a single matrix for all experts of a layer
             count = config.get("num_experts") or config["num_local_experts"]
-            yield first[1][:-1] + first[2], torch.stack([tensors[f"{first[1]}{i}{first[2]}"] for i in range(count)])
+            yield (
+                first[1][:-1] + first[2],
+                torch.stack([tensors[f"{first[1]}{i}{first[2]}"] for i in range(count)]),
+            )
         elif not re.search(r"\.experts\.\d+\.", name):
             yield from _translate(name, tensors[name], config)
 
@@ -184,7 +202,9 @@ def _experts(name: str, tensor: Tensor) -> list[Named]:
     if stem.endswith("gate_up_proj"):
         stem = stem.removesuffix("gate_up_proj")
         parts = [(f"{stem}gate_proj", tensor[..., ::2]), (f"{stem}up_proj", tensor[..., 1::2])]
-    return [(f"{part}.{suffix}", values if bias else values.transpose(-1, -2)) for part, values in parts]
+    return [
+        (f"{part}.{suffix}", values if bias else values.transpose(-1, -2)) for part, values in parts
+    ]
 
 
 def _gated_delta(name: str, tensor: Tensor, config: Config) -> list[Named]:
@@ -207,9 +227,18 @@ def _gated_delta(name: str, tensor: Tensor, config: Config) -> list[Named]:
         parts = of_head.split([key_size, key_size, shared * value_size, shared * value_size], dim=1)
         query, key, value, gate = (part.flatten(0, 1) for part in parts)
         block = f"blk.{layer.rpartition('.')[2]}"
-        return [(f"{block}.attn_qkv.weight", torch.cat([query, key, value])), (f"{block}.attn_gate.weight", gate)]
+        return [
+            (f"{block}.attn_qkv.weight", torch.cat([query, key, value])),
+            (f"{block}.attn_gate.weight", gate),
+        ]
     if config["model_type"] == "qwen3_5_text":
-        if own in ("A_log", "dt_proj.bias", "in_proj_a.weight", "in_proj_b.weight", "in_proj_z.weight"):
+        if own in (
+            "A_log",
+            "dt_proj.bias",
+            "in_proj_a.weight",
+            "in_proj_b.weight",
+            "in_proj_z.weight",
+        ):
             tensor = _in_turns(tensor, keys, shared)
         elif own in ("in_proj_qkv.weight", "conv1d.weight"):
             others, values = tensor.split([2 * keys * key_size, keys * shared * value_size])
@@ -228,7 +257,9 @@ def _in_turns(rows: Tensor, groups: int, members: int) -> Tensor:
 def interleaved(weight: Tensor, heads: int) -> Tensor:
     """Reorder rows: Llama's rotary embedding pairs neighbours in llama.cpp, and halves in Hugging Face."""
     rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
 def quantize(source: Path, path: Path, kind: str, *, mixed: bool) -> None:
@@ -240,7 +271,9 @@ def quantize(source: Path, path: Path, kind: str, *, mixed: bool) -> None:
     # By default the quantizer keeps the head in 6 bits; without `mixed`, all systems read the same number of bytes.
     # Mixtures of types, such as Q4_K_M, are always its own.
     options.pure = not mixed and "_K_" not in kind
-    status = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
+    status = llama_cpp.llama_model_quantize(
+        str(source).encode(), str(path).encode(), ctypes.byref(options)
+    )
     if status:
         raise RuntimeError(f"llama.cpp's quantizer failed with status {status}")
 

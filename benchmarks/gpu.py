@@ -42,7 +42,17 @@ from checkpoints import SHAPES
 from gpu_checks import check_sampler
 from gpu_parts import PROVIDER, build, describe, look_at_the_gpu, measure, smoke
 from gpu_report import CAPTURED, HEADER, Reports, Results, comparisons, run_apart
-from gpu_systems import MIXED, MIXES, PLAIN, Decode, Files, Qsample, Variant, open_genai, open_transformers
+from gpu_systems import (
+    MIXED,
+    MIXES,
+    PLAIN,
+    Decode,
+    Files,
+    Qsample,
+    Variant,
+    open_genai,
+    open_transformers,
+)
 from report import make_parser, print_table
 from rich.console import Console
 from systems import FIRST_TIMED
@@ -100,7 +110,9 @@ class Plan:
         if self._cuda:
             yield Part("the GPU", look_at_the_gpu, most=90)
             if not self._runs:
-                raise NoGpuError("the provider was not seen to run here, so everything else was omitted")
+                raise NoGpuError(
+                    "the provider was not seen to run here, so everything else was omitted"
+                )
         if "smoke" in options.parts:
             yield from self._smoke()
         first, *others = [Files(shape, self._folder / shape) for shape in options.shapes]
@@ -111,13 +123,18 @@ class Plan:
             yield from self._first(first)
         if "checks" in options.parts:
             trace = self._cuda
-            yield Part(f"{first.shape}: checks", lambda reports: smoke(first, float_weights, reports, trace=trace))
+            yield Part(
+                f"{first.shape}: checks",
+                lambda reports: smoke(first, float_weights, reports, trace=trace),
+            )
         if "rest" in options.parts:
             yield from self._rest(first)
             for files in others:
                 yield self._build(files, float_weights)
                 yield from self._baked(files, float_weights, options.batch, options.mix)
-                yield from self._baked(files, float_weights, options.batch, self._among(FEW), replay=False)
+                yield from self._baked(
+                    files, float_weights, options.batch, self._among(FEW), replay=False
+                )
                 yield from self._transformers(files, options.batch)
 
     def _smoke(self) -> Iterator[Part]:
@@ -125,7 +142,11 @@ class Plan:
         provider = self._options.provider
         yield Part("the sampler", lambda reports: check_sampler(provider, reports), most=MOST_SMOKE)
         yield Part("tiny: export", lambda _: files.portable() and None, most=MOST_SMOKE)
-        variants = [self._variant(), self._variant(weights="int4"), self._variant(kv_cache_dtype="int8")]
+        variants = [
+            self._variant(),
+            self._variant(weights="int4"),
+            self._variant(kv_cache_dtype="int8"),
+        ]
         if self._cuda:
             variants.append(Variant("cuda", "float16" if self._dtype == "bfloat16" else "bfloat16"))
         for variant in variants:
@@ -153,7 +174,9 @@ class Plan:
             yield from self._baked(files, self._variant(), rows, few, replay=False)
         if "host" in self._options.systems:
             yield self._build(files, host)
-            yield self._measure(files, "host", host.name, lambda: Qsample(files.there(host.name), 1), rows, few)
+            yield self._measure(
+                files, "host", host.name, lambda: Qsample(files.there(host.name), 1), rows, few
+            )
         if CAPTURED in self._options.systems:
             for weights in self._options.weights:
                 variant = self._variant(weights=weights)
@@ -186,7 +209,9 @@ class Plan:
         replay: bool = True,
     ) -> Iterator[Part]:
         kind = self._captured if replay else "uncaptured"
-        if (CAPTURED if replay else kind) not in self._options.systems or (not replay and not self._cuda):
+        if (CAPTURED if replay else kind) not in self._options.systems or (
+            not replay and not self._cuda
+        ):
             return
         if not rows or not mixes:
             return
@@ -208,7 +233,12 @@ class Plan:
             return
         if given is None:
             dtype = self._options.dtype
-            yield Part(f"{files.shape}: genai's package", lambda _: files.genai(dtype) and None, least=30, most=400)
+            yield Part(
+                f"{files.shape}: genai's package",
+                lambda _: files.genai(dtype) and None,
+                least=30,
+                most=400,
+            )
         mixes = self._among(("greedy", PLAIN, "top-k 50, top-p 0.95"))
         # The floor uses the same weights and cache.
         yield self._measure(
@@ -251,7 +281,9 @@ class Plan:
         return Part(f"{files.shape}: {system}", work, least=10)
 
     def _build(self, files: Files, variant: Variant) -> Part:
-        return Part(f"{files.shape}: {variant.name}", lambda _: build(files, variant), least=20, most=540)
+        return Part(
+            f"{files.shape}: {variant.name}", lambda _: build(files, variant), least=20, most=540
+        )
 
     def _variant(self, **options: object) -> Variant:
         return Variant(self._options.provider, self._dtype, **options)  # type: ignore[arg-type]
@@ -271,22 +303,34 @@ def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     mixes = [*MIXES, MIXED]
     parser.add_argument("--provider", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.2-1b"])
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.2-1b"]
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     more = "in addition to float weights"
-    parser.add_argument("--weights", nargs="*", choices=("int4", "int8"), default=["int4"], help=more)
+    parser.add_argument(
+        "--weights", nargs="*", choices=("int4", "int8"), default=["int4"], help=more
+    )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 32, 64])
     parser.add_argument("--mix", nargs="+", choices=mixes, default=mixes)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--genai", type=Path, help="a model folder for onnxruntime-genai, of the first shape")
+    parser.add_argument(
+        "--genai", type=Path, help="a model folder for onnxruntime-genai, of the first shape"
+    )
     rate = "of the GPU's memory, in TB/s, in place of the measured bandwidth"
     parser.add_argument("--bandwidth", type=float, help=rate)
-    parser.add_argument("--budget-seconds", type=float, help="the limit of the run; omits parts that do not fit")
-    parser.add_argument("--work", type=Path, help="folder that keeps checkpoints and packages (default: temporary)")
-    parser.add_argument("--out", type=Path, default=OUTPUT, help="folder for gpu.json, gpu.md and gpu.png")
+    parser.add_argument(
+        "--budget-seconds", type=float, help="the limit of the run; omits parts that do not fit"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder that keeps checkpoints and packages (default: temporary)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=OUTPUT, help="folder for gpu.json, gpu.md and gpu.png"
+    )
     options = parser.parse_args()
     if options.new_tokens <= FIRST_TIMED or min(options.batch) < 1:
         parser.error(f"--new-tokens must be more than {FIRST_TIMED}, and --batch at least 1")
@@ -301,10 +345,17 @@ def import_what_parts_need() -> Iterator[str]:
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     packages = ("onnxruntime", "torch", "transformers")
-    for name in (*packages, "qsample.models.auto_model", "qsample.exporters.export", "qsample.compiler.compile"):
+    for name in (
+        *packages,
+        "qsample.models.auto_model",
+        "qsample.exporters.export",
+        "qsample.compiler.compile",
+    ):
         try:
             importlib.import_module(name)
-        except Exception as error:  # missing libraries raise OSErrors, transformers raises RuntimeErrors
+        except (
+            Exception
+        ) as error:  # missing libraries raise OSErrors, transformers raises RuntimeErrors
             yield f"{name} cannot be imported: {type(error).__name__}: {error}"
     if _has_started_cuda():
         yield "CUDA runs in this process already, so that processes forked from it cannot use the GPU"
@@ -313,7 +364,11 @@ def import_what_parts_need() -> Iterator[str]:
 def _has_started_cuda() -> bool:
     """Whether this process has opened the file through which CUDA shares its memory with the driver (Linux)."""
     opened = Path("/proc/self/fd")
-    names = [os.readlink(link) for link in opened.iterdir() if link.is_symlink()] if opened.exists() else []
+    names = (
+        [os.readlink(link) for link in opened.iterdir() if link.is_symlink()]
+        if opened.exists()
+        else []
+    )
     return any(name.startswith("/dev/nvidia-uvm") for name in names)
 
 
@@ -355,11 +410,16 @@ def main() -> None:
             results.take("problem", str(error))
     try:
         results.plot("everything" if "everything" in options.mix else options.mix[0])
-    except Exception as error:  # the plot is optional: matplotlib may be missing, or find no folder for its fonts
+    except (
+        Exception
+    ) as error:  # the plot is optional: matplotlib may be missing, or find no folder for its fonts
         results.take("problem", f"the plot: {type(error).__name__}: {error}")
     console = Console()
     print_table(HEADER, [cell.columns for cell in results.cells])
-    said = [*(line for lines in results.checks.values() for line in lines), *comparisons(results.cells)]
+    said = [
+        *(line for lines in results.checks.values() for line in lines),
+        *comparisons(results.cells),
+    ]
     for line in (*said, *results.problems):
         console.print(line, highlight=False, markup=False)
     if not measured:

@@ -63,7 +63,10 @@ def executions_of_a_capture() -> tuple[int, int]:
     import onnxruntime as ort
 
     model = onnx.parser.parse_model(COUNTER).SerializeToString()
-    providers: list[Any] = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"}), "CPUExecutionProvider"]
+    providers: list[Any] = [
+        ("CUDAExecutionProvider", {"enable_cuda_graph": "1"}),
+        "CPUExecutionProvider",
+    ]
     session = ort.InferenceSession(model, providers=providers)
     value = ort.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32), "cuda")
     binding = session.io_binding()
@@ -92,15 +95,21 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
     say = partial(reports.check, files.shape)
     compilation = read_package(folder, verify=False).manifest.compilation
     assert compilation is not None
-    nodes = ", ".join(f"{sum(count.values())} on {name}" for name, count in compilation.placement.items())
+    nodes = ", ".join(
+        f"{sum(count.values())} on {name}" for name, count in compilation.placement.items()
+    )
     test = compilation.self_test
     say(f"{title}: nodes: {nodes}")
-    say(f"{title}: {test['agreeing']} of {test['tokens']} tokens equal the portable graph's, given its text")
+    say(
+        f"{title}: {test['agreeing']} of {test['tokens']} tokens equal the portable graph's, given its text"
+    )
     model = load(folder, verify=False)
     captured = model.sessions.replays is not None
     if not captured and variant.provider == "cuda":
         reports.problem(f"{title}: the package is not captured")
-    rows = [SamplingParams(**MIXES[mix], max_new_tokens=NEW_TOKENS, eos_token_id=()) for mix in MIXES]
+    rows = [
+        SamplingParams(**MIXES[mix], max_new_tokens=NEW_TOKENS, eos_token_id=()) for mix in MIXES
+    ]
     prompts = [row.tolist() for row in prompt_ids(len(rows), PROMPT, model.interface.vocab_size)]
 
     def tokens(model: CausalLM, **chosen: Any) -> list[list[int]]:
@@ -113,7 +122,9 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
             say(f"{title}: {setting}: the same tokens")
         else:
             equal = [leading(a, b) for a, b in zip(got, wanted, strict=True)]
-            reports.problem(f"{title}: {setting}: OTHER TOKENS, of {NEW_TOKENS} only the first {equal} are the same")
+            reports.problem(
+                f"{title}: {setting}: OTHER TOKENS, of {NEW_TOKENS} only the first {equal} are the same"
+            )
 
     for flush_every in (1, 4, 16):
         with reports.section(f"{title}: check of flush_every={flush_every}"):
@@ -196,16 +207,28 @@ def against_transformers(model: CausalLM, checkpoint: Path, dtype: str | None) -
     prompts = prompt_ids(ROWS_GREEDY, PROMPT, model.interface.vocab_size)
     greedy = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, eos_token_id=())
     new = np.array(model.generate(list(prompts), greedy).token_ids)
-    original: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device).eval()
+    original: Any = (
+        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+        .to(device)
+        .eval()
+    )
     text = torch.from_numpy(np.concatenate([prompts, new], axis=1)).to(device)
     with torch.inference_mode():
-        logits = original(input_ids=text, use_cache=False).logits[:, PROMPT - 1 : -1].float().cpu().numpy()
+        logits = (
+            original(input_ids=text, use_cache=False)
+            .logits[:, PROMPT - 1 : -1]
+            .float()
+            .cpu()
+            .numpy()
+        )
     chosen = np.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
     behind = logits.max(-1) - chosen
     line = f"{int((behind == 0).sum())} of {new.size} greedy tokens are transformers' argmax in {dtype} on {device}"
     spread = float(logits.std(-1).mean())
     if behind.any():
-        line += f"; the others are at most {behind.max():.3f} below it (logits spread by {spread:.2f})"
+        line += (
+            f"; the others are at most {behind.max():.3f} below it (logits spread by {spread:.2f})"
+        )
     if behind.max() > MOST_BEHIND * spread:
         raise ValueError(f"{line}: that is not rounding")
     return line
@@ -224,7 +247,9 @@ def check_sampler(provider: str, reports: Reports, vocab: int = VOCAB) -> None:
     rng = np.random.default_rng(0)
     inputs = _inputs(interface, rng)
     filters = [SamplingParams(**row) for row in ROWS.values()]
-    listed = [i for i, row in enumerate(filters) if row.temperature > 0 and _goes_beyond(row)]  # docs/contract.md
+    listed = [
+        i for i, row in enumerate(filters) if row.temperature > 0 and _goes_beyond(row)
+    ]  # docs/contract.md
     searched = {SEARCHED_ROWS.name: np.array(listed)}
     for kind, logits in made_logits(rng, vocab).items():
         with reports.section(f"the sampler, {kind} logits"):
@@ -252,7 +277,9 @@ def _choose(session: Any, inputs: dict[str, Any]) -> np.ndarray[Any, np.dtype[np
     return np.stack([tokens[:, 0], status], axis=1)
 
 
-def made_logits(rng: np.random.Generator, vocab: int) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+def made_logits(
+    rng: np.random.Generator, vocab: int
+) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     """Kind → [B, V] float32; the values repeat more and more, and the last kinds are not finite."""
     shape = len(ROWS), vocab
     distinct = rng.normal(scale=3, size=shape).astype(np.float32)
@@ -261,7 +288,9 @@ def made_logits(rng: np.random.Generator, vocab: int) -> dict[str, np.ndarray[An
         "bfloat16": (distinct.view(np.uint32) & 0xFFFF0000).view(np.float32),
         "whole": np.round(distinct),
         "equal": np.ones(shape, np.float32),
-        "masked": np.where(rng.random(shape) < 0.999, -np.inf, np.round(distinct)).astype(np.float32),
+        "masked": np.where(rng.random(shape) < 0.999, -np.inf, np.round(distinct)).astype(
+            np.float32
+        ),
         "one of": np.where(np.arange(vocab) == vocab - 1, distinct, np.float32(-np.inf)),
     }
     for kind, value in (("NaN among", np.nan), ("infinite", np.inf)):
@@ -286,7 +315,9 @@ def _inputs(interface: Interface, rng: np.random.Generator) -> dict[str, Any]:
     inputs = {}
     for spec in (*interface.sampler.inputs[1:], *interface.sampler.states):
         value = values.get(spec.name, spec.off if spec.off is not None else 0)
-        inputs[spec.name] = np.array(np.broadcast_to(np.asarray(value), spec.shape(sizes))).astype(spec.dtype)
+        inputs[spec.name] = np.array(np.broadcast_to(np.asarray(value), spec.shape(sizes))).astype(
+            spec.dtype
+        )
     for index, row in enumerate(ROWS.values()):
         for name, value in row.items():
             inputs[name][index] = value

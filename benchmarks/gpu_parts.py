@@ -35,7 +35,14 @@ PACKAGES = (
 )
 PROVIDER = "provider"  # reported by `look_at_the_gpu` if the provider runs
 # Bytes per second of the memory, by NVIDIA's data sheets; for a device whose copies could not be timed.
-BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.864e12, "L4": 0.3e12, "A10": 0.6e12}
+BANDWIDTHS = {
+    "H200": 4.8e12,
+    "H100": 3.35e12,
+    "A100": 2.04e12,
+    "L40S": 0.864e12,
+    "L4": 0.3e12,
+    "A10": 0.6e12,
+}
 FLOAT32 = 1  # onnx.TensorProto.DataType
 COPIED = 2**28  # float32 numbers
 COPIES = 10
@@ -53,7 +60,11 @@ def describe() -> dict[str, str]:
     others = other_versions()
     if others:
         facts["other versions than qsample's extra `export` takes"] = ", ".join(others)
-    return facts | {name: value for name, value in os.environ.items() if name.startswith(("ORT_", "CUDA_VISIBLE"))}
+    return facts | {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("ORT_", "CUDA_VISIBLE"))
+    }
 
 
 def other_versions() -> list[str]:
@@ -79,7 +90,11 @@ def look_at_the_gpu(reports: Reports) -> None:
     """Report the GPU, whether the provider runs and captures graphs on it, and the bandwidth of its memory."""
     gpu = ""
     with reports.section("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total",
+            "--format=csv,noheader",
+        ]
         gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
         reports.machine("gpu", gpu)
     try:
@@ -105,7 +120,9 @@ def try_the_provider() -> str:
     """Run a graph with a single node on CUDA; returns the provider and its ONNX Runtime. Raises like `open_session`."""
     import onnxruntime as ort
 
-    session = open_session(small_graphs.identity(FLOAT32), session_options(), execution_providers("cuda"))
+    session = open_session(
+        small_graphs.identity(FLOAT32), session_options(), execution_providers("cuda")
+    )
     given = np.arange(4, dtype=np.float32)
     (got,) = session.run(None, {"x": given})
     if not np.array_equal(got, given):
@@ -192,7 +209,9 @@ def measure(
             decode.warm_up(rows, options.new_tokens)
             for mix in mixes:
                 with reports.section(f"{files.shape}, {system}, {rows} rows, {mix}"):
-                    rounds = [decode.seconds(rows, mix, options.new_tokens) for _ in range(options.rounds)]
+                    rounds = [
+                        decode.seconds(rows, mix, options.new_tokens) for _ in range(options.rounds)
+                    ]
                     seconds = float(np.median(rounds))
                     least = floor.seconds(rows, options.new_tokens)
                     reports.cell(Cell(files.shape, system, rows, mix, seconds, least))

@@ -67,7 +67,11 @@ def comparisons(cells: list[Cell]) -> list[str]:
         greedy = seconds.get((shape, system, rows, "greedy"))
         if mix != "greedy" and greedy is not None:
             lines.append(f"{here}: {mix} takes {own / greedy - 1:+.1%} over greedy")
-        others = [other for other in dict.fromkeys(key[1] for key in seconds) if not other.startswith(CAPTURED)]
+        others = [
+            other
+            for other in dict.fromkeys(key[1] for key in seconds)
+            if not other.startswith(CAPTURED)
+        ]
         for other in others if system == CAPTURED else ():
             theirs = seconds.get((shape, other, rows, mix))
             if theirs is not None:
@@ -98,13 +102,23 @@ class Results:
             self.cells.append(values[0])
         else:
             self.problems.append(values[0])
-        print(*(values[0].columns if kind == "cell" else values), sep=" | ", file=sys.stderr, flush=True)
+        print(
+            *(values[0].columns if kind == "cell" else values),
+            sep=" | ",
+            file=sys.stderr,
+            flush=True,
+        )
         self.save()
 
     def save(self) -> None:
         """Write gpu.json and gpu.md."""
         rows = [asdict(cell) | {"tokens_per_second": cell.tokens_per_second} for cell in self.cells]
-        document = {"machine": self.machine, "checks": self.checks, "problems": self.problems, "rows": rows}
+        document = {
+            "machine": self.machine,
+            "checks": self.checks,
+            "problems": self.problems,
+            "rows": rows,
+        }
         write_json(self._folder / "gpu.json", document)
         written = self._folder / "gpu.md.part"
         written.write_text("\n".join([*self._page(), ""]))
@@ -133,7 +147,11 @@ class Results:
         figure, axes = report.new_figure(1, len(shapes), (5, 4), sharex=True, sharey=True)
         for axis, shape in zip(axes[0], shapes, strict=True):
             for system in dict.fromkeys(cell.system for cell in cells):
-                points = [(c.rows, c.tokens_per_second) for c in cells if (c.shape, c.system) == (shape, system)]
+                points = [
+                    (c.rows, c.tokens_per_second)
+                    for c in cells
+                    if (c.shape, c.system) == (shape, system)
+                ]
                 if points:
                     axis.plot(*zip(*sorted(points), strict=True), **report.line_style(system))
             axis.set(title=f"{shape}, {mix}", xlabel="rows", xscale="log", yscale="log")
@@ -217,13 +235,22 @@ def run_apart(
                 break
         process.join()
         code = process.exitcode or 0
-        return f"its process ended with signal {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
+        return (
+            f"its process ended with signal {signal.Signals(-code).name}"
+            if code < 0
+            else f"it ended with {code}"
+        )
     finally:
         _stop(process)
         reader.close()
 
 
-def _child(name: str, work: Callable[[Reports], None], connection: Connection, environment: Mapping[str, str]) -> None:
+def _child(
+    name: str,
+    work: Callable[[Reports], None],
+    connection: Connection,
+    environment: Mapping[str, str],
+) -> None:
     os.setpgid(0, 0)  # its group includes its child processes, so that all of them can be ended
     os.environ.update(environment)
     reports = Reports(connection)

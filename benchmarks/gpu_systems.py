@@ -48,7 +48,9 @@ class Variant:
         """The name of the package's folder, and in reports."""
         cache = self.kv_cache_dtype and f"{self.kv_cache_dtype} cache"
         host = None if self.sampler else "host"
-        return " ".join(filter(None, (self.provider, self.dtype, self.weights, cache, host))).replace(" ", "-")
+        return " ".join(
+            filter(None, (self.provider, self.dtype, self.weights, cache, host))
+        ).replace(" ", "-")
 
 
 class Files:
@@ -68,17 +70,24 @@ class Files:
 
     def portable(self, *, sampler: bool = True) -> Path:
         def export(path: Path) -> None:
-            qsample.AutoModelForCausalLM.from_pretrained(self.checkpoint(), include_sampler=sampler).export(path)
+            qsample.AutoModelForCausalLM.from_pretrained(
+                self.checkpoint(), include_sampler=sampler
+            ).export(path)
 
         return self._made("portable" if sampler else "host-portable", export)
 
     def compiled(self, variant: Variant) -> Path:
-        options = {name: getattr(variant, name) for name in ("provider", "dtype", "weights", "kv_cache_dtype")}
+        options = {
+            name: getattr(variant, name)
+            for name in ("provider", "dtype", "weights", "kv_cache_dtype")
+        }
         options = {name: value for name, value in options.items() if value is not None}
 
         def compile_to(path: Path) -> None:
             portable = self.portable(sampler=variant.sampler)
-            model = qsample.AutoModelForCausalLM.from_pretrained(portable, include_sampler=variant.sampler)
+            model = qsample.AutoModelForCausalLM.from_pretrained(
+                portable, include_sampler=variant.sampler
+            )
             # Random weights diverge further than trained weights.
             model.compile(path, ctx_len=CTX_LEN, max_divergence=100, **options)
 
@@ -87,7 +96,9 @@ class Files:
     def genai(self, dtype: str) -> Path:
         def build(path: Path) -> None:
             precision = _GENAI_PRECISIONS[dtype]
-            make_genai_model(self.checkpoint(), path, sys.executable, precision=precision, provider="cuda")
+            make_genai_model(
+                self.checkpoint(), path, sys.executable, precision=precision, provider="cuda"
+            )
 
         return self._made(f"genai-{dtype}", build)
 
@@ -109,7 +120,11 @@ class Files:
             shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted run
             make(unfinished)
             unfinished.rename(path)
-            print(f"{self.shape}: {name} took {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{self.shape}: {name} took {time.perf_counter() - start:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
         return path
 
 
@@ -124,18 +139,25 @@ class Floor:
         interface = opened.interface
         element = 4 if interface.dtype == "float32" else 2
         self._weights = opened.manifest.files["decoder.onnx.data"].bytes
-        quantized = opened.manifest.compilation is not None and opened.manifest.compilation.quantization
+        quantized = (
+            opened.manifest.compilation is not None and opened.manifest.compilation.quantization
+        )
         if not SHAPES[shape]["tie_word_embeddings"] and not quantized:
             self._weights -= interface.vocab_size * SHAPES[shape]["hidden_size"] * element
         cached = 1 if interface.kv_cache_dtype == "int8" else element
-        self._token = sum(2 * layer.num_key_value_heads * layer.head_dim * cached for layer in interface.key_values)
+        self._token = sum(
+            2 * layer.num_key_value_heads * layer.head_dim * cached
+            for layer in interface.key_values
+        )
         self._bandwidth = bandwidth
 
     def seconds(self, rows: int, new_tokens: int) -> float | None:
         """The least seconds of a step; None if the bandwidth (bytes per second) is unknown."""
         if self._bandwidth is None:
             return None
-        return (self._weights + rows * self._token * (PROMPT_TOKENS + new_tokens / 2)) / self._bandwidth
+        return (
+            self._weights + rows * self._token * (PROMPT_TOKENS + new_tokens / 2)
+        ) / self._bandwidth
 
 
 class Decode(Protocol):
@@ -150,8 +172,14 @@ class Decode(Protocol):
 
 
 def sampling(mix: str, rows: int, new_tokens: int) -> list[SamplingParams]:
-    names = ["greedy" if row % 2 else "everything" for row in range(rows)] if mix == MIXED else [mix] * rows
-    return [SamplingParams(**MIXES[name], max_new_tokens=new_tokens, eos_token_id=()) for name in names]
+    names = (
+        ["greedy" if row % 2 else "everything" for row in range(rows)]
+        if mix == MIXED
+        else [mix] * rows
+    )
+    return [
+        SamplingParams(**MIXES[name], max_new_tokens=new_tokens, eos_token_id=()) for name in names
+    ]
 
 
 class Qsample:
@@ -169,7 +197,9 @@ class Qsample:
     def warm_up(self, rows: int, new_tokens: int) -> None:
         """Warm up and capture: later batches of this size are replayed."""
         self._slots = None  # frees the previous batch before the next is allocated
-        self._slots = Slots(self._model.sessions, rows, self._model.capacity(PROMPT_TOKENS + 2 * new_tokens))
+        self._slots = Slots(
+            self._model.sessions, rows, self._model.capacity(PROMPT_TOKENS + 2 * new_tokens)
+        )
         self.seconds(rows, "greedy", min(8, new_tokens))
 
     def seconds(self, rows: int, mix: str, new_tokens: int) -> float:
@@ -182,7 +212,9 @@ class Qsample:
             slots.stop(row)
         for row, prompt in enumerate(prompts):
             parameters = parameter_row(interface, params[row], lengths[row], slots.capacity)
-            parameters["max_length"] = np.int32(slots.capacity)  # the last window may exceed the new tokens
+            parameters["max_length"] = np.int32(
+                slots.capacity
+            )  # the last window may exceed the new tokens
             slots.begin(row, prompt, row, parameters)
             slots.prefill(row, prompt, emit=True)
         if not slots.prepared:  # a mix with searched rows has its own capture
@@ -193,7 +225,9 @@ class Qsample:
             for _ in range(self._flush_every - 1):
                 slots.decode(wait=False)
             slots.decode()
-            slots.read(newest=self._flush_every)  # like `generate`: only new tokens, not the whole history
+            slots.read(
+                newest=self._flush_every
+            )  # like `generate`: only new tokens, not the whole history
         return (time.perf_counter() - start) / (windows * self._flush_every)
 
 

@@ -72,7 +72,15 @@ READ: Final = 1024  # tokens of a history that every system reads
 FREE: Final = 0.85  # usable share of the available memory
 WARM_UP: Final = 3  # steps
 GROWTH: Final = 128  # capacity of a cell for new tokens
-HEADER: Final = ["history", "rows", "system", "first token, s", "step, ms", "over float32 cache", "memory, GB"]
+HEADER: Final = [
+    "history",
+    "rows",
+    "system",
+    "first token, s",
+    "step, ms",
+    "over float32 cache",
+    "memory, GB",
+]
 Results = list[dict[str, Any]]
 
 
@@ -91,10 +99,21 @@ class Cell:
         """The size of keys and values."""
         facts = SHAPES[self.shape]
         held = [self.history + GROWTH] * facts["num_hidden_layers"]
-        if "sliding_window" in facts and system != WHOLE:  # Gemma's: every sixth layer sees all tokens
+        if (
+            "sliding_window" in facts and system != WHOLE
+        ):  # Gemma's: every sixth layer sees all tokens
             most = facts["sliding_window"] + SLACK - 1
-            held = [tokens if layer % 6 == 5 else min(tokens, most) for layer, tokens in enumerate(held)]
-        return SYSTEMS[system] * 2 * facts["num_key_value_heads"] * facts["head_dim"] * self.rows * sum(held)
+            held = [
+                tokens if layer % 6 == 5 else min(tokens, most) for layer, tokens in enumerate(held)
+            ]
+        return (
+            SYSTEMS[system]
+            * 2
+            * facts["num_key_value_heads"]
+            * facts["head_dim"]
+            * self.rows
+            * sum(held)
+        )
 
 
 def available_bytes() -> float:
@@ -117,7 +136,9 @@ def build(options: argparse.Namespace, console: Console) -> dict[str, Path]:
 
     builders = {
         **{name: partial(package, name) for name in OWN},
-        "genai": lambda: make_genai_model(checkpoint, folder / "genai-last-logits", python, last_logits=True),
+        "genai": lambda: make_genai_model(
+            checkpoint, folder / "genai-last-logits", python, last_logits=True
+        ),
         "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
     }
     models = {}
@@ -131,7 +152,9 @@ def start(system: str, model: Path, cell: Cell, options: argparse.Namespace) -> 
     python = sys.executable if system in OWN else options.peers_python
     read, folder = read_tokens(options), options.work / cell.shape
     # The files in which llama.cpp saves the state of a row.
-    state, before = (str(folder / f"{system.replace(', ', '-')}-{n}.row") for n in (cell.history, read))
+    state, before = (
+        str(folder / f"{system.replace(', ', '-')}-{n}.row") for n in (cell.history, read)
+    )
     more = {"rows": cell.rows, "history": cell.history, "growth": GROWTH}
     more |= {"state": state, "read_tokens": min(read, cell.history), "read_before": before}
     return Worker(system, model, python, options.threads, "rows", **more)
@@ -153,7 +176,9 @@ def run_steps(workers: dict[str, Worker], options: argparse.Namespace) -> dict[s
 
 def read_tokens(options: argparse.Namespace) -> int:
     """The longest history that every system reads."""
-    return max((history for history in options.history if history <= READ), default=min(options.history))
+    return max(
+        (history for history in options.history if history <= READ), default=min(options.history)
+    )
 
 
 def taking_part(cell: Cell, models: dict[str, Path], most_read: int) -> list[str]:
@@ -163,10 +188,18 @@ def taking_part(cell: Cell, models: dict[str, Path], most_read: int) -> list[str
 
 def is_filled(system: str, cell: Cell, options: argparse.Namespace) -> bool:
     """Whether the cell's history is filled in instead of read."""
-    return system != "genai" and (cell.rows > 1 or (options.fill and cell.history > read_tokens(options)))
+    return system != "genai" and (
+        cell.rows > 1 or (options.fill and cell.history > read_tokens(options))
+    )
 
 
-def run_cell(cell: Cell, models: dict[str, Path], results: Kept, options: argparse.Namespace, console: Console) -> None:
+def run_cell(
+    cell: Cell,
+    models: dict[str, Path],
+    results: Kept,
+    options: argparse.Namespace,
+    console: Console,
+) -> None:
     """Measure all systems of a cell, in turns if the memory has room for all of them."""
     cells, free = results.data["cells"], FREE * available_bytes()
 
@@ -188,13 +221,25 @@ def run_cell(cell: Cell, models: dict[str, Path], results: Kept, options: argpar
         for name in group:
             try:
                 worker = start(name, models[name], cell, options)
-                first[name] = worker.ask("history", filled=is_filled(name, cell, options))["first_token"]
+                first[name] = worker.ask("history", filled=is_filled(name, cell, options))[
+                    "first_token"
+                ]
                 workers[name] = worker
             except RuntimeError as error:
                 leave_out(name, str(error).strip().splitlines()[-1])
         for name, found in run_steps(workers, options).items() if workers else ():
-            about = {"version": workers[name].loaded["version"], "cache_bytes": cell.cache_bytes(name)}
-            put(cells, cell.key(name), first_token_s=first[name], **found, **about, together=together)
+            about = {
+                "version": workers[name].loaded["version"],
+                "cache_bytes": cell.cache_bytes(name),
+            }
+            put(
+                cells,
+                cell.key(name),
+                first_token_s=first[name],
+                **found,
+                **about,
+                together=together,
+            )
             workers[name].close()
         cells.sort(key=lambda one: (one["shape"], one["history"], one["rows"]))  # stable
         results.save()
@@ -203,7 +248,12 @@ def run_cell(cell: Cell, models: dict[str, Path], results: Kept, options: argpar
 def ratio(cells: Results, cell: dict[str, Any]) -> float | None:
     """The step over the step with a float32 cache: the median of the rounds' ratios, None without joint rounds."""
     own = find(cells, **{name: cell[name] for name in ("shape", "history", "rows")}, system=FLOAT32)
-    if own is None or "step_ms" not in own or not own["together"] or own["together"] != cell["together"]:
+    if (
+        own is None
+        or "step_ms" not in own
+        or not own["together"]
+        or own["together"] != cell["together"]
+    ):
         return None
     return median_ratio(cell["step_ms"], own["step_ms"])
 
@@ -219,7 +269,10 @@ def table_rows(cells: Results, shape: str) -> Rows:
         first, times, memory = cell["first_token_s"], ratio(cells, cell), cell["memory"]
         line += ["" if first is None else f"{first:.1f}", f"{median(cell['step_ms']):.1f}"]
         line += ["" if times is None else f"{times:.2f}x"]
-        line += [f"{memory['anonymous'] / 1e9:.2f}" if memory else "", f"{cell['cache_bytes'] / 1e9:.2f}"]
+        line += [
+            f"{memory['anonymous'] / 1e9:.2f}" if memory else "",
+            f"{cell['cache_bytes'] / 1e9:.2f}",
+        ]
         lines.append(line)
     return [*HEADER, "of it keys and values"], lines
 
@@ -242,7 +295,9 @@ def write(data: dict[str, Any], output: Path) -> None:
     for shape in dict.fromkeys(cell["shape"] for cell in cells):
         print_table(*table_rows(cells, shape), shape)
         lines += [f"## {shape}", "", *markdown(*table_rows(cells, shape)), ""]
-        versions = [cell["version"] for cell in cells if cell["shape"] == shape and "version" in cell]
+        versions = [
+            cell["version"] for cell in cells if cell["shape"] == shape and "version" in cell
+        ]
         lines += [f"Measured with {', '.join(dict.fromkeys(versions))}.", ""]
     if any("step_ms" in cell for cell in cells):
         lines += [f"![A step by history]({output.name}.png)", ""]
@@ -260,10 +315,17 @@ def plot(data: dict[str, Any], path: Path) -> None:
         shown = [cell for cell in cells if (cell["shape"], cell["rows"]) == (shape, rows)]
         histories, lacking = {cell["history"] for cell in shown}, []
         for name in systems:
-            points = sorted((cell["history"], median(cell["step_ms"])) for cell in shown if cell["system"] == name)
+            points = sorted(
+                (cell["history"], median(cell["step_ms"]))
+                for cell in shown
+                if cell["system"] == name
+            )
             if points:
                 axis.plot(*zip(*points, strict=True), **report.line_style(name))
-            lacking += [f"{name} at {history:,}" for history in sorted(histories - {place for place, _ in points})]
+            lacking += [
+                f"{name} at {history:,}"
+                for history in sorted(histories - {place for place, _ in points})
+            ]
         label = f"tokens before the step{report.missing_line(lacking)}"
         axis.set(title=f"{shape}, {count(rows, 'row')}", xlabel=label)
     axes[0][0].set_yscale("log")  # of all panels, which share it
@@ -272,12 +334,18 @@ def plot(data: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "long_context", work="build/decode", peers=True, again=True, threads=2)
+    parser = make_parser(
+        __doc__, "long_context", work="build/decode", peers=True, again=True, threads=2
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--system", nargs="+", choices=SYSTEMS, help="(default: all for which the shape is made)")
+    parser.add_argument(
+        "--system", nargs="+", choices=SYSTEMS, help="(default: all for which the shape is made)"
+    )
     parser.add_argument("--history", type=int, nargs="+", default=[64, 1024, 4096, 16384])
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
-    parser.add_argument("--most-read", type=int, default=4096, help="tokens that onnxruntime-genai reads")
+    parser.add_argument(
+        "--most-read", type=int, default=4096, help="tokens that onnxruntime-genai reads"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=16, help="of each row and round")
     whole = "read the whole history of a single row, which takes an hour"
@@ -305,7 +373,8 @@ def main() -> None:
         for history in sorted(options.history):
             cell = Cell(options.shape, history, rows)
             if options.again or any(
-                find(cells, **cell.key(name)) is None for name in taking_part(cell, models, options.most_read)
+                find(cells, **cell.key(name)) is None
+                for name in taking_part(cell, models, options.most_read)
             ):
                 console.print(f"{cell}", highlight=False)
                 run_cell(cell, models, results, options, console)

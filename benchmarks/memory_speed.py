@@ -26,7 +26,11 @@ _LOOKUPS: Final = ("Gather", "GatherBlockQuantized", "GroupQueryAttention", "Rot
 
 def measure(threads: int) -> float:
     """Bytes per second with that many threads, in a separate process whose BLAS starts no further threads."""
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
     command = [sys.executable, __file__, "--threads", str(threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout)["bytes_per_second"])
@@ -60,8 +64,12 @@ def active_bytes(package: Path, experts_per_token: int, history: int) -> int:
                 continue
             sizes[value] = value.const_value.nbytes
             if node.op_type in (moe.OP_TYPE, moe.QUANTIZED_OP_TYPE):
-                sizes[value] = sizes[value] * experts_per_token // int(value.const_value.shape.numpy()[0])
-    return sum(sizes.values()) + sum(_state_bytes(value, seen.get(value, history)) for value in graph.inputs)
+                sizes[value] = (
+                    sizes[value] * experts_per_token // int(value.const_value.shape.numpy()[0])
+                )
+    return sum(sizes.values()) + sum(
+        _state_bytes(value, seen.get(value, history)) for value in graph.inputs
+    )
 
 
 def _state_bytes(value: Any, history: int) -> int:

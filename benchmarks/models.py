@@ -25,9 +25,32 @@ from typing import Any, Final
 
 import report
 from checkpoints import SHAPES, make_checkpoint, make_genai_model, make_gguf, make_package
-from decoders import FIRST, OWN, STEP, Facts, Part, Results, build_each, cell_of, ratio, remaining, run_cells, start
+from decoders import (
+    FIRST,
+    OWN,
+    STEP,
+    Facts,
+    Part,
+    Results,
+    build_each,
+    cell_of,
+    ratio,
+    remaining,
+    run_cells,
+    start,
+)
 from memory_speed import active_bytes, measure
-from report import PEERS, Rows, describe_machine, make_parser, markdown, median, median_ratio, one_line, print_table
+from report import (
+    PEERS,
+    Rows,
+    describe_machine,
+    make_parser,
+    markdown,
+    median,
+    median_ratio,
+    one_line,
+    print_table,
+)
 from rich.console import Console
 from turns import Cell, Worker, available, take_turns
 
@@ -38,7 +61,9 @@ GREEDY: Final = {"temperature": 0.0}
 SCANNED: Final = "qwen3.5-slice"
 CTX_LEN: Final = 2048
 # Treats every layer as a layer without operators.
-AS_A_LOOP: Final = "from qsample.transforms import recurrent; recurrent.recurrence_of = lambda module: None; "
+AS_A_LOOP: Final = (
+    "from qsample.transforms import recurrent; recurrent.recurrence_of = lambda module: None; "
+)
 NONE: Final = "no"  # in place of a figure; the reason is below the table
 LABELS: Final = {"transformers": "transformers, float32", "genai": "onnxruntime-genai"}
 ORDER: Final = (OWN, "genai", "llama.cpp", "transformers")
@@ -52,7 +77,9 @@ LINES: Final = (
 )
 
 
-def run_shape(shape: str, systems: list[str], options: argparse.Namespace, results: Results, console: Console) -> None:
+def run_shape(
+    shape: str, systems: list[str], options: argparse.Namespace, results: Results, console: Console
+) -> None:
     folder, python = options.work / shape, options.peers_python
     with console.status(f"{shape}: a checkpoint of random weights"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")
@@ -70,7 +97,9 @@ def run_shape(shape: str, systems: list[str], options: argparse.Namespace, resul
         return
     facts, choices = results.shape(shape), SHAPES[shape].get("num_experts_per_tok", 0)
     for (prompt,), _ in CELLS:
-        facts.setdefault("active", {})[str(prompt)] = active_bytes(models[OWN], choices, history=prompt + 1)
+        facts.setdefault("active", {})[str(prompt)] = active_bytes(
+            models[OWN], choices, history=prompt + 1
+        )
     speeds: list[float] = []
 
     def keep_speeds(cell: Cell) -> None:
@@ -91,18 +120,27 @@ def run_scan(options: argparse.Namespace, results: Results, console: Console) ->
         checkpoint = make_checkpoint(SCANNED, folder / "checkpoint")
         models = {
             "operators": make_package(checkpoint, folder / "float32", "float32", ctx_len=CTX_LEN),
-            "loop": make_package(checkpoint, folder / "loop", "float32", ctx_len=CTX_LEN, before=AS_A_LOOP),
+            "loop": make_package(
+                checkpoint, folder / "loop", "float32", ctx_len=CTX_LEN, before=AS_A_LOOP
+            ),
             "transformers": checkpoint,
         }
     workers = {
-        name: Worker("transformers" if name == "transformers" else OWN, model, sys.executable, options.threads)
+        name: Worker(
+            "transformers" if name == "transformers" else OWN,
+            model,
+            sys.executable,
+            options.threads,
+        )
         for name, model in models.items()
     }
 
     def failed(name: str, error: RuntimeError) -> None:
         raise error
 
-    first, _ = take_turns(workers, Cell(1024, 1, "greedy"), GREEDY, options.rounds, 2, failed=failed)
+    first, _ = take_turns(
+        workers, Cell(1024, 1, "greedy"), GREEDY, options.rounds, 2, failed=failed
+    )
     for worker in workers.values():
         worker.close()
     results.data["scan"] = {"shape": SCANNED, "first_token_ms": first}
@@ -122,7 +160,10 @@ def time_rows(facts: Facts) -> Rows:
     """A line for each time and for the memory, a column for each system."""
     known = facts["systems"]
     systems = [name for name in ORDER if name in known or name in facts.get("missing", {})]
-    rows = [[label, *(_figure(facts, cell, field, name) for name in systems)] for cell, field, label in LINES]
+    rows = [
+        [label, *(_figure(facts, cell, field, name) for name in systems)]
+        for cell, field, label in LINES
+    ]
     for label, text in (("files, MB", _files), ("memory, MB: own + mapped files", _memory)):
         rows.append([label, *(text(known[name]) if name in known else NONE for name in systems)])
     return ["", *(LABELS.get(name, name) for name in systems)], rows
@@ -134,12 +175,17 @@ def _files(system: dict[str, Any]) -> str:
 
 def _memory(system: dict[str, Any]) -> str:
     memory = system["memory"]
-    return " + ".join(f"{memory[kind] / 1e6:,.0f}" for kind in ("anonymous", "mapped") if kind in memory)
+    return " + ".join(
+        f"{memory[kind] / 1e6:,.0f}" for kind in ("anonymous", "mapped") if kind in memory
+    )
 
 
 def missing_lines(facts: Facts) -> list[str]:
     missing = facts.get("missing", {})
-    return [f"{LABELS.get(name, name)} does not run it: {one_line(reason)}" for name, reason in missing.items()]
+    return [
+        f"{LABELS.get(name, name)} does not run it: {one_line(reason)}"
+        for name, reason in missing.items()
+    ]
 
 
 def floor_rows(shapes: dict[str, Facts]) -> Rows:
@@ -147,7 +193,10 @@ def floor_rows(shapes: dict[str, Facts]) -> Rows:
     rows = []
     for shape, facts in shapes.items():
         for prompt, size in facts.get("active", {}).items():
-            cell, speeds = cell_of(facts, Cell(int(prompt), 1, "greedy"), OWN), facts.get("speed", {}).get(prompt)
+            cell, speeds = (
+                cell_of(facts, Cell(int(prompt), 1, "greedy"), OWN),
+                facts.get("speed", {}).get(prompt),
+            )
             if cell is None or not speeds:
                 continue
             speed, step = median(speeds), median(cell[STEP])
@@ -156,13 +205,25 @@ def floor_rows(shapes: dict[str, Facts]) -> Rows:
             share = median([milliseconds * rate / 1e3 / size for milliseconds, rate in pairs])
             figures = [f"{size / 1e6:.1f}", f"{speed / 1e9:.1f}", f"{1e3 * size / speed:.2f}"]
             rows.append([shape, f"{int(prompt):,}", *figures, f"{step:.2f}", f"{share:.2f}"])
-    return ["model", "prompt", "read per step, MB", "memory, GB/s", "floor, ms", "step, ms", "step / floor"], rows
+    return [
+        "model",
+        "prompt",
+        "read per step, MB",
+        "memory, GB/s",
+        "floor, ms",
+        "step, ms",
+        "step / floor",
+    ], rows
 
 
 def scan_rows(times: dict[str, list[float]]) -> Rows:
     """The first token of 1,024 tokens, with the recurrent layers as a loop and as operators."""
     rows = []
-    for name, label in (("loop", "a loop (Scan)"), ("operators", "operators"), ("transformers", "transformers")):
+    for name, label in (
+        ("loop", "a loop (Scan)"),
+        ("operators", "operators"),
+        ("transformers", "transformers"),
+    ):
         over = median_ratio(times[name], times["operators"])
         rows.append([label, f"{median(times[name]):.0f}", f"{over:.2f}x"])
     return ["recurrent layers as", "first token of 1,024, ms", "over operators"], rows
@@ -220,14 +281,29 @@ def plot(data: dict[str, Any], path: Any) -> None:
         for index, name in enumerate(ORDER):
             cells = [cell_of(facts, cell, name) for facts in shapes.values()]
             places = [place + (index - 1.5) * 0.15 for place in range(len(shapes))]
-            points = [(median(found[field]), place) for place, found in zip(places, cells, strict=True) if found]
+            points = [
+                (median(found[field]), place)
+                for place, found in zip(places, cells, strict=True)
+                if found
+            ]
             lacking = [place for place, found in zip(places, cells, strict=True) if not found]
             look = report.line_style(LABELS.get(name, name)) | {"linestyle": "", "markersize": 8}
             axis.plot([x for x, _ in points], [y for _, y in points], **look)
-            crosses = look | {"marker": "x", "markersize": 6, "label": f"{look['label']}: {report.MISSING}"}
+            crosses = look | {
+                "marker": "x",
+                "markersize": 6,
+                "label": f"{look['label']}: {report.MISSING}",
+            }
             if lacking:
-                axis.plot([0.015] * len(lacking), lacking, transform=axis.get_yaxis_transform(), **crosses)
-        axis.set(title=f"{label}, ms", xscale="log", yticks=range(len(shapes)), ylim=(len(shapes) - 0.4, -0.6))
+                axis.plot(
+                    [0.015] * len(lacking), lacking, transform=axis.get_yaxis_transform(), **crosses
+                )
+        axis.set(
+            title=f"{label}, ms",
+            xscale="log",
+            yticks=range(len(shapes)),
+            ylim=(len(shapes) - 0.4, -0.6),
+        )
         axis.set_yticklabels(list(shapes))
         axis.grid(visible=True, which="both", axis="x", alpha=0.2)
     report.save_figure(figure, path)
@@ -236,10 +312,14 @@ def plot(data: dict[str, Any], path: Any) -> None:
 def main() -> None:
     parser = make_parser(__doc__, "models", work="build/models", peers=True, again=True, threads=2)
     parser.add_argument("--shape", nargs="*", choices=list(SHAPES), default=list(MODELS))
-    parser.add_argument("--system", nargs="*", choices=SYSTEMS, default=list(SYSTEMS), help="next to qsample")
+    parser.add_argument(
+        "--system", nargs="*", choices=SYSTEMS, default=list(SYSTEMS), help="next to qsample"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=24, help="of each row and round")
-    parser.add_argument("--no-scan", dest="scan", action="store_false", help="leave out the loop and the operators")
+    parser.add_argument(
+        "--no-scan", dest="scan", action="store_false", help="leave out the loop and the operators"
+    )
     options, console = parser.parse_args(), Console(stderr=True)
     systems = [OWN, *available(options.system, options.peers_python, console)]
     results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))

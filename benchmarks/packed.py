@@ -27,7 +27,16 @@ from typing import Any, Final
 import numpy as np
 from checkpoints import SHAPES, make_checkpoint, make_gguf, qsample, run_quietly
 from export import disk_bytes, measure
-from report import Kept, Rows, describe_machine, make_parser, markdown, median, median_ratio, print_table
+from report import (
+    Kept,
+    Rows,
+    describe_machine,
+    make_parser,
+    markdown,
+    median,
+    median_ratio,
+    print_table,
+)
 from rich.console import Console
 from systems import MIXES
 from turns import Cell, Worker, size_of, take_turns
@@ -70,14 +79,24 @@ def product(bits: int, block: int, zero_points: bool, offsets: bool) -> Any:
         if zero_points:
             held["z"] = rng.integers(0, 256, N * -(-count * bits // 8), np.uint8)
         out = "p" if offsets else "y"
-        nodes = [make("MatMulNBits", ["x", *held], [out], bits=bits, accuracy_level=4, **attributes)]
+        nodes = [
+            make("MatMulNBits", ["x", *held], [out], bits=bits, accuracy_level=4, **attributes)
+        ]
         if offsets:
             held |= {"blocks": np.array([1, count, block]), "last": np.array([-1])}
             held["o"] = rng.random((count, N), np.float32)
-            nodes += [make("Reshape", ["x", "blocks"], ["b"]), make("ReduceSum", ["b", "last"], ["sums"], keepdims=0)]
+            nodes += [
+                make("Reshape", ["x", "blocks"], ["b"]),
+                make("ReduceSum", ["b", "last"], ["sums"], keepdims=0),
+            ]
             nodes += [make("MatMul", ["sums", "o"], ["more"]), make("Add", ["p", "more"], ["y"])]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, n]) for name, n in (("x", K), ("y", N)))
-    graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(a, name) for name, a in held.items()])
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, n])
+        for name, n in (("x", K), ("y", N))
+    )
+    graph = helper.make_graph(
+        nodes, "g", [x], [y], [numpy_helper.from_array(a, name) for name, a in held.items()]
+    )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
     options = ort.SessionOptions()
@@ -88,7 +107,10 @@ def product(bits: int, block: int, zero_points: bool, offsets: bool) -> Any:
 def time_products() -> dict[str, float]:
     """Form → milliseconds of a product."""
     sessions = {name: product(*form) for name, form in FORMS.items()}
-    feed, least = {"x": np.random.default_rng(1).standard_normal((1, K), np.float32)}, dict.fromkeys(FORMS, np.inf)
+    feed, least = (
+        {"x": np.random.default_rng(1).standard_normal((1, K), np.float32)},
+        dict.fromkeys(FORMS, np.inf),
+    )
     for _ in range(TURNS):
         for name, session in sessions.items():
             for _ in range(1 if 5 < least[name] < np.inf else BATCH):
@@ -114,7 +136,9 @@ def make_files(shape: str, options: argparse.Namespace) -> dict[str, Path]:
     return found
 
 
-def compile_each(files: dict[str, Path], facts: dict[str, Any], options: argparse.Namespace) -> dict[str, Path]:
+def compile_each(
+    files: dict[str, Path], facts: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Path]:
     """Compile each file in turn, for the figures; returns the packages."""
     packages = {}
     for name, source in files.items():
@@ -123,7 +147,9 @@ def compile_each(files: dict[str, Path], facts: dict[str, Any], options: argpars
             continue
         shutil.rmtree(out, ignore_errors=True)
         more = ["--weights", "int4"] if name == OWN else []
-        command = qsample("compile", source, out, "--json", "--ctx-len", CTX_LEN, "--max-divergence", "100", *more)
+        command = qsample(
+            "compile", source, out, "--json", "--ctx-len", CTX_LEN, "--max-divergence", "100", *more
+        )
         figures = measure(command, source.with_name(f"{source.name}.log"), limit=LIMIT, memory=1e11)
         facts[name] = figures | {"file": size_of(source), "package": disk_bytes(out)}
     return packages
@@ -136,18 +162,25 @@ def run_shape(shape: str, options: argparse.Namespace, results: Kept, console: C
     with console.status(f"{shape}: qsample compile"):
         packages = compile_each(files, facts["compiled"], options)
     results.save()
-    workers = {name: Worker("qsample", path, sys.executable, options.threads) for name, path in packages.items()}
+    workers = {
+        name: Worker("qsample", path, sys.executable, options.threads)
+        for name, path in packages.items()
+    }
     for name, path in files.items():
         if path.suffix == ".gguf":
             amx = not options.no_amx
-            workers[f"{name}, llama.cpp"] = Worker("llama.cpp", path, options.peers_python, options.threads, amx=amx)
+            workers[f"{name}, llama.cpp"] = Worker(
+                "llama.cpp", path, options.peers_python, options.threads, amx=amx
+            )
 
     def failed(name: str, error: RuntimeError) -> None:
         console.print(f"{shape} without {name}: {error}", highlight=False)
 
     with console.status(f"{shape}: greedy steps"):
         cell, mix = Cell(64, 1, "greedy"), MIXES["greedy"]
-        _, facts["steps"] = take_turns(workers, cell, mix, options.rounds, options.new_tokens, failed=failed)
+        _, facts["steps"] = take_turns(
+            workers, cell, mix, options.rounds, options.new_tokens, failed=failed
+        )
     for worker in workers.values():
         worker.close()
     results.save()
@@ -161,28 +194,50 @@ def table_rows(facts: dict[str, Any]) -> Rows:
         sizes = [f"{figures[key] / 1e6:,.0f}" for key in ("file", "package", "peak_anonymous")]
         ratios = ["" if ratio is None else f"{ratio:.2f}" for ratio in beside]
         theirs = f"{median(other):.1f}" if other else ""
-        rows.append([name, *sizes, f"{figures['seconds']:.1f}", f"{median(own):.1f}", theirs, *ratios])
-    header = ["weights", "file, MB", "package, MB", "anonymous memory, MB", "compile, s", "step, ms", "llama.cpp, ms"]
+        rows.append(
+            [name, *sizes, f"{figures['seconds']:.1f}", f"{median(own):.1f}", theirs, *ratios]
+        )
+    header = [
+        "weights",
+        "file, MB",
+        "package, MB",
+        "anonymous memory, MB",
+        "compile, s",
+        "step, ms",
+        "llama.cpp, ms",
+    ]
     return [*header, "llama.cpp / qsample", f"{OWN} / it"], rows
 
 
 def main() -> None:
     parser = make_parser(__doc__, "packed", work="build/packed", peers=True, threads=2)
-    parser.add_argument("--compressed-python", default=sys.executable, help="a Python with compressed-tensors")
+    parser.add_argument(
+        "--compressed-python", default=sys.executable, help="a Python with compressed-tensors"
+    )
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b"])
     parser.add_argument("--file", nargs="*", choices=list(FILES), default=["Q4_K_M", "W4A16"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--no-amx", action="store_true", help="for llama.cpp where AMX is listed and cannot be used")
+    parser.add_argument(
+        "--no-amx", action="store_true", help="for llama.cpp where AMX is listed and cannot be used"
+    )
     parser.add_argument("--products", action="store_true", help="measure the products alone")
     options, console = parser.parse_args(), Console(stderr=True)
-    results = Kept(options.output.with_suffix(".json"), {"machine": describe_machine(options.threads), "shapes": {}})
+    results = Kept(
+        options.output.with_suffix(".json"),
+        {"machine": describe_machine(options.threads), "shapes": {}},
+    )
     for shape in () if options.products else options.shape:
         run_shape(shape, options, results, console)
     with console.status("products"):
         results.data["products"] = time_products()
     results.save()
-    lines = ["# Packed weights", "", f"{results.data['machine']}. Made by `python benchmarks/packed.py`.", ""]
+    lines = [
+        "# Packed weights",
+        "",
+        f"{results.data['machine']}. Made by `python benchmarks/packed.py`.",
+        "",
+    ]
     for shape, facts in results.data["shapes"].items():
         print_table(*table_rows(facts), shape)
         lines += [f"## {shape}", "", *markdown(*table_rows(facts)), ""]

@@ -21,15 +21,28 @@ from report import median
 from qsample.images.processing import ImageProcessor
 
 ROUNDS = 15
-SHARED: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "resample": 3}
+SHARED: dict[str, Any] = {
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 3,
+}
 POINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 SQUARE = {"height": 336, "width": 336}
 # Family → transformers' class, the settings of both, of transformers, and of the family.
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "square": ("SiglipImageProcessorPil", {"size": {"height": 896, "width": 896}}, {}, {"tokens": 256}),
+    "square": (
+        "SiglipImageProcessorPil",
+        {"size": {"height": 896, "width": 896}},
+        {},
+        {"tokens": 256},
+    ),
     "grid": (
         "Qwen2VLImageProcessorPil",
-        {"size": {"shortest_edge": 3136, "longest_edge": 12845056}, "patch_size": 14, "merge_size": 2}
+        {
+            "size": {"shortest_edge": 3136, "longest_edge": 12845056},
+            "patch_size": 14,
+            "merge_size": 2,
+        }
         | {"temporal_patch_size": 2},
         {},
         {},
@@ -52,20 +65,37 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"size": {"shortest_edge": 336}, "crop_size": SQUARE},
         {"size": 336, "side": 24},
     ),
-    "lines": ("PixtralImageProcessorPil", {"size": {"longest_edge": 1540}, "patch_size": 28}, {}, {}),
+    "lines": (
+        "PixtralImageProcessorPil",
+        {"size": {"longest_edge": 1540}, "patch_size": 28},
+        {},
+        {},
+    ),
 }
 
 
 def main() -> None:
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (768, 1024, 3), dtype=np.uint8))
+    image = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (768, 1024, 3), dtype=np.uint8)
+    )
     print("family          transformers  qsample  ratio")
     for family, (name, both, theirs, ours) in KINDS.items():
         reference = getattr(transformers, name)(**SHARED, **both, **theirs)
         settings = {"rescale_factor": 1 / 255, **SHARED, **both, **ours}
         processor = ImageProcessor(
-            {"family": family, "settings": settings, "placeholder": "*", "token": "*", "token_id": 0, "texts": {}}
+            {
+                "family": family,
+                "settings": settings,
+                "placeholder": "*",
+                "token": "*",
+                "token_id": 0,
+                "texts": {},
+            }
         )
-        sides: list[Callable[[], Any]] = [lambda: reference(image), lambda: processor.process(image)]  # noqa: B023
+        sides: list[Callable[[], Any]] = [
+            lambda: reference(image),  # noqa: B023
+            lambda: processor.process(image),  # noqa: B023
+        ]
         times: list[list[float]] = [[], []]
         for round_ in range(ROUNDS + 1):
             for side, spent in zip(sides, times, strict=True):

@@ -13,7 +13,9 @@ from typing import Final
 
 # JSON file → the benchmark whose `plot(data, path)` draws it.
 DRAWN_BY: Final = {"decode": "decoders", "bake": "decoders", "serve_tiny": "serve"}
-DRAWN_BY.update((name, name) for name in ("export", "long_context", "models", "sampler", "serve", "serving"))
+DRAWN_BY.update(
+    (name, name) for name in ("export", "long_context", "models", "sampler", "serve", "serving")
+)
 
 
 def redraw(folder: Path) -> Iterator[Path]:
@@ -21,7 +23,9 @@ def redraw(folder: Path) -> Iterator[Path]:
     for name, benchmark in DRAWN_BY.items():
         path = folder / f"{name}.json"
         if path.exists():
-            importlib.import_module(benchmark).plot(json.loads(path.read_text()), path.with_suffix(".png"))
+            importlib.import_module(benchmark).plot(
+                json.loads(path.read_text()), path.with_suffix(".png")
+            )
             yield path.with_suffix(".png")
 
 

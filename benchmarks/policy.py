@@ -28,8 +28,23 @@ MIXES: Final[dict[str, tuple[float, dict[str, float]]]] = {
     "top-p 0.95, flat": (0.3, {"top_p": 0.95}),
     "temperature 1": (2.0, {}),
 }
-DTYPES: Final = {"temperature": "float32", "top_p": "float32", "min_p": "float32", "active": "bool", "done": "bool"}
-OFF: Final = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 3, "counter": 7, "active": True, "done": 0}
+DTYPES: Final = {
+    "temperature": "float32",
+    "top_p": "float32",
+    "min_p": "float32",
+    "active": "bool",
+    "done": "bool",
+}
+OFF: Final = {
+    "temperature": 1,
+    "top_k": 0,
+    "top_p": 1,
+    "min_p": 0,
+    "seed": 3,
+    "counter": 7,
+    "active": True,
+    "done": 0,
+}
 
 
 def milliseconds(session: ort.InferenceSession, inputs: dict[str, Any], runs: int) -> float:
@@ -50,18 +65,27 @@ def main() -> None:
     options = parser.parse_args()
     settings = ort.SessionOptions()
     settings.intra_op_num_threads, settings.log_severity_level = options.threads, 3
-    theirs = onnx.load(options.other, format="textproto" if options.other.suffix == ".textproto" else None)
+    theirs = onnx.load(
+        options.other, format="textproto" if options.other.suffix == ".textproto" else None
+    )
     own = ir.to_proto(build_token_sampler(options.vocab_size))
-    other, ours = (ort.InferenceSession(model.SerializeToString(), settings) for model in (theirs, own))
+    other, ours = (
+        ort.InferenceSession(model.SerializeToString(), settings) for model in (theirs, own)
+    )
     rng, lines = np.random.default_rng(0), []
     for batch in options.batch:
         for name, (deviation, given) in MIXES.items():
             logits = rng.normal(0, deviation, (batch, options.vocab_size)).astype(np.float32)
-            rows = {key: np.full(batch, (OFF | given)[key], DTYPES.get(key, "int64")) for key in OFF}
+            rows = {
+                key: np.full(batch, (OFF | given)[key], DTYPES.get(key, "int64")) for key in OFF
+            }
             inputs = {"logits": logits, **rows}
             for session in (ours, other):
                 session.run(None, inputs)
-            rounds = [(milliseconds(other, inputs, 3), milliseconds(ours, inputs, 15)) for _ in range(options.rounds)]
+            rounds = [
+                (milliseconds(other, inputs, 3), milliseconds(ours, inputs, 15))
+                for _ in range(options.rounds)
+            ]
             slow, fast = np.median(rounds, axis=0)
             ratio = np.median([theirs / own for theirs, own in rounds])
             lines.append([str(batch), name, f"{slow:.2f}", f"{fast:.3f}", f"{ratio:.0f}x"])

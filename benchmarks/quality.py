@@ -62,8 +62,12 @@ OWN: Final = [f"{weights} {preset}" for weights in ("int8", "int4") for preset i
 BLOCKED: Final = {f"int4 quick, blocks of {size}": size for size in (16, 64, 128)}
 WORSE: Final = [*BLOCKED, "int2 quick"]
 FITTED: Final = [f"int4 {preset}, {TO_TEXT}" for preset, point in PRESETS.items() if point.fitted]
-GGUF: Final = {f"llama.cpp {kind}": kind for kind in ("Q8_0", "Q5_K_M", "Q4_K_M", "IQ4_NL", "Q4_1", "Q4_0")}
-GENAI: Final = {f"onnxruntime-genai {algorithm}": algorithm for algorithm in ("default", "k_quant_mixed")}
+GGUF: Final = {
+    f"llama.cpp {kind}": kind for kind in ("Q8_0", "Q5_K_M", "Q4_K_M", "IQ4_NL", "Q4_1", "Q4_0")
+}
+GENAI: Final = {
+    f"onnxruntime-genai {algorithm}": algorithm for algorithm in ("default", "k_quant_mixed")
+}
 ORDER: Final = [*OWN, *WORSE, *FITTED, *GGUF, *GENAI, FLOAT]
 
 
@@ -78,7 +82,9 @@ def texts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return [PAGE.read_text("utf-8")[:PAGE_CHARACTERS]], calibration
 
 
-def peers(options: argparse.Namespace, checkpoint: Path, work: Path) -> dict[str, Callable[[], tuple[Path, Any]]]:
+def peers(
+    options: argparse.Namespace, checkpoint: Path, work: Path
+) -> dict[str, Callable[[], tuple[Path, Any]]]:
     """System → its own file, and a model to compile; of the installed peers."""
     python = options.peers_python
 
@@ -87,7 +93,9 @@ def peers(options: argparse.Namespace, checkpoint: Path, work: Path) -> dict[str
         return path, qsample.AutoModelForCausalLM.from_pretrained(path, tokenizer=str(checkpoint))
 
     def genai(algorithm: str) -> tuple[Path, Any]:
-        path = make_genai_model(checkpoint, work / f"genai-{algorithm}", python, algorithm=algorithm)
+        path = make_genai_model(
+            checkpoint, work / f"genai-{algorithm}", python, algorithm=algorithm
+        )
         return path, qsample.AutoModelForCausalLM.from_pretrained(path)
 
     found = {}
@@ -99,12 +107,17 @@ def peers(options: argparse.Namespace, checkpoint: Path, work: Path) -> dict[str
     return found
 
 
-def figures(found: Any, sizes: dict[str, int], chat: dict[str, dict[str, Estimate]]) -> dict[str, dict[str, Any]]:
+def figures(
+    found: Any, sizes: dict[str, int], chat: dict[str, dict[str, Estimate]]
+) -> dict[str, dict[str, Any]]:
     """Row → size in bytes, perplexity, and [value, low, high] of KL and top-1, and of the same on chats."""
     rows = {}
     for package in found.packages:
         name = Path(package.path).name
-        rows[name] = facts = {"bytes": sizes.get(name, package.bytes), "perplexity": package.perplexity.value}
+        rows[name] = facts = {
+            "bytes": sizes.get(name, package.bytes),
+            "perplexity": package.perplexity.value,
+        }
         for comparison in package.comparisons:
             for key, interval in (("kl", comparison.kl), ("top1", comparison.agreement)):
                 facts[key] = [interval.value, interval.low, interval.high]
@@ -112,7 +125,9 @@ def figures(found: Any, sizes: dict[str, int], chat: dict[str, dict[str, Estimat
             facts[key] = [interval.value, interval.low, interval.high]
         opened = read_package(Path(package.path))
         gate = Divergence.of(opened)
-        if gate is not None and opened.manifest.packed_weights is None:  # otherwise it is from the file's integers
+        if (
+            gate is not None and opened.manifest.packed_weights is None
+        ):  # otherwise it is from the file's integers
             facts["kl gate"] = [gate.kl.value, gate.kl.low, gate.kl.high]
     return rows
 
@@ -120,7 +135,11 @@ def figures(found: Any, sizes: dict[str, int], chat: dict[str, dict[str, Estimat
 def table(rows: dict[str, dict[str, Any]]) -> list[str]:
     columns = [("kl", "KL, nats", 5, 1), ("top1", "top-1, %", 1, 100)]
     if any("kl chat" in facts for facts in rows.values()):
-        columns = [("kl", "KL text, nats", 4, 1), ("kl chat", "KL chat, nats", 4, 1), ("kl gate", "KL compile", 4, 1)]
+        columns = [
+            ("kl", "KL text, nats", 4, 1),
+            ("kl chat", "KL chat, nats", 4, 1),
+            ("kl gate", "KL compile", 4, 1),
+        ]
         columns += [("top1", "top-1 text, %", 1, 100), ("top1 chat", "top-1 chat, %", 1, 100)]
     lines = []
     for name in sorted(rows, key=ORDER.index):
@@ -128,14 +147,22 @@ def table(rows: dict[str, dict[str, Any]]) -> list[str]:
         cells = [name, f"{facts['bytes'] / 1e3:,.0f}", f"{facts['perplexity']:.3f}"]
         for key, _, digits, factor in columns:
             value, low, high = (factor * number for number in facts.get(key, [0, 0, 0]))
-            cells.append(f"{value:.{digits}f} ± {(high - low) / 2:.{digits}f}" if key in facts else "")
+            cells.append(
+                f"{value:.{digits}f} ± {(high - low) / 2:.{digits}f}" if key in facts else ""
+            )
         lines.append(cells)
-    return markdown(["bits", "size, kB", "perplexity", *(title for _, title, _, _ in columns)], lines)
+    return markdown(
+        ["bits", "size, kB", "perplexity", *(title for _, title, _, _ in columns)], lines
+    )
 
 
 def write(data: dict[str, Any], output: Path) -> None:
     """Write the page. output: its path without a suffix."""
-    lines = ["# Quality of bits", "", "Made by `python benchmarks/quality.py`, whose docstring describes the method."]
+    lines = [
+        "# Quality of bits",
+        "",
+        "Made by `python benchmarks/quality.py`, whose docstring describes the method.",
+    ]
     lines += [
         "KL and top-1 are relative to the float32 package, ± half of the 95 % interval;",
         "KL compile is what compile reported, on text that the float32 package writes.",
@@ -150,7 +177,10 @@ def write(data: dict[str, Any], output: Path) -> None:
         lines += [f"## {TITLES.get(model, model)}", "", f"{texts}; matrices of {widths} columns;"]
         lines += [f"{facts['machine']}.", "", *table(facts["rows"]), ""]
         if any(width % 256 for width in facts["widths"]):
-            lines += ["Q4_K has blocks of 256 columns: llama.cpp gives matrices that they do not divide more bits.", ""]
+            lines += [
+                "Q4_K has blocks of 256 columns: llama.cpp gives matrices that they do not divide more bits.",
+                "",
+            ]
         lines += [f"Without {name}: {reason}\n" for name, reason in facts["missing"].items()]
     output.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
 
@@ -159,10 +189,14 @@ def main() -> None:
     parser = make_parser(__doc__, "quality", peers=True)
     parser.add_argument("--model", type=Path, default=FOLDER / DITHERED, help="checkpoint folder")
     parser.add_argument("--heldout", type=Path, nargs="+", help="UTF-8 files to evaluate on")
-    parser.add_argument("--calibration-text", type=Path, nargs="+", help="UTF-8 files for the rows that fit to text")
+    parser.add_argument(
+        "--calibration-text", type=Path, nargs="+", help="UTF-8 files for the rows that fit to text"
+    )
     parser.add_argument("--bits", nargs="+", help="only these rows")
     parser.add_argument("--ctx-len", type=int, default=512)
-    parser.add_argument("--work", type=Path, help="folder that keeps the packages; existing packages are reused")
+    parser.add_argument(
+        "--work", type=Path, help="folder that keeps the packages; existing packages are reused"
+    )
     parser.add_argument("--plot", type=Path, help="also draw the figures: a .png or .svg file")
     options = parser.parse_args()
     held_out, calibration = texts(options)
@@ -195,7 +229,10 @@ def main() -> None:
                 continue
             packages.append(path)
             sizes |= {} if own else {name: size_of(source)}
-        ids = [Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(text).ids for text in held_out]
+        ids = [
+            Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(text).ids
+            for text in held_out
+        ]
         found = qsample.evaluate(packages[:-1], ids, against=packages[-1], batch_size=ROWS)
         is_chat = (options.model / "chat_template.jinja").exists()
         chats = chats_of(packages[-1]) if is_chat else []
@@ -207,7 +244,11 @@ def main() -> None:
     known = results.data["models"].setdefault(options.model.resolve().name, {"rows": {}})
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     known["widths"] = [config["hidden_size"], config["intermediate_size"]]
-    known |= {"machine": f"{describe_machine()}, {processor_class()}", "tokens": found.tokens, "missing": missing}
+    known |= {
+        "machine": f"{describe_machine()}, {processor_class()}",
+        "tokens": found.tokens,
+        "missing": missing,
+    }
     if chats:
         known["chat_tokens"] = sum(len(one.answer) for one in chats)
     known["rows"] = (known["rows"] if options.bits else {}) | rows

@@ -56,7 +56,9 @@ def in_process(package: Path, rows: Rows, threads: int, slots: int) -> Tokens:
         return {row["id"]: output.token_ids for row, output in zip(rows, outputs, strict=True)}
 
 
-def with_actors(package: Path, rows: Rows, actors: int, cpus: int, slots: int, batch_size: int) -> Tokens:
+def with_actors(
+    package: Path, rows: Rows, actors: int, cpus: int, slots: int, batch_size: int
+) -> Tokens:
     """Process the rows with Ray Data."""
     import ray
 
@@ -86,17 +88,34 @@ def measure(work: Callable[[Rows], Tokens], rows: Rows) -> tuple[dict[str, float
         seconds.append(time.perf_counter() - start)
     short, long = (sum(len(tokens[row["id"]]) for row in part) for part in (half, rows))
     if seconds[1] <= seconds[0]:
-        raise SystemExit(f"{len(rows)} rows took no longer than half of them; use more --rows, or a quieter machine")
+        raise SystemExit(
+            f"{len(rows)} rows took no longer than half of them; use more --rows, or a quieter machine"
+        )
     speed = (long - short) / (seconds[1] - seconds[0])
-    return {"tokens_per_second": speed, "start_seconds": max(0.0, seconds[0] - short / speed)}, tokens
+    return {
+        "tokens_per_second": speed,
+        "start_seconds": max(0.0, seconds[0] - short / speed),
+    }, tokens
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
     base = results[PROCESS]["tokens_per_second"]
     lines = []
     for system, found in results.items():
-        speed, share = f"{found['tokens_per_second']:.1f}", f"{found['tokens_per_second'] / base:.2f}"
-        lines.append([system, found["threads"], speed, share, f"{found['start_seconds']:.1f}", found["equal_rows"]])
+        speed, share = (
+            f"{found['tokens_per_second']:.1f}",
+            f"{found['tokens_per_second'] / base:.2f}",
+        )
+        lines.append(
+            [
+                system,
+                found["threads"],
+                speed,
+                share,
+                f"{found['start_seconds']:.1f}",
+                found["equal_rows"],
+            ]
+        )
     return lines
 
 
@@ -109,13 +128,17 @@ def write(output: Path, about: dict[str, Any], results: dict[str, Any]) -> None:
         "Two actors share the cores of a single machine, a thread each: the table shows the cost of Ray relative to a "
         "single process with all threads, not the gain from a second machine.\n\n"
     )
-    output.with_suffix(".md").write_text(text + "\n".join([*markdown(HEADER, table_rows(results)), ""]))
+    output.with_suffix(".md").write_text(
+        text + "\n".join([*markdown(HEADER, table_rows(results)), ""])
+    )
 
 
 def main() -> None:
     parser = make_parser(__doc__, "ray", work="build/serve", threads=2)
     parser.add_argument("--shape", choices=[BUNDLED, *SHAPES], default="qwen3-0.6b")
-    parser.add_argument("--rows", type=int, default=192, help="in total; the first half is processed twice")
+    parser.add_argument(
+        "--rows", type=int, default=192, help="in total; the first half is processed twice"
+    )
     parser.add_argument("--new-tokens", type=int, default=24, help="of a row, on average")
     parser.add_argument("--slots", type=int, default=16, help="in total; several actors share them")
     parser.add_argument("--batch-size", type=int, default=16)
@@ -132,13 +155,21 @@ def main() -> None:
     threads, slots, batch = options.threads, options.slots, options.batch_size
     systems: dict[str, tuple[str, Callable[[Rows], Tokens]]] = {
         PROCESS: (str(threads), lambda part: in_process(package, part, threads, slots)),
-        "Ray Data, 1 actor": (str(threads), lambda part: with_actors(package, part, 1, threads, slots, batch)),
+        "Ray Data, 1 actor": (
+            str(threads),
+            lambda part: with_actors(package, part, 1, threads, slots, batch),
+        ),
         "Ray Data, 2 actors": (
             f"2 x {threads // 2}",
             lambda part: with_actors(package, part, 2, threads // 2, slots // 2, batch),
         ),
     }
-    about = {"machine": describe_machine(threads), "shape": options.shape, "slots": slots, "rows": options.rows}
+    about = {
+        "machine": describe_machine(threads),
+        "shape": options.shape,
+        "slots": slots,
+        "rows": options.rows,
+    }
     results: dict[str, Any] = {}
     expected: Tokens = {}
     for system, (shown_threads, work) in systems.items():
@@ -151,7 +182,11 @@ def main() -> None:
         measured, tokens = measure(work, rows)
         expected = expected or tokens
         equal = sum(tokens[number] == row for number, row in expected.items())
-        results[system] = {**measured, "threads": shown_threads, "equal_rows": f"{equal} of {len(expected)}"}
+        results[system] = {
+            **measured,
+            "threads": shown_threads,
+            "equal_rows": f"{equal} of {len(expected)}",
+        }
         write(options.output, about, results)
     print_table(HEADER, table_rows(results))
 

@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 Rows: TypeAlias = tuple[Sequence[str], list[list[str]]]  # the header of a table, and its lines
-PEERS: Final = "`pip install -r benchmarks/peers.txt` installs the other systems with all their packages."
+PEERS: Final = (
+    "`pip install -r benchmarks/peers.txt` installs the other systems with all their packages."
+)
 # The speed of matrix products of 4 and 8 bits depends on these.
 _EXTENSIONS: Final = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "asimd", "asimddp", "i8mm")
 
@@ -55,16 +57,31 @@ def _cpuinfo() -> dict[str, str]:
 def _extensions() -> tuple[list[str], str]:
     """The extensions that Linux lists and that `avx2.c` does not hide; and whether it hides some, in words."""
     known = _cpuinfo()
-    found = [name for name in _EXTENSIONS if name in f"{known.get('flags', '')} {known.get('Features', '')}".split()]
+    found = [
+        name
+        for name in _EXTENSIONS
+        if name in f"{known.get('flags', '')} {known.get('Features', '')}".split()
+    ]
     simd: Any = np.show_config(mode="dicts")["SIMD Extensions"]  # type: ignore[index, call-overload]
-    asked = [*simd.get("baseline", ()), *simd.get("found", ())]  # NumPy asks the processor, and not Linux
+    asked = [
+        *simd.get("baseline", ()),
+        *simd.get("found", ()),
+    ]  # NumPy asks the processor, and not Linux
     if "avx512f" not in found or any(name.startswith(("AVX512", "X86_V4")) for name in asked):
         return found, ""
-    return [name for name in found if not name.startswith(("avx512", "avx_vnni"))], " with AVX-512 hidden"
+    return [
+        name for name in found if not name.startswith(("avx512", "avx_vnni"))
+    ], " with AVX-512 hidden"
 
 
 def make_parser(
-    doc: str | None, output: str = "", *, work: str = "", peers: bool = False, again: bool = False, threads: int = 0
+    doc: str | None,
+    output: str = "",
+    *,
+    work: str = "",
+    peers: bool = False,
+    again: bool = False,
+    threads: int = 0,
 ) -> argparse.ArgumentParser:
     """A parser whose help is the docstring of a benchmark, with the options that benchmarks share.
 
@@ -76,9 +93,13 @@ def make_parser(
         again: Whether there is --again.
         threads: The default of --threads; 0 = no such option.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if peers:
-        parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
+        parser.add_argument(
+            "--peers-python", default=sys.executable, help="a Python with the packages of peers.txt"
+        )
     if work:
         parser.add_argument("--work", type=Path, default=Path(work), help="folder for the models")
     if threads:
@@ -87,7 +108,9 @@ def make_parser(
         parser.add_argument("--again", action="store_true", help="repeat complete measurements")
     if output:
         path = Path("docs/benchmarks", output)
-        parser.add_argument("--output", type=Path, default=path, help="path of the results without a suffix")
+        parser.add_argument(
+            "--output", type=Path, default=path, help="path of the results without a suffix"
+        )
     return parser
 
 
@@ -115,7 +138,9 @@ class Kept:
         same: Keys of `data`; the measurements of an existing file are kept if it agrees in all of them.
     """
 
-    def __init__(self, path: Path, data: dict[str, Any], same: Sequence[str] = ("machine",)) -> None:
+    def __init__(
+        self, path: Path, data: dict[str, Any], same: Sequence[str] = ("machine",)
+    ) -> None:
         self._path, self.data = path, data
         path.parent.mkdir(parents=True, exist_ok=True)  # for the page and the plot next to it, too
         if path.exists():
@@ -177,16 +202,26 @@ QSAMPLE: Final = "#1f6fb4"
 _GENAI, _LLAMA, _TRANSFORMERS, _MOBIUS = "#e08214", "#2f8f4e", "#8250a8", "#b5446e"
 NOT_INVARIANT: Final = "--no-batch-invariant"
 SYSTEMS: Final[dict[str, tuple[str, int]]] = {
-    **dict.fromkeys(("qsample", "qsample serve", "qsample, int4", "qsample, float32 cache"), (QSAMPLE, 0)),
+    **dict.fromkeys(
+        ("qsample", "qsample serve", "qsample, int4", "qsample, float32 cache"), (QSAMPLE, 0)
+    ),
     **dict.fromkeys(("qsample, continuous", "captured", "baked"), (QSAMPLE, 0)),
     **{f"qsample, {name}": (QSAMPLE, look) for name, look in (("balanced", 1), ("speed", 3))},
-    **{f"qsample, {name}": (QSAMPLE, look) for name, look in ((NOT_INVARIANT, 2), (f"speed, {NOT_INVARIANT}", 4))},
-    **dict.fromkeys(("engine alone", "qsample, static", "qsample, portable", "qsample, int8 cache"), (QSAMPLE, 1)),
+    **{
+        f"qsample, {name}": (QSAMPLE, look)
+        for name, look in ((NOT_INVARIANT, 2), (f"speed, {NOT_INVARIANT}", 4))
+    },
+    **dict.fromkeys(
+        ("engine alone", "qsample, static", "qsample, portable", "qsample, int8 cache"),
+        (QSAMPLE, 1),
+    ),
     "uncaptured": (QSAMPLE, 1),
     "host": (QSAMPLE, 2),
     **dict.fromkeys(("captured, int4", "baked, int4"), (QSAMPLE, 3)),
     "captured, int8": (QSAMPLE, 4),
-    **dict.fromkeys(("genai", "onnxruntime-genai", "onnxruntime-genai, static", "genai, int4"), (_GENAI, 0)),
+    **dict.fromkeys(
+        ("genai", "onnxruntime-genai", "onnxruntime-genai, static", "genai, int4"), (_GENAI, 0)
+    ),
     **dict.fromkeys(("genai defaults", "genai, float32"), (_GENAI, 1)),
     **dict.fromkeys(("llama.cpp", "llama-cpp-python", "llama.cpp, f16"), (_LLAMA, 0)),
     "llama.cpp, q8_0": (_LLAMA, 1),
@@ -221,12 +256,22 @@ def colour(system: str) -> Any:
 def line_style(system: str) -> dict[str, Any]:
     """Keywords of `Axes.plot`; a line keeps the full colour, because a pale line is hard to see."""
     base, variant = _look(system)
-    look = {"color": base, "linestyle": _DASHES[variant], "marker": _MARKERS[variant], "markersize": 4, "label": system}
+    look = {
+        "color": base,
+        "linestyle": _DASHES[variant],
+        "marker": _MARKERS[variant],
+        "markersize": 4,
+        "label": system,
+    }
     # Equal results stay visible: qsample's lines are below the other lines, and wider.
-    return look | ({"linewidth": 2.4, "zorder": 2} if base == QSAMPLE else {"linewidth": 1.5, "zorder": 3})
+    return look | (
+        {"linewidth": 2.4, "zorder": 2} if base == QSAMPLE else {"linewidth": 1.5, "zorder": 3}
+    )
 
 
-def new_figure(rows: int, columns: int, size: tuple[float, float], **shared: Any) -> tuple[Any, Any]:
+def new_figure(
+    rows: int, columns: int, size: tuple[float, float], **shared: Any
+) -> tuple[Any, Any]:
     """A figure, and its panels as an array of two dimensions. size: inches of a panel."""
     from matplotlib.figure import Figure  # without pyplot, which would look for a screen
 
@@ -239,16 +284,30 @@ def new_figure(rows: int, columns: int, size: tuple[float, float], **shared: Any
     return figure, axes
 
 
-def grouped_bars(axis: Any, groups: Sequence[str], heights: dict[str, Sequence[float | None]]) -> None:
+def grouped_bars(
+    axis: Any, groups: Sequence[str], heights: dict[str, Sequence[float | None]]
+) -> None:
     """Bars from zero. heights: system → a height for each group; None is marked as not measured."""
     width = 0.8 / max(len(heights), 1)
     for index, (system, values) in enumerate(heights.items()):
         for group, value in enumerate(values):
             place = group + (index - len(heights) / 2 + 0.5) * width
             if value is None:
-                mark = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6, "color": "#6a6a6a"}
+                mark = {
+                    "rotation": 90,
+                    "ha": "center",
+                    "va": "bottom",
+                    "fontsize": 6,
+                    "color": "#6a6a6a",
+                }
                 axis.text(place, 0.01, f" {MISSING}", transform=axis.get_xaxis_transform(), **mark)
-            axis.bar(place, value or 0, width * 0.94, color=colour(system), label=None if group else system)
+            axis.bar(
+                place,
+                value or 0,
+                width * 0.94,
+                color=colour(system),
+                label=None if group else system,
+            )
     axis.set_xticks(range(len(groups)))
     axis.set_xticklabels(groups)
     axis.grid(visible=False, axis="x")

@@ -21,7 +21,17 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import report
-from report import Rows, count, describe_machine, find, make_parser, markdown, median, print_table, write_json
+from report import (
+    Rows,
+    count,
+    describe_machine,
+    find,
+    make_parser,
+    markdown,
+    median,
+    print_table,
+    write_json,
+)
 from rich.console import Console
 from rich.progress import track
 from systems import EVERYTHING
@@ -42,7 +52,13 @@ MIXES: dict[str, tuple[str, dict[str, float]]] = {
     "temperature": (PEAKED, {"temperature": 0.9}),
 }
 ARGMAX, SORT = "ArgMax", "sort"
-OFF = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_length": 2**30, "stop_ids": -1}
+OFF = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "max_length": 2**30,
+    "stop_ids": -1,
+}
 
 
 # The reference for greedy decoding; and for random decoding: sort all tokens, cut the cumulative sum, draw.
@@ -117,7 +133,9 @@ def sampler_call(
     binding = session.io_binding()
     buffers = {}
     for spec in (*interface.sampler.inputs, *interface.sampler.states):
-        array = np.broadcast_to(np.asarray(values.get(spec.name, 0)), spec.shape(sizes)).astype(spec.dtype)
+        array = np.broadcast_to(np.asarray(values.get(spec.name, 0)), spec.shape(sizes)).astype(
+            spec.dtype
+        )
         buffers[spec.name] = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
         binding.bind_ortvalue_input(spec.name, buffers[spec.name])
     # `lengths` is not bound in place, so that every repetition is the same step.
@@ -162,10 +180,15 @@ def medians(calls: dict[str, Callable[[], None]], seconds: float) -> dict[str, f
     return {name: median(values) for name, values in samples.items()}
 
 
-def measure(vocab: int, batches: list[int], mixes: list[str], threads: int, seconds: float, folder: Path) -> Results:
+def measure(
+    vocab: int, batches: list[int], mixes: list[str], threads: int, seconds: float, folder: Path
+) -> Results:
     interface = Interface(vocab, ())
     sampler = make_session(build_sampler(interface, 0), threads, folder)
-    argmax, naive = (make_session(ir.from_onnx_text(text), threads, folder) for text in (ARGMAX_GRAPH, SORT_GRAPH))
+    argmax, naive = (
+        make_session(ir.from_onnx_text(text), threads, folder)
+        for text in (ARGMAX_GRAPH, SORT_GRAPH)
+    )
     results: Results = []
     for batch in batches:
         logits = {kind: make_logits(kind, batch, vocab) for kind in (PEAKED, FLAT)}
@@ -184,8 +207,16 @@ def as_rows(results: Results) -> Rows:
     """A line per vocabulary and batch: milliseconds, and multiples of ArgMax."""
     names, rows = list(dict.fromkeys(result["name"] for result in results)), []
     for vocab, batch in dict.fromkeys((result["vocab"], result["batch"]) for result in results):
-        times = [find(results, vocab=vocab, batch=batch, name=name)["ms"] for name in (ARGMAX, *names)]  # type: ignore[index]
-        rows.append([f"{vocab:,}", str(batch), *(f"{time:.3f} ({time / times[0]:.2f}x)" for time in times[1:])])
+        times = [
+            find(results, vocab=vocab, batch=batch, name=name)["ms"] for name in (ARGMAX, *names)
+        ]  # type: ignore[index]
+        rows.append(
+            [
+                f"{vocab:,}",
+                str(batch),
+                *(f"{time:.3f} ({time / times[0]:.2f}x)" for time in times[1:]),
+            ]
+        )
     return ["V", "B", *names], rows
 
 
@@ -220,14 +251,23 @@ def plot(data: dict[str, Any], path: Path) -> None:
     figure, axes = report.new_figure(1, len(batches), (3.4, 3.8), sharex=True, sharey=True)
     for axis, batch in zip(axes[0], batches, strict=True):
         for name in names:
-            shown = [result for result in results if (result["batch"], result["name"]) == (batch, name)]
+            shown = [
+                result for result in results if (result["batch"], result["name"]) == (batch, name)
+            ]
             look: dict[str, Any] = {"color": "black", "linestyle": "--" if name == ARGMAX else ":"}
             if name in own:
                 place = own.index(name)
                 share = place / max(len(own) - 1, 1)
-                shade = tuple((1 - share) * dark + share * light for dark, light in zip(*ends, strict=True))
+                shade = tuple(
+                    (1 - share) * dark + share * light for dark, light in zip(*ends, strict=True)
+                )
                 look = {"color": shade, "marker": "os^Dv*<>"[place % 8], "markersize": 5}
-            axis.plot([one["vocab"] / 1000 for one in shown], [one["ms"] for one in shown], label=name, **look)
+            axis.plot(
+                [one["vocab"] / 1000 for one in shown],
+                [one["ms"] for one in shown],
+                label=name,
+                **look,
+            )
         axis.set(title=count(batch, "row"), xlabel="vocabulary, thousands", yscale="log")
     axes[0][0].set_ylabel("ms a step")
     report.save_figure(figure, path)
@@ -238,11 +278,17 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 128256, 151936, 262144])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
-    parser.add_argument("--seconds", type=float, default=0.5, help="measuring time per graph, vocabulary and batch")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="measuring time per graph, vocabulary and batch"
+    )
     options, results = parser.parse_args(), Results()
     with TemporaryDirectory() as folder:
-        for vocab in track(options.vocab, "vocabularies", console=Console(stderr=True), transient=True):
-            results += measure(vocab, options.batch, options.mix, options.threads, options.seconds, Path(folder))
+        for vocab in track(
+            options.vocab, "vocabularies", console=Console(stderr=True), transient=True
+        ):
+            results += measure(
+                vocab, options.batch, options.mix, options.threads, options.seconds, Path(folder)
+            )
     # Other work delays graphs that use both threads, but not the single-threaded ArgMax.
     load = f"load average {os.getloadavg()[1]:.1f}"
     machine = f"{describe_machine(options.threads)}, onnxruntime {ort.__version__}, {load}"

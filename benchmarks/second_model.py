@@ -24,18 +24,42 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from rich.console import Console
 
-from scripts.train_tiny_lm import Recipe, Stream, build_model, evaluate, save, split, train, train_tokenizer
+from scripts.train_tiny_lm import (
+    Recipe,
+    Stream,
+    build_model,
+    evaluate,
+    save,
+    split,
+    train,
+    train_tokenizer,
+)
 
 SEED: Final = 1991
-LEFT_OUT: Final = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "pydoc_data", "encodings"}
+LEFT_OUT: Final = {
+    "test",
+    "tests",
+    "site-packages",
+    "dist-packages",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "encodings",
+}
 TEXT_BYTES: Final = 60_000  # of heldout.txt and of train.txt: about 20,000 tokens
 
 
 def modules() -> list[str]:
     """The sources of the standard library, without its tests and tables, in the order of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & {*path.relative_to(root).parts})
-    return [text for path in paths if (text := path.read_text(encoding="utf-8", errors="replace")).strip()]
+    paths = sorted(
+        path for path in root.rglob("*.py") if not LEFT_OUT & {*path.relative_to(root).parts}
+    )
+    return [
+        text
+        for path in paths
+        if (text := path.read_text(encoding="utf-8", errors="replace")).strip()
+    ]
 
 
 def excerpt(documents: list[str], most: int = 6000) -> str:
@@ -45,18 +69,27 @@ def excerpt(documents: list[str], most: int = 6000) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("build/second"), help="folder to write")
     parser.add_argument("--steps", type=int, default=250, help="of 1,024 tokens")
-    parser.add_argument("--seconds", type=float, help="end earlier, after this time: other weights each time")
+    parser.add_argument(
+        "--seconds", type=float, help="end earlier, after this time: other weights each time"
+    )
     options, console = parser.parse_args(), Console()
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     training, held_out = split(modules(), SEED)
-    tokenizer, texts = train_tokenizer(training), {"heldout.txt": excerpt(held_out), "train.txt": excerpt(training)}
+    tokenizer, texts = (
+        train_tokenizer(training),
+        {"heldout.txt": excerpt(held_out), "train.txt": excerpt(training)},
+    )
     streams = [Stream.of(part, tokenizer) for part in (training, [texts["heldout.txt"]])]
     model = build_model(tokenizer, hidden=256, intermediate=768)
-    recipe = Recipe(options.steps, options.seconds and options.seconds / 60, SEED, batch=2, learning_rate=5e-3)
+    recipe = Recipe(
+        options.steps, options.seconds and options.seconds / 60, SEED, batch=2, learning_rate=5e-3
+    )
     steps, seconds, loss = train(model, *streams, recipe, console)
     facts = f"{model.num_parameters():,} parameters, {steps} steps in {seconds:.0f} s, loss {loss:.3f}, held out "
     facts += f"{(held := evaluate(model.eval(), streams[1])):.3f} nats a token (perplexity {math.exp(held):.2f})"

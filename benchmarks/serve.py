@@ -51,12 +51,24 @@ BUNDLED: Final = "bundled"
 PROMPT_TOKENS: Final = 32
 CTX_LEN: Final = 256  # a slot's memory, which is reserved for each of 16 slots
 LEAST_STREAMS: Final = 32  # of a measurement: fewer concurrent streams run in several waves
-ENGINE, QSAMPLE, GENAI, LLAMA = "engine alone", "qsample serve", "onnxruntime-genai", "llama-cpp-python"
+ENGINE, QSAMPLE, GENAI, LLAMA = (
+    "engine alone",
+    "qsample serve",
+    "onnxruntime-genai",
+    "llama-cpp-python",
+)
 NEEDED: Final = {
     GENAI: [*GENAI_MODULES, "fastapi", "uvicorn"],
     LLAMA: ["llama_cpp.server", "gguf", "fastapi", "uvicorn", "sse_starlette", "starlette_context"],
 }
-HEADER: Final = ["system", "streams", "tokens/s", "first token p50 / p99, ms", "gap p50 / p99, ms", "CPU, us a token"]
+HEADER: Final = [
+    "system",
+    "streams",
+    "tokens/s",
+    "first token p50 / p99, ms",
+    "gap p50 / p99, ms",
+    "CPU, us a token",
+]
 EXPLANATION: Final = f"""\
 Made by `python benchmarks/serve.py`; `pip install -r benchmarks/peers.txt` installs the other systems with all their
 packages. Each stream has its own prompt; tokens are sampled at temperature 0.8 from the whole distribution, and no
@@ -85,7 +97,9 @@ def make_served(shape: str, folder: Path) -> tuple[Path, Path | None]:
     return make_package(checkpoint, folder / f"int4-{CTX_LEN}", "int4", ctx_len=CTX_LEN), checkpoint
 
 
-def write_requests(folder: Path, vocab_size: int, streams: list[int], new_tokens: int) -> dict[str, Path]:
+def write_requests(
+    folder: Path, vocab_size: int, streams: list[int], new_tokens: int
+) -> dict[str, Path]:
     """Write the fields and prompts for each system; every stream has a different prompt."""
     generator = np.random.default_rng(0)
     size = max(LEAST_STREAMS, *streams), PROMPT_TOKENS
@@ -99,7 +113,11 @@ def write_requests(folder: Path, vocab_size: int, streams: list[int], new_tokens
     more = {QSAMPLE: {**endless, "return_token_ids": True}, GENAI: endless, LLAMA: llama}
     files = {}
     for system, fields in more.items():
-        asked = {"body": body | fields, "prompts": texts if system == LLAMA else ids, "prompt_tokens": PROMPT_TOKENS}
+        asked = {
+            "body": body | fields,
+            "prompts": texts if system == LLAMA else ids,
+            "prompt_tokens": PROMPT_TOKENS,
+        }
         files[system] = folder / f"requests-{system.replace(' ', '-')}.json"
         files[system].write_text(json.dumps(asked))
     return files
@@ -141,7 +159,9 @@ class Server:
             raise
 
     def _failure(self, message: str) -> RuntimeError:
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line for line in self._log.read_text(errors="replace").splitlines() if line.strip()
+        ]
         return RuntimeError(f"{message}{': ' if lines else ''}{' '.join(lines[-2:])[-300:]}")
 
     def close(self) -> None:
@@ -166,7 +186,9 @@ class Server:
         """Check that it reads and writes as many tokens as the others; this also keeps its first request unmeasured."""
         asked = json.loads(self._requests.read_text())
         data = json.dumps(asked["body"] | {"prompt": asked["prompts"][0]}).encode()
-        request = urllib.request.Request(f"{self._url}/completions", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{self._url}/completions", data, {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 usage = json.load(answer)["usage"]
@@ -177,7 +199,9 @@ class Server:
             raise self._failure(f"the server does not answer ({error})") from None
         counts = (usage["prompt_tokens"], usage["completion_tokens"])
         if counts != (asked["prompt_tokens"], asked["body"]["max_tokens"]):
-            raise RuntimeError(f"of {asked['prompt_tokens']} and {asked['body']['max_tokens']} tokens it has {counts}")
+            raise RuntimeError(
+                f"of {asked['prompt_tokens']} and {asked['body']['max_tokens']} tokens it has {counts}"
+            )
 
     def _cpu_seconds(self) -> float:
         """The processor time of the process and of its children."""
@@ -196,7 +220,12 @@ class Server:
         if self._process.poll() is not None:
             raise self._failure("the server ended")
         before = self._cpu_seconds()
-        command = [sys.executable, str(HERE / "serve_client.py"), f"{self._url}/completions", str(self._requests)]
+        command = [
+            sys.executable,
+            str(HERE / "serve_client.py"),
+            f"{self._url}/completions",
+            str(self._requests),
+        ]
         command += ["--streams", str(streams), "--waves", str(waves)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -210,7 +239,11 @@ class Server:
 
 
 def makers(
-    package: Path, checkpoint: Path | None, requests: dict[str, Path], folder: Path, options: argparse.Namespace
+    package: Path,
+    checkpoint: Path | None,
+    requests: dict[str, Path],
+    folder: Path,
+    options: argparse.Namespace,
 ) -> dict[str, Callable[[], EngineAlone | Server]]:
     """Functions that start each system, and build a peer's model first."""
     threads, python = str(options.threads), options.peers_python
@@ -222,12 +255,24 @@ def makers(
     def genai() -> Server:
         assert checkpoint is not None
         model = make_genai_model(checkpoint, folder / "genai", python)
-        return server(GENAI, [python, str(HERE / "serve_shell.py"), str(model), "--port", "{port}", *sizes])
+        return server(
+            GENAI, [python, str(HERE / "serve_shell.py"), str(model), "--port", "{port}", *sizes]
+        )
 
     def llama() -> Server:
         assert checkpoint is not None
         model = make_gguf(checkpoint, folder / "q4_0-texts.gguf", python, texts=True)
-        command = [python, "-m", "llama_cpp.server", "--model", str(model), "--host", "127.0.0.1", "--port", "{port}"]
+        command = [
+            python,
+            "-m",
+            "llama_cpp.server",
+            "--model",
+            str(model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "{port}",
+        ]
         command += ["--n_threads", threads, "--n_threads_batch", threads, "--n_ctx", str(CTX_LEN)]
         command += ["--logits_all", "false", "--interrupt_requests", "false", "--verbose", "false"]
         return server(LLAMA, command)
@@ -235,7 +280,9 @@ def makers(
     waiting = ["--max-waiting", max(256, *options.streams)]
     return {
         ENGINE: lambda: EngineAlone(package, requests[QSAMPLE], options),
-        QSAMPLE: lambda: server(QSAMPLE, qsample("serve", package, "--port", "{port}", *sizes, *waiting)),
+        QSAMPLE: lambda: server(
+            QSAMPLE, qsample("serve", package, "--port", "{port}", *sizes, *waiting)
+        ),
         GENAI: genai,
         LLAMA: llama,
     }
@@ -249,7 +296,9 @@ def versions(systems: list[str], python: str) -> dict[str, str]:
     for name, interpreter in (packages[system] for system in systems):
         code = f"from importlib.metadata import version; print(version({name!r}))"
         code = "import qsample; print(qsample.__version__)" if name == "qsample" else code
-        done = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [interpreter, "-c", code], capture_output=True, text=True, check=False
+        )
         found[name] = done.stdout.strip() or "of unknown version"
     return found
 
@@ -262,7 +311,9 @@ class ServeResults(Kept):
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        super().__init__(path, {"settings": settings, "versions": {}, "cells": {}, "missing": {}}, same=())
+        super().__init__(
+            path, {"settings": settings, "versions": {}, "cells": {}, "missing": {}}, same=()
+        )
         found = self.data.get("settings", {})
         if differing := [key for key, value in settings.items() if found.get(key) != value]:
             raise ValueError(
@@ -292,7 +343,9 @@ def run(
                     cell = results.cell(system, streams)
                     if len(cell["rounds"]) > number or (system, streams) in given_up:
                         continue
-                    console.print(f"round {number + 1}, {streams} streams, {system}", highlight=False)
+                    console.print(
+                        f"round {number + 1}, {streams} streams, {system}", highlight=False
+                    )
                     try:
                         if system not in running:
                             running[system] = start[system]()
@@ -317,7 +370,9 @@ def run(
 def _check(answer: dict[str, Any], streams: int, new_tokens: int) -> None:
     """Check that every stream has all its tokens, except refused streams."""
     if answer["failed"]:
-        raise RuntimeError(f"{len(answer['failed'])} of {streams} streams failed: {answer['failed'][0]}")
+        raise RuntimeError(
+            f"{len(answer['failed'])} of {streams} streams failed: {answer['failed'][0]}"
+        )
     counts = {sum(count for _, count in row) for row in answer["streams"]}
     if counts - {new_tokens}:
         raise RuntimeError(f"streams have {sorted(counts)} tokens in place of {new_tokens}")
@@ -350,7 +405,9 @@ def summary(data: dict[str, Any], system: str, streams: str) -> dict[str, Any] |
         medians[name] = np.median(values, axis=0).tolist() if values else None
     of_engine = data["cells"].get(ENGINE, {}).get(streams, {"rounds": []})["rounds"]
     engine = {one["round"]: one["cpu_us_per_token"] for one in of_engine}
-    ratios = [one["cpu_us_per_token"] / engine[one["round"]] for one in rounds if one["round"] in engine]
+    ratios = [
+        one["cpu_us_per_token"] / engine[one["round"]] for one in rounds if one["round"] in engine
+    ]
     medians["over_engine"] = median(ratios) if ratios else None
     return medians
 
@@ -360,13 +417,19 @@ def table_rows(data: dict[str, Any]) -> report.Rows:
         return "" if values is None else " / ".join(f"{value:.1f}" for value in values)
 
     lines = []
-    for system in sorted(data["cells"], key=lambda name: name != ENGINE):  # the reference comes first
+    for system in sorted(
+        data["cells"], key=lambda name: name != ENGINE
+    ):  # the reference comes first
         for streams in sorted(data["cells"][system], key=int):
             one = summary(data, system, streams)
             if one is None:
                 lines.append([system, streams, "failed", *[""] * 5])
                 continue
-            ratio = "" if system == ENGINE or one["over_engine"] is None else f"{one['over_engine']:.2f}"
+            ratio = (
+                ""
+                if system == ENGINE or one["over_engine"] is None
+                else f"{one['over_engine']:.2f}"
+            )
             latencies = [pair(one["first_ms"]), pair(one["gap_ms"])]
             costs = [f"{one['cpu_us_per_token']:.0f}", ratio, str(one["refused"])]
             lines.append([system, streams, f"{one['tokens_per_second']:.1f}", *latencies, *costs])
@@ -378,7 +441,9 @@ def notes(data: dict[str, Any]) -> list[str]:
     lines = [f"Without {system}: {reason}" for system, reason in data["missing"].items()]
     for system, cells in data["cells"].items():
         failed = {streams: cell["failed"] for streams, cell in cells.items() if cell["failed"]}
-        lines += [f"{system} failed at {streams} streams: {reason}" for streams, reason in failed.items()]
+        lines += [
+            f"{system} failed at {streams} streams: {reason}" for streams, reason in failed.items()
+        ]
     return lines
 
 
@@ -386,7 +451,10 @@ def write(data: dict[str, Any], output: Path) -> None:
     """Print the table, and write the page and the plot."""
     print_table(*table_rows(data))
     settings = data["settings"]
-    rounds = max((len(cell["rounds"]) for cells in data["cells"].values() for cell in cells.values()), default=0)
+    rounds = max(
+        (len(cell["rounds"]) for cells in data["cells"].values() for cell in cells.values()),
+        default=0,
+    )
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     head = (
         f"# Servers\n\n{settings['machine']}, {settings['slots']} slots, {settings['shape']}, prompts of "
@@ -395,7 +463,9 @@ def write(data: dict[str, Any], output: Path) -> None:
     )
     missing = "".join(f"{line}\n\n" for line in notes(data))
     table = "\n".join(markdown(*table_rows(data)))
-    output.with_suffix(".md").write_text(f"{head}{table}\n\n{missing}![Tokens per second]({output.name}.png)\n")
+    output.with_suffix(".md").write_text(
+        f"{head}{table}\n\n{missing}![Tokens per second]({output.name}.png)\n"
+    )
     plot(data, output.with_suffix(".png"))
 
 
@@ -408,15 +478,29 @@ def plot(data: dict[str, Any], path: Path) -> None:
     figure, axes = report.new_figure(1, 3, (4.2, 3.8), sharex=True)
     counts = sorted({int(streams) for found in systems.values() for streams in found})
     axes[0][1].sharey(axes[0][2])  # both are milliseconds
-    kinds = (("tokens_per_second", "tokens per second"), ("first_ms", "median ms to the first token"))
-    for axis, (field, title) in zip(axes[0], (*kinds, ("gap_ms", "median ms between tokens")), strict=True):
+    kinds = (
+        ("tokens_per_second", "tokens per second"),
+        ("first_ms", "median ms to the first token"),
+    )
+    for axis, (field, title) in zip(
+        axes[0], (*kinds, ("gap_ms", "median ms between tokens")), strict=True
+    ):
         lacking = []
         for system, found in systems.items():
             known = {number: (found.get(str(number)) or {}).get(field) for number in counts}
-            points = [(n, value[0] if isinstance(value, list) else value) for n, value in known.items() if value]
+            points = [
+                (n, value[0] if isinstance(value, list) else value)
+                for n, value in known.items()
+                if value
+            ]
             axis.plot(*zip(*points, strict=True), **report.line_style(system)) if points else None
             lacking += [f"{system} at {n}" for n, value in known.items() if not value]
-        axis.set(xscale="log", xlabel=f"streams{report.missing_line(lacking)}", title=title, xticks=counts)
+        axis.set(
+            xscale="log",
+            xlabel=f"streams{report.missing_line(lacking)}",
+            title=title,
+            xticks=counts,
+        )
         axis.set_xticklabels(counts)
         axis.minorticks_off()
     axes[0][0].set_ylim(bottom=0)
@@ -433,16 +517,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--cell-seconds", type=float, default=180, help="the limit of a measurement")
+    parser.add_argument(
+        "--cell-seconds", type=float, default=180, help="the limit of a measurement"
+    )
     options, console = parser.parse_args(), Console(stderr=True)
     if PROMPT_TOKENS + options.new_tokens > CTX_LEN:
-        parser.error(f"--new-tokens is {options.new_tokens}; give at most {CTX_LEN - PROMPT_TOKENS}")
+        parser.error(
+            f"--new-tokens is {options.new_tokens}; give at most {CTX_LEN - PROMPT_TOKENS}"
+        )
     folder = options.work / options.shape
     folder.mkdir(parents=True, exist_ok=True)
     package, checkpoint = make_served(options.shape, folder)
     vocab_size = json.loads((package / "qsample.json").read_text())["interface"]["vocab_size"]
     requests = write_requests(folder, vocab_size, options.streams, options.new_tokens)
-    settings = {"machine": describe_machine(options.threads), "shape": options.shape, "slots": options.slots}
+    settings = {
+        "machine": describe_machine(options.threads),
+        "shape": options.shape,
+        "slots": options.slots,
+    }
     settings |= {"prompt_tokens": PROMPT_TOKENS, "new_tokens": options.new_tokens}
     try:
         results = ServeResults(options.output.with_suffix(".json"), settings)

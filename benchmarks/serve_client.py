@@ -29,7 +29,8 @@ async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> Event
     """The events of a stream with their moments in seconds, without [DONE]."""
     data = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     start = time.perf_counter()
     reader, writer = await asyncio.open_connection(host, port)
@@ -40,7 +41,9 @@ async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> Event
             while (await reader.readline()).strip():
                 pass  # headers
             text = (await reader.read(2000)).decode(errors="replace")
-            raise (RefusedError if status[1:2] in ([b"429"], [b"503"]) else RuntimeError)(f"{status} {text:.300}")
+            raise (RefusedError if status[1:2] in ([b"429"], [b"503"]) else RuntimeError)(
+                f"{status} {text:.300}"
+            )
         events = []
         async for line in reader:
             if line.startswith(b"data: [DONE]"):
@@ -60,7 +63,9 @@ def tokens_of(line: bytes) -> int:
     count = 0
     for choice in event.get("choices") or []:
         ids = choice.get("token_ids")
-        count += len(ids) if ids is not None else bool(choice.get("text"))  # an event of released text has no ids
+        count += (
+            len(ids) if ids is not None else bool(choice.get("text"))
+        )  # an event of released text has no ids
     return count
 
 
@@ -72,7 +77,12 @@ async def run(url: str, requests: dict[str, Any], streams: int, waves: int) -> d
         start = time.perf_counter()
         calls = []
         for number in range(wave * streams, (wave + 1) * streams):
-            body = {**requests["body"], "prompt": prompts[number % len(prompts)], "seed": number, "stream": True}
+            body = {
+                **requests["body"],
+                "prompt": prompts[number % len(prompts)],
+                "seed": number,
+                "stream": True,
+            }
             calls.append(stream(parts.hostname, parts.port or 80, parts.path, body))
         every += await asyncio.gather(*calls, return_exceptions=True)
         seconds.append(time.perf_counter() - start)
@@ -91,7 +101,9 @@ async def run(url: str, requests: dict[str, Any], streams: int, waves: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url")
     parser.add_argument("requests", type=Path)
     parser.add_argument("--streams", type=int, required=True)

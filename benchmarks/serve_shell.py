@@ -62,7 +62,9 @@ class EngineThread(threading.Thread):
         config = og.Config(str(model))
         options = {"intra_op_num_threads": threads, "session.intra_op.allow_spinning": "0"}
         overlay = {"model": {"decoder": {"session_options": options}}}
-        config.overlay(json.dumps(overlay | {"engine": {"static_batching": {"max_batch_size": slots}}}))
+        config.overlay(
+            json.dumps(overlay | {"engine": {"static_batching": {"max_batch_size": slots}}})
+        )
         self._model = og.Model(config)
         self._tokenizer = og.Tokenizer(self._model)
         self._added: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -91,7 +93,9 @@ class EngineThread(threading.Thread):
                     self._end(answer, str(error))
                 continue
             for event in events:
-                answer = next(running for running in self._running if running.request is event.request)
+                answer = next(
+                    running for running in self._running if running.request is event.request
+                )
                 if event.flags & og.EngineEventFlags.TOKEN:
                     token = int(event.token)
                     item = (token, answer.texts.decode(token))
@@ -107,7 +111,10 @@ class EngineThread(threading.Thread):
         try:
             options = og.RequestOptions()
             options.set_max_session_tokens(len(body.prompt) + body.max_tokens)
-            answer.request, answer.texts = engine.create_request(options=options), self._tokenizer.create_stream()
+            answer.request, answer.texts = (
+                engine.create_request(options=options),
+                self._tokenizer.create_stream(),
+            )
             turn = og.TurnOptions(answer.request)
             turn.set_do_sample(body.temperature > 0)
             turn.set_temperature(body.temperature)
@@ -150,18 +157,30 @@ def make_app(engine: EngineThread) -> FastAPI:
 
 async def events(answer: Answer) -> AsyncIterator[bytes]:
     """A server-sent event per token."""
-    head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+    head = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+    }
     while (item := await answer.items.get()) is not None:
         if isinstance(item, str):
             yield b"data: " + json.dumps({"error": {"message": item}}).encode() + b"\n\n"
             break
-        choice = {"index": 0, "text": item[1], "token_ids": [item[0]], "logprobs": None, "finish_reason": None}
+        choice = {
+            "index": 0,
+            "text": item[1],
+            "token_ids": [item[0]],
+            "logprobs": None,
+            "finish_reason": None,
+        }
         yield b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n"
     yield b"data: [DONE]\n\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--slots", type=int, default=16)

@@ -29,7 +29,11 @@ from report import Kept, Rows, describe_machine, make_parser, markdown, print_ta
 from rich.console import Console
 from turns import Worker, available
 
-LABELS: Final = {"continuous": "qsample, continuous", "static": "qsample, static", "genai": "onnxruntime-genai, static"}
+LABELS: Final = {
+    "continuous": "qsample, continuous",
+    "static": "qsample, static",
+    "genai": "onnxruntime-genai, static",
+}
 HEADER: Final = ("", "tokens/s", "time, s", "runs of the graph", "first token p50 / p90 / p99, s")
 SAME_SHAPE, SAME_REQUESTS = "tiny", 128
 PERCENTILES: Final = (50, 90, 99)
@@ -50,7 +54,10 @@ def measure(system: str, options: argparse.Namespace, load: Load) -> dict[str, A
     folder = options.work / options.shape
     checkpoint = make_checkpoint(options.shape, folder / "checkpoint")
     if system == "genai":
-        python, model = options.peers_python, make_genai_model(checkpoint, folder / "genai", options.peers_python)
+        python, model = (
+            options.peers_python,
+            make_genai_model(checkpoint, folder / "genai", options.peers_python),
+        )
     else:
         python, model = sys.executable, make_package(checkpoint, folder / "int4", "int4")
     worker = Worker(system, model, python, options.threads, "load")
@@ -73,7 +80,9 @@ def figures(load: Load, moments: list[list[float]]) -> dict[str, Any]:
     }
 
 
-def same_tokens(package: Path, options: argparse.Namespace, new_tokens: int = 32) -> list[list[str]]:
+def same_tokens(
+    package: Path, options: argparse.Namespace, new_tokens: int = 32
+) -> list[list[str]]:
     """Count the requests with the same tokens in the engine as alone; half of them are greedy."""
     from systems.load import SAMPLING
 
@@ -84,16 +93,23 @@ def same_tokens(package: Path, options: argparse.Namespace, new_tokens: int = 32
     rows = [
         (
             generator.integers(3, model.interface.vocab_size, generator.integers(4, 40)),
-            SamplingParams(**kinds[index % 2], max_new_tokens=new_tokens, eos_token_id=(), seed=index),
+            SamplingParams(
+                **kinds[index % 2], max_new_tokens=new_tokens, eos_token_id=(), seed=index
+            ),
         )
         for index in range(SAME_REQUESTS)
     ]
     alone = [model.generate(*row).token_ids[0] for row in rows]
     with Engine(model, slots=options.slots, max_waiting=len(rows)) as engine:
-        together = [request.result().token_ids for request in [engine.add_request(*row) for row in rows]]
+        together = [
+            request.result().token_ids for request in [engine.add_request(*row) for row in rows]
+        ]
     equal = [bool(np.array_equal(*pair)) for pair in zip(alone, together, strict=True)]
     names = ("greedy", "top-k 50, top-p 0.95")
-    return [[name, str(len(equal[kind::2])), str(sum(equal[kind::2]))] for kind, name in enumerate(names)]
+    return [
+        [name, str(len(equal[kind::2])), str(sum(equal[kind::2]))]
+        for kind, name in enumerate(names)
+    ]
 
 
 def table_rows(results: dict[str, dict[str, Any]]) -> Rows:
@@ -101,7 +117,11 @@ def table_rows(results: dict[str, dict[str, Any]]) -> Rows:
     for system, result in results.items():
         first = " / ".join(f"{value:.2f}" for value in result["ttft_seconds"].values())
         gaps = " / ".join(f"{value:.0f}" for value in result["inter_token_ms"].values())
-        speed, taken, runs = f"{result['tokens_per_second']:.1f}", f"{result['seconds']:.1f}", str(result["graph_runs"])
+        speed, taken, runs = (
+            f"{result['tokens_per_second']:.1f}",
+            f"{result['seconds']:.1f}",
+            str(result["graph_runs"]),
+        )
         rows.append([LABELS[system], speed, taken, runs, first, gaps])
     return [*HEADER, "between tokens p50 / p90 / p99, ms"], rows
 
@@ -135,7 +155,12 @@ def write(data: dict[str, Any], output: Path) -> None:
         ]
     lines += [f"![tokens by time]({output.name}.png)", ""]
     if data["same_tokens"]:
-        lines += ["## Influence of the batch on a request's tokens", "", *markdown(*same_rows(data["same_tokens"])), ""]
+        lines += [
+            "## Influence of the batch on a request's tokens",
+            "",
+            *markdown(*same_rows(data["same_tokens"])),
+            "",
+        ]
         lines += [
             f"Shape {SAME_SHAPE}, 32 tokens each, alone and in the engine.",
             "[serving.md](../serving.md#the-same-tokens-as-alone) explains the measures for this and the remaining",
@@ -148,7 +173,11 @@ def write(data: dict[str, Any], output: Path) -> None:
 
 def plot(data: dict[str, Any], path: Path) -> None:
     """Speed, and percentiles of both latencies."""
-    results = {name: data["results"][system] for system, name in LABELS.items() if system in data["results"]}
+    results = {
+        name: data["results"][system]
+        for system, name in LABELS.items()
+        if system in data["results"]
+    }
     figure, axes = report.new_figure(1, 3, (3.8, 3.6))
     speeds = {name: [found["tokens_per_second"]] for name, found in results.items()}
     report.grouped_bars(axes[0][0], ["all requests"], speeds)
@@ -167,12 +196,20 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", help="a shape of checkpoints.py")
     parser.add_argument("--systems", nargs="+", choices=list(LABELS), default=list(LABELS))
     parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--rate", type=float, default=16.0, help="requests per second; 16 exceeds the capacity")
+    parser.add_argument(
+        "--rate", type=float, default=16.0, help="requests per second; 16 exceeds the capacity"
+    )
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--no-same-tokens", dest="same_tokens", action="store_false", help="leave out the last part")
+    parser.add_argument(
+        "--no-same-tokens", dest="same_tokens", action="store_false", help="leave out the last part"
+    )
     options, console = parser.parse_args(), Console(stderr=True)
-    about = {"machine": describe_machine(options.threads), "slots": options.slots, "rate": options.rate}
+    about = {
+        "machine": describe_machine(options.threads),
+        "slots": options.slots,
+        "rate": options.rate,
+    }
     about |= {"seed": options.seed, "requests": options.requests, "shape": options.shape}
     measured: dict[str, Any] = {"results": {}, "same_tokens": {}}
     kept = Kept(options.output.with_suffix(".json"), about | measured, same=tuple(about))

@@ -53,7 +53,9 @@ CASES: Final[dict[str, dict[str, Any]]] = {
 class Case:
     """A package opened with other options, and its rows."""
 
-    def __init__(self, package: Path, threads: int, changes: dict[str, Any], rows: list[int], steps: int) -> None:
+    def __init__(
+        self, package: Path, threads: int, changes: dict[str, Any], rows: list[int], steps: int
+    ) -> None:
         entries = {key: value for key, value in changes.items() if "." in key}
         parts = {key: value for key, value in changes.items() if hasattr(opened, key)}
         arguments = {key: value for key, value in changes.items() if key == "batch_invariant"}
@@ -68,8 +70,17 @@ class Case:
 
         before, start = memory().get("anonymous", 0), time.perf_counter()
         with mock.patch.multiple(opened, session_options=session_options, **parts):
-            self.model = load(package, intra_op_num_threads=threads, verify=False, session_config=entries, **arguments)
-        self.seconds, self.megabytes = time.perf_counter() - start, (memory().get("anonymous", 0) - before) / 1e6
+            self.model = load(
+                package,
+                intra_op_num_threads=threads,
+                verify=False,
+                session_config=entries,
+                **arguments,
+            )
+        self.seconds, self.megabytes = (
+            time.perf_counter() - start,
+            (memory().get("anonymous", 0) - before) / 1e6,
+        )
         self._loops = {count: make_loop(self.model, count, steps) for count in rows}
         for count, loop in self._loops.items():
             loop.prefill([random_ids(self.model, 8) for _ in range(count)])
@@ -92,7 +103,12 @@ class Case:
 
 def make_loop(model: CausalLM, rows: int, tokens: int) -> LockStep:
     capacity = model.capacity(tokens + 1)
-    return LockStep(model.sessions, [parameter_row(model.interface, GREEDY, 8, capacity)] * rows, [0] * rows, capacity)
+    return LockStep(
+        model.sessions,
+        [parameter_row(model.interface, GREEDY, 8, capacity)] * rows,
+        [0] * rows,
+        capacity,
+    )
 
 
 def random_ids(model: CausalLM, count: int) -> Any:
@@ -110,9 +126,14 @@ def main() -> None:
     options = parser.parse_args()
     names = list(dict.fromkeys([DEFAULT, *options.cases]))
     steps = 16 + (options.rounds + 1) * (UNCOUNTED + COUNTED)
-    cases = {name: Case(options.package, options.threads, CASES[name], options.rows, steps) for name in names}
+    cases = {
+        name: Case(options.package, options.threads, CASES[name], options.rows, steps)
+        for name in names
+    }
     time.sleep(2)  # memory is still put into huge pages
-    works: list[Callable[[Case], float]] = [lambda case, rows=rows: case.step(rows) for rows in options.rows]  # type: ignore[misc]
+    works: list[Callable[[Case], float]] = [
+        lambda case, rows=rows: case.step(rows) for rows in options.rows
+    ]  # type: ignore[misc]
     works.append(lambda case: case.first_token(options.prompt, options.pause))
     found = {name: list[list[float]]() for name in names}
     for index in range(options.rounds + 1):

@@ -44,7 +44,16 @@ SHARED: Final = {LOOKUP: OFF, LLAMA_LOOKUP: LLAMA}  # systems that share a proce
 SAMPLED: Final = 64  # tokens of an answer
 CTX_LEN: Final = 4096
 LLAMA_GUESSES: Final = 10  # the default of llama-cpp-python
-HEADER: Final = ("text", "rows", "system", "calls", "ms a token", "over qsample", "worst text", "tokens a step")
+HEADER: Final = (
+    "text",
+    "rows",
+    "system",
+    "calls",
+    "ms a token",
+    "over qsample",
+    "worst text",
+    "tokens a step",
+)
 
 
 def last_cache_bytes() -> int:
@@ -64,20 +73,29 @@ def start(options: argparse.Namespace, evict: int, console: Console) -> dict[str
 
         def package(name: str, *more: str) -> Path:
             more = ("--kv-cache-dtype", "int8", *more)
-            return make_package(checkpoint, folder / f"speculation-{name}", "int4", *more, ctx_len=CTX_LEN)
+            return make_package(
+                checkpoint, folder / f"speculation-{name}", "int4", *more, ctx_len=CTX_LEN
+            )
 
         guesses = str(options.guesses)
-        models = {PLAIN: package("plain"), OFF: package(guesses, "--num-speculative-tokens", guesses)}
+        models = {
+            PLAIN: package("plain"),
+            OFF: package(guesses, "--num-speculative-tokens", guesses),
+        }
         if available([LLAMA], options.peers_python, console):
             models[LLAMA] = make_gguf(checkpoint, folder / "q4_0.gguf", options.peers_python)
     workers = {}
     for name, model in models.items():
         python = options.peers_python if name == LLAMA else sys.executable
-        workers[name] = Worker(name.split(",")[0], model, python, options.threads, "write", evict_bytes=evict)
+        workers[name] = Worker(
+            name.split(",")[0], model, python, options.threads, "write", evict_bytes=evict
+        )
     return workers | {name: workers[other] for name, other in SHARED.items() if other in workers}
 
 
-def ask(worker: Worker, system: str, texts: list[Text], options: argparse.Namespace) -> dict[str, Any]:
+def ask(
+    worker: Worker, system: str, texts: list[Text], options: argparse.Namespace
+) -> dict[str, Any]:
     """The measurement of a system over adjacent rows."""
     guesses = {LOOKUP: options.guesses, LLAMA_LOOKUP: LLAMA_GUESSES}.get(system, 0)
     most = min(len(text.answer) for text in texts)
@@ -101,31 +119,64 @@ def table_rows(measurements: dict[str, dict[str, Any]]) -> Rows:
     table = []
     for (kind, rows, system), entries in found.items():
         base = found.get((kind, rows, PLAIN), [])
-        ratios = [milliseconds([one]) / milliseconds([other]) for one, other in zip(base, entries, strict=False)]
+        ratios = [
+            milliseconds([one]) / milliseconds([other])
+            for one, other in zip(base, entries, strict=False)
+        ]
         names = ("draft_tokens", "accepted_tokens", "tokens", "steps")
         drafted, accepted, tokens, steps = (sum(one[name] for one in entries) for name in names)
-        over = [f"{milliseconds(base) / milliseconds(entries):.2f}", f"{min(ratios):.2f}"] if base else ["", ""]
+        over = (
+            [f"{milliseconds(base) / milliseconds(entries):.2f}", f"{min(ratios):.2f}"]
+            if base
+            else ["", ""]
+        )
         shares = [f"{tokens / rows / steps:.2f}", f"{accepted / drafted:.2f}" if drafted else ""]
-        table.append([kind, str(rows), system, str(len(entries)), f"{milliseconds(entries):.1f}", *over, *shares])
+        table.append(
+            [
+                kind,
+                str(rows),
+                system,
+                str(len(entries)),
+                f"{milliseconds(entries):.1f}",
+                *over,
+                *shares,
+            ]
+        )
     return [*HEADER, "guesses right"], table
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "speculation", work="build/decode", peers=True, again=True, threads=2)
+    parser = make_parser(
+        __doc__, "speculation", work="build/decode", peers=True, again=True, threads=2
+    )
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--checkpoint", type=Path, help="an existing checkpoint of that shape")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--texts", type=int, help="of each kind (default: all)")
-    parser.add_argument("--guesses", type=int, default=15, help="num_speculative_tokens and prompt_lookup_num_tokens")
+    parser.add_argument(
+        "--guesses",
+        type=int,
+        default=15,
+        help="num_speculative_tokens and prompt_lookup_num_tokens",
+    )
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--whole", action="store_true", help="all systems write whole answers, over equal histories")
-    parser.add_argument("--warm", action="store_true", help="leave the weights in the caches between two steps")
+    parser.add_argument(
+        "--whole", action="store_true", help="all systems write whole answers, over equal histories"
+    )
+    parser.add_argument(
+        "--warm", action="store_true", help="leave the weights in the caches between two steps"
+    )
     options, console = parser.parse_args(), Console()
     cache = last_cache_bytes()
     evict = 0 if options.warm else cache
     machine = f"{describe_machine(options.threads)}, last cache {cache >> 20} MiB"
-    setting = {"shape": options.shape, "guesses": options.guesses, "cold": bool(evict), "whole": options.whole}
+    setting = {
+        "shape": options.shape,
+        "guesses": options.guesses,
+        "cold": bool(evict),
+        "whole": options.whole,
+    }
     data: dict[str, Any] = {"machine": machine, **setting, "measurements": {}}
     kept = Kept(options.output.with_suffix(".json"), data, ("machine", *setting))
     if options.again:

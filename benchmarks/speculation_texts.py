@@ -54,18 +54,26 @@ def make_texts(folder: Path, vocab_size: int) -> list[Text]:
         if not (SHORTEST <= len(old) <= LONGEST and SHORTEST <= len(new) <= LONGEST):
             continue
         head, half = (
-            ids(f"Here is {name}:\n```\n") + old + ids("```\nThe whole file with my change:\n```\n"),
+            ids(f"Here is {name}:\n```\n")
+            + old
+            + ids("```\nThe whole file with my change:\n```\n"),
             len(new) // 2,
         )
         result.append(Text("rewriting", name, head, new))
         result.append(Text("second half", name, head + new[:half], new[half:]))
         if len(result) == 2 * EDITS:
             break
-    articles = [(name, text) for name, text in sorted(topics.items()) if 2_000 <= len(text) <= 12_000]
+    articles = [
+        (name, text) for name, text in sorted(topics.items()) if 2_000 <= len(text) <= 12_000
+    ]
     for (name, article), (_, other) in list(itertools.pairwise(articles))[:OTHERS]:
         quoted = ids(article)[: 2 * LONGEST - ANSWER]
         summary = ids(f"\n\nSummary of {name}, with quotes:\n")
-        result.append(Text("quotes", name, quoted + summary, ids(_with_quotes(article[:4000], other))[:ANSWER]))
+        result.append(
+            Text(
+                "quotes", name, quoted + summary, ids(_with_quotes(article[:4000], other))[:ANSWER]
+            )
+        )
         question = ids(f"Explain what Python's documentation says about {name}.\n\n")
         result.append(Text("chat", name, question, ids(article)[:ANSWER]))
     return result
@@ -74,17 +82,24 @@ def make_texts(folder: Path, vocab_size: int) -> list[Text]:
 def _with_quotes(article: str, other: str) -> str:
     """Sentences of another text, after each a quoted sentence of the article."""
     own, quotes = (re.split(r"(?<=[.:])\s+", text) for text in (other, article))
-    return " ".join(f'{said} The text says: "{quote}"' for said, quote in zip(own[1:], quotes[2::3], strict=False))
+    return " ".join(
+        f'{said} The text says: "{quote}"'
+        for said, quote in zip(own[1:], quotes[2::3], strict=False)
+    )
 
 
 def _edits() -> Iterator[tuple[str, str, str]]:
     """(path, text before, text after) of files that commits changed, at most one of a commit."""
     seen: Counter[str] = Counter()
     for commit in _git("log", "--reverse", "--no-merges", "--format=%H").split():
-        changed = _git("diff-tree", "--no-commit-id", "-r", "--name-only", "--diff-filter=M", commit).splitlines()
+        changed = _git(
+            "diff-tree", "--no-commit-id", "-r", "--name-only", "--diff-filter=M", commit
+        ).splitlines()
         for path in changed:
             if path.endswith((".py", ".md")) and seen[path] < _MOST_OF_A_FILE:
-                before, after = (_git("show", f"{version}:{path}") for version in (f"{commit}^", commit))
+                before, after = (
+                    _git("show", f"{version}:{path}") for version in (f"{commit}^", commit)
+                )
                 if before != after and len(after) < 8 * LONGEST:
                     seen[path] += 1
                     yield path, before, after
@@ -103,8 +118,12 @@ def _tokenizer(path: Path, size: int) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-        tokenizer.train_from_iterator([*_sources(), *(text for _, text in sorted(topics.items()))], trainer)
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(
+            [*_sources(), *(text for _, text in sorted(topics.items()))], trainer
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(path))
     return Tokenizer.from_file(str(path))

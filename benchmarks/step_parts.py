@@ -41,11 +41,34 @@ from qsample.graph.join import cut_at_logits
 from qsample.package.package import read_package
 
 TURN, UNCOUNTED = 16, 4  # consecutive steps of a graph, and the number of uncounted steps
-MIXES: Final = ALL | {"temperature alone": {"temperature": 0.8}, "top-k 50": {"temperature": 0.8, "top_k": 50}}
+MIXES: Final = ALL | {
+    "temperature alone": {"temperature": 0.8},
+    "top-k 50": {"temperature": 0.8, "top_k": 50},
+}
 HEADS: Final = ("MatMul", "MatMulNBits")
-HEADER: Final = ("rows", "sampling", "step, ms", "up to the logits, ms", "sampler, ms", "share", "by copy, ms")
-SHARE: Final = ("rows", "sampling", "step, ms", "with ArgMax, ms", "step / with ArgMax", "quartiles")
-MORE: Final = ("ArgMax in its place, ms", "(head + sampler) / head", "products alone, ms", "step / products")
+HEADER: Final = (
+    "rows",
+    "sampling",
+    "step, ms",
+    "up to the logits, ms",
+    "sampler, ms",
+    "share",
+    "by copy, ms",
+)
+SHARE: Final = (
+    "rows",
+    "sampling",
+    "step, ms",
+    "with ArgMax, ms",
+    "step / with ArgMax",
+    "quartiles",
+)
+MORE: Final = (
+    "ArgMax in its place, ms",
+    "(head + sampler) / head",
+    "products alone, ms",
+    "step / products",
+)
 
 
 def make_graphs(decoder: Path, interface: Interface) -> list[bytes]:
@@ -93,18 +116,26 @@ def open_session(graph: bytes, folder: Path, threads: int) -> ort.InferenceSessi
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(folder)
+    )
     return ort.InferenceSession(graph, options)
 
 
-def bind(session: ort.InferenceSession, interface: Interface, values: dict[str, ort.OrtValue], batch: int) -> Any:
-    retained = {output: state for state, output in interface.decoder.retained.items() if state != "lengths"}
+def bind(
+    session: ort.InferenceSession, interface: Interface, values: dict[str, ort.OrtValue], batch: int
+) -> Any:
+    retained = {
+        output: state for state, output in interface.decoder.retained.items() if state != "lengths"
+    }
     binding = session.io_binding()
     for node in session.get_inputs():
         if node.name.startswith("hidden_"):
             width = int(node.name.removeprefix("hidden_"))
             rank = len(node.shape)
-            hidden = np.random.default_rng(0).standard_normal((batch, 1, width)[3 - rank :], np.float32)
+            hidden = np.random.default_rng(0).standard_normal(
+                (batch, 1, width)[3 - rank :], np.float32
+            )
             binding.bind_ortvalue_input(node.name, ort.OrtValue.ortvalue_from_numpy(hidden))
         else:
             binding.bind_ortvalue_input(node.name, values[node.name])
@@ -122,7 +153,13 @@ def make_values(
     """Every input and state of a decode step after `history` tokens."""
     rng = np.random.default_rng(0)
     sizes = {**interface.sizes, BATCH: batch, SEQUENCE: 1, CAPACITY: ctx_len, STOPS: 2, BIASES: 1}
-    given: dict[str, object] = {"lengths": history, "input_lengths": 1, "emit": True, "max_length": 2**30, **parameters}
+    given: dict[str, object] = {
+        "lengths": history,
+        "input_lengths": 1,
+        "emit": True,
+        "max_length": 2**30,
+        **parameters,
+    }
     given["tokens"] = rng.integers(0, interface.vocab_size, (batch, ctx_len))
     given["noise"] = rng.random((batch, ctx_len))
     result = {}
@@ -153,7 +190,12 @@ def share(copies: list[list[Any]], steps: int) -> list[str]:
         times.append([float(np.median(taken[place])) for place in (0, 1)])
     whole, argmax = np.array(times).T
     low, middle, high = np.quantile(whole / argmax, (0.25, 0.5, 0.75))
-    return [f"{np.median(whole):.2f}", f"{np.median(argmax):.2f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
+    return [
+        f"{np.median(whole):.2f}",
+        f"{np.median(argmax):.2f}",
+        f"{middle:.3f}",
+        f"{low:.3f} to {high:.3f}",
+    ]
 
 
 def main() -> None:
@@ -165,23 +207,33 @@ def main() -> None:
     parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument("--copies", type=int, default=4, help="of each graph")
     parser.add_argument(
-        "--share", action="store_true", help="the whole step beside ArgMax in the sampler's place alone"
+        "--share",
+        action="store_true",
+        help="the whole step beside ArgMax in the sampler's place alone",
     )
     options = parser.parse_args()
     package = read_package(options.package, verify=False)
     interface, compilation = package.interface, package.manifest.compilation
     if compilation is None or compilation.ctx_len <= options.history + 1:
-        parser.error(f"{options.package} must be compiled, with --ctx-len above {options.history + 1}")
+        parser.error(
+            f"{options.package} must be compiled, with --ctx-len above {options.history + 1}"
+        )
     decoder = package.file("decoder.onnx")
     graphs = make_graphs(decoder, interface)
     graphs = graphs if compilation.quantization else graphs[:-1]  # without quantized products
     graphs = graphs[::2][:2] if options.share else graphs
-    copies = [[open_session(graph, decoder.parent, options.threads) for graph in graphs] for _ in range(options.copies)]
+    copies = [
+        [open_session(graph, decoder.parent, options.threads) for graph in graphs]
+        for _ in range(options.copies)
+    ]
     lines = []
     runs = [(batch, mix) for batch in options.batch for mix in options.mix]
     for batch, mix in track(runs, "timing", console=Console(stderr=True), transient=True):
         values = make_values(interface, batch, compilation.ctx_len, options.history, MIXES[mix])
-        bound = [[(session, bind(session, interface, values, batch)) for session in copy] for copy in copies]
+        bound = [
+            [(session, bind(session, interface, values, batch)) for session in copy]
+            for copy in copies
+        ]
         if options.share:
             lines.append([str(batch), mix, *share(bound, options.steps)])
             continue
@@ -193,12 +245,19 @@ def main() -> None:
         medians = np.array([[np.median(milliseconds) for milliseconds in taken] for taken in times])
         whole, model, _, head, *products = np.median(medians, axis=0)
         sampler, argmax = (medians[:, i] - medians[:, 1] for i in (0, 2))
-        figures = [f"{whole:.2f}", f"{model:.2f}", f"{np.median(sampler):.2f}", f"{np.median(sampler) / whole:.1%}"]
+        figures = [
+            f"{whole:.2f}",
+            f"{model:.2f}",
+            f"{np.median(sampler):.2f}",
+            f"{np.median(sampler) / whole:.1%}",
+        ]
         figures += [f"{sampler.min():.2f} to {sampler.max():.2f}", f"{np.median(argmax):.2f}"]
         figures.append(f"{1 + np.median(sampler) / head:.3f}")
         figures += [f"{products[0]:.2f}", f"{whole / products[0]:.2f}"] if products else ["", ""]
         lines.append([str(batch), mix, *figures])
-    print_table(SHARE if options.share else (*HEADER, *MORE), lines, describe_machine(options.threads))
+    print_table(
+        SHARE if options.share else (*HEADER, *MORE), lines, describe_machine(options.threads)
+    )
 
 
 if __name__ == "__main__":

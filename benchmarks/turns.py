@@ -22,9 +22,19 @@ from report import median, rotated
 from rich.console import Console
 from systems import Sampling
 
-PAUSE: Final = 0.1  # seconds between two systems' turns: threads of the previous system may still spin
-WARM_UP_TOKENS: Final = 64  # of the prompt before the rounds; a longer prompt would cost as much as a round
-GENAI: Final = ["onnxruntime_genai", "onnx", "onnx_ir", "torch", "transformers"]  # with its model builder
+PAUSE: Final = (
+    0.1  # seconds between two systems' turns: threads of the previous system may still spin
+)
+WARM_UP_TOKENS: Final = (
+    64  # of the prompt before the rounds; a longer prompt would cost as much as a round
+)
+GENAI: Final = [
+    "onnxruntime_genai",
+    "onnx",
+    "onnx_ir",
+    "torch",
+    "transformers",
+]  # with its model builder
 # System → modules that the peers' Python must have; [] = the system runs in this Python.
 PEERS: Final = {
     "genai": GENAI,
@@ -51,14 +61,25 @@ class Worker:
     """A system in its own process, which answers requests in JSON lines; see `worker.py`."""
 
     def __init__(
-        self, system: str, model: Path, python: str, threads: int, work: str = "generate", **options: Any
+        self,
+        system: str,
+        model: Path,
+        python: str,
+        threads: int,
+        work: str = "generate",
+        **options: Any,
     ) -> None:
         command = [python, str(Path(__file__).with_name("worker.py")), work, system, str(model)]
         command += ["--threads", str(threads), "--options", json.dumps(options)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
         )
         self.loaded = self._answer()
 
@@ -82,7 +103,9 @@ class Worker:
         if not line:
             status = self._process.wait()
             self._errors.seek(0)
-            raise RuntimeError(f"a worker ended early, with status {status}: {self._errors.read()[-2000:]}")
+            raise RuntimeError(
+                f"a worker ended early, with status {status}: {self._errors.read()[-2000:]}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -144,7 +167,9 @@ def take_turns(
             tokens = (min(new_tokens, 8) if name == "transformers" else new_tokens) if index else 4
             prompt = cell.prompt if index else min(cell.prompt, WARM_UP_TOKENS)
             try:
-                answer = workers[name].ask(rows=cell.rows, prompt_tokens=prompt, new_tokens=tokens, sampling=sampling)
+                answer = workers[name].ask(
+                    rows=cell.rows, prompt_tokens=prompt, new_tokens=tokens, sampling=sampling
+                )
             except RuntimeError as error:
                 failed(name, error)
                 del workers[name], first[name], steps[name]

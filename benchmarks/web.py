@@ -42,12 +42,22 @@ from qsample.models.bundled import TINY_LM
 ROOT: Final = Path(__file__).resolve().parents[1]
 MODULES: Final = ROOT / "js" / "node_modules"
 TRANSFORMERS: Final = MODULES / "@huggingface" / "transformers"
-PARAMS: Final = {"greedy": {"temperature": 0}, "top-k 50": {"temperature": 0.8, "topK": 50, "topP": 1}}
-SOFTWARE_GPU: Final = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--ignore-gpu-blocklist"]
+PARAMS: Final = {
+    "greedy": {"temperature": 0},
+    "top-k 50": {"temperature": 0.8, "topK": 50, "topP": 1},
+}
+SOFTWARE_GPU: Final = [
+    "--enable-unsafe-webgpu",
+    "--use-webgpu-adapter=swiftshader",
+    "--ignore-gpu-blocklist",
+]
 PROMPT: Final = 32  # tokens
 SYSTEMS: Final = ("qsample", "transformers.js")
 NONE: Final = "-"  # in place of a figure
-_ISOLATED: Final = {"Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp"}
+_ISOLATED: Final = {
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Embedder-Policy": "require-corp",
+}
 
 
 def write_for_transformers(package: Path, folder: Path) -> None:
@@ -57,9 +67,15 @@ def write_for_transformers(package: Path, folder: Path) -> None:
     """
     model = onnx.load(package / "decoder.onnx")
     graph = model.graph
-    for weight in graph.initializer:  # stored in half precision, for which a software GPU has no kernels
+    for (
+        weight
+    ) in graph.initializer:  # stored in half precision, for which a software GPU has no kernels
         if weight.data_type == TensorProto.FLOAT16:
-            weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).astype(np.float32), weight.name))
+            weight.CopyFrom(
+                numpy_helper.from_array(
+                    numpy_helper.to_array(weight).astype(np.float32), weight.name
+                )
+            )
     del graph.value_info[:]
     names = {value.name for value in graph.input if value.name.startswith("past_key_values.")}
     for node in graph.node:  # the capacity, wherever the graph reads it
@@ -94,7 +110,12 @@ def write_for_transformers(package: Path, folder: Path) -> None:
             value.CopyFrom(helper.make_tensor_value_info("logits", TensorProto.FLOAT, shape))
     (folder / "onnx").mkdir(parents=True)
     onnx.save(model, folder / "onnx" / "model.onnx")
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
         if (package / name).exists():
             shutil.copyfile(package / name, folder / name)
 
@@ -118,7 +139,9 @@ class _Isolated(SimpleHTTPRequestHandler):
 
     def guess_type(self, path: Any) -> str:
         suffix = Path(path).suffix
-        return {".mjs": "text/javascript", ".wasm": "application/wasm"}.get(suffix) or super().guess_type(path)
+        return {".mjs": "text/javascript", ".wasm": "application/wasm"}.get(
+            suffix
+        ) or super().guess_type(path)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -127,7 +150,9 @@ class _Isolated(SimpleHTTPRequestHandler):
 @contextmanager
 def pages(models: Path) -> Iterator[str]:
     """The address of a server of the repository's files and of `models`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Isolated, directory=str(ROOT), models=models))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(_Isolated, directory=str(ROOT), models=models)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -161,7 +186,9 @@ class Browser:
     """Runs jobs in a headless Chromium, each in a page of its own."""
 
     def __init__(self, chromium: Any, address: str, flags: list[str]) -> None:
-        self._browser = chromium.launch(executable_path=_system_browser(), args=["--no-sandbox", *flags])
+        self._browser = chromium.launch(
+            executable_path=_system_browser(), args=["--no-sandbox", *flags]
+        )
         self._address = address
 
     def adapter(self) -> str | None:
@@ -177,13 +204,19 @@ class Browser:
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         page = self._open()
-        wasm = import_map()["scopes"]["/js/node_modules/@huggingface/transformers/"]["onnxruntime-web/webgpu"]
+        wasm = import_map()["scopes"]["/js/node_modules/@huggingface/transformers/"][
+            "onnxruntime-web/webgpu"
+        ]
         modules = {
             "qsample": f"{self._address}/js/dist/web.js",
             "transformers": f"{self._address}/js/node_modules/@huggingface/transformers/dist/transformers.web.js",
             "wasmPaths": f"{self._address}{wasm.rpartition('/')[0]}/",
         }
-        at = "/models/" + job["at"] if job["system"] != "qsample" else f"{self._address}/models/{job['at']}/"
+        at = (
+            "/models/" + job["at"]
+            if job["system"] != "qsample"
+            else f"{self._address}/models/{job['at']}/"
+        )
         try:
             return dict(
                 page.evaluate(
@@ -197,7 +230,10 @@ class Browser:
     def _open(self) -> Any:
         page = self._browser.new_page()
         html = f'<!doctype html><script type="importmap">{json.dumps(import_map())}</script>'
-        page.route("**/bench.html", lambda route: route.fulfill(body=html, content_type="text/html", headers=_ISOLATED))
+        page.route(
+            "**/bench.html",
+            lambda route: route.fulfill(body=html, content_type="text/html", headers=_ISOLATED),
+        )
         page.goto(f"{self._address}/bench.html")
         page.set_default_timeout(0)
         return page
@@ -234,8 +270,17 @@ def measure(
     """A line of the table: both systems in turns."""
     device = {"node": "cpu", "webgpu": "webgpu"}.get(host, "wasm")
     threads = 1 if host == "wasm 1" else options.threads
-    folders = {"qsample": "webgpu" if device == "webgpu" else "qsample", "transformers.js": "transformers"}
-    job = {"device": device, "threads": threads, "prompt": prompt, "tokens": options.tokens, "params": PARAMS[name]}
+    folders = {
+        "qsample": "webgpu" if device == "webgpu" else "qsample",
+        "transformers.js": "transformers",
+    }
+    job = {
+        "device": device,
+        "threads": threads,
+        "prompt": prompt,
+        "tokens": options.tokens,
+        "params": PARAMS[name],
+    }
     times: dict[str, list[float]] = {}
     ids: dict[str, list[int]] = {}
     for turn in range(options.rounds):
@@ -267,10 +312,16 @@ def main() -> None:
             parser.error(f"{needed} is missing; the help names the commands that bring it")
     from playwright.sync_api import sync_playwright
 
-    with tempfile.TemporaryDirectory() as folder, pages(Path(folder)) as address, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pages(Path(folder)) as address,
+        sync_playwright() as playwright,
+    ):
         models = Path(folder)
         length = PROMPT + options.tokens + 1
-        portable = AutoModelForCausalLM.from_pretrained(options.checkpoint).export(models / "portable")
+        portable = AutoModelForCausalLM.from_pretrained(options.checkpoint).export(
+            models / "portable"
+        )
         portable.compile(models / "qsample", provider="web", ctx_len=length)
         bare = AutoModelForCausalLM.from_pretrained(options.checkpoint, include_sampler=False)
         write_for_transformers(bare.export(models / "bare").package.path, models / "transformers")
@@ -279,14 +330,20 @@ def main() -> None:
         if adapter is not None:
             try:
                 portable.compile(models / "webgpu", provider="webgpu", weights=None, ctx_len=length)
-            except QsampleError as error:  # it needs the extra `webgpu`, and an adapter outside of the browser
+            except (
+                QsampleError
+            ) as error:  # it needs the extra `webgpu`, and an adapter outside of the browser
                 console.print(f"no package for WebGPU: {error}", highlight=False)
         else:
             console.print("webgpu: this browser has no adapter; left out")
         vocabulary = portable.package.interface.vocab_size
         prompt = np.random.default_rng(0).integers(3, vocabulary, PROMPT).tolist()
         hosts = [host for host in options.hosts if host != "webgpu" or adapter is not None]
-        rows = [measure(host, name, prompt, options, models, browser, console) for host in hosts for name in PARAMS]
+        rows = [
+            measure(host, name, prompt, options, models, browser, console)
+            for host in hosts
+            for name in PARAMS
+        ]
         browser.close()
     result = {
         "machine": describe_machine(options.threads),
@@ -326,9 +383,15 @@ def page(result: dict[str, Any]) -> str:
         *markdown(*table(result["rows"])),
     ]
     if result["adapter"] is not None:
-        lines += ["", f'WebGPU ran on the adapter "{result["adapter"]}". A software adapter shows no speed of a GPU.']
+        lines += [
+            "",
+            f'WebGPU ran on the adapter "{result["adapter"]}". A software adapter shows no speed of a GPU.',
+        ]
     compared = [row["same_tokens"] for row in result["rows"] if "same_tokens" in row]
-    lines += ["", f"The greedy tokens of both were equal in {sum(compared)} of {len(compared)} comparisons."]
+    lines += [
+        "",
+        f"The greedy tokens of both were equal in {sum(compared)} of {len(compared)} comparisons.",
+    ]
     return "\n".join(lines) + "\n"
 
 

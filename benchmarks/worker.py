@@ -20,20 +20,29 @@ from systems import SYSTEMS, memory, open_system
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", choices=list(SYSTEMS))
     parser.add_argument("system")
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--options", type=json.loads, default={}, help="further arguments of the system, as JSON")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="further arguments of the system, as JSON"
+    )
     options = parser.parse_args()
-    answers, sys.stdout = sys.stdout, sys.stderr  # the output of libraries must not mix with the answers
+    answers, sys.stdout = (
+        sys.stdout,
+        sys.stderr,
+    )  # the output of libraries must not mix with the answers
 
     def answer(values: dict[str, Any]) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
     start = time.perf_counter()
-    system = open_system(options.work, options.system, options.model, options.threads, **options.options)
+    system = open_system(
+        options.work, options.system, options.model, options.threads, **options.options
+    )
     seconds = time.perf_counter() - start
     version = f"{system.library} {getattr(sys.modules[system.library], '__version__', '')}"
     answer({"version": version, "load_seconds": seconds, "memory": memory()})

@@ -43,11 +43,16 @@ def make_session(block_size: int, form: str) -> ort.InferenceSession:
     x = ir.Value(name="x", shape=ir.Shape(["rows", WIDEST]), type=ir.TensorType(ir.DataType.FLOAT))
     graph = tape.Tape()
     zero, one = (graph.initializer(ir.tensor(np.array([n]), name=f"at_{n}")) for n in (0, 1))
-    ends = {inputs: graph.initializer(ir.tensor(np.array([inputs]), name=f"end_{inputs}")) for inputs, _ in MATRICES}
+    ends = {
+        inputs: graph.initializer(ir.tensor(np.array([inputs]), name=f"end_{inputs}"))
+        for inputs, _ in MATRICES
+    }
     total = x
     for layer in range(LAYERS):
         for matrix, (inputs, outputs) in enumerate(MATRICES):
-            levels = rng.integers(0, 256, (outputs, inputs // block_size, block_size // 2), np.uint8)
+            levels = rng.integers(
+                0, 256, (outputs, inputs // block_size, block_size // 2), np.uint8
+            )
             scales = rng.uniform(0.001, 0.002, levels.shape[:2]).astype(np.float32)
             parts = {"levels": levels, "scales": scales, "zeros": FORMS[form](levels)}
             given = [
@@ -59,17 +64,27 @@ def make_session(block_size: int, form: str) -> ort.InferenceSession:
             product = graph.op(
                 "MatMulNBits",
                 [graph.op("Slice", [total, zero, ends[inputs], one]), *given],
-                {"K": inputs, "N": outputs, "bits": 4, "block_size": block_size, "accuracy_level": 4},
+                {
+                    "K": inputs,
+                    "N": outputs,
+                    "bits": 4,
+                    "block_size": block_size,
+                    "accuracy_level": 4,
+                },
                 domain="com.microsoft",
             )
             total = graph.op("Add", [x, graph.op("ReduceMax", [product, one])])
     opsets = {"": 20, "com.microsoft": 1}
-    made = ir.Graph([x], [total], nodes=graph.nodes, initializers=graph.initializers, opset_imports=opsets)
+    made = ir.Graph(
+        [x], [total], nodes=graph.nodes, initializers=graph.initializers, opset_imports=opsets
+    )
     total.name = "y"
     options = ort.SessionOptions()
     options.intra_op_num_threads = THREADS
     model = ir.to_proto(ir.Model(made, ir_version=10))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
 
 
 def measure(sessions: dict[str, ort.InferenceSession], x: np.ndarray) -> dict[str, list[float]]:
@@ -101,7 +116,10 @@ def main() -> None:
         for rows in ROWS:
             x = np.random.default_rng(1).standard_normal((rows, WIDEST)).astype(np.float32)
             times = measure(sessions, x)
-            cells = [f"{median(values):.1f} ({ratio(values, times['without']):.2f}x)" for values in times.values()]
+            cells = [
+                f"{median(values):.1f} ({ratio(values, times['without']):.2f}x)"
+                for values in times.values()
+            ]
             table.append([str(block_size), str(rows), *cells])
     print("\n".join(markdown(["blocks of", "rows", *FORMS], table)))
 

@@ -14,7 +14,10 @@ import numpy as np
 import onnxruntime as ort
 from tokenizers import Tokenizer
 
-PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+PROVIDERS = {
+    "cpu": ["CPUExecutionProvider"],
+    "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"],
+}
 RUNNING, STOPPED, INVALID = 0, 1, 3  # values of the state `status`
 NOT_CAPTURED = -1  # a CUDA session captures and replays only the decode steps
 
@@ -27,8 +30,12 @@ def retained_name(state: str) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("package", type=Path, help="a folder written by `qsample export` or `qsample compile`")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "package", type=Path, help="a folder written by `qsample export` or `qsample compile`"
+    )
     parser.add_argument("--provider", choices=PROVIDERS, default="cpu")
     parser.add_argument("--prompt", default="In the beginning")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -49,24 +56,35 @@ def main() -> None:
     args = parse_arguments()
     manifest = json.loads((args.package / "qsample.json").read_text())
     if not manifest["interface"]["features"]["sampler"]:
-        raise SystemExit("the package was exported without its sampler; this script needs a package with the sampler")
+        raise SystemExit(
+            "the package was exported without its sampler; this script needs a package with the sampler"
+        )
     tokenizer = Tokenizer.from_file(str(args.package / "tokenizer.json"))
-    prompt = np.array([tokenizer.encode(args.prompt).ids or [manifest["token_ids"]["bos"]]], dtype=np.int64)
+    prompt = np.array(
+        [tokenizer.encode(args.prompt).ids or [manifest["token_ids"]["bos"]]], dtype=np.int64
+    )
     length = prompt.shape[1]
     # T, the capacity of the state in tokens: fixed in a compiled package, otherwise chosen here.
     compilation, limit = manifest["compilation"], manifest["max_position_embeddings"]
-    capacity = compilation["ctx_len"] if compilation else min(limit or 2**31, length + args.max_new_tokens)
+    capacity = (
+        compilation["ctx_len"] if compilation else min(limit or 2**31, length + args.max_new_tokens)
+    )
     if length >= capacity:
         raise SystemExit(f"the prompt has {length} tokens and the context holds {capacity}")
 
     if args.provider == "cuda":
         ort.preload_dlls()  # the CUDA libraries of pip packages
     providers = PROVIDERS[args.provider]
-    provider_options = [compilation["provider_options"] if compilation else {}, *({} for _ in providers[1:])]
+    provider_options = [
+        compilation["provider_options"] if compilation else {},
+        *({} for _ in providers[1:]),
+    ]
     decoder = ort.InferenceSession(
         args.package / "decoder.onnx", providers=providers, provider_options=provider_options
     )
-    initial_state = ort.InferenceSession(args.package / "initial_state.onnx", providers=PROVIDERS["cpu"])
+    initial_state = ort.InferenceSession(
+        args.package / "initial_state.onnx", providers=PROVIDERS["cpu"]
+    )
 
     kept = []  # before ONNX Runtime 1.30, an OrtValue does not keep its array alive
 
@@ -76,7 +94,10 @@ def main() -> None:
 
     # 1. The starting state: zeros, and the noise that follows from the seed. The CPU makes it, because CUDA lacks
     # kernels for it; it is copied once.
-    seeds = {"seed": np.array([args.seed], dtype=np.int64), "capacity": np.array(capacity, dtype=np.int64)}
+    seeds = {
+        "seed": np.array([args.seed], dtype=np.int64),
+        "capacity": np.array(capacity, dtype=np.int64),
+    }
     names = [output.name for output in initial_state.get_outputs()]
     made = initial_state.run_with_ort_values(
         names, {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in seeds.items()}
@@ -86,7 +107,9 @@ def main() -> None:
         states[name] = value
         if args.provider != "cpu":
             kind = value.element_type()
-            states[name] = ort.OrtValue.ortvalue_from_shape_and_type(value.shape(), kind, args.provider)
+            states[name] = ort.OrtValue.ortvalue_from_shape_and_type(
+                value.shape(), kind, args.provider
+            )
             states[name].update_inplace(value)
 
     # 2. The sampling parameters, a value per row, which stay the same in all calls.
@@ -110,7 +133,9 @@ def main() -> None:
         # Optional features, off: no bias, every token allowed.
         "logit_bias_ids": np.int32([[-1]]),
         "logit_bias": np.float32([[0]]),
-        "allowed_tokens": np.full((1, -(-manifest["interface"]["vocab_size"] // 32)), -1, dtype=np.int32),
+        "allowed_tokens": np.full(
+            (1, -(-manifest["interface"]["vocab_size"] // 32)), -1, dtype=np.int32
+        ),
         "typical_p": np.float32([1]),
         "adaptive_target": np.float32([-1]),
         "seed": np.int64([args.seed]),  # for a graph without the state `noise`
@@ -119,7 +144,10 @@ def main() -> None:
     # Every other filter is off with zeros, or with -1 in place of tokens.
     for tensor in decoder.get_inputs():
         if tensor.name not in {"input_ids", "input_lengths", *parameters, *states}:
-            kind, off = np.float32 if tensor.type == "tensor(float)" else np.int32, -1 if len(tensor.shape) > 1 else 0
+            kind, off = (
+                np.float32 if tensor.type == "tensor(float)" else np.int32,
+                -1 if len(tensor.shape) > 1 else 0,
+            )
             shape = [size if isinstance(size, int) else 1 for size in tensor.shape]
             parameters[tensor.name] = np.full(shape, off, dtype=kind)
     fixed = {name: on_device(array) for name, array in parameters.items()}
@@ -128,7 +156,10 @@ def main() -> None:
 
     # A step of some packages may give several tokens.
     most = manifest["interface"]["features"].get("num_speculative_tokens", 0) + 1
-    several = {"new_ids": on_device(np.zeros((1, most), np.int64)), "num_new": on_device(np.zeros(1, np.int32))}
+    several = {
+        "new_ids": on_device(np.zeros((1, most), np.int64)),
+        "num_new": on_device(np.zeros(1, np.int32)),
+    }
 
     # 3. A binding for the prompt, and a binding for each of the two buffers. States are bound in place.
     def bind(ids: ort.OrtValue, write_to: ort.OrtValue) -> ort.IOBinding:
@@ -151,8 +182,14 @@ def main() -> None:
             options.add_run_config_entry("gpu_graph_id", str(capture))
         return options
 
-    buffers = [(on_device(prompt), next_ids[0]), (next_ids[0], next_ids[1]), (next_ids[1], next_ids[0])]
-    calls = [(bind(*pair), run_options(capture or NOT_CAPTURED)) for capture, pair in enumerate(buffers)]
+    buffers = [
+        (on_device(prompt), next_ids[0]),
+        (next_ids[0], next_ids[1]),
+        (next_ids[1], next_ids[0]),
+    ]
+    calls = [
+        (bind(*pair), run_options(capture or NOT_CAPTURED)) for capture, pair in enumerate(buffers)
+    ]
 
     # A run that captures executes the graph several times, which does not affect a row that is not running.
     if provider_options[0].get("enable_cuda_graph") == "1":

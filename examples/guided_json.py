@@ -47,10 +47,16 @@ class JsonGuide:
         rows: The number of rows.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_id: int, schema: object, rows: int) -> None:
-        tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_id)
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_id: int, schema: object, rows: int
+    ) -> None:
+        tokenizer = llguidance.LLTokenizer(
+            tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_id
+        )
         options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(schema), defaults=options
+        )
         self._rows = [llguidance.LLMatcher(tokenizer, grammar) for _ in range(rows)]
 
     def __call__(self, step: Step | None, mask: np.ndarray) -> None:
@@ -86,5 +92,7 @@ if __name__ == "__main__":
     else:
         with tempfile.TemporaryDirectory() as scratch:
             exported = Path(scratch) / "tiny"
-            qsample.AutoModelForCausalLM.from_pretrained(TINY_LM, allowed_tokens=True).export(exported)
+            qsample.AutoModelForCausalLM.from_pretrained(TINY_LM, allowed_tokens=True).export(
+                exported
+            )
             main(exported, PROMPTS)

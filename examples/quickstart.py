@@ -37,7 +37,9 @@ def main(folder: Path) -> None:
     prompts = ["In the beginning", "Blessed are", "And Jesus said unto them"]
     rows = [
         qsample.SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=24, seed=1),
-        qsample.SamplingParams(temperature=1.0, top_k=20, repetition_penalty=1.2, max_new_tokens=24, seed=2),
+        qsample.SamplingParams(
+            temperature=1.0, top_k=20, repetition_penalty=1.2, max_new_tokens=24, seed=2
+        ),
         qsample.SamplingParams(temperature=0.0, max_new_tokens=24),
     ]
     batch = package.generate(prompts, rows)

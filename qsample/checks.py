@@ -40,7 +40,9 @@ def checked_timeout(timeout: Any) -> float | None:
     if timeout is None:
         return None
     if not is_number(timeout):
-        raise ValueError(f"timeout is {shown(timeout)}; give seconds, or None to wait as long as it takes")
+        raise ValueError(
+            f"timeout is {shown(timeout)}; give seconds, or None to wait as long as it takes"
+        )
     return float(min(max(timeout, 0), threading.TIMEOUT_MAX))
 
 
@@ -58,34 +60,54 @@ class Limits(NamedTuple):
     kind: type
 
 
-def number(default: Any, least: float, most: float, accepted: str, *, optional: bool = False, **metadata: Any) -> Any:
+def number(
+    default: Any,
+    least: float,
+    most: float,
+    accepted: str,
+    *,
+    optional: bool = False,
+    **metadata: Any,
+) -> Any:
     """A field for a number from `least` to `most`.
     default: kept as it is, within the limits or not; None implies `optional`. accepted: the limits in words, the object
     of "give". metadata: of the field, for its doors: the help of a flag, for example."""
     return _ranged(default, Limits(least, most, accepted, float), is_number, optional, metadata)
 
 
-def integer(default: Any, least: int, most: float, accepted: str, *, optional: bool = False, **metadata: Any) -> Any:
+def integer(
+    default: Any, least: int, most: float, accepted: str, *, optional: bool = False, **metadata: Any
+) -> Any:
     """A field for an integer from `least` to `most`; see `number`."""
     return _ranged(default, Limits(least, most, accepted, int), is_integer, optional, metadata)
 
 
-def _ranged(default: Any, limits: Limits, is_valid: Callable[..., bool], optional: bool, metadata: Any) -> Any:
+def _ranged(
+    default: Any, limits: Limits, is_valid: Callable[..., bool], optional: bool, metadata: Any
+) -> Any:
     def check(name: str, value: Any) -> Any:
         if optional and value is None:
             return None
-        return limits.kind(value) if is_valid(value, *limits[:2]) else refuse(name, value, limits.accepted)
+        return (
+            limits.kind(value)
+            if is_valid(value, *limits[:2])
+            else refuse(name, value, limits.accepted)
+        )
 
     return checked(default, check, limits=limits, **metadata)
 
 
-def choice(default: Any, choices: Collection[Any], *, optional: bool = False, **metadata: Any) -> Any:
+def choice(
+    default: Any, choices: Collection[Any], *, optional: bool = False, **metadata: Any
+) -> Any:
     """A field for one of `choices`; see `number`."""
     listed = ", ".join(map(str, choices)) + (", or None" if optional or default is None else "")
 
     def check(name: str, value: Any) -> Any:
         # Of equal values of other types, such as True and 1, none is a choice; compared first, as a list has no hash.
-        if (optional and value is None) or any(type(value) is type(item) and value == item for item in choices):
+        if (optional and value is None) or any(
+            type(value) is type(item) and value == item for item in choices
+        ):
             return value
         raise ArgumentError(f"{name} is {shown(value)}; choose one of {listed}", name)
 

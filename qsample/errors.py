@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-DISTRIBUTION: Final = "qsample-onnx"  # its name on PyPI and npm; `qsample` there is another project's
+DISTRIBUTION: Final = (
+    "qsample-onnx"  # its name on PyPI and npm; `qsample` there is another project's
+)
 
 _CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -38,7 +40,9 @@ class QsampleError(Exception):
     """Base of all exceptions that qsample raises on purpose, except for wrong arguments."""
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(printable(item) if isinstance(item, str) else item for item in arguments))
+        super().__init__(
+            *(printable(item) if isinstance(item, str) else item for item in arguments)
+        )
 
 
 class UnsupportedModelError(QsampleError):
@@ -131,7 +135,9 @@ def install_hint(extra: str) -> str:
         checkout = origin.get("dir_info", {}).get("editable", False)
     except PackageNotFoundError:  # a checkout on the path
         checkout = True
-    target = f'-e "{Path(__file__).parents[1]}[{extra}]"' if checkout else f'"{DISTRIBUTION}[{extra}]"'
+    target = (
+        f'-e "{Path(__file__).parents[1]}[{extra}]"' if checkout else f'"{DISTRIBUTION}[{extra}]"'
+    )
     return f"pip install {target}"
 
 
@@ -147,7 +153,9 @@ def shown(value: object, most: int = 80) -> str:
 def listed(names: Collection[str]) -> str:
     """The first three of `names`, in order, and the number of the rest."""
     first = sorted(names)[:3]
-    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
+    return ", ".join(first) + (
+        f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    )
 
 
 def unknown(what: str, name: str, known: Collection[str]) -> str:

@@ -15,7 +15,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
-Progress = Callable[[str, float], None]  # the name of a stage, and the fraction of the whole that is done, in [0, 1]
+Progress = Callable[
+    [str, float], None
+]  # the name of a stage, and the fraction of the whole that is done, in [0, 1]
 Figure = int | None  # bytes; None = unknown
 _INTERVAL: Final = 0.05  # seconds between two looks at the memory
 _NEVER: Final = 1 << 30  # middle collections, before a full collection
@@ -69,11 +71,18 @@ def shown(progress: Progress | None) -> Iterator[Progress]:
         bar_class = None
     notebook = "ipykernel" in sys.modules
     in_sight = notebook or (sys.stderr is not None and sys.stderr.isatty())
-    if progress is not None or bar_class is None or not in_sight or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"):
+    if (
+        progress is not None
+        or bar_class is None
+        or not in_sight
+        or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
+    ):
         yield progress or unreported
         return
     bar: Any
-    with bar_class(total=1.0, leave=False, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}") as bar:
+    with bar_class(
+        total=1.0, leave=False, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+    ) as bar:
 
         def report(stage: str, fraction: float) -> None:
             bar.set_description_str(str(stage), refresh=False)
@@ -99,7 +108,8 @@ class Stages:
         self._report = progress or unreported
         ends = list(accumulate(shares.values(), initial=0.0))
         self._spans = {
-            stage: (start / ends[-1], end / ends[-1]) for stage, start, end in zip(shares, ends, ends[1:], strict=False)
+            stage: (start / ends[-1], end / ends[-1])
+            for stage, start, end in zip(shares, ends, ends[1:], strict=False)
         }
 
     def begin(self, stage: str) -> Callable[[float], None]:
@@ -236,10 +246,14 @@ class _Record:
     def end(self) -> None:
         seconds, cpu = time.perf_counter() - self._clock, time.process_time() - self._cpu
         self.look()
-        storage = zip(self._storage, _figures("/proc/self/io", "read_bytes", "write_bytes"), strict=True)
+        storage = zip(
+            self._storage, _figures("/proc/self/io", "read_bytes", "write_bytes"), strict=True
+        )
         read, written = (_known(lambda pair: pair[1] - pair[0], pair) for pair in storage)
         resident, anonymous = (_known(max, samples) for samples in zip(*self._memory, strict=True))
-        cost = StageCost(str(self._stage), round(seconds, 3), round(cpu, 3), read, written, resident, anonymous)
+        cost = StageCost(
+            str(self._stage), round(seconds, 3), round(cpu, 3), read, written, resident, anonymous
+        )
         earlier = self.costs.get(self._stage)  # a stage may come again
         self.costs[self._stage] = cost if earlier is None else total([earlier, cost], self._stage)
 
@@ -254,11 +268,16 @@ def _known(combine: Callable[[list[int]], int], figures: Iterable[Figure]) -> Fi
 def _figures(file: str, *names: str) -> list[Figure]:
     """Bytes that Linux tells of this process under these names, None elsewhere."""
     try:
-        lines = [line.partition(":") for line in Path(file).read_text("utf-8", "replace").splitlines()]
+        lines = [
+            line.partition(":") for line in Path(file).read_text("utf-8", "replace").splitlines()
+        ]
     except OSError:
         return [None] * len(names)
     told = {name: value.split() for name, _, value in lines}
-    return [int(told[name][0]) * (1024 if told[name][-1] == "kB" else 1) if name in told else None for name in names]
+    return [
+        int(told[name][0]) * (1024 if told[name][-1] == "kB" else 1) if name in told else None
+        for name in names
+    ]
 
 
 _collecting = threading.Lock()

@@ -23,9 +23,13 @@ PROCESSES = 2
 
 def main() -> None:
     """Run the given types, or all types without a result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model_types", nargs="*", metavar="TYPE")
-    parser.add_argument("--rows", type=Path, default=ROOT / "architectures.jsonl", help="file of results")
+    parser.add_argument(
+        "--rows", type=Path, default=ROOT / "architectures.jsonl", help="file of results"
+    )
     parser.add_argument("--processes", type=int, default=PROCESSES)
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # the processes of the pool inherit it
@@ -39,12 +43,21 @@ def main() -> None:
     names = [*all_types(), *image_names()]
     wanted = arguments.model_types or [name for name in names if name not in kept]
     with (
-        ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn"), initializer=quiet) as pool,
+        ProcessPoolExecutor(
+            arguments.processes, mp_context=get_context("spawn"), initializer=quiet
+        ) as pool,
         arguments.rows.open("a") as file,
     ):
         for future in as_completed([pool.submit(run_in_time, name) for name in wanted]):
             row = future.result()
-            print(row.model_type, row.result, row.error, f"{row.seconds:g} s", row.reason[:200], flush=True)
+            print(
+                row.model_type,
+                row.result,
+                row.error,
+                f"{row.seconds:g} s",
+                row.reason[:200],
+                flush=True,
+            )
             print(row.to_json(), file=file, flush=True)
             kept[row.model_type] = row
     if not arguments.model_types:

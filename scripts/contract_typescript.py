@@ -47,11 +47,21 @@ def camel(name: str) -> str:
 
 def _tensors(specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     return [
-        {"name": s.name, "dtype": s.dtype, "axes": list(s.axes), "off": s.off, "readOnly": s.read_only} for s in specs
+        {
+            "name": s.name,
+            "dtype": s.dtype,
+            "axes": list(s.axes),
+            "off": s.off,
+            "readOnly": s.read_only,
+        }
+        for s in specs
     ]
 
 
-_NOT_NUMBERS = ("seed", "prompt_lookup_num_tokens")  # a double cannot hold the first; the second changes no token
+_NOT_NUMBERS = (
+    "seed",
+    "prompt_lookup_num_tokens",
+)  # a double cannot hold the first; the second changes no token
 
 
 def _numbers() -> dict[str, Any]:
@@ -78,11 +88,19 @@ def module() -> str:
         "LOGIT_BIAS_INPUTS": contract.LOGIT_BIAS_INPUTS,
         "ALLOWED_TOKENS": (contract.ALLOWED_TOKENS,),
         "STATES": (*contract.SAMPLER_STATES, *contract.FILTER_STATES.values()),
-        "OUTPUTS": (contract.NEXT_IDS, contract.LOGPROBS, *contract.TOP_LOGPROB_OUTPUTS, contract.PROBS),
+        "OUTPUTS": (
+            contract.NEXT_IDS,
+            contract.LOGPROBS,
+            *contract.TOP_LOGPROB_OUTPUTS,
+            contract.PROBS,
+        ),
     }
     tables: dict[str, tuple[str, Any]] = {
         "CONTRACT_VERSION": ("string", contract.CONTRACT_VERSION),
-        "STATUS_NAMES": ("readonly string[]", [name for _, name in sorted(contract.STATUS_NAMES.items())]),
+        "STATUS_NAMES": (
+            "readonly string[]",
+            [name for _, name in sorted(contract.STATUS_NAMES.items())],
+        ),
         "RUNNING": ("number", contract.RUNNING),
         "STOPPED": ("number", contract.STOPPED),
         "INVALID_LOGITS": ("number", contract.INVALID_LOGITS),
@@ -108,7 +126,9 @@ def module() -> str:
             {name: list(refusal.neutral) for name, refusal in sampling_params.UNSUPPORTED.items()},
         ),
     }
-    lines = [f"export const {name}: {kind} = {_json(value)};\n" for name, (kind, value) in tables.items()]
+    lines = [
+        f"export const {name}: {kind} = {_json(value)};\n" for name, (kind, value) in tables.items()
+    ]
     numbers = f"export const NUMBERS = {_json(_numbers())} as const satisfies Record<string, NumberSpec>;\n"
     return "\n".join([HEAD, "".join(lines), numbers])
 
@@ -116,7 +136,11 @@ def module() -> str:
 def _json(value: Any) -> str:
     """One line for each entry of a table."""
     if isinstance(value, dict):
-        return "{\n" + "".join(f"  {json.dumps(k)}: {json.dumps(v)},\n" for k, v in value.items()) + "}"
+        return (
+            "{\n"
+            + "".join(f"  {json.dumps(k)}: {json.dumps(v)},\n" for k, v in value.items())
+            + "}"
+        )
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + "".join(f"  {json.dumps(item)},\n" for item in value) + "]"
     return json.dumps(value)

@@ -41,11 +41,26 @@ from tests.helpers.plain_host import PlainHost  # noqa: E402
 from tests.helpers.reference import philox4x32, philox_uniform, reference_step  # noqa: E402
 from tests.helpers.vectors import FOLDER, Array, Arrays, Case, after, inputs_of, interface_of, start  # noqa: E402
 
-MARGIN: Final = 2.0**-16  # of u from each boundary; of a filter's closest call, as a share of its threshold
+MARGIN: Final = (
+    2.0**-16
+)  # of u from each boundary; of a filter's closest call, as a share of its threshold
 MODEL_MARGIN: Final = 2.0**-13  # the same for logits of a model, which depend on the machine
 MODEL_GAP: Final = 2.0**-6  # between a model's two largest logits
-INT8_GAP: Final = 2.0**-4  # the same over an int8 cache, whose numbers may round to their neighbours
-SEEDS: Final = (0, 1, -1, 2**32 - 1, 2**32, 2**53 - 1, 2**53 + 1, 1234567890123456789, 2**63 - 1, -(2**63))
+INT8_GAP: Final = (
+    2.0**-4
+)  # the same over an int8 cache, whose numbers may round to their neighbours
+SEEDS: Final = (
+    0,
+    1,
+    -1,
+    2**32 - 1,
+    2**32,
+    2**53 - 1,
+    2**53 + 1,
+    1234567890123456789,
+    2**63 - 1,
+    -(2**63),
+)
 POSITIONS: Final = (*range(9), 4095, 131071)
 CHECKPOINT: Final = "qsample/assets/tiny_lm"
 CAPACITY, NEW_TOKENS = 48, 20
@@ -56,7 +71,10 @@ def main() -> None:
     for number, (name, drafts) in enumerate(
         {"adjust": ADJUST, "filters": FILTERS, "wide": WIDE, "recent": RECENT}.items()
     ):
-        write(name, {"cases": [drawn(draft, order, number) for draft in drafts for order in draft.orders]})
+        write(
+            name,
+            {"cases": [drawn(draft, order, number) for draft in drafts for order in draft.orders]},
+        )
     write("noise", noise())
     write("package", package())
     write("waiting", waiting())
@@ -78,13 +96,22 @@ def walk(draft: Draft, order: str, rng: np.random.Generator) -> tuple[Case, bool
     pieces = draft.prompt if isinstance(draft.prompt[0], list) else [draft.prompt]
     face = interface_of(draft.vocab, order)
     parameters = {"temperature": 0.0, **draft.parameters}
-    case: Case = {"name": draft.name, "filter_order": order, "vocab_size": draft.vocab, "capacity": draft.capacity}
+    case: Case = {
+        "name": draft.name,
+        "filter_order": order,
+        "vocab_size": draft.vocab,
+        "capacity": draft.capacity,
+    }
     case |= {"seed": str(draft.seed), "parameters": to_json(parameters), "steps": []}
     state = start(face, [case])
     matters = {name: name in draft.idle for name in draft.parameters if name not in SETTINGS}
     margins, ids = [], [0]
     for step in range(len(pieces) - 1 + draft.steps):
-        logits = np.round(rng.normal(draft.mean, draft.spread, draft.vocab) * draft.digits) / draft.digits + 0.0
+        logits = (
+            np.round(rng.normal(draft.mean, draft.spread, draft.vocab) * draft.digits)
+            / draft.digits
+            + 0.0
+        )
         for token, logit in draft.special.items():
             logits[token] = logit
         emit = step >= len(pieces) - 1
@@ -95,10 +122,17 @@ def walk(draft: Draft, order: str, rng: np.random.Generator) -> tuple[Case, bool
             others = {key: value for key, value in case["parameters"].items() if key != name}
             if name == "logit_bias_ids":
                 del others["logit_bias"]
-            other = reference(logits, inputs_of(face, [{**case, "parameters": others}], [call], state), order)
-            matters[name] |= any(not np.array_equal(out[key], other[key]) for key in ("probs", "status_RetainedState"))
+            other = reference(
+                logits, inputs_of(face, [{**case, "parameters": others}], [call], state), order
+            )
+            matters[name] |= any(
+                not np.array_equal(out[key], other[key])
+                for key in ("probs", "status_RetainedState")
+            )
         margins += [out["margin"][0], out["edge"][0], gap(out["adjusted_logits"][0])]
-        case["steps"].append(call | {"logits": to_json(logits.tolist())} | results(logits, inputs, out))
+        case["steps"].append(
+            call | {"logits": to_json(logits.tolist())} | results(logits, inputs, out)
+        )
         state = after(state, out)
         ids = out["next_ids"][0].tolist()
     case["tokens"] = state["tokens"][0].tolist()
@@ -108,7 +142,9 @@ def walk(draft: Draft, order: str, rng: np.random.Generator) -> tuple[Case, bool
 
 def reference(logits: Array, inputs: Arrays, order: str) -> Arrays:
     with np.errstate(invalid="ignore", over="ignore"):
-        return reference_step(logits[None].astype(np.float32), inputs, pad_token_id=0, filter_order=order)
+        return reference_step(
+            logits[None].astype(np.float32), inputs, pad_token_id=0, filter_order=order
+        )
 
 
 def gap(adjusted: Array) -> float:
@@ -125,13 +161,25 @@ def results(logits: Array, inputs: Arrays, out: Arrays) -> dict[str, Any]:
     if emitted:
         adjusted = out["adjusted_logits"][0]
         changed = np.flatnonzero(adjusted != logits.astype(np.float32))
-        shown |= {"adjusted": {str(i): to_json(float(f"{adjusted[i]:.9g}")) for i in changed}} if changed.size else {}
+        shown |= (
+            {"adjusted": {str(i): to_json(float(f"{adjusted[i]:.9g}")) for i in changed}}
+            if changed.size
+            else {}
+        )
     if emitted and inputs["temperature"][0] > 0:
-        position = min(int(inputs["lengths"][0] + inputs["input_lengths"][0]), inputs["noise"].shape[1] - 1)
-        shown |= {"kept": np.flatnonzero(probs).tolist(), "u": int(inputs["noise"][0, position] * 2**24)}
+        position = min(
+            int(inputs["lengths"][0] + inputs["input_lengths"][0]), inputs["noise"].shape[1] - 1
+        )
+        shown |= {
+            "kept": np.flatnonzero(probs).tolist(),
+            "u": int(inputs["noise"][0, position] * 2**24),
+        }
         if inputs["xtc_probability"][0] > 0:
             shown["xtc_u"] = int(inputs["xtc_noise"][0, position] * 2**24)
-    for state, on in ("mirostat_mu", inputs["mirostat_tau"] > 0), ("adaptive_error", inputs["adaptive_target"] >= 0):
+    for state, on in (
+        ("mirostat_mu", inputs["mirostat_tau"] > 0),
+        ("adaptive_error", inputs["adaptive_target"] >= 0),
+    ):
         if emitted and on[0]:
             shown[state] = float(f"{out[f'{state}_RetainedState'][0]:.7g}")
     return shown
@@ -171,15 +219,25 @@ def waiting() -> dict[str, Any]:
     """Texts of the bundled model over an int8 cache, each written alone; and calls in which all are written."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        portable = AutoModelForCausalLM.from_pretrained(ROOT / CHECKPOINT, include_sampler=False).export(path / "tiny")
-        compile_package(portable.package, path / "cpu", CompileOptions(ctx_len=CAPACITY, kv_cache_dtype="int8"))
+        portable = AutoModelForCausalLM.from_pretrained(
+            ROOT / CHECKPOINT, include_sampler=False
+        ).export(path / "tiny")
+        compile_package(
+            portable.package, path / "cpu", CompileOptions(ctx_len=CAPACITY, kv_cache_dtype="int8")
+        )
         host = PlainHost(path / "cpu")
         rows = [written(host, text, parameters, INT8_GAP) for text, parameters in WAITING]
     steps = 2 * max(len(row["tokens"]) for row in rows)
     calls = [*PIECES, *([1, n % 2, (n + 1) % 2, n % 2] for n in range(steps))]
     compilation = f"qsample compile tiny tiny-cpu --ctx-len {CAPACITY} --kv-cache-dtype int8 --num-speculative-tokens 4"
     commands = {"export": f"qsample export {CHECKPOINT} tiny", "compile": compilation}
-    return {"contract_version": STEPS_VERSION, **commands, "capacity": CAPACITY, "calls": calls, "rows": rows}
+    return {
+        "contract_version": STEPS_VERSION,
+        **commands,
+        "capacity": CAPACITY,
+        "calls": calls,
+        "rows": rows,
+    }
 
 
 def images() -> dict[str, Any]:
@@ -205,14 +263,24 @@ def images() -> dict[str, Any]:
 
 def _ids(piece: Any, placeholder: int, place: int) -> list[int]:
     """An image's placeholders, or as many tokens of text."""
-    return [placeholder] * (piece[0] * piece[1]) if isinstance(piece, tuple) else [10 * place + i for i in range(piece)]
+    return (
+        [placeholder] * (piece[0] * piece[1])
+        if isinstance(piece, tuple)
+        else [10 * place + i for i in range(piece)]
+    )
 
 
-def written(host: PlainHost, text: str, parameters: dict[str, Any], least_gap: float = MODEL_GAP) -> dict[str, Any]:
+def written(
+    host: PlainHost, text: str, parameters: dict[str, Any], least_gap: float = MODEL_GAP
+) -> dict[str, Any]:
     """A row with the first seed for which no decision is close."""
     ids = Tokenizer.from_file(str(ROOT / CHECKPOINT / "tokenizer.json")).encode(text).ids
     stops = {"stop_ids": host.manifest["token_ids"]["eos"], "max_length": len(ids) + NEW_TOKENS}
-    case: Case = {"prompt": text, "prompt_ids": ids, "parameters": {"temperature": 0.0, **stops, **parameters}}
+    case: Case = {
+        "prompt": text,
+        "prompt_ids": ids,
+        "parameters": {"temperature": 0.0, **stops, **parameters},
+    }
     first = 2**53 + 1 if parameters.get("top_p") else 1
     for seed in range(first, first + 1000):
         case["seed"] = str(seed)
@@ -234,7 +302,9 @@ def continuation(host: PlainHost, case: Case, least_gap: float) -> tuple[list[in
         out = reference_step(outputs["logits"], inputs, pad_token_id=0)
         second, first = np.sort(out["adjusted_logits"][0])[-2:]
         greedy = case["parameters"]["temperature"] == 0
-        if min(out["margin"][0], out["edge"][0]) < MODEL_MARGIN or (greedy and first - second < least_gap):
+        if min(out["margin"][0], out["edge"][0]) < MODEL_MARGIN or (
+            greedy and first - second < least_gap
+        ):
             return tokens, 0, False
         state = after(host.after(state, outputs), out)
         ids = out["next_ids"][0].tolist()
@@ -255,12 +325,18 @@ def to_json(value: Any) -> Any:
 
 def write(name: str, content: dict[str, Any]) -> None:
     """Write a file; each element of a list of objects begins a line."""
-    (FOLDER / f"{name}.json").write_text(layout({"contract_version": CONTRACT_VERSION, **content}) + "\n", "utf-8")
+    (FOLDER / f"{name}.json").write_text(
+        layout({"contract_version": CONTRACT_VERSION, **content}) + "\n", "utf-8"
+    )
 
 
 def layout(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)}: {layout(item)}" for name, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(name)}: {layout(item)}" for name, item in value.items())
+            + "}"
+        )
     if isinstance(value, list) and isinstance(value[0] if value else None, dict):
         return "[\n" + ",\n".join(layout(item) for item in value) + "\n]"
     return json.dumps(value, allow_nan=False)

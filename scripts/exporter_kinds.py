@@ -106,7 +106,9 @@ def cell(form: str, python: str, folder: Path) -> str:
             arguments = ["-c", EXPORT, str(checkpoint), str(out), given]
         built = subprocess.run([python, *arguments], capture_output=True, text=True)
         log.write_text(built.stdout + built.stderr)
-    file = next((out / name for name in ("model.onnx", "decode.onnx") if (out / name).exists()), None)
+    file = next(
+        (out / name for name in ("model.onnx", "decode.onnx") if (out / name).exists()), None
+    )
     if file is None:
         print(f"{form}, {folder.name}: {log.read_text().strip().splitlines()[-1]}", file=sys.stderr)
         return "not built"
@@ -149,7 +151,9 @@ def prepare(kind: str, folder: Path) -> None:
 
 def version(exporter: str, python: str) -> str:
     code = f"import importlib.metadata as m; print(m.version({PACKAGES[exporter]!r}))"
-    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def rewritten(page: str, exporters: dict[str, str], cells: dict[tuple[str, str], str]) -> str:
@@ -162,9 +166,15 @@ def rewritten(page: str, exporters: dict[str, str], cells: dict[tuple[str, str],
     """
     block = re.search(re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1]), page, flags=re.DOTALL)
     if block is None:
-        raise SystemExit(f"{PAGE} has no table between {MARKS[0]} and {MARKS[1]}: put these two lines where it belongs")
-    table = [line.strip("| ").split(" | ") for line in block[0].splitlines() if line.startswith("| ")]
-    present = {(row[0], name): text for row in table for name, text in zip(table[0], row, strict=False)}
+        raise SystemExit(
+            f"{PAGE} has no table between {MARKS[0]} and {MARKS[1]}: put these two lines where it belongs"
+        )
+    table = [
+        line.strip("| ").split(" | ") for line in block[0].splitlines() if line.startswith("| ")
+    ]
+    present = {
+        (row[0], name): text for row in table for name, text in zip(table[0], row, strict=False)
+    }
     lines = [f"| exporter | version | {' | '.join(KINDS)} |", "| --- " * (len(KINDS) + 2) + "|"]
     for form, (exporter, _) in FORMS.items():
         stated = exporters.get(exporter) or present.get((form, "version"), "")
@@ -176,8 +186,12 @@ def rewritten(page: str, exporters: dict[str, str], cells: dict[tuple[str, str],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for exporter, package in PACKAGES.items():
-        parser.add_argument(f"--{exporter}", metavar="PYTHON", help=f"the python that has {package}")
-    parser.add_argument("--keep", type=Path, help="a folder for the files; they are built only if they are missing")
+        parser.add_argument(
+            f"--{exporter}", metavar="PYTHON", help=f"the python that has {package}"
+        )
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for the files; they are built only if they are missing"
+    )
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     given = parser.parse_args()
     pythons = {exporter: getattr(given, exporter) for exporter in PACKAGES}
@@ -185,7 +199,9 @@ def main() -> None:
         parser.error("no exporter: give one of --" + ", --".join(PACKAGES))
     if unknown := set(given.kinds) - set(KINDS):
         parser.error(f"unknown kind {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
-    exporters = {exporter: version(exporter, python) for exporter, python in pythons.items() if python}
+    exporters = {
+        exporter: version(exporter, python) for exporter, python in pythons.items() if python
+    }
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

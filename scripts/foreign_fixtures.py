@@ -41,8 +41,18 @@ VOCAB_SIZE = 128
 PROMPTS = [[1, 17, 40, 23, 9], [1, 88, 5], [1, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40]]
 NEW_TOKENS = 24
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 128}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 128,
+}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
 _SCALES = {
     "type": "longrope",
@@ -51,24 +61,44 @@ _SCALES = {
     "long_factor": [1.5 + 0.3 * i for i in range(8)],
     "original_max_position_embeddings": 64,
 }
-LONGROPE = {"max_position_embeddings": 128, "original_max_position_embeddings": 64, "rope_scaling": _SCALES}
+LONGROPE = {
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": _SCALES,
+}
 WINDOW = {"sliding_window": 6}
 GEMMA2 = {**WINDOW, "query_pre_attn_scalar": 16}
 TWO_KINDS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA3 = {**TWO_KINDS, "query_pre_attn_scalar": 16}
-GRANITE = {"attention_multiplier": 0.2, "logits_scaling": 1.5, "residual_multiplier": 0.7, "embedding_multiplier": 2.0}
+GRANITE = {
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.5,
+    "residual_multiplier": 0.7,
+    "embedding_multiplier": 2.0,
+}
 EXPERTS = {"num_experts_per_tok": 2}
 GPT_OSS = {**TWO_KINDS, **EXPERTS, "num_local_experts": 4, "intermediate_size": 16}
 GPT_OSS["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
 QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8}
-QWEN3_NEXT |= {"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, **EXPERTS}
+QWEN3_NEXT |= {
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    **EXPERTS,
+}
 QWEN3_NEXT |= {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
 # name → model type, precision, execution provider, the builder's options, changes of the configuration
 GENAI: dict[str, tuple[str, str, str, dict[str, str], dict[str, Any]]] = {
     "genai_cpu_fp32": ("llama", "fp32", "cpu", {}, {}),
     "genai_cpu_int4": ("llama", "int4", "cpu", {}, {}),
-    "genai_cpu_int4_tied": ("qwen2", "int4", "cpu", {"shared_embeddings": "true"}, {"tie_word_embeddings": True}),
+    "genai_cpu_int4_tied": (
+        "qwen2",
+        "int4",
+        "cpu",
+        {"shared_embeddings": "true"},
+        {"tie_word_embeddings": True},
+    ),
     "genai_cpu_int4_pruned": ("qwen3", "int4", "cpu", {"prune_lm_head": "true"}, {}),
     "genai_cpu_fp32_pruned": ("qwen3", "fp32", "cpu", {"prune_lm_head": "true"}, {}),
     "genai_cpu_mistral": ("mistral", "fp32", "cpu", {}, WINDOW),
@@ -97,7 +127,11 @@ OPTIMUM: dict[str, tuple[str, int, dict[str, Any]]] = {
 MOBIUS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "mobius_cpu_llama": ("llama", ["--ep", "cpu"], {}),
     "mobius_gemma3": ("gemma3_text", [], GEMMA3),
-    "mobius_cpu_gemma3": ("gemma3_text", ["--ep", "cpu"], GEMMA3),  # without its window, which mobius forgets
+    "mobius_cpu_gemma3": (
+        "gemma3_text",
+        ["--ep", "cpu"],
+        GEMMA3,
+    ),  # without its window, which mobius forgets
     "mobius_static_qwen3": ("qwen3", ["--static-cache", "--max-seq-len", "48"], {}),
     "mobius_gpt_oss": ("gpt_oss", ["--ep", "onnx-standard"], GPT_OSS),
     "mobius_qwen3_next": ("qwen3_next", [], QWEN3_NEXT),
@@ -112,14 +146,18 @@ TRANSFORMERS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 }
 
 
-def checkpoint(folder: Path, model_type: str, changes: dict[str, Any], steps: int | None = None) -> Path:
+def checkpoint(
+    folder: Path, model_type: str, changes: dict[str, Any], steps: int | None = None
+) -> Path:
     """A random `model_type` and a tokenizer of single characters. steps: a unit, to which weights are rounded: then
     they take little room; None = not at all."""
     import torch
     from tokenizers import Tokenizer, decoders, models
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    sizes = {name: value for name, value in SIZES.items() if model_type != "phi3" or name != "head_dim"}
+    sizes = {
+        name: value for name, value in SIZES.items() if model_type != "phi3" or name != "head_dim"
+    }
     if model_type == "phi3":
         # The builder takes any matrix with V outputs for the head.
         sizes |= {"hidden_size": 64, "intermediate_size": 48}
@@ -141,7 +179,11 @@ def checkpoint(folder: Path, model_type: str, changes: dict[str, Any], steps: in
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
     ).save_pretrained(folder)
     return folder
 
@@ -150,13 +192,21 @@ def make_genai(name: str, folder: Path) -> None:
     """Write a folder with onnxruntime-genai's builder, with the tokens of its generator if it runs on the CPU."""
     model_type, precision, provider, options, changes = GENAI[name]
     with tempfile.TemporaryDirectory() as scratch:
-        _build_genai(checkpoint(Path(scratch, "model"), model_type, changes), folder, precision, provider, options)
+        _build_genai(
+            checkpoint(Path(scratch, "model"), model_type, changes),
+            folder,
+            precision,
+            provider,
+            options,
+        )
     # Its generator uses a window as the size of the cache; the graph does not.
     if provider == "cpu" and model_type != "mistral":
         (folder / "tokens.json").write_text(json.dumps(_genai_tokens(folder)))
 
 
-def _build_genai(source: Path, folder: Path, precision: str, provider: str, options: dict[str, str]) -> None:
+def _build_genai(
+    source: Path, folder: Path, precision: str, provider: str, options: dict[str, str]
+) -> None:
     import onnxruntime_genai
 
     sys.path.insert(0, str(Path(onnxruntime_genai.__file__).parent / "models"))
@@ -173,7 +223,9 @@ def make_example() -> None:
 
     A file for the CPU would need an attention kernel for heads of 40 numbers, which ONNX Runtime lacks.
     """
-    source, folder = (FIXTURES.parents[2] / name for name in ("qsample/assets/tiny_lm", "examples/tiny_lm_genai"))
+    source, folder = (
+        FIXTURES.parents[2] / name for name in ("qsample/assets/tiny_lm", "examples/tiny_lm_genai")
+    )
     _build_genai(source, folder, "int4", "dml", {"shared_embeddings": "true"})
 
 
@@ -201,10 +253,16 @@ def make_optimum(name: str, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model_type, opset, changes = OPTIMUM[name]
-    given: dict[str, Any] = {"task": "text-generation-with-past", "opset": opset, "do_validation": False}
+    given: dict[str, Any] = {
+        "task": "text-generation-with-past",
+        "opset": opset,
+        "do_validation": False,
+    }
     with tempfile.TemporaryDirectory() as scratch:
         source = checkpoint(Path(scratch), model_type, changes)
-        if name.endswith("_eager"):  # the attention of the model's own code, not scaled_dot_product_attention
+        if name.endswith(
+            "_eager"
+        ):  # the attention of the model's own code, not scaled_dot_product_attention
             model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
             onnx_export_from_model(model, folder, **given)
         else:
@@ -216,7 +274,17 @@ def make_mobius(name: str, folder: Path) -> None:
     model_type, options, changes = MOBIUS[name]
     with tempfile.TemporaryDirectory() as scratch:
         source = checkpoint(Path(scratch), model_type, changes, steps=16)
-        command = [sys.executable, "-m", "mobius", "build", "--config", str(source), str(folder), "--dtype", "f32"]
+        command = [
+            sys.executable,
+            "-m",
+            "mobius",
+            "build",
+            "--config",
+            str(source),
+            str(folder),
+            "--dtype",
+            "f32",
+        ]
         subprocess.run([*command, *options], check=True, capture_output=True)
         (folder / "tokens.json").write_text(json.dumps(_transformers_tokens(source)))
 
@@ -240,7 +308,10 @@ def export_with_transformers(source: str, folder: str, provider: str | None) -> 
     dtype = torch.float16 if provider == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
     mask = [[1, 1, 1, 1, 1], [int(provider is None)] * 2 + [1, 1, 1]]
-    inputs = {"input_ids": torch.tensor([[1, 17, 40, 23, 9], [1, 1, 88, 5, 7]]), "attention_mask": torch.tensor(mask)}
+    inputs = {
+        "input_ids": torch.tensor([[1, 17, 40, 23, 9], [1, 1, 88, 5, 7]]),
+        "attention_mask": torch.tensor(mask),
+    }
     config = OnnxConfig(dynamic=True, ort_fusions=provider)
     exported = OnnxExporter().export_for_generation(model, inputs, config, multi_token_decode=True)
     exported.save_pretrained(folder)
@@ -258,7 +329,9 @@ def _transformers_tokens(source: Path) -> dict[str, Any]:
         tokens = list(prompt)
         while len(tokens) < len(prompt) + NEW_TOKENS:
             with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+                tokens.append(
+                    int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
+                )
         answers.append(tokens[len(prompt) :])
     return {"prompts": PROMPTS, "new_tokens": answers}
 
@@ -278,7 +351,11 @@ def make_layouts(name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         _unpack(LAYOUTS[name], Path(scratch))
         source = Path(scratch) / "model.onnx"
-        shutil.copytree(scratch, folder, ignore=shutil.ignore_patterns("*.onnx*", "genai_config.json", "tokens.json"))
+        shutil.copytree(
+            scratch,
+            folder,
+            ignore=shutil.ignore_patterns("*.onnx*", "genai_config.json", "tokens.json"),
+        )
         target = folder / "onnx"
         target.mkdir()
         model = ir.load(source)
@@ -293,12 +370,20 @@ def make_layouts(name: str, folder: Path) -> None:
     def in_float16(proto: onnx.ModelProto, keep_io_types: bool = False) -> onnx.ModelProto:
         for node in proto.graph.node:  # the model's casts to float32 stay in half precision
             for attribute in node.attribute:
-                if node.op_type == "Cast" and attribute.name == "to" and attribute.i == onnx.TensorProto.FLOAT:
+                if (
+                    node.op_type == "Cast"
+                    and attribute.name == "to"
+                    and attribute.i == onnx.TensorProto.FLOAT
+                ):
                     attribute.i = onnx.TensorProto.FLOAT16
-        return convert_float_to_float16(proto, keep_io_types=keep_io_types, disable_shape_infer=True)
+        return convert_float_to_float16(
+            proto, keep_io_types=keep_io_types, disable_shape_infer=True
+        )
 
     def four_bits(proto: onnx.ModelProto) -> onnx.ModelProto:
-        quantizer = MatMulNBitsQuantizer(proto, block_size=32, is_symmetric=True, accuracy_level=None)
+        quantizer = MatMulNBitsQuantizer(
+            proto, block_size=32, is_symmetric=True, accuracy_level=None
+        )
         quantizer.process()
         return quantizer.model.model
 
@@ -325,12 +410,16 @@ def _keep_num_logits(model: Any) -> None:
 
     graph = model.graph
     head = next(v for v in graph.outputs if v.name == "logits").producer()
-    number = ir.Value(name="num_logits_to_keep", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
+    number = ir.Value(
+        name="num_logits_to_keep", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64)
+    )
     graph.inputs.append(number)
 
     def constant(name: str, numbers: list[int]) -> ir.Value:
         tensor = ir.tensor(np.array(numbers, np.int64), name=name)
-        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
+        value = ir.Value(
+            name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.INT64), const_value=tensor
+        )
         graph.register_initializer(value)
         return value
 

@@ -33,7 +33,10 @@ INTEGERS = (
     ("compressed-tensors", "W8A16, W8A8, channels", 8, 0, False, False, 16),
     ("compressed-tensors", "NVFP4", 8, 16, False, False, 8 - 4 * 16),
     ("compressed-tensors", "MXFP4", 8, 32, False, False, 8 - 4 * 32),
-    *(("MLX", f"{bits} bits, groups of 64", bits, 64, False, True, 32) for bits in (2, 3, 4, 5, 6, 8)),
+    *(
+        ("MLX", f"{bits} bits, groups of 64", bits, 64, False, True, 32)
+        for bits in (2, 3, 4, 5, 6, 8)
+    ),
     ("MLX", "mxfp4", 8, 32, False, False, 8 - 4 * 32),
     ("MLX", "nvfp4", 8, 16, False, False, 8 - 4 * 16),
     ("bitsandbytes", "LLM.int8()", 8, 0, False, False, 32),
@@ -50,7 +53,12 @@ def lines() -> Iterator[tuple[str, str, float, str, float]]:
     for kind in KINDS.values():
         if kind.name not in FLOATS:
             raw = np.zeros((ROWS, INPUTS // kind.size * kind.length), np.uint8)
-            yield ("GGUF", kind.name, 8 * kind.length / kind.size, *in_blocks(unpack(kind.name, raw)))
+            yield (
+                "GGUF",
+                kind.name,
+                8 * kind.length / kind.size,
+                *in_blocks(unpack(kind.name, raw)),
+            )
     for name, kind, bits, group, zero_points, offsets, more in INTEGERS:
         shape = (ROWS, INPUTS // (group or INPUTS))
         weight = IntegerWeight(
@@ -69,7 +77,11 @@ def in_blocks(weight: IntegerWeight) -> tuple[str, float]:
     """The form of a matrix in a package, and its bits a weight."""
     blocks = weight.blocks(torch.float32)
     assert blocks is not None
-    parts = [name for name in ("zero points", "offsets") if getattr(blocks, name.replace(" ", "_")) is not None]
+    parts = [
+        name
+        for name in ("zero points", "offsets")
+        if getattr(blocks, name.replace(" ", "_")) is not None
+    ]
     form = ", ".join([f"{blocks.bits} bits, blocks of {blocks.block_size}", *parts])
     return form, 8 * blocks.nbytes / weight.levels.size
 
@@ -77,7 +89,10 @@ def in_blocks(weight: IntegerWeight) -> tuple[str, float]:
 def table() -> str:
     """Markdown."""
     rows = [("file", "type", "bits a weight", "in a package", "bits a weight"), ("---",) * 5]
-    rows += [(name, kind, f"{stored:.2f}", form, f"{held:.2f}") for name, kind, stored, form, held in lines()]
+    rows += [
+        (name, kind, f"{stored:.2f}", form, f"{held:.2f}")
+        for name, kind, stored, form, held in lines()
+    ]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -85,7 +100,9 @@ def main() -> None:
     text = PAGE.read_text("utf-8")
     fresh = BLOCK.sub(lambda found: found[1] + table() + found[3], text)
     if "--check" in sys.argv[1:]:
-        raise SystemExit(0 if fresh == text else f"{PAGE} is out of date: run python scripts/formats_table.py")
+        raise SystemExit(
+            0 if fresh == text else f"{PAGE} is out of date: run python scripts/formats_table.py"
+        )
     PAGE.write_text(fresh, "utf-8")
 
 

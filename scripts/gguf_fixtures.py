@@ -61,7 +61,9 @@ class LlamaCpp:
     def encode(self, text: str) -> list[int]:
         content = text.encode()
         ids = (llama_cpp.llama_token * (len(content) + 8))()
-        count = llama_cpp.llama_tokenize(self._vocab, content, len(content), ids, len(ids), True, True)
+        count = llama_cpp.llama_tokenize(
+            self._vocab, content, len(content), ids, len(ids), True, True
+        )
         return list(ids[:count])
 
     def stops(self) -> list[int]:
@@ -92,12 +94,16 @@ def learned() -> dict[str, list[str]]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, max_token_length=12, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, initial_alphabet=alphabet, max_token_length=12, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     merges = [" ".join(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([line for text in texts for line in text.splitlines() if "\0" not in line]),
+        sentence_iterator=iter(
+            [line for text in texts for line in text.splitlines() if "\0" not in line]
+        ),
         model_writer=model,
         model_type="bpe",
         vocab_size=1400,
@@ -110,7 +116,11 @@ def learned() -> dict[str, list[str]]:
         minloglevel=2,
     )
     read = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    normal = [i for i in range(read.vocab_size()) if not (read.is_byte(i) or read.is_control(i) or read.is_unknown(i))]
+    normal = [
+        i
+        for i in range(read.vocab_size())
+        if not (read.is_byte(i) or read.is_control(i) or read.is_unknown(i))
+    ]
     assert [read.get_score(i) for i in normal] == [-float(i) for i in range(len(normal))]
     merges = [merge for merge in merges if merge.replace(" ", "") != vocabularies.WHOLE]
     return {"merges": merges, "pieces": [read.id_to_piece(i) for i in normal]}
@@ -126,7 +136,9 @@ def tokenizers(folder: Path) -> None:
 
     for first, others in vocabularies.PRE.items():
         values = vocabularies.metadata(first, found)
-        results = [tokens({**values, "tokenizer.ggml.pre": name}) for name in (first, *others.split())]
+        results = [
+            tokens({**values, "tokenizer.ggml.pre": name}) for name in (first, *others.split())
+        ]
         assert all(result == results[0] for result in results), first
     cases = {}
     for case in vocabularies.CASES:
@@ -135,7 +147,12 @@ def tokenizers(folder: Path) -> None:
     for texts_, named in vocabularies.STOPS:
         llama = LlamaCpp(write(folder / "stops.gguf", vocabularies.stop_metadata(texts_, named)))
         stops.append(llama.stops())
-    content = {"llama_cpp_python": version("llama-cpp-python"), **found, "cases": cases, "stops": stops}
+    content = {
+        "llama_cpp_python": version("llama-cpp-python"),
+        **found,
+        "cases": cases,
+        "stops": stops,
+    }
     vocabularies.FIXTURE.write_text(json.dumps(content, indent=0, ensure_ascii=False) + "\n")
 
 
@@ -154,13 +171,16 @@ def logits(folder: Path) -> None:
 
     path = folder / "model.gguf"
     models_ = {
-        name: recorded(gguf_files.write_gguf(path, gguf_files.settled_model(name))) for name in gguf_files.MODELS
+        name: recorded(gguf_files.write_gguf(path, gguf_files.settled_model(name)))
+        for name in gguf_files.MODELS
     }
     gguf_files.write_gguf(path, gguf_files.settled_model("llama, of Mistral", **gguf_files.NARROW))
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, 1
     quantized = gguf_files.QUANTIZED
-    assert not llama_cpp.llama_model_quantize(str(path).encode(), str(quantized).encode(), ctypes.byref(options))
+    assert not llama_cpp.llama_model_quantize(
+        str(path).encode(), str(quantized).encode(), ctypes.byref(options)
+    )
     models_[quantized.name] = recorded(quantized)
     content = {"llama_cpp_python": version("llama-cpp-python"), "models": models_}
     gguf_files.RECORDED.write_text(json.dumps(content, indent=0) + "\n")
@@ -170,7 +190,9 @@ def compare(path: Path) -> None:
     """Print the texts whose tokens differ, and the stop tokens."""
     file, llama = read_gguf(path), LlamaCpp(path)
     tokenizer = tokenizer_of(file)
-    print(f"{path}: {len(tokenizer)} tokens, qsample stops at {sorted(stop_ids(file))}, llama.cpp at {llama.stops()}")
+    print(
+        f"{path}: {len(tokenizer)} tokens, qsample stops at {sorted(stop_ids(file))}, llama.cpp at {llama.stops()}"
+    )
     for group, texts in vocabularies.texts().items():
         for text in texts:
             theirs, ours = llama.encode(text), tokenizer.encode(text)

@@ -25,7 +25,16 @@ from qsample.images.families import FAMILIES, Family  # noqa: E402
 from tests.helpers.tiny_vlms import config_of, processor_of  # noqa: E402
 
 FILE: Final = ROOT / "docs" / "vectors" / "pixels.json"
-TYPES: Final = ("llava", "qwen2_vl", "glm4v", "gemma4", "smolvlm", "aya_vision", "llava_next", "mistral3")
+TYPES: Final = (
+    "llava",
+    "qwen2_vl",
+    "glm4v",
+    "gemma4",
+    "smolvlm",
+    "aya_vision",
+    "llava_next",
+    "mistral3",
+)
 SIZES: Final = ((64, 48), (30, 99), (12, 12))
 
 
@@ -51,8 +60,13 @@ def vectors(processor: Any, config: Any) -> dict[str, Any]:
         layout = family.layout(width, height)
         values, grid = family.pixels(picture(width, height), layout)
         theirs = inputs["pixel_values"]
-        theirs = np.asarray(theirs if hasattr(theirs, "shape") else [np.asarray(each) for each in theirs], np.float32)
-        values = theirs.reshape(-1, *values.shape[1:])[: len(values)]  # without the padding of a batch
+        theirs = np.asarray(
+            theirs if hasattr(theirs, "shape") else [np.asarray(each) for each in theirs],
+            np.float32,
+        )
+        values = theirs.reshape(-1, *values.shape[1:])[
+            : len(values)
+        ]  # without the padding of a batch
         cases.append(
             {
                 "width": width,

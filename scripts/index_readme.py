@@ -27,7 +27,9 @@ class IndexReadme(MetadataHookInterface):
         root = Path(self.root)
         source = metadata.get("urls", {}).get("Source")
         version = re.search(
-            r'^__version__ = "(.+)"', (root / "qsample" / "__init__.py").read_text("utf-8"), re.MULTILINE
+            r'^__version__ = "(.+)"',
+            (root / "qsample" / "__init__.py").read_text("utf-8"),
+            re.MULTILINE,
         )
         assert version is not None
         address = source and f"{source}/blob/v{version[1]}"

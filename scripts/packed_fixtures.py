@@ -39,8 +39,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "packed"
 PROMPTS = [[1, 17, 40, 23, 9], [1, 88, 5], [1, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40]]
 NEW_TOKENS = 16
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 128}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -59,7 +69,9 @@ def main() -> None:
 
 def random_model(model_type: str, **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **options))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **SIZES, **options)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -75,10 +87,14 @@ def write_expected(folder: Path, model: PreTrainedModel, weights: Mapping[str, T
             model.get_parameter(name).copy_(weight)
     tokens = []
     for prompt in PROMPTS:
-        ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+        )
         tokens.append(ids[0, len(prompt) :].tolist())
     sums = {name: sha256(weight) for name, weight in weights.items()}
-    (folder / "expected.json").write_text(json.dumps({"prompts": PROMPTS, "tokens": tokens, "sha256": sums}, indent=1))
+    (folder / "expected.json").write_text(
+        json.dumps({"prompts": PROMPTS, "tokens": tokens, "sha256": sums}, indent=1)
+    )
 
 
 def sha256(weight: Tensor) -> str:
@@ -89,14 +105,22 @@ def sha256(weight: Tensor) -> str:
 # Projections of the two layers → arguments of compressed-tensors' QuantizationArgs, inputs in the same order.
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 INTEGERS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
-    "0.self_attn.q_proj": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}, None),
+    "0.self_attn.q_proj": (
+        "pack-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": 32},
+        None,
+    ),
     "0.self_attn.k_proj": (
         "pack-quantized",
         {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
         None,
     ),
     "0.self_attn.v_proj": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}, None),
-    "0.self_attn.o_proj": ("pack-quantized", {"num_bits": 4, "strategy": "channel", "symmetric": False}, None),
+    "0.self_attn.o_proj": (
+        "pack-quantized",
+        {"num_bits": 4, "strategy": "channel", "symmetric": False},
+        None,
+    ),
     "0.mlp.gate_proj": ("int-quantized", {"num_bits": 8, "strategy": "channel"}, INT8),
     "0.mlp.up_proj": (
         "int-quantized",
@@ -121,14 +145,28 @@ FLOATS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     ),
     "1.self_attn.k_proj": (
         "mxfp4-pack-quantized",
-        _FP4 | {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8, "zp_dtype": torch.uint8},
+        _FP4
+        | {
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": torch.uint8,
+            "zp_dtype": torch.uint8,
+        },
         None,
     ),
     "1.self_attn.v_proj": ("float-quantized", _FP8 | {"strategy": "tensor"}, None),
     "1.self_attn.o_proj": ("float-quantized", _FP8 | {"strategy": "channel"}, None),
-    "1.mlp.gate_proj": ("float-quantized", _FP8 | {"strategy": "block", "block_structure": [24, 32]}, None),
+    "1.mlp.gate_proj": (
+        "float-quantized",
+        _FP8 | {"strategy": "block", "block_structure": [24, 32]},
+        None,
+    ),
     "1.mlp.up_proj": ("int-quantized", {"num_bits": 8, "strategy": "tensor"}, INT8),
-    "1.mlp.down_proj": ("pack-quantized", {"num_bits": 2, "strategy": "group", "group_size": 32}, None),
+    "1.mlp.down_proj": (
+        "pack-quantized",
+        {"num_bits": 2, "strategy": "group", "group_size": 32},
+        None,
+    ),
 }
 
 
@@ -156,7 +194,11 @@ def make_compressed_tensors(folder: Path) -> None:
             format=kind,
         )
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "quantization_scheme")
+    }
     for module in layers.values():
         args, weight = module.quantization_scheme.weights, module.weight.data.float()
         step = None
@@ -182,13 +224,22 @@ def make_compressed_tensors(folder: Path) -> None:
     for name, module in layers.items():
         scheme = module.quantization_scheme
         state, kind = module.state_dict(), BaseCompressor.get_value_from_registry(scheme.format)
-        if scheme.weights.num_bits == 4 and scheme.weights.type == "float":  # its own result is bfloat16
-            scale, packed = kind._decompress_scale(state["weight_scale"], torch.float32), state["weight_packed"]
+        if (
+            scheme.weights.num_bits == 4 and scheme.weights.type == "float"
+        ):  # its own result is bfloat16
+            scale, packed = (
+                kind._decompress_scale(state["weight_scale"], torch.float32),
+                state["weight_packed"],
+            )
             numbers = unpack_fp4_from_uint8(packed, len(packed), packed.shape[1] * 2, torch.float32)
             step = state.get("weight_global_scale")
-            weights[f"{name}.weight"] = dequantize(numbers, scale, args=scheme.weights, global_scale=step)
+            weights[f"{name}.weight"] = dequantize(
+                numbers, scale, args=scheme.weights, global_scale=step
+            )
         else:
-            state["weight_scale"] = state["weight_scale"].float()  # the library's result has the dtype of the scales
+            state["weight_scale"] = state[
+                "weight_scale"
+            ].float()  # the library's result has the dtype of the scales
             weights[f"{name}.weight"] = kind.decompress(state, scheme)["weight"]
     model.save_pretrained(folder)
     compressor.update_config(folder)
@@ -205,7 +256,9 @@ def make_actorder(folder: Path) -> None:
     torch.manual_seed(0)
     stored, sums = {}, {}
     for name, symmetric in (("symmetric", True), ("asymmetric", False)):
-        args = QuantizationArgs(num_bits=4, strategy="group", group_size=32, symmetric=symmetric, actorder="group")
+        args = QuantizationArgs(
+            num_bits=4, strategy="group", group_size=32, symmetric=symmetric, actorder="group"
+        )
         weight = torch.randn(48, 128) * 0.1
         g_idx = torch.arange(128)[torch.randperm(128)] // 32
         by_group = weight[:, torch.argsort(g_idx, stable=True)].reshape(48, -1, 32)
@@ -213,7 +266,9 @@ def make_actorder(folder: Path) -> None:
         g_idx, compressor = g_idx.to(torch.int32), PackedQuantizationCompressor()
         options = {"zero_point": zero_point, "g_idx": g_idx}
         parts = compressor.compress_weight(weight, scale, args, **options) | {"weight_scale": scale}
-        sums[name] = dequantize(quantize(weight, scale, args=args, dtype=torch.int8, **options), scale, **options)
+        sums[name] = dequantize(
+            quantize(weight, scale, args=args, dtype=torch.int8, **options), scale, **options
+        )
         parts["weight_g_idx"] = g_idx
         if symmetric:
             parts.pop("weight_zero_point", None)
@@ -247,10 +302,16 @@ def make_mlx(folder: Path) -> None:
 
     random_model("qwen3", tie_word_embeddings=True).save_pretrained(folder / "float")
     loaded, config = load_model(folder / "float")
-    choice = {name: {"mode": "affine"} | options for name, options in MLX.items()} | {MLX_FLOAT: False}
-    loaded, config = quantize_model(loaded, config, 32, 4, quant_predicate=lambda path, module: choice.get(path, True))
+    choice = {name: {"mode": "affine"} | options for name, options in MLX.items()} | {
+        MLX_FLOAT: False
+    }
+    loaded, config = quantize_model(
+        loaded, config, 32, 4, quant_predicate=lambda path, module: choice.get(path, True)
+    )
     weights = {}
-    for name, module in mlx.utils.tree_flatten(loaded.leaf_modules(), is_leaf=lambda leaf: hasattr(leaf, "weight")):
+    for name, module in mlx.utils.tree_flatten(
+        loaded.leaf_modules(), is_leaf=lambda leaf: hasattr(leaf, "weight")
+    ):
         if "scales" not in module:
             continue
         parts = {"scales": module.scales, "biases": module.get("biases")}
@@ -271,12 +332,16 @@ def make_bitsandbytes(folder: Path) -> None:
 
     random_model("llama").save_pretrained(folder / "float")
     options = BitsAndBytesConfig(load_in_8bit=True)
-    model = AutoModelForCausalLM.from_pretrained(folder / "float", quantization_config=options, device_map="cpu")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "float", quantization_config=options, device_map="cpu"
+    )
     model.save_pretrained(folder)
     weights = {}
     for name, module in model.named_modules():
         if type(module).__name__ == "Linear8bitLt":
-            weights[f"{name}.weight"] = int8_vectorwise_dequant(module.weight.CB, module.weight.SCB.float())
+            weights[f"{name}.weight"] = int8_vectorwise_dequant(
+                module.weight.CB, module.weight.SCB.float()
+            )
     finish(folder, weights)
     # It multiplies by SCB first, and by 1 / 127 then: no scale of float32 gives every last bit.
     expected = json.loads((folder / "expected.json").read_text()) | {"sha256": {}}
@@ -291,7 +356,9 @@ def make_bitsandbytes_nf4(folder: Path) -> None:
     from transformers import BitsAndBytesConfig
 
     random_model("llama").save_pretrained(folder / "float")
-    options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    options = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
     model = AutoModelForCausalLM.from_pretrained(
         folder / "float", quantization_config=options, device_map="cpu", dtype=torch.float32
     )
@@ -299,7 +366,9 @@ def make_bitsandbytes_nf4(folder: Path) -> None:
     weights = {}
     for name, module in model.named_modules():
         if type(module).__name__ == "Linear4bit":
-            weights[f"{name}.weight"] = dequantize_4bit(module.weight.data, module.weight.quant_state)
+            weights[f"{name}.weight"] = dequantize_4bit(
+                module.weight.data, module.weight.quant_state
+            )
     finish(folder, weights)
 
 
@@ -308,7 +377,12 @@ def finish(folder: Path, weights: Mapping[str, Tensor]) -> None:
     write_expected(folder, AutoModelForCausalLM.from_pretrained(folder / "float"), weights)
     shutil.rmtree(folder / "float")
     for path in folder.iterdir():
-        if path.name not in ("config.json", "generation_config.json", "expected.json", "model.safetensors"):
+        if path.name not in (
+            "config.json",
+            "generation_config.json",
+            "expected.json",
+            "model.safetensors",
+        ):
             path.unlink()
     assert load_file(folder / "model.safetensors")
 

@@ -75,10 +75,14 @@ def blocks(page: str) -> list[Block]:
     for match in _BLOCK.finditer(page):
         code, setup = match["code"], match["note"] if match["kind"] == "setup" else ""
         if match["language"] == "bash":
-            code = "".join(f"{line}\n" for line in map(_without_installation, code.splitlines()) if line)
+            code = "".join(
+                f"{line}\n" for line in map(_without_installation, code.splitlines()) if line
+            )
         elif setup:
             code = f"{before if setup == 'continues' else setup}\n{code}"
-        reason = match["note"] if match["kind"] == "not run" else "" if code.strip() else "it installs"
+        reason = (
+            match["note"] if match["kind"] == "not run" else "" if code.strip() else "it installs"
+        )
         line = page.count("\n", 0, match.start("language")) + 1
         shown, figures = match["shown"] or "", match["kind"] != "figures"
         found.append(Block(line, match["language"], code, match["form"], shown, reason, figures))
@@ -96,7 +100,11 @@ class Folder:
 
     def __init__(self, path: Path, given: Path | None = None) -> None:
         self._path = path
-        for entry in (ROOT / "qsample", ROOT / "examples", *(given.iterdir() if given is not None else ())):
+        for entry in (
+            ROOT / "qsample",
+            ROOT / "examples",
+            *(given.iterdir() if given is not None else ()),
+        ):
             (path / entry.name).symlink_to(entry)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -104,15 +112,26 @@ class Folder:
 
     def run(self, block: Block) -> str:
         """What a block prints; RuntimeError if it fails."""
-        for names in _WRITES.findall(block.code):  # it makes anew what the block before made, or what is given
+        for names in _WRITES.findall(
+            block.code
+        ):  # it makes anew what the block before made, or what is given
             written = self._path / next(filter(None, names))
             if written.is_symlink():
                 written.unlink()
             else:
                 shutil.rmtree(written, ignore_errors=True)
         code = block.code.replace("localhost:8000", f"localhost:{self._port}")
-        command = [sys.executable, "-c", code] if block.language == "python" else ["bash", "-c", _SHELL + code]
-        variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
+        command = (
+            [sys.executable, "-c", code]
+            if block.language == "python"
+            else ["bash", "-c", _SHELL + code]
+        )
+        variables = {
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "COLUMNS": "100",
+            "HF_HUB_OFFLINE": "1",
+        }
         variables |= {"PORT": str(self._port), "QSAMPLE_CACHE": str(self._path / "cache")}
         done = subprocess.run(
             command,
@@ -157,8 +176,14 @@ def main() -> None:
     text = page.read_text("utf-8")
     with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
         for block in blocks(text):
-            if not block.reason and (output := folder.run(block)) and not is_as_shown(block, output):
-                text = text.replace(f"```{block.form}\n{block.shown}```", f"```{block.form}\n{output}```")
+            if (
+                not block.reason
+                and (output := folder.run(block))
+                and not is_as_shown(block, output)
+            ):
+                text = text.replace(
+                    f"```{block.form}\n{block.shown}```", f"```{block.form}\n{output}```"
+                )
     page.write_text(text, "utf-8")
 
 

@@ -39,9 +39,13 @@ SWAPS: Final[dict[type[ast.AST], type[ast.AST]]] = {
     ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
 }  # fmt: skip
-SILENT: Final = re.compile(r"warn|^(?:debug|info|TypeVar|cast|print)$")  # calls that only speak, or only type
+SILENT: Final = re.compile(
+    r"warn|^(?:debug|info|TypeVar|cast|print)$"
+)  # calls that only speak, or only type
 MEMORY: Final = 8 << 30  # bytes of a test process: a bug may allocate without end
-Change = tuple[ast.AST, ast.AST | None]  # a node, and its replacement; None for a statement that is left out
+Change = tuple[
+    ast.AST, ast.AST | None
+]  # a node, and its replacement; None for a statement that is left out
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ class Plant:
     after: str
 
     def __str__(self) -> str:
-        lines = difflib.unified_diff(self.before.splitlines(), self.after.splitlines(), n=0, lineterm="")
+        lines = difflib.unified_diff(
+            self.before.splitlines(), self.after.splitlines(), n=0, lineterm=""
+        )
         return "\n    ".join([f"{self.module}:{self.line} in {self.function}", *list(lines)[3:]])
 
 
@@ -114,7 +120,9 @@ def _changes(node: Any) -> Iterator[Change]:
             yield node, None
         case ast.AugAssign():
             yield node, None
-            yield from ((node, _with(node, op=SWAPS[kind]())) for kind in [type(node.op)] if kind in SWAPS)
+            yield from (
+                (node, _with(node, op=SWAPS[kind]())) for kind in [type(node.op)] if kind in SWAPS
+            )
         case ast.Return(value=ast.expr()) if ast.unparse(node.value) != "None":
             yield node, ast.Return(ast.Constant(None))
         case ast.If() | ast.While() | ast.IfExp():
@@ -123,18 +131,28 @@ def _changes(node: Any) -> Iterator[Change]:
             yield from ((test, ast.Constant(True)) for test in node.ifs)
         case ast.Compare():
             for index, operator in enumerate(node.ops):
-                yield node, _with(node, ops=[*node.ops[:index], SWAPS[type(operator)](), *node.ops[index + 1 :]])
+                yield (
+                    node,
+                    _with(
+                        node,
+                        ops=[*node.ops[:index], SWAPS[type(operator)](), *node.ops[index + 1 :]],
+                    ),
+                )
         case ast.BinOp() if type(node.op) in SWAPS:
             yield node, _with(node, op=SWAPS[type(node.op)]())
         case ast.BoolOp():
             yield node, _with(node, op=SWAPS[type(node.op)]())
-            yield from ((value, ast.Constant(isinstance(node.op, ast.And))) for value in node.values)
+            yield from (
+                (value, ast.Constant(isinstance(node.op, ast.And))) for value in node.values
+            )
         case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.Invert()):
             yield node, node.operand
         case ast.Constant(value=bool() as value):
             yield node, ast.Constant(not value)
         case ast.Constant(value=int() as value):
-            yield from ((node, ast.Constant(other)) for other in ((value + 1, value - 1) if value else (1,)))
+            yield from (
+                (node, ast.Constant(other)) for other in ((value + 1, value - 1) if value else (1,))
+            )
         case ast.Constant(value=float() as value):
             yield node, ast.Constant(2 * value or 1.0)
         case ast.Constant(value=str() as value) if not re.search(r"\s", value):
@@ -147,11 +165,19 @@ def _changes(node: Any) -> Iterator[Change]:
         case ast.Call():
             for index, keyword in enumerate(node.keywords):
                 if keyword.arg is not None:
-                    yield node, _with(node, keywords=node.keywords[:index] + node.keywords[index + 1 :])
+                    yield (
+                        node,
+                        _with(node, keywords=node.keywords[:index] + node.keywords[index + 1 :]),
+                    )
             if ast.unparse(node.func) not in ("min", "max"):
                 for index, (one, two) in enumerate(zip(node.args, node.args[1:], strict=False)):
                     if not isinstance(one, ast.Starred) and not isinstance(two, ast.Starred):
-                        yield node, _with(node, args=[*node.args[:index], two, one, *node.args[index + 2 :]])
+                        yield (
+                            node,
+                            _with(
+                                node, args=[*node.args[:index], two, one, *node.args[index + 2 :]]
+                            ),
+                        )
 
 
 def _with(node: Any, **fields: Any) -> ast.AST:
@@ -165,9 +191,13 @@ def tests_of(root: Path, module: str) -> list[str]:
     """The namesake tests of a module, or the tests of its folder if it has none."""
     _, *folders, name = Path(module).with_suffix("").parts
     folder = root.joinpath("tests", *folders)
-    found = [*folder.glob(f"test_{name}.py"), *folder.glob(f"test_{name}_*.py")] or [*folder.glob("test_*.py")]
+    found = [*folder.glob(f"test_{name}.py"), *folder.glob(f"test_{name}_*.py")] or [
+        *folder.glob("test_*.py")
+    ]
     if not found:
-        raise SystemExit(f"{module} has no tests: neither {folder}/test_{name}.py nor any test_*.py in that folder.")
+        raise SystemExit(
+            f"{module} has no tests: neither {folder}/test_{name}.py nor any test_*.py in that folder."
+        )
     return sorted(str(path.relative_to(root)) for path in found)
 
 
@@ -180,7 +210,9 @@ def git(root: Path, *arguments: str) -> list[str]:
 
 def copy_tree(root: Path, folder: Path) -> None:
     """The files of git's working tree, with new files that are not ignored; links stay links."""
-    for name in git(root, "-c", "core.quotePath=false", "ls-files", "--cached", "--others", "--exclude-standard"):
+    for name in git(
+        root, "-c", "core.quotePath=false", "ls-files", "--cached", "--others", "--exclude-standard"
+    ):
         if (root / name).is_symlink() or (root / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, folder / name, follow_symlinks=False)
@@ -192,9 +224,24 @@ def run_tests(tree: Path, tests: list[str], limit: float | None = None) -> tuple
     home = tree.parent / "home"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
-    environment = {**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home), "TMPDIR": str(home)}
+    environment = {
+        **os.environ,
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home),
+        "TMPDIR": str(home),
+    }
     environment |= {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-xq",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        *tests,
+    ]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
             command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -212,10 +259,18 @@ def run_tests(tree: Path, tests: list[str], limit: float | None = None) -> tuple
         return status, output.read()[-4000:]
 
 
-def try_area(root: Path, tree: Path, area: str, modules: list[str], arguments: argparse.Namespace) -> int:
+def try_area(
+    root: Path, tree: Path, area: str, modules: list[str], arguments: argparse.Namespace
+) -> int:
     """Plant bugs in the modules of an area, and print and count those that were missed."""
-    possible = [plant for module in modules for plant in plants_of(module, (root / module).read_text("utf-8"))]
-    chosen = random.Random(f"{arguments.seed} {area}").sample(possible, min(arguments.number, len(possible)))
+    possible = [
+        plant
+        for module in modules
+        for plant in plants_of(module, (root / module).read_text("utf-8"))
+    ]
+    chosen = random.Random(f"{arguments.seed} {area}").sample(
+        possible, min(arguments.number, len(possible))
+    )
     started, missed, limits = time.monotonic(), 0, dict[str, float]()
     for plant in sorted(chosen, key=lambda plant: (plant.module, plant.line)):
         tests, path = tests_of(tree, plant.module), tree / plant.module
@@ -237,20 +292,29 @@ def try_area(root: Path, tree: Path, area: str, modules: list[str], arguments: a
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", nargs="*", help="modules, or folders of modules")
-    parser.add_argument("--changed", nargs="?", const="HEAD", metavar="REVISION", help="modules that differ from it")
+    parser.add_argument(
+        "--changed", nargs="?", const="HEAD", metavar="REVISION", help="modules that differ from it"
+    )
     parser.add_argument("--number", type=int, default=20, help="bugs for each path (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of bugs (0)")
     arguments = parser.parse_args()
     root = Path(git(Path.cwd(), "rev-parse", "--show-toplevel")[0])
     paths = [os.path.relpath(path, root) for path in arguments.paths]
     if arguments.changed:
-        changed = git(root, "diff", "--name-only", "--diff-filter=d", arguments.changed, "--", "qsample")
+        changed = git(
+            root, "diff", "--name-only", "--diff-filter=d", arguments.changed, "--", "qsample"
+        )
         new = git(root, "ls-files", "--others", "--exclude-standard", "--", "qsample")
         paths += sorted(name for name in {*changed, *new} if name.endswith(".py"))
     if not paths:
-        parser.error("name a module or a folder, or give --changed" + "; nothing has changed" * bool(arguments.changed))
+        parser.error(
+            "name a module or a folder, or give --changed"
+            + "; nothing has changed" * bool(arguments.changed)
+        )
     missed = 0
     with tempfile.TemporaryDirectory(prefix="plants-") as folder:
         tree = Path(folder).resolve() / "tree"
@@ -259,7 +323,9 @@ def main() -> None:
             files = sorted((root / path).rglob("*.py")) if (root / path).is_dir() else [root / path]
             if not all(file.is_file() for file in files):
                 parser.error(f"{path} is neither a module nor a folder of modules")
-            missed += try_area(root, tree, path, [str(file.relative_to(root)) for file in files], arguments)
+            missed += try_area(
+                root, tree, path, [str(file.relative_to(root)) for file in files], arguments
+            )
     sys.exit(1 if missed else 0)
 
 

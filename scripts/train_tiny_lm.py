@@ -64,9 +64,18 @@ class Recipe:
 def kjv_documents() -> list[str]:
     """Return a document per chapter: a line such as `Genesis 1`, then a verse per line."""
     if shutil.which("bible") is None:
-        raise SystemExit("error: no `bible` program: run `apt-get install bible-kjv`, or name a text with --text FILE")
-    command = ["bible", "-l", "100000", "Gen1:1-Rev22:21"]  # so wide that no verse is broken into lines
-    printed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8").stdout
+        raise SystemExit(
+            "error: no `bible` program: run `apt-get install bible-kjv`, or name a text with --text FILE"
+        )
+    command = [
+        "bible",
+        "-l",
+        "100000",
+        "Gen1:1-Rev22:21",
+    ]  # so wide that no verse is broken into lines
+    printed = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8"
+    ).stdout
     chapters: list[list[str]] = []
     for line in filter(str.strip, printed.splitlines()):
         if line.startswith(" ") and chapters:
@@ -90,7 +99,9 @@ def text_documents(path: Path, size: int = 4000) -> list[str]:
             documents.append("")
         documents[-1] += line
     if len(documents) < 2:
-        raise SystemExit(f"error: {path} is empty or too short: more than {size} characters in lines are needed")
+        raise SystemExit(
+            f"error: {path} is empty or too short: more than {size} characters in lines are needed"
+        )
     return documents
 
 
@@ -110,7 +121,10 @@ def train_tokenizer(documents: Sequence[str]) -> PreTrainedTokenizerFast:
     core.train_from_iterator(
         documents,
         trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE, special_tokens=[BOS, EOS, PAD], initial_alphabet=alphabet, show_progress=False
+            vocab_size=VOCAB_SIZE,
+            special_tokens=[BOS, EOS, PAD],
+            initial_alphabet=alphabet,
+            show_progress=False,
         ),
     )
     core.post_processor = processors.TemplateProcessing(
@@ -136,10 +150,16 @@ class Stream:
 
     @classmethod
     def of(cls, documents: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> "Stream":
-        rows = tokenizer(list(documents), verbose=False)["input_ids"]  # verbose: each is longer than CONTEXT
+        rows = tokenizer(list(documents), verbose=False)[
+            "input_ids"
+        ]  # verbose: each is longer than CONTEXT
         ids = torch.tensor([token for row in rows for token in (*row, tokenizer.eos_token_id)])
-        breaks = torch.tensor([index for token, index in tokenizer.get_vocab().items() if token.endswith("Ċ")])
-        begins = torch.cat([torch.tensor([True]), torch.isin(ids, breaks)[:-1]]) & (ids != tokenizer.eos_token_id)
+        breaks = torch.tensor(
+            [index for token, index in tokenizer.get_vocab().items() if token.endswith("Ċ")]
+        )
+        begins = torch.cat([torch.tensor([True]), torch.isin(ids, breaks)[:-1]]) & (
+            ids != tokenizer.eos_token_id
+        )
         return cls(ids, (begins | (ids == tokenizer.bos_token_id)).nonzero().flatten())
 
     def batches(self, batch: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
@@ -162,9 +182,13 @@ class Stream:
         return torch.cat([self.ids[:1], self.ids[first : first + CONTEXT]])
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int = 160, intermediate: int = 384) -> LlamaForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, hidden: int = 160, intermediate: int = 384
+) -> LlamaForCausalLM:
     """Return an untrained Llama; the default widths have 1,373,600 parameters, which float16 keeps below 3 MB."""
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    special = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
@@ -182,7 +206,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int = 160, intermedi
     return model
 
 
-def loss_of(model: LlamaForCausalLM, windows: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+def loss_of(
+    model: LlamaForCausalLM, windows: torch.Tensor, reduction: str = "mean"
+) -> torch.Tensor:
     """Return the cross-entropy, in nats, of every id in `windows` (batch, length) given those before it."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction=reduction)
@@ -191,8 +217,12 @@ def loss_of(model: LlamaForCausalLM, windows: torch.Tensor, reduction: str = "me
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, stream: Stream) -> float:
     """Return the mean loss in nats per token over the whole stream, each token being predicted once."""
-    parts = (stream.ids[None, at : at + CONTEXT + 1] for at in range(0, len(stream.ids) - 1, CONTEXT))
-    return sum(loss_of(model, part, reduction="sum").item() for part in parts) / (len(stream.ids) - 1)
+    parts = (
+        stream.ids[None, at : at + CONTEXT + 1] for at in range(0, len(stream.ids) - 1, CONTEXT)
+    )
+    return sum(loss_of(model, part, reduction="sum").item() for part in parts) / (
+        len(stream.ids) - 1
+    )
 
 
 class Muon(torch.optim.Optimizer):
@@ -202,9 +232,13 @@ class Muon(torch.optim.Optimizer):
     which is slow on a CPU; this class computes in float32 on stacks of matrices of equal shape.
     """
 
-    def __init__(self, matrices: Sequence[torch.nn.Parameter], lr: float, weight_decay: float) -> None:
+    def __init__(
+        self, matrices: Sequence[torch.nn.Parameter], lr: float, weight_decay: float
+    ) -> None:
         shapes = sorted({tuple(matrix.shape) for matrix in matrices})
-        groups = [{"params": [matrix for matrix in matrices if matrix.shape == shape]} for shape in shapes]
+        groups = [
+            {"params": [matrix for matrix in matrices if matrix.shape == shape]} for shape in shapes
+        ]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -222,7 +256,9 @@ class Muon(torch.optim.Optimizer):
                 square = update @ update.mT
                 update = 3.4445 * update + (2.0315 * square @ square - 4.7750 * square) @ update
             update = update.mT if tall else update
-            size = 0.2 * math.sqrt(max(update.shape[1:]))  # entries as large as AdamW's, so both share a rate
+            size = 0.2 * math.sqrt(
+                max(update.shape[1:])
+            )  # entries as large as AdamW's, so both share a rate
             for weight, change in zip(weights, update, strict=True):
                 weight.mul_(1 - rate * group["weight_decay"]).sub_(change, alpha=rate * size)
 
@@ -241,7 +277,11 @@ def rate_at(progress: float, recipe: Recipe) -> float:
     """Return the learning rate at `progress` (0 to 1) through the run: a linear warm-up, then a cosine to zero."""
     if progress < recipe.warmup:
         return recipe.learning_rate * (progress / recipe.warmup + 0.01)
-    return recipe.learning_rate * (1 + math.cos(math.pi * (progress - recipe.warmup) / (1 - recipe.warmup))) / 2
+    return (
+        recipe.learning_rate
+        * (1 + math.cos(math.pi * (progress - recipe.warmup) / (1 - recipe.warmup)))
+        / 2
+    )
 
 
 def train(
@@ -253,7 +293,9 @@ def train(
     budget = recipe.minutes * 60 if recipe.minutes else math.inf
     began = checked = time.monotonic()
     step, seconds, mean, held = 0, 0.0, 0.0, math.nan
-    text = TextColumn("step {task.fields[step]}  loss {task.fields[loss]:.3f}  held-out {task.fields[held]:.3f}")
+    text = TextColumn(
+        "step {task.fields[step]}  loss {task.fields[loss]:.3f}  held-out {task.fields[held]:.3f}"
+    )
     with Progress(BarColumn(), TimeElapsedColumn(), text, console=console) as bar:
         task = bar.add_task("training", total=1.0, step=0, loss=mean, held=held)
         while step < recipe.steps and seconds < budget:
@@ -272,12 +314,16 @@ def train(
             if time.monotonic() - checked > 240:
                 held = evaluate(model, held_out)
                 checked = time.monotonic()
-                console.print(f"{seconds / 60:5.1f} min  step {step:5}  loss {mean:.3f}  held-out {held:.3f}")
+                console.print(
+                    f"{seconds / 60:5.1f} min  step {step:5}  loss {mean:.3f}  held-out {held:.3f}"
+                )
             bar.update(task, completed=progress, step=step, loss=mean, held=held)
     return step, seconds, mean
 
 
-def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
+def sample(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int
+) -> str:
     """Return `prompt` and the model's continuation, with the settings that are saved with it."""
     torch.manual_seed(seed)
     ids = model.generate(**tokenizer(prompt, return_tensors="pt", return_token_type_ids=False))
@@ -320,7 +366,15 @@ Nothing that it writes is a quotation or a statement of fact, and other language
 
 def check_output(out: Path) -> None:
     """Refuse a place that holds anything but an earlier result, because it will be replaced."""
-    ours = {"README", "config", "generation_config", "model", "tokenizer", "tokenizer_config", "chat_template"}
+    ours = {
+        "README",
+        "config",
+        "generation_config",
+        "model",
+        "tokenizer",
+        "tokenizer_config",
+        "chat_template",
+    }
     if out.exists() and not (out.is_dir() and {entry.stem for entry in out.iterdir()} <= ours):
         raise SystemExit(f"error: {out} exists and is not an earlier result of this script")
 
@@ -354,20 +408,39 @@ def save(
             (fresh / name).write_text(text + "\n", encoding="utf-8")
         for name, text in {"README.md": card, **more}.items():
             (fresh / name).write_text(text, encoding="utf-8")
-        (fresh / "model.safetensors").chmod((fresh / "README.md").stat().st_mode)  # others may read it too
+        (fresh / "model.safetensors").chmod(
+            (fresh / "README.md").stat().st_mode
+        )  # others may read it too
         if out.exists():
             out.rename(Path(scratch, "earlier"))
         fresh.rename(out)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("tiny_lm"), help="folder to write (default: tiny_lm)")
-    parser.add_argument("--text", type=Path, help="a UTF-8 text to train on instead of the King James Bible")
-    parser.add_argument("--steps", type=int, default=3216, help="training steps (default: 3216, the bundled model's)")
-    parser.add_argument("--minutes", type=float, help="wall-clock limit of the training; may end it before --steps")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("tiny_lm"), help="folder to write (default: tiny_lm)"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="a UTF-8 text to train on instead of the King James Bible"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3216,
+        help="training steps (default: 3216, the bundled model's)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="wall-clock limit of the training; may end it before --steps"
+    )
     parser.add_argument("--seed", type=int, default=1611)
-    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice; 1 if the CPU is shared)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="CPU threads (default: PyTorch's choice; 1 if the CPU is shared)",
+    )
     options = parser.parse_args(arguments)
     if options.steps < 1 or (options.minutes is not None and options.minutes <= 0):
         parser.error("--steps and --minutes must be above zero")
@@ -387,7 +460,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model.half().float().eval()  # measure the stored precision
     loss = evaluate(model, held_out)
-    bits = loss * (len(held_out.ids) - 1) / math.log(2) / sum(len(document.encode()) for document in parts[1])
+    bits = (
+        loss
+        * (len(held_out.ids) - 1)
+        / math.log(2)
+        / sum(len(document.encode()) for document in parts[1])
+    )
     facts = {
         "Architecture": "Llama, 4 layers, width 160, 4 query and 2 key-value heads, feed-forward 384, tied embeddings",
         "Parameters": f"{model.num_parameters():,}",
@@ -405,7 +483,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"{name}: {value}", highlight=False)
     for text in samples:
         console.print(f"\n{text}", markup=False, highlight=False)
-    source = f"The text `{options.text.name}`, under its own licence." if options.text else KJV_SOURCE
+    source = (
+        f"The text `{options.text.name}`, under its own licence." if options.text else KJV_SOURCE
+    )
     save(model, tokenizer, model_card(source, recipe, facts, samples), options.out)
     console.print(f"\nwrote {options.out}")
 

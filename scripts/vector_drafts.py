@@ -54,17 +54,27 @@ _BOTH: Final[dict[str, Any]] = {"orders": FILTER_ORDERS}
 _TEXT: Final = [4, 5, 6, 4, 5, 7, 4, 5]  # its end occurred twice, followed by 6 and by 7
 
 ADJUST: Final = [
-    Draft("a prompt in pieces, the first of them without a token", {"temperature": 1.0}, prompt=[[3, 4, 5], [6]]),
+    Draft(
+        "a prompt in pieces, the first of them without a token",
+        {"temperature": 1.0},
+        prompt=[[3, 4, 5], [6]],
+    ),
     Draft(
         "allowed_tokens",
-        {"temperature": 1.5, "allowed_tokens": [0b10100110_01011001_10011100_01100110 - 2**32, 0b101]},
+        {
+            "temperature": 1.5,
+            "allowed_tokens": [0b10100110_01011001_10011100_01100110 - 2**32, 0b101],
+        },
         vocab=36,
     ),
     Draft(
         "logit_bias: entries of one id add up, and -1 is none",
         {"logit_bias_ids": [9, 2, 9, -1], "logit_bias": [6.0, 2.5, 2.0, 50.0]},
     ),
-    Draft("a bias of minus infinity", {"temperature": 1.0, "logit_bias_ids": [2, 7], "logit_bias": [-_INF, 1.0]}),
+    Draft(
+        "a bias of minus infinity",
+        {"temperature": 1.0, "logit_bias_ids": [2, 7], "logit_bias": [-_INF, 1.0]},
+    ),
     Draft(
         "stop_ids end a row; nothing changes after that",
         {"stop_ids": [8, 9], "logit_bias_ids": [9], "logit_bias": [40.0]},
@@ -89,7 +99,11 @@ ADJUST: Final = [
         {"temperature": 1.0, "repetition_penalty": 1.5},
         prompt=[3, 4, 4, 5, 6, 7],
     ),
-    Draft("a repetition_penalty below 1 rewards", {"temperature": 1.0, "repetition_penalty": 0.5}, prompt=[3, 4, 5, 6]),
+    Draft(
+        "a repetition_penalty below 1 rewards",
+        {"temperature": 1.0, "repetition_penalty": 0.5},
+        prompt=[3, 4, 5, 6],
+    ),
     Draft(
         "presence_penalty: sampled tokens, not the prompt's, and each once",
         {"presence_penalty": 3.0, "logit_bias_ids": [1, 4], "logit_bias": [9.0, 9.0]},
@@ -113,7 +127,12 @@ ADJUST: Final = [
         steps=6,
         spread=1.0,
     ),
-    Draft("no_repeat_ngram_size 1: no token twice", {"no_repeat_ngram_size": 1}, prompt=[3, 4], steps=6),
+    Draft(
+        "no_repeat_ngram_size 1: no token twice",
+        {"no_repeat_ngram_size": 1},
+        prompt=[3, 4],
+        steps=6,
+    ),
     Draft(
         "no_repeat_ngram_size 3",
         {"no_repeat_ngram_size": 3, "logit_bias_ids": [6, 7], "logit_bias": [8.0, 7.0]},
@@ -134,7 +153,12 @@ ADJUST: Final = [
         prompt=[4, 5],
         steps=2,
     ),
-    Draft("dry", {"temperature": 1.0, "dry_multiplier": 0.75, "dry_base": 2.0}, prompt=_TEXT, capacity=16),
+    Draft(
+        "dry",
+        {"temperature": 1.0, "dry_multiplier": 0.75, "dry_base": 2.0},
+        prompt=_TEXT,
+        capacity=16,
+    ),
     Draft(
         "dry_allowed_length 1, and the longest match of a token counts",
         {
@@ -197,7 +221,12 @@ ADJUST: Final = [
         steps=6,
         spread=1.0,
     ),
-    Draft("a NaN ends a row with status 3, and nothing is written", {"temperature": 1.0}, special={5: _NAN}, steps=2),
+    Draft(
+        "a NaN ends a row with status 3, and nothing is written",
+        {"temperature": 1.0},
+        special={5: _NAN},
+        steps=2,
+    ),
     Draft(
         "so does an infinite logit, also of a token that is not allowed",
         {"allowed_tokens": [0b11110]},
@@ -205,7 +234,12 @@ ADJUST: Final = [
         steps=1,
         idle=("allowed_tokens",),
     ),
-    Draft("and a row without a token that is left", {"allowed_tokens": [0b100000]}, special={5: -_INF}, steps=1),
+    Draft(
+        "and a row without a token that is left",
+        {"allowed_tokens": [0b100000]},
+        special={5: -_INF},
+        steps=1,
+    ),
 ]
 
 FILTERS: Final = [
@@ -224,7 +258,12 @@ FILTERS: Final = [
         {"temperature": 3.0},
         special={2: -_INF, 3: -3.3895313892515355e38},
     ),
-    Draft("a temperature near 0: one of the largest, at random", {"temperature": 1e-30}, digits=1, spread=1.0),
+    Draft(
+        "a temperature near 0: one of the largest, at random",
+        {"temperature": 1e-30},
+        digits=1,
+        spread=1.0,
+    ),
     Draft(
         "a temperature above 1e36 counts as 1e36",
         {"temperature": 3e38},
@@ -232,9 +271,16 @@ FILTERS: Final = [
         special={2: -_INF, **dict.fromkeys(range(4, 20, 2), -(2.0**120))},
     ),
     Draft("top_k", {"temperature": 1.0, "top_k": 3}),
-    Draft("top_k: ties of the last are kept", {"temperature": 1.0, "top_k": 3}, digits=1, spread=1.0),
+    Draft(
+        "top_k: ties of the last are kept", {"temperature": 1.0, "top_k": 3}, digits=1, spread=1.0
+    ),
     Draft("top_p", {"temperature": 1.5, "top_p": 0.7}, **_BOTH),
-    Draft("top_p: ties are kept or dropped together", {"temperature": 1.0, "top_p": 0.6}, digits=1, spread=1.0),
+    Draft(
+        "top_p: ties are kept or dropped together",
+        {"temperature": 1.0, "top_p": 0.6},
+        digits=1,
+        spread=1.0,
+    ),
     Draft("a small top_p keeps the largest", {"temperature": 1.0, "top_p": 0.01}),
     Draft("min_p", {"temperature": 1.5, "min_p": 0.125}, **_BOTH),
     Draft(
@@ -245,16 +291,32 @@ FILTERS: Final = [
     ),
     Draft("top_a", {"temperature": 1.5, "top_a": 0.5}, spread=1.0, **_BOTH),
     Draft("typical_p", {"temperature": 0.75, "typical_p": 0.5}, **_BOTH),
-    Draft("typical_p without the likeliest token", {"temperature": 1.0, "typical_p": 0.125}, spread=1.5),
+    Draft(
+        "typical_p without the likeliest token",
+        {"temperature": 1.0, "typical_p": 0.125},
+        spread=1.5,
+    ),
     Draft("typical_p: ties", {"temperature": 1.0, "typical_p": 0.4}, digits=1, spread=1.0),
     Draft("typical_p and top_p", {"temperature": 1.0, "typical_p": 0.75, "top_p": 0.75}, **_BOTH),
     Draft("epsilon_cutoff", {"temperature": 1.25, "epsilon_cutoff": 0.04}, **_BOTH),
-    Draft("an epsilon_cutoff above every p keeps the largest", {"temperature": 1.0, "epsilon_cutoff": 0.9}, spread=1.0),
+    Draft(
+        "an epsilon_cutoff above every p keeps the largest",
+        {"temperature": 1.0, "epsilon_cutoff": 0.9},
+        spread=1.0,
+    ),
     Draft("eta_cutoff, by the entropy", {"temperature": 1.25, "eta_cutoff": 0.125}, **_BOTH),
     Draft("eta_cutoff, by eta", {"temperature": 1.0, "eta_cutoff": 0.01}, spread=4.0),
     Draft("top_n_sigma", {"temperature": 1.5, "top_n_sigma": 1.0}, special={6: -_INF}, **_BOTH),
-    Draft("xtc, in half of the steps", {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.0625}, steps=6),
-    Draft("xtc at another temperature", {"temperature": 2.0, "xtc_probability": 1.0, "xtc_threshold": 0.1}, **_BOTH),
+    Draft(
+        "xtc, in half of the steps",
+        {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.0625},
+        steps=6,
+    ),
+    Draft(
+        "xtc at another temperature",
+        {"temperature": 2.0, "xtc_probability": 1.0, "xtc_threshold": 0.1},
+        **_BOTH,
+    ),
     Draft(
         "xtc: the least likely of the likely ones, with its ties",
         {"temperature": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.05},
@@ -273,7 +335,9 @@ FILTERS: Final = [
         **_BOTH,
     ),
     Draft(
-        "dynatemp after filters", {"temperature": 0.75, "dynatemp_range": 0.5, "top_n_sigma": 1.5, "top_k": 6}, **_BOTH
+        "dynatemp after filters",
+        {"temperature": 0.75, "dynatemp_range": 0.5, "top_n_sigma": 1.5, "top_k": 6},
+        **_BOTH,
     ),
     Draft(
         "dynatemp leaves a single token as it is",
@@ -281,11 +345,26 @@ FILTERS: Final = [
         steps=2,
         idle=("dynatemp_range",),
     ),
-    Draft("mirostat: mu begins at twice tau", {"temperature": 1.0, "mirostat_tau": 1.5, "mirostat_eta": 0.25}, steps=6),
-    Draft("greedy: mirostat leaves mu as it is", {"mirostat_tau": 1.5}, steps=2, idle=("mirostat_tau",)),
+    Draft(
+        "mirostat: mu begins at twice tau",
+        {"temperature": 1.0, "mirostat_tau": 1.5, "mirostat_eta": 0.25},
+        steps=6,
+    ),
+    Draft(
+        "greedy: mirostat leaves mu as it is",
+        {"mirostat_tau": 1.5},
+        steps=2,
+        idle=("mirostat_tau",),
+    ),
     Draft(
         "mirostat after other filters",
-        {"temperature": 1.25, "mirostat_tau": 1.5, "mirostat_eta": 0.5, "top_k": 8, "min_p": 0.0625},
+        {
+            "temperature": 1.25,
+            "mirostat_tau": 1.5,
+            "mirostat_eta": 0.5,
+            "top_k": 8,
+            "min_p": 0.0625,
+        },
         steps=5,
         **_BOTH,
     ),
@@ -353,14 +432,30 @@ RECENT: Final = [
     ),
     Draft(
         "penalty_last_n 0 switches the penalties off",
-        {"temperature": 1.0, "penalty_last_n": 0, "repetition_penalty": 1.5, "frequency_penalty": 0.5},
+        {
+            "temperature": 1.0,
+            "penalty_last_n": 0,
+            "repetition_penalty": 1.5,
+            "frequency_penalty": 0.5,
+        },
         prompt=[3, 4, 5, 6],
         idle=("repetition_penalty", "frequency_penalty"),
     ),
-    Draft("adaptive_p", {"temperature": 1.0, "adaptive_target": 0.25, "adaptive_decay": 0.5}, steps=6, **_BOTH),
+    Draft(
+        "adaptive_p",
+        {"temperature": 1.0, "adaptive_target": 0.25, "adaptive_decay": 0.5},
+        steps=6,
+        **_BOTH,
+    ),
     Draft(
         "adaptive_p after other filters",
-        {"temperature": 1.5, "adaptive_target": 0.5, "adaptive_decay": 0.75, "min_p": 0.125, "top_k": 8},
+        {
+            "temperature": 1.5,
+            "adaptive_target": 0.5,
+            "adaptive_decay": 0.75,
+            "min_p": 0.125,
+            "top_k": 8,
+        },
         steps=6,
         **_BOTH,
     ),
@@ -374,7 +469,12 @@ RECENT: Final = [
         {"temperature": 0.0078125, "adaptive_target": 0.25, "top_k": 4},
         steps=4,
     ),
-    Draft("greedy: adaptive_p leaves its state as it is", {"adaptive_target": 0.5}, steps=2, idle=("adaptive_target",)),
+    Draft(
+        "greedy: adaptive_p leaves its state as it is",
+        {"adaptive_target": 0.5},
+        steps=2,
+        idle=("adaptive_target",),
+    ),
     Draft(
         "adaptive_p and mirostat, which reads the probability before it",
         {"temperature": 1.0, "adaptive_target": 0.25, "mirostat_tau": 1.5, "mirostat_eta": 0.25},
@@ -393,11 +493,23 @@ WIDE: Final = [
         ),
         ("the same at 64", {"top_k": 64}, {"digits": 2, "spread": 0.5}),
         ("a larger top_k keeps all ties", {"top_k": 65}, {"digits": 2, "spread": 0.5}),
-        ("top_p after a small top_k with many ties", {"top_k": 60, "top_p": 0.6}, {"digits": 2, "spread": 0.5}),
+        (
+            "top_p after a small top_k with many ties",
+            {"top_k": 60, "top_p": 0.6},
+            {"digits": 2, "spread": 0.5},
+        ),
         ("a wide top_p", {"top_p": 0.95}, {"spread": 0.5}),
-        ("a wide top_p after a large top_k", {"top_k": 80, "top_p": 0.9, "temperature": 1.5}, {"spread": 1.0, **_BOTH}),
+        (
+            "a wide top_p after a large top_k",
+            {"top_k": 80, "top_p": 0.9, "temperature": 1.5},
+            {"spread": 1.0, **_BOTH},
+        ),
         ("a wide typical_p", {"typical_p": 0.9, "temperature": 1.5}, {"spread": 0.5, **_BOTH}),
-        ("min_p over many tokens, all logits negative", {"min_p": 0.2}, {"mean": -40.0, "spread": 0.5}),
+        (
+            "min_p over many tokens, all logits negative",
+            {"min_p": 0.2},
+            {"mean": -40.0, "spread": 0.5},
+        ),
         ("xtc over many tokens", {"xtc_probability": 1.0, "xtc_threshold": 0.01}, {"spread": 0.5}),
         ("no filter", {}, {"spread": 0.5}),
     )
@@ -410,7 +522,10 @@ WAITING: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
         "And the LORD spake unto Moses, saying, Speak unto Aaron, and say unto him, And the LORD spake unto",
         {"prompt_lookup_num_tokens": 4, "max_length": 40},
     ),
-    ("In the beginning God created the heaven and the earth. In the beginning God", {"max_length": 48}),
+    (
+        "In the beginning God created the heaven and the earth. In the beginning God",
+        {"max_length": 48},
+    ),
     (
         "Thus saith the LORD of hosts, the God of Israel; Thus saith the LORD",
         {"prompt_lookup_num_tokens": 4, "max_length": 48},
@@ -428,9 +543,18 @@ PROMPTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("In the beginning", {}),
     ("And the LORD spake unto", {"temperature": 0.7, "top_p": 0.9}),
     ("Blessed are", {"temperature": 1.0, "top_k": 20, "min_p": 0.02}),
-    ("Now these are the names of the children of Israel, which came into Egypt;", {"temperature": 1.0, "top_k": 100}),
-    ("The words of", {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.25, "frequency_penalty": 0.5}),
-    ("He that", {"temperature": 0.8, "presence_penalty": 0.75, "min_length": 16, "stop_ids": [1, 16]}),
+    (
+        "Now these are the names of the children of Israel, which came into Egypt;",
+        {"temperature": 1.0, "top_k": 100},
+    ),
+    (
+        "The words of",
+        {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.25, "frequency_penalty": 0.5},
+    ),
+    (
+        "He that",
+        {"temperature": 0.8, "presence_penalty": 0.75, "min_length": 16, "stop_ids": [1, 16]},
+    ),
 )
 
 # Prompts with images: numbers of text tokens, and rows and columns of the placeholders of an image.

@@ -22,13 +22,17 @@ SIZES = {"web-390": (390, 844), "web-1280": (1280, 1000)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="the address that `qsample web` prints")
     url = parser.parse_args().url
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         for name, (width, height) in SIZES.items():
-            page = browser.new_page(viewport={"width": width, "height": height}, reduced_motion="reduce")
+            page = browser.new_page(
+                viewport={"width": width, "height": height}, reduced_motion="reduce"
+            )
             page.goto(f"{url}/{TEXT}")
             expect(page.locator("article[aria-busy=false]")).to_have_count(1, timeout=120_000)
             page.locator("#place").fill("16")

@@ -36,7 +36,9 @@ def bom(component: dict[str, Any], libraries: Sequence[dict[str, Any]]) -> dict[
         "version": 1,
         "metadata": {**timestamp, "component": component},
         "components": sorted(libraries, key=lambda one: str(one["bom-ref"])),
-        "dependencies": [{"ref": component["bom-ref"], "dependsOn": sorted(one["bom-ref"] for one in libraries)}],
+        "dependencies": [
+            {"ref": component["bom-ref"], "dependsOn": sorted(one["bom-ref"] for one in libraries)}
+        ],
     }
     content = json.dumps(document, sort_keys=True)
     return {**document, "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, content)}"}
@@ -56,15 +58,23 @@ def required(name: str, requirements: Mapping[str, Sequence[str]]) -> list[dict[
             normal = re.sub(r"[-_.]+", "-", match[0]).lower()
             if normal == name:  # an extra that brings another extra
                 continue
-            one = found.setdefault(normal, library(f"pkg:pypi/{normal}", name=normal, scope="optional", properties=[]))
-            one["properties"].append({"name": f"qsample:requirement:{extra or 'always'}", "value": line})
+            one = found.setdefault(
+                normal, library(f"pkg:pypi/{normal}", name=normal, scope="optional", properties=[])
+            )
+            one["properties"].append(
+                {"name": f"qsample:requirement:{extra or 'always'}", "value": line}
+            )
             one["scope"] = one["scope"] if extra else "required"
     return list(found.values())
 
 
 def bundled(lock: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The npm packages of a package-lock.json that are in the built page."""
-    found = {path.rpartition("node_modules/")[2]: entry for path, entry in lock["packages"].items() if path}
+    found = {
+        path.rpartition("node_modules/")[2]: entry
+        for path, entry in lock["packages"].items()
+        if path
+    }
     return [
         library(
             f"pkg:npm/{name.replace('@', '%40')}@{entry['version']}",
@@ -83,7 +93,9 @@ def markdown_it(root: Path) -> dict[str, Any]:
     match = re.search(r"markdown-it (\S+)", first_line)
     assert match is not None, first_line
     version, licenses = match[1], [{"expression": "MIT AND BSD-2-Clause"}]
-    return library(f"pkg:npm/markdown-it@{version}", name="markdown-it", version=version, licenses=licenses)
+    return library(
+        f"pkg:npm/markdown-it@{version}", name="markdown-it", version=version, licenses=licenses
+    )
 
 
 class WheelBom(BuildHookInterface):

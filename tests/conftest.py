@@ -76,7 +76,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
             continue
         for file in sorted(path.rglob("test_*.py")) or [path] * path.is_file():
             docstring = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
-            lines.append(f"{os.path.relpath(file, config.rootpath)}: {docstring.partition(chr(10))[0]}")
+            lines.append(
+                f"{os.path.relpath(file, config.rootpath)}: {docstring.partition(chr(10))[0]}"
+            )
     return lines
 
 
@@ -114,7 +116,9 @@ def made_once(path: Path, make: Callable[[Path], object]) -> Path:
 def named(model_type: str, features: Mapping[str, object]) -> str:
     """A name for a package of a model with these features: a file system takes 255 bytes."""
     given = "-".join(f"{key}={value}" for key, value in sorted(features.items()))
-    return f"{model_type}-{hashlib.sha256(given.encode()).hexdigest()[:16]}" if given else model_type
+    return (
+        f"{model_type}-{hashlib.sha256(given.encode()).hexdigest()[:16]}" if given else model_type
+    )
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +147,10 @@ def exported(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable
         if not features:
             return made_once(shared_folder / f"{name}-package", model.export)
         plain = read_package(make(model_type))
-        return made_once(shared_folder / f"{name}-package", lambda path: with_features(plain, path, model.features))
+        return made_once(
+            shared_folder / f"{name}-package",
+            lambda path: with_features(plain, path, model.features),
+        )
 
     return make
 
@@ -157,7 +164,9 @@ def adapted(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[
         name = f"{named(model_type, features)}-adapted"
         return made_once(
             shared_folder / name,
-            lambda path: AutoModelForCausalLM.from_pretrained(checkpoint(model_type), **features).export(path),
+            lambda path: AutoModelForCausalLM.from_pretrained(
+                checkpoint(model_type), **features
+            ).export(path),
         )
 
     return make
@@ -174,7 +183,9 @@ def image_checkpoint(shared_folder: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def image_package(image_checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[..., Path]:
+def image_package(
+    image_checkpoint: Callable[[str], Path], shared_folder: Path
+) -> Callable[..., Path]:
     """(model_type, **features) → a portable package that reads images; an export of 25 seconds."""
     from qsample import AutoModelForImageTextToText
 
@@ -182,7 +193,8 @@ def image_package(image_checkpoint: Callable[[str], Path], shared_folder: Path) 
         name = f"{named(model_type, features)}-images-package"
         model = AutoModelForImageTextToText.from_pretrained
         return made_once(
-            shared_folder / name, lambda path: model(image_checkpoint(model_type), **features).export(path)
+            shared_folder / name,
+            lambda path: model(image_checkpoint(model_type), **features).export(path),
         )
 
     return make
@@ -202,7 +214,8 @@ def bundled_package(shared_folder: Path) -> Path:
 
     bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
     return made_once(
-        shared_folder / "tiny_lm-package", lambda path: AutoModelForCausalLM.from_pretrained(bundled).export(path)
+        shared_folder / "tiny_lm-package",
+        lambda path: AutoModelForCausalLM.from_pretrained(bundled).export(path),
     )
 
 
@@ -222,7 +235,9 @@ def guessing_package(bundled_package: Path, shared_folder: Path) -> Path:
     from tests.helpers.tiny_models import with_features
 
     def make(path: Path) -> None:
-        features = Features(filters=("xtc", "dry", "no_repeat_ngram_size", "mirostat")).for_serving()
+        features = Features(
+            filters=("xtc", "dry", "no_repeat_ngram_size", "mirostat")
+        ).for_serving()
         portable = shared_folder / "tiny_lm-everything"
         with_features(read_package(bundled_package), portable, features)
         options = CompileOptions(ctx_len=256, kv_cache_dtype="int8", num_speculative_tokens=7)
@@ -279,7 +294,9 @@ def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
             # The fake's cache is float32, over which guesses change last bits.
             plain = load(fake(**options).path, batch_invariant=not guesses)
             ctx_len = GUESSING_CAPACITY if guesses else None
-            loaded[key] = CausalLM(plain.package, replace(plain.sessions, piece_size=PIECE_SIZE), ctx_len)
+            loaded[key] = CausalLM(
+                plain.package, replace(plain.sessions, piece_size=PIECE_SIZE), ctx_len
+            )
         return loaded[key]
 
     return make

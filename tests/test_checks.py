@@ -64,7 +64,9 @@ def test_timeouts() -> None:
     assert [checked_timeout(value) for value in (2, -1, 0.5)] == [2.0, 0.0, 0.5]
     assert checked_timeout(float("inf")) == threading.TIMEOUT_MAX
     for value in (True, "1", float("nan")):
-        with pytest.raises(ValueError, match=r"timeout is .*; give seconds, or None to wait as long as it takes"):
+        with pytest.raises(
+            ValueError, match=r"timeout is .*; give seconds, or None to wait as long as it takes"
+        ):
             checked_timeout(value)
 
 
@@ -114,7 +116,9 @@ def test_fields_keep_the_default_or_what_their_check_returns() -> None:
         ({"text": None}, r"text is None; give a text"),
     ],
 )
-def test_a_refused_field_is_named_with_what_is_accepted(wrong: dict[str, Any], message: str) -> None:
+def test_a_refused_field_is_named_with_what_is_accepted(
+    wrong: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}") as raised:
         _Options(**wrong)
     assert [raised.value.argument] == [*wrong]

@@ -33,15 +33,39 @@ from qsample.text.chat import ChatOptions, ChatTemplates
 from tests.helpers.fake_package import fake_package
 
 Reader = Callable[[], object]
-SIGNATURE = dict.fromkeys(("package", "execution_provider", "onnxruntime", "pieces", "kernels"), "x")
-ODD: list[Any] = [None, True, 0, -1, 2**63, 1e308, -0.5, float("inf"), "", "x", "\ud800", "\x1b[31m", "../x", [], [[]]]
+SIGNATURE = dict.fromkeys(
+    ("package", "execution_provider", "onnxruntime", "pieces", "kernels"), "x"
+)
+ODD: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    2**63,
+    1e308,
+    -0.5,
+    float("inf"),
+    "",
+    "x",
+    "\ud800",
+    "\x1b[31m",
+    "../x",
+    [],
+    [[]],
+]
 ODD += [{}, {"": {}}, {"x": [None]}, [{"name": ["x"], "template": 1}], ["x"], "x" * 300, 10**399]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of each value in a document."""
     yield path
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, inner in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from places(inner, (*path, key))
 
 
@@ -68,7 +92,9 @@ def changed(document: Any, data: st.DataObject) -> bytes:
     if data.draw(st.integers(0, 9)) == 0:
         place = data.draw(st.integers(0, len(text)))
         text = (
-            text[:place] + data.draw(st.sampled_from([b"", b"[" * 2000, b"\xff", b"\0", b'"', b"NaN"])) + text[place:]
+            text[:place]
+            + data.draw(st.sampled_from([b"", b"[" * 2000, b"\xff", b"\0", b'"', b"NaN"]))
+            + text[place:]
         )
     return text
 
@@ -100,13 +126,23 @@ def manifest(folder: Path) -> Case:
 
 def adapter_config(folder: Path) -> Case:
     (folder / "adapter").mkdir()
-    file, weights = folder / "adapter" / "adapter_config.json", folder / "adapter" / "adapter_model.safetensors"
+    file, weights = (
+        folder / "adapter" / "adapter_config.json",
+        folder / "adapter" / "adapter_model.safetensors",
+    )
     tensors = {"base_model.model.q.lora_A.weight": np.zeros((2, 3), np.float32)}
     tensors["base_model.model.q.lora_B.weight"] = np.zeros((4, 2), np.float32)
     with weights.open("wb") as opened:
         write_tensors(opened, {"format": "pt"}, tensors)
     patterns = {"rank_pattern": {"^q$": 2, r"layers\.\d+.*": 4}, "alpha_pattern": {"(q|k)": 3.5}}
-    document = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "use_rslora": False, **patterns}
+    document = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "bias": "none",
+        "use_rslora": False,
+        **patterns,
+    }
     file.write_text(json.dumps(document))
     return file, document, lambda: read_changes(file, weights)
 
@@ -120,7 +156,9 @@ def adapter_header(folder: Path) -> Case:
 def prefix_header(folder: Path) -> Case:
     interface = fake_package(folder / "package").interface
     sizes = {CAPACITY: 3, BATCH: 1}
-    states = {spec.name: np.zeros(spec.shape(sizes)[1:], np.float32) for spec in interface.cache_states}
+    states = {
+        spec.name: np.zeros(spec.shape(sizes)[1:], np.float32) for spec in interface.cache_states
+    }
     write_prefix(folder / "prefix.safetensors", SIGNATURE, np.array([5, 6, 7]), states)
     file = folder / "prefix.safetensors"
     PrefixFile.open(file, SIGNATURE, interface)
@@ -134,7 +172,9 @@ def seal(folder: Path) -> Case:
     file = package.path / cache._SEAL
 
     def read() -> None:
-        again, holding = open_cached(Recipe("model", {}), lambda path: shutil.copytree(source, path))
+        again, holding = open_cached(
+            Recipe("model", {}), lambda path: shutil.copytree(source, path)
+        )
         holding.close()
         assert again.path == package.path
 
@@ -151,13 +191,22 @@ def bundle(folder: Path) -> Case:
 
 def weight_index(folder: Path) -> Case:
     file = folder / "model.safetensors.index.json"
-    document = {"metadata": {"total_size": 5}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    document = {
+        "metadata": {"total_size": 5},
+        "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"},
+    }
     return file, document, lambda: weight_files(folder)
 
 
 def generation_config(folder: Path) -> Case:
     file = folder / "generation_config.json"
-    document = {"temperature": 0.5, "top_k": 5, "eos_token_id": [1, 2], "do_sample": True, "bad_words_ids": [[3]]}
+    document = {
+        "temperature": 0.5,
+        "top_k": 5,
+        "eos_token_id": [1, 2],
+        "do_sample": True,
+        "bad_words_ids": [[3]],
+    }
     return file, document, lambda: SamplingParams.from_generation_config(settings_of(file))
 
 
@@ -200,7 +249,14 @@ def genai_config(folder: Path) -> Case:
 
     def read() -> None:
         found = read_settings(locate(folder))
-        _ = found.context, found.head_dim, found.vocab_size, found.model_type, found.window, found.token_ids(100)
+        _ = (
+            found.context,
+            found.head_dim,
+            found.vocab_size,
+            found.model_type,
+            found.window,
+            found.token_ids(100),
+        )
 
     return folder / "genai_config.json", document, read
 
@@ -221,17 +277,23 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "tokenizer_config.json": of_package("tokenizer_config.json", TEMPLATES, use_templates),
     "genai_config.json": genai_config,
     "generation_config.json of a package": of_package(
-        "generation_config.json", {"temperature": 0.5, "eos_token_id": [1, 2]}, lambda path: load(path).generate([[5]])
+        "generation_config.json",
+        {"temperature": 0.5, "eos_token_id": [1, 2]},
+        lambda path: load(path).generate([[5]]),
     ),
     "config.json of a package": of_package(
-        "config.json", {"vocab_size": 5, "rope": {"theta": 1.0}}, lambda path: repr(load(path).config)
+        "config.json",
+        {"vocab_size": 5, "rope": {"theta": 1.0}},
+        lambda path: repr(load(path).config),
     ),
 }
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", CASES)
-def test_only_errors_of_qsample_come_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_errors_of_qsample_come_out(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
     file, document, read = CASES[name](tmp_path)
     whole = file.read_bytes() if file.exists() else b""

@@ -51,7 +51,13 @@ COMPILATION = Compilation(
     {"CUDAExecutionProvider": {"MatMul": 5}},
     {"tokens": 8, "agreeing": 8},
     {"enable_cuda_graph": "1"},
-    {"divergence": {"kl": 0.1}, "dtype": "int4", "matrices": 3, "bytes_before": 9, "bytes_after": 4},
+    {
+        "divergence": {"kl": 0.1},
+        "dtype": "int4",
+        "matrices": 3,
+        "bytes_before": 9,
+        "bytes_after": 4,
+    },
 )
 
 
@@ -62,8 +68,14 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Package:
         for name in INTERFACE.graphs:
             (writer.directory / name).write_bytes(name.encode())
         packed = {"matrices": 3, "bits": [4], "block_sizes": [32], "bytes": 100}
-        writer.finish(manifest(kind="device", interface=INTERFACE, compilation=COMPILATION, packed_weights=packed))
-    return read_package(writer.directory if writer.directory.exists() else writer.directory.parents[1] / "package")
+        writer.finish(
+            manifest(
+                kind="device", interface=INTERFACE, compilation=COMPILATION, packed_weights=packed
+            )
+        )
+    return read_package(
+        writer.directory if writer.directory.exists() else writer.directory.parents[1] / "package"
+    )
 
 
 def attempt(folder: Path, text: bytes | str) -> Package | None:
@@ -85,7 +97,24 @@ def attempt(folder: Path, text: bytes | str) -> Package | None:
 
 HUGE = [10**30, -(10**30), 2**63, -1, 0, 1e300, 10**400]
 ODD: list[Any] = [
-    *(None, True, False, 0, -1, 1.5, "", "x", "..", "\0", "\ud800", "\x1b[2J", [], {}, [[]], {"": {}}),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1.5,
+        "",
+        "x",
+        "..",
+        "\0",
+        "\ud800",
+        "\x1b[2J",
+        [],
+        {},
+        [[]],
+        {"": {}},
+    ),
     *HUGE,
     *({"a": [{}]}, [None] * 3, "x" * 10_000, {"x" * 10_000: 1}),
 ]
@@ -94,7 +123,13 @@ ODD: list[Any] = [
 def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The way to every value of a JSON document, itself included."""
     yield path
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         yield from places(value, (*path, key))
 
@@ -118,20 +153,31 @@ def remove(container: Any, key: Any) -> None:
 
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_place_of_a_manifest_with_every_odd_value(stride: int, device: Package, tmp_path: Path) -> None:
+def test_every_place_of_a_manifest_with_every_odd_value(
+    stride: int, device: Package, tmp_path: Path
+) -> None:
     folder = shutil.copytree(device.path, tmp_path / "package")
     data = json.loads((folder / MANIFEST_NAME).read_text())
-    changes = [(path, change) for path in places(data) for change in (remove, *map(put, ODD))][::stride]
-    read = sum(attempt(folder, json.dumps(changed(data, path, change))) is not None for path, change in changes)
+    changes = [(path, change) for path in places(data) for change in (remove, *map(put, ODD))][
+        ::stride
+    ]
+    read = sum(
+        attempt(folder, json.dumps(changed(data, path, change))) is not None
+        for path, change in changes
+    )
     assert 0.02 < read / len(changes) < 0.3  # figures may be anything, and texts
 
 
 @pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.slow)])
-def test_inspect_shows_whatever_a_manifest_says(stride: int, device: Package, tmp_path: Path) -> None:
+def test_inspect_shows_whatever_a_manifest_says(
+    stride: int, device: Package, tmp_path: Path
+) -> None:
     folder = shutil.copytree(device.path, tmp_path / "package")
     data = json.loads((folder / MANIFEST_NAME).read_text())
     values = [*ODD, "[/bold]", "[link=file:///x]y", {"a": "[/]"}, {"[/]": 1}]
-    changes = [(path, change) for path in places(data) for change in (remove, *map(put, values))][::stride]
+    changes = [(path, change) for path in places(data) for change in (remove, *map(put, values))][
+        ::stride
+    ]
     shown = 0
     for path, change in changes:
         package = attempt(folder, json.dumps(changed(data, path, change)))
@@ -143,9 +189,24 @@ def test_inspect_shows_whatever_a_manifest_says(stride: int, device: Package, tm
 
 
 WRONG_TEXTS = [
-    *(b"", b"\0", b"\xff\xfe", b"null", b"[]", b"{}", b"1", b'""', b"\xef\xbb\xbf{}", b" " * (9 << 20)),
+    *(
+        b"",
+        b"\0",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b"{}",
+        b"1",
+        b'""',
+        b"\xef\xbb\xbf{}",
+        b" " * (9 << 20),
+    ),
     *(b"{" * 100_000, b"[" * 1_000_000, b'{"a":' * 100_000),
-    *(b'{"format_version": 1e400}', b'{"format_version": ' + b"9" * 10_000 + b"}", b'{"format_version": true}'),
+    *(
+        b'{"format_version": 1e400}',
+        b'{"format_version": ' + b"9" * 10_000 + b"}",
+        b'{"format_version": true}',
+    ),
     b'{"format_version": 1, "contract_version": ' + b"[" * 63 + b"]" * 63 + b"}",
 ]
 
@@ -187,7 +248,16 @@ def test_manifests_that_are_almost_right(old: str, new: str, tmp_path: Path) -> 
 def test_manifests_with_altered_bytes(count: int, device: Package, tmp_path: Path) -> None:
     folder = shutil.copytree(device.path, tmp_path / "package")
     whole, generator = (folder / MANIFEST_NAME).read_bytes(), random.Random(3)
-    pieces = [*(bytes([one]) for one in b'{}[]",:-'), b"NaN", b"9" * 50, b"\\u0000", b"../", b"\xff", b"null", b"e9"]
+    pieces = [
+        *(bytes([one]) for one in b'{}[]",:-'),
+        b"NaN",
+        b"9" * 50,
+        b"\\u0000",
+        b"../",
+        b"\xff",
+        b"null",
+        b"e9",
+    ]
     for _ in range(count):
         content = bytearray(whole)
         for _ in range(generator.choice([1, 1, 1, 2, 4])):
@@ -195,7 +265,11 @@ def test_manifests_with_altered_bytes(count: int, device: Package, tmp_path: Pat
             stop = min(len(content), start + generator.choice([0, 0, 1, 1, 5, 200]))
             other = generator.randrange(len(content))
             content[start:stop] = generator.choice(
-                [generator.choice(pieces), bytes([generator.randrange(256)]), bytes(content[other : other + 30])]
+                [
+                    generator.choice(pieces),
+                    bytes([generator.randrange(256)]),
+                    bytes(content[other : other + 30]),
+                ]
             )
         attempt(folder, bytes(content))
 
@@ -207,9 +281,13 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(value=JSON, choice=st.integers(min_value=0))
-def test_manifests_with_any_value_anywhere(value: Any, choice: int, device: Package, tmp_path: Path) -> None:
+def test_manifests_with_any_value_anywhere(
+    value: Any, choice: int, device: Package, tmp_path: Path
+) -> None:
     (tmp_path / "package").mkdir(exist_ok=True)
     for path in device.path.iterdir():
         shutil.copyfile(path, tmp_path / "package" / path.name)
@@ -221,8 +299,31 @@ def test_manifests_with_any_value_anywhere(value: Any, choice: int, device: Pack
 # Folders: what is done to them, and the words of the error.
 
 NAMES = [
-    *("..\\x", "C:\\x", "C:x", "\\\\server\\x", "//server/x", "/etc/passwd", "../x", "a/../../x", "", ".", "a//b"),
-    *("NUL", "com1.json", "a.", "a\0b", "a\nb", "a:b", "x" * 300, "\ud800", "DECODER.ONNX", "decoder.onnx/x"),
+    *(
+        "..\\x",
+        "C:\\x",
+        "C:x",
+        "\\\\server\\x",
+        "//server/x",
+        "/etc/passwd",
+        "../x",
+        "a/../../x",
+        "",
+        ".",
+        "a//b",
+    ),
+    *(
+        "NUL",
+        "com1.json",
+        "a.",
+        "a\0b",
+        "a\nb",
+        "a:b",
+        "x" * 300,
+        "\ud800",
+        "DECODER.ONNX",
+        "decoder.onnx/x",
+    ),
     *("Qsample.json", "qsample.json", "tokenizer"),
 ]
 
@@ -256,14 +357,22 @@ def pipes(name: str) -> Callable[[Path], object]:
     ("change", "words"),
     [
         *((lists(name), r"do not use this package|control characters") for name in NAMES),
-        (leads_out("initial_state.onnx"), r"initial_state.onnx is a link that leads out of the package"),
+        (
+            leads_out("initial_state.onnx"),
+            r"initial_state.onnx is a link that leads out of the package",
+        ),
         (leads_out("tokenizer"), r"extra.json is a link that leads out"),
-        *((links("decoder.onnx", to), r"decoder.onnx") for to in ("decoder.onnx", "nowhere", "/dev/zero", ".")),
+        *(
+            (links("decoder.onnx", to), r"decoder.onnx")
+            for to in ("decoder.onnx", "nowhere", "/dev/zero", ".")
+        ),
         (pipes(MANIFEST_NAME), "not a plain file"),
         (pipes("decoder.onnx"), "is missing"),
     ],
 )
-def test_folders_with_something_wrong(change: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+def test_folders_with_something_wrong(
+    change: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
     folder = write(tmp_path / "package").path
     change(folder)
     for verify in (True, False):
@@ -312,12 +421,23 @@ def test_such_names_are_not_written_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[1]", '{"a": NaN}', '{"a": 1, "a": 2}', "[" * 100_000, '{"a": ' * 70 + "1" + "}" * 70, "\ud800"]
+    "text",
+    [
+        "{",
+        "[1]",
+        '{"a": NaN}',
+        '{"a": 1, "a": 2}',
+        "[" * 100_000,
+        '{"a": ' * 70 + "1" + "}" * 70,
+        "\ud800",
+    ],
 )
 def test_other_files(text: str, tmp_path: Path) -> None:
     content = text.encode("utf-8", "surrogatepass")
     package = write(tmp_path / "package", FILES | {"generation_config.json": content})
-    with pytest.raises(PackageError, match=r"generation_config.json.*export the package again") as caught:
+    with pytest.raises(
+        PackageError, match=r"generation_config.json.*export the package again"
+    ) as caught:
         package.read_json("generation_config.json")
     assert "\n" not in str(caught.value)
 
@@ -355,7 +475,11 @@ def test_tokenizers_that_fail_on_a_text(tmp_path: Path) -> None:
     beyond = json.loads(byte_level())["model"]
     beyond["vocab"]["a"] = 10**6
     made = [
-        load(fake_package(tmp_path / str(index), files={"tokenizer.json": byte_level(**changes)}).path)
+        load(
+            fake_package(
+                tmp_path / str(index), files={"tokenizer.json": byte_level(**changes)}
+            ).path
+        )
         for index, changes in enumerate([{"model": words}, {"decoder": cut}, {"model": beyond}])
     ]
     with pytest.raises(PackageError, match=r"tokenizer.json cannot encode 'a b'"):
@@ -383,19 +507,35 @@ def refer_to(location: str) -> Callable[[onnx.ModelProto], None]:
 
 
 def run_context(file: str) -> Callable[[onnx.ModelProto], None]:
-    node = helper.make_node("EPContext", [], ["unused"], domain="com.microsoft", embed_mode=0, ep_cache_context=file)
+    node = helper.make_node(
+        "EPContext", [], ["unused"], domain="com.microsoft", embed_mode=0, ep_cache_context=file
+    )
     return lambda model: model.graph.node.append(node)
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        *map(refer_to, ["unlisted.bin", "../secret", "/etc/passwd", "./listed.bin", "listed.bin\0", "LISTED.bin", ""]),
+        *map(
+            refer_to,
+            [
+                "unlisted.bin",
+                "../secret",
+                "/etc/passwd",
+                "./listed.bin",
+                "listed.bin\0",
+                "LISTED.bin",
+                "",
+            ],
+        ),
         *map(run_context, ["engine.bin", "../engine.bin"]),
     ],
 )
 def test_a_file_that_the_manifest_does_not_list(edit: Any, tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match=r"decoder.onnx refers to the file .*does not list; do not use this package"):
+    with pytest.raises(
+        PackageError,
+        match=r"decoder.onnx refers to the file .*does not list; do not use this package",
+    ):
         fake_package(tmp_path / "package", edit=edit, files={"listed.bin": "x" * 100_000})
     for path in (tmp_path / "package" / "unlisted.bin", tmp_path / "secret"):
         path.write_bytes(b"\0" * 100_000)
@@ -407,7 +547,9 @@ def test_a_file_that_the_manifest_does_not_list(edit: Any, tmp_path: Path) -> No
 
 
 def test_a_file_that_it_lists(tmp_path: Path) -> None:
-    fake_package(tmp_path / "package", edit=refer_to("listed.bin"), files={"listed.bin": "\0" * 100_000})
+    fake_package(
+        tmp_path / "package", edit=refer_to("listed.bin"), files={"listed.bin": "\0" * 100_000}
+    )
     assert load(tmp_path / "package").generate([[5]], max_new_tokens=2, do_sample=False).token_ids
 
 

@@ -30,7 +30,9 @@ from qsample.progress import (
     young_collections,
 )
 
-linux = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux alone counts bytes and kinds of memory")
+linux = pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="Linux alone counts bytes and kinds of memory"
+)
 HELD = 1 << 26
 
 
@@ -54,9 +56,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_for_callers_without_a_callback_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_for_callers_without_a_callback_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("tqdm")
-    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)  # commands that other tests run here set it
+    monkeypatch.delenv(
+        "HF_HUB_DISABLE_PROGRESS_BARS", raising=False
+    )  # commands that other tests run here set it
     terminal, file = Terminal(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
     with shown(None) as report:

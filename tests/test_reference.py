@@ -53,13 +53,19 @@ def named(name: str, text: str) -> bool:
 def raised(function: Any) -> set[str]:
     """The exceptions that the function's statements raise; not those of functions inside."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    whole = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    whole = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
     found, statements = set[str](), list[ast.AST](whole.body)
     while statements:
         node = statements.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             continue
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+        if (
+            isinstance(node, ast.Raise)
+            and isinstance(node.exc, ast.Call)
+            and isinstance(node.exc.func, ast.Name)
+        ):
             found.add(node.exc.func.id)
         statements += ast.iter_child_nodes(node)
     return {name for name in found if not name.startswith("_")} - {"AttributeError"}
@@ -92,7 +98,11 @@ def methods(cls: type) -> Iterator[tuple[str, Any]]:
         value = inspect.getattr_static(cls, name)
         value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
         value = inspect.unwrap(value.func if isinstance(value, cached_property) else value)
-        if not name.startswith("_") and inspect.isfunction(value) and value.__module__.startswith("qsample"):
+        if (
+            not name.startswith("_")
+            and inspect.isfunction(value)
+            and value.__module__.startswith("qsample")
+        ):
             yield name, value
 
 
@@ -102,15 +112,21 @@ def class_gaps(owner: str, cls: type) -> Iterator[str]:
         if "__post_init__" in vars(cls):
             yield from function_gaps(owner, vars(cls)["__post_init__"], text)
         listed, rest = entries(text), ARGS.sub("", text)
-        for name in (entry.name for entry in dataclasses.fields(cls) if "help" not in entry.metadata):
+        for name in (
+            entry.name for entry in dataclasses.fields(cls) if "help" not in entry.metadata
+        ):
             if not (name in listed or name in HELP or named(name, rest) or ELSEWHERE.search(rest)):
                 yield f"{owner} does not describe its field {name}"
     elif not text.strip():
         yield f"{owner} has no docstring"
-    elif inspect.isfunction(init := vars(cls).get("__init__")) and init.__module__.startswith("qsample"):
+    elif inspect.isfunction(init := vars(cls).get("__init__")) and init.__module__.startswith(
+        "qsample"
+    ):
         yield from function_gaps(owner, init, f"{text}\n{inspect.getdoc(init)}")
     for name, function in methods(cls):
-        yield from function_gaps(f"{owner}.{name}", function, inspect.getdoc(getattr(cls, name)) or "")
+        yield from function_gaps(
+            f"{owner}.{name}", function, inspect.getdoc(getattr(cls, name)) or ""
+        )
 
 
 @pytest.mark.ci
@@ -118,14 +134,20 @@ def class_gaps(owner: str, cls: type) -> Iterator[str]:
 def test_a_docstring_says_what_a_caller_has_to_know(name: str) -> None:
     found = public(name)
     gaps = (
-        class_gaps(name, found) if inspect.isclass(found) else function_gaps(name, found, inspect.getdoc(found) or "")
+        class_gaps(name, found)
+        if inspect.isclass(found)
+        else function_gaps(name, found, inspect.getdoc(found) or "")
     )
     assert list(gaps) == []
 
 
 def test_every_public_name_is_on_the_page() -> None:
     listed = {name.rpartition(".")[2] for name in NAMES} | {"__version__"}
-    kinds = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, Exception)
+    }
     assert kinds | {name for room in ROOMS for name in names_of(room)} <= listed
 
 

@@ -21,21 +21,34 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 def instructions() -> list[tuple[str, str]]:
     """The Dockerfile's instructions, with their arguments on one line."""
-    lines = [line for line in (ROOT / "Dockerfile").read_text("utf-8").splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "Dockerfile").read_text("utf-8").splitlines()
+        if not line.startswith("#")
+    ]
     joined = "\n".join(lines).replace("\\\n", " ")
-    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
+    return [
+        (name, rest.strip())
+        for name, _, rest in (line.partition(" ") for line in joined.splitlines() if line)
+    ]
 
 
 def test_the_container_installs_extras_that_exist_and_serves_as_a_user() -> None:
     given = instructions()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    assert set(dict(rest.split("=", 1) for name, rest in given if name == "ARG")["EXTRAS"].split(",")) <= set(extras)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    assert set(
+        dict(rest.split("=", 1) for name, rest in given if name == "ARG")["EXTRAS"].split(",")
+    ) <= set(extras)
     final = given[max(index for index, (name, _) in enumerate(given) if name == "FROM") :]
     settings = dict(final)
     assert settings["USER"] not in ("", "root", "0")
     assert settings["VOLUME"] == "/cache"
     assert [name for name, _ in final].index("USER") > [name for name, _ in final].index("COPY")
-    command = json.loads(settings["ENTRYPOINT"])  # a list: no shell stands between it and the signals
+    command = json.loads(
+        settings["ENTRYPOINT"]
+    )  # a list: no shell stands between it and the signals
     context = cli.commands()["serve"].make_context("serve", command[2:])
     assert (command[:2], context.params["host"]) == (["qsample", "serve"], "0.0.0.0")
     assert f":{context.params['port']}/health" in settings["HEALTHCHECK"]
@@ -55,7 +68,12 @@ def test_a_workflow_has_few_rights_and_runs_what_exists(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text("utf-8"))
     assert workflow["permissions"] in ({}, {"contents": "read"})
     assert "pull_request_target" not in workflow[True]  # YAML 1.1 reads `on` so
-    allowed = {"attest": {"id-token", "attestations"}, "pypi": {"id-token"}, "npm": {"id-token"}, "site": {"contents"}}
+    allowed = {
+        "attest": {"id-token", "attestations"},
+        "pypi": {"id-token"},
+        "npm": {"id-token"},
+        "site": {"contents"},
+    }
     for name, job in workflow["jobs"].items():
         assert set(job.get("permissions", {})) == allowed.get(name, set())
         for step in job["steps"]:
@@ -69,7 +87,11 @@ def test_a_workflow_has_few_rights_and_runs_what_exists(path: Path) -> None:
 def test_the_forms_and_the_citation_can_be_read() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
-    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    forms = [
+        path
+        for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+        if path.name != "config.yml"
+    ]
     assert len(forms) == 2
     for form in forms:
         read = yaml.safe_load(form.read_text("utf-8"))
@@ -84,11 +106,17 @@ def test_a_release_checks_before_it_works(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(clone)], check=True)
     package = clone / "js" / "package.json"
-    package.write_text(re.sub(r'"version": "[^"]*"', '"version": "9.9.9"', package.read_text("utf-8")))
+    package.write_text(
+        re.sub(r'"version": "[^"]*"', '"version": "9.9.9"', package.read_text("utf-8"))
+    )
     run = ["bash", "scripts/release", "--no-check"]
     dirty = subprocess.run(run, cwd=clone, capture_output=True, text=True, check=False)
     assert (dirty.returncode, "git status" in dirty.stderr) == (1, True), dirty.stderr
-    subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", "commit", "-qam", "x"], cwd=clone, check=True)
+    subprocess.run(
+        ["git", "-c", "user.name=x", "-c", "user.email=x", "commit", "-qam", "x"],
+        cwd=clone,
+        check=True,
+    )
     wrong = subprocess.run(run, cwd=clone, capture_output=True, text=True, check=False)
     assert (wrong.returncode, "js/package.json 9.9.9" in wrong.stderr) == (1, True), wrong.stderr
     assert not (clone / "dist").exists()

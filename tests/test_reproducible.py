@@ -41,15 +41,27 @@ def test_packages_are_equal_byte_for_byte(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "model", folder / "model")
         shutil.copytree(ROOT / "examples" / "tiny_lm_genai", folder / "genai")
         (folder / "tmp").mkdir()
-        own = {"PYTHONHASHSEED": str(number), "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": str(number + 1)}
+        own = {
+            "PYTHONHASHSEED": str(number),
+            "TMPDIR": str(folder / "tmp"),
+            "OMP_NUM_THREADS": str(number + 1),
+        }
         command = [sys.executable, "-W", "ignore", "-c", MAKE, str(number)]
         environment = {**os.environ, **own, "PYTHONPATH": str(ROOT)}
-        running.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
-    for process, folder in zip(running, (tmp_path / "one", tmp_path / "two" / "deeper"), strict=True):
+        running.append(
+            subprocess.Popen(
+                command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+            )
+        )
+    for process, folder in zip(
+        running, (tmp_path / "one", tmp_path / "two" / "deeper"), strict=True
+    ):
         _, err = process.communicate()
         assert process.returncode == 0, err
         packages = [path.parent for path in sorted(folder.glob("*/qsample.json"))]
-        files = [path for package in packages for path in sorted(package.rglob("*")) if path.is_file()]
+        files = [
+            path for package in packages for path in sorted(package.rglob("*")) if path.is_file()
+        ]
         made.append({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
     assert len({name.split("/")[0] for name in made[0]}) == 6
     assert made[0].keys() == made[1].keys()

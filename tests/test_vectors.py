@@ -21,7 +21,17 @@ from qsample.package.package import read_package
 from tests.helpers.plain_host import OFF, PlainHost
 from tests.helpers.reference import philox4x32, philox_uniform, reference_step
 from tests.helpers.sampler_cases import PAD, Step, sampler
-from tests.helpers.vectors import FOLDER, Arrays, Case, after, inputs_of, interface_of, load, numbers, start
+from tests.helpers.vectors import (
+    FOLDER,
+    Arrays,
+    Case,
+    after,
+    inputs_of,
+    interface_of,
+    load,
+    numbers,
+    start,
+)
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -41,22 +51,34 @@ def check(cases: list[Case], face: Interface, step: Step) -> None:
         calls = [case["steps"][min(number, len(case["steps"]) - 1)] for case in cases]
         going = [number < len(case["steps"]) for case in cases]
         state["status"] = np.where(going, state["status"], np.int32(1))
-        out = step(np.float32([numbers(call["logits"]) for call in calls]), inputs_of(face, cases, calls, state))
+        out = step(
+            np.float32([numbers(call["logits"]) for call in calls]),
+            inputs_of(face, cases, calls, state),
+        )
         for row, (case, call) in enumerate(zip(cases, calls, strict=True)):
             if going[row]:
-                check_row(call, {name: values[row] for name, values in out.items()}, f"{case['name']}, step {number}")
+                check_row(
+                    call,
+                    {name: values[row] for name, values in out.items()},
+                    f"{case['name']}, step {number}",
+                )
         state = after(state, out)
         for row, case in enumerate(cases):
             if number == len(case["steps"]) - 1:
                 assert state["tokens"][row].tolist() == case["tokens"], case["name"]
-                counts = {str(i): n for i, n in enumerate(state["output_counts"][row].tolist()) if n}
+                counts = {
+                    str(i): n for i, n in enumerate(state["output_counts"][row].tolist()) if n
+                }
                 assert counts == case["output_counts"], case["name"]
 
 
 def check_row(call: Case, out: Arrays, where: str) -> None:
     emitted = call["next_id"] is not None
     assert out["next_ids"].tolist() == [call["next_id"] if emitted else PAD], where
-    assert (out["lengths_RetainedState"], out["status_RetainedState"]) == (call["lengths"], call["status"]), where
+    assert (out["lengths_RetainedState"], out["status_RetainedState"]) == (
+        call["lengths"],
+        call["status"],
+    ), where
     if emitted:
         adjusted = np.float32(numbers(call["logits"]))
         for token, logit in call.get("adjusted", {}).items():
@@ -65,7 +87,9 @@ def check_row(call: Case, out: Arrays, where: str) -> None:
     if "kept" in call:
         assert np.flatnonzero(out["probs"]).tolist() == call["kept"], where
     for state in {"mirostat_mu", "adaptive_error"} & call.keys():
-        np.testing.assert_allclose(out[f"{state}_RetainedState"], call[state], **CLOSE, err_msg=where)
+        np.testing.assert_allclose(
+            out[f"{state}_RetainedState"], call[state], **CLOSE, err_msg=where
+        )
     assert out.get("margin", 1) >= 2**-16, where
     assert out.get("edge", 1) >= 2**-16, where
 
@@ -98,7 +122,9 @@ class TestSampler:
 
     # A graph for each vocabulary and order; the captured graph and a seed in the files of most cases.
     @pytest.mark.parametrize("kind", ["captured", "seed"])
-    @pytest.mark.parametrize("most", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["most", "all"])
+    @pytest.mark.parametrize(
+        "most", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["most", "all"]
+    )
     def test_other_graphs(self, most: bool, kind: str, name: str) -> None:
         check_graphs(name, least=9 if most else 1, **{kind: True})
 
@@ -106,7 +132,9 @@ class TestSampler:
 def test_noise() -> None:
     content = load("noise")
     for answer in content["philox4x32_10"]:
-        counter, key, words = (tuple(int(word, 16) for word in answer[name]) for name in ("counter", "key", "words"))
+        counter, key, words = (
+            tuple(int(word, 16) for word in answer[name]) for name in ("counter", "key", "words")
+        )
         assert philox4x32(counter, key) == words
     seeds, positions = [int(row["seed"]) for row in content["rows"]], content["positions"]
     model = build_initial_state(Interface(2, (), features=Features(filters=("xtc",))))
@@ -116,7 +144,9 @@ def test_noise() -> None:
     for stream, (name, buffer) in enumerate(zip(names, made, strict=True)):
         expected = [row[name] for row in content["rows"]]
         assert (buffer[:, positions] * 2**24).tolist() == expected
-        assert [[philox_uniform(seed, t, stream) * 2**24 for t in positions] for seed in seeds] == expected
+        assert [
+            [philox_uniform(seed, t, stream) * 2**24 for t in positions] for seed in seeds
+        ] == expected
 
 
 def test_package(bundled_package: Path) -> None:
@@ -151,7 +181,9 @@ def test_package(bundled_package: Path) -> None:
 @pytest.fixture(scope="module")
 def package_with_guesses(bundled_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("waiting") / "tiny-cpu"
-    options = CompileOptions(ctx_len=load("waiting")["capacity"], kv_cache_dtype="int8", num_speculative_tokens=4)
+    options = CompileOptions(
+        ctx_len=load("waiting")["capacity"], kv_cache_dtype="int8", num_speculative_tokens=4
+    )
     return compile_package(read_package(bundled_package), path, options).path
 
 
@@ -162,11 +194,17 @@ def test_waiting(package_with_guesses: Path) -> None:
     state = host.start([int(row["seed"]) for row in rows], content["capacity"])
     names = ("stop_ids", "max_length", "prompt_lookup_num_tokens")
     given = {name: [row["parameters"].get(name, 0) for row in rows] for name in names}
-    unread, tokens, most = [row["prompt_ids"] for row in rows], [[] for _ in rows], 0  # most: in a step
+    unread, tokens, most = (
+        [row["prompt_ids"] for row in rows],
+        [[] for _ in rows],
+        0,
+    )  # most: in a step
     for lengths in content["calls"]:
         pieces = [ids[:count] for ids, count in zip(unread, lengths, strict=True)]
         ids = [[*piece, *[0] * (max(lengths) - len(piece))] for piece in pieces]
-        emit = [count in (0, len(left)) for count, left in zip(lengths, unread, strict=True)]  # of a row with 0: any
+        emit = [
+            count in (0, len(left)) for count, left in zip(lengths, unread, strict=True)
+        ]  # of a row with 0: any
         outputs = host.call(state, ids, lengths, emit=emit, **given)
         state = host.after(state, outputs)
         for row, count in enumerate(outputs["num_new"].tolist()):

@@ -14,7 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
-Sampling = dict[str, float]  # Hugging Face's names; an absent parameter is off, temperature 0 is greedy
+Sampling = dict[
+    str, float
+]  # Hugging Face's names; an absent parameter is off, temperature 0 is greedy
 EVERYTHING: Final[Sampling] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02}
 EVERYTHING.update(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1)
 MIXES: Final[dict[str, Sampling]] = {
@@ -27,12 +29,16 @@ MIXES: Final[dict[str, Sampling]] = {
 FLAT: Final[dict[str, Sampling]] = {"top-p 0.95, flat": {"temperature": 100.0, "top_p": 0.95}}
 ALL: Final = MIXES | FLAT | {"everything": EVERYTHING}
 
-FIRST_TIMED: Final = 4  # steps on a GPU before the clock starts; the host waits for the GPU there, and at the end
+FIRST_TIMED: Final = (
+    4  # steps on a GPU before the clock starts; the host waits for the GPU there, and at the end
+)
 
 # Work → system → module of this folder, its class, further arguments.
 SYSTEMS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     "generate": {
-        **dict.fromkeys(("qsample", "qsample, balanced", "qsample, speed"), ("qsample", "Qsample", {})),
+        **dict.fromkeys(
+            ("qsample", "qsample, balanced", "qsample, speed"), ("qsample", "Qsample", {})
+        ),
         **dict.fromkeys(
             ("qsample, --no-batch-invariant", "qsample, speed, --no-batch-invariant"),
             ("qsample", "Qsample", {"batch_invariant": False}),
@@ -53,13 +59,18 @@ SYSTEMS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     },
     "load": {name.lower(): ("load", name, {}) for name in ("Continuous", "Static", "Genai")},
     "streams": {"engine alone": ("engine", "EngineAlone", {})},
-    "write": {"qsample": ("qsample", "QsampleWriter", {}), "llama.cpp": ("llama_cpp", "LlamaWriter", {})},
+    "write": {
+        "qsample": ("qsample", "QsampleWriter", {}),
+        "llama.cpp": ("llama_cpp", "LlamaWriter", {}),
+    },
 }
 
 
 def open_system(work: str, name: str, model: Path, threads: int, **options: Any) -> Any:
     module, kind, more = SYSTEMS[work][name]
-    return getattr(importlib.import_module(f"systems.{module}"), kind)(model, threads, **more, **options)
+    return getattr(importlib.import_module(f"systems.{module}"), kind)(
+        model, threads, **more, **options
+    )
 
 
 class Generator(ABC):
@@ -69,14 +80,25 @@ class Generator(ABC):
     vocab_size: int
 
     @abstractmethod
-    def run(self, prompts: Ids, new_tokens: int, sampling: Sampling) -> tuple[list[float], list[list[int]]]:
+    def run(
+        self, prompts: Ids, new_tokens: int, sampling: Sampling
+    ) -> tuple[list[float], list[list[int]]]:
         """Continue prompts [B, P]: the moments before the work and after each step, and the tokens [B, new_tokens]."""
 
-    def generate(self, rows: int, prompt_tokens: int, new_tokens: int, sampling: Sampling) -> dict[str, Any]:
+    def generate(
+        self, rows: int, prompt_tokens: int, new_tokens: int, sampling: Sampling
+    ) -> dict[str, Any]:
         """Continue random prompts: seconds until each row has its first token, of each later step; tokens; memory."""
-        moments, tokens = self.run(prompt_ids(rows, prompt_tokens, self.vocab_size), new_tokens, sampling)
+        moments, tokens = self.run(
+            prompt_ids(rows, prompt_tokens, self.vocab_size), new_tokens, sampling
+        )
         seconds = np.diff(moments).tolist()
-        return {"first_token": seconds[0], "steps": seconds[1:], "tokens": tokens, "memory": memory()}
+        return {
+            "first_token": seconds[0],
+            "steps": seconds[1:],
+            "tokens": tokens,
+            "memory": memory(),
+        }
 
 
 class Rows(ABC):
@@ -122,4 +144,7 @@ def memory() -> dict[str, int]:
     except OSError:
         return {}
     fields = dict(line.split(":", 1) for line in lines)
-    return {name: int(fields[key].split()[0]) * 1024 for name, key in (("anonymous", "RssAnon"), ("mapped", "RssFile"))}
+    return {
+        name: int(fields[key].split()[0]) * 1024
+        for name, key in (("anonymous", "RssAnon"), ("mapped", "RssFile"))
+    }

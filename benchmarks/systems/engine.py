@@ -10,7 +10,9 @@ from typing import Any
 
 from qsample.runtime import Engine, SamplingParams, load
 
-Streams = list[list[tuple[float, int]]]  # of each stream the moments of its deltas in seconds, and their tokens
+Streams = list[
+    list[tuple[float, int]]
+]  # of each stream the moments of its deltas in seconds, and their tokens
 
 
 class EngineAlone:
@@ -37,12 +39,24 @@ class EngineAlone:
         seconds, answered, before = list[float](), Streams(), time.process_time()
         for wave in range(waves):
             start = time.perf_counter()
-            answered += await asyncio.gather(*(self._read(wave * streams + number) for number in range(streams)))
+            answered += await asyncio.gather(
+                *(self._read(wave * streams + number) for number in range(streams))
+            )
             seconds.append(time.perf_counter() - start)
         cpu_seconds = time.process_time() - before
-        return {"seconds": seconds, "streams": answered, "refused": 0, "failed": [], "cpu_seconds": cpu_seconds}
+        return {
+            "seconds": seconds,
+            "streams": answered,
+            "refused": 0,
+            "failed": [],
+            "cpu_seconds": cpu_seconds,
+        }
 
     async def _read(self, number: int) -> list[tuple[float, int]]:
         start, prompt = time.perf_counter(), self._prompts[number % len(self._prompts)]
         request = self._engine.add_request(prompt, self._params, seed=number, timeout=0)
-        return [(time.perf_counter() - start, len(delta.token_ids)) async for delta in request if delta.token_ids]
+        return [
+            (time.perf_counter() - start, len(delta.token_ids))
+            async for delta in request
+            if delta.token_ids
+        ]

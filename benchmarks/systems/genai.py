@@ -32,9 +32,15 @@ class Genai(Generator):
     def __init__(self, model: Path, threads: int | None, own_threads: bool = False) -> None:
         self.model, self.vocab_size = load(model, None if own_threads else threads)
 
-    def run(self, prompts: Ids, new_tokens: int, sampling: Sampling) -> tuple[list[float], list[list[int]]]:
+    def run(
+        self, prompts: Ids, new_tokens: int, sampling: Sampling
+    ) -> tuple[list[float], list[list[int]]]:
         length = prompts.shape[1] + new_tokens
-        options: dict[str, Any] = {"batch_size": len(prompts), "max_length": length, "min_length": length}
+        options: dict[str, Any] = {
+            "batch_size": len(prompts),
+            "max_length": length,
+            "min_length": length,
+        }
         options |= {"do_sample": sampling.get("temperature", 1.0) != 0, "num_beams": 1}
         if options["do_sample"]:
             options |= {"top_k": int(sampling.get("top_k", 0)), "top_p": sampling.get("top_p", 1.0)}
@@ -57,12 +63,16 @@ class GenaiRows(Rows):
 
     library = "onnxruntime_genai"
 
-    def __init__(self, model: Path, threads: int, rows: int, history: int, growth: int, **_: Any) -> None:
+    def __init__(
+        self, model: Path, threads: int, rows: int, history: int, growth: int, **_: Any
+    ) -> None:
         loaded, vocab_size = load(model, threads)
         self._prompts = prompt_ids(rows, history, vocab_size)
         length = history + growth
         params = og.GeneratorParams(loaded)
-        params.set_search_options(batch_size=rows, max_length=length, min_length=length, do_sample=False)
+        params.set_search_options(
+            batch_size=rows, max_length=length, min_length=length, do_sample=False
+        )
         self._generator = og.Generator(loaded, params)
 
     def read(self) -> None:

@@ -57,7 +57,9 @@ def _forbid_amx() -> None:
 class Context:
     """Memory for `tokens` tokens of `rows` rows together, and a batch."""
 
-    def __init__(self, model: Model, tokens: int, rows: int, threads: int, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Model, tokens: int, rows: int, threads: int, settings: dict[str, Any]
+    ) -> None:
         options = lib.llama_context_default_params()
         common = {"n_ctx": tokens, "n_batch": CHUNK, "n_ubatch": CHUNK, "n_seq_max": rows}
         common |= {"n_threads": threads, "n_threads_batch": threads}
@@ -74,7 +76,12 @@ class Context:
         batch = self._batch
         batch.n_tokens = len(entries)
         for i, (token, position, row) in enumerate(entries):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, row
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = (
+                token,
+                position,
+                1,
+                row,
+            )
             batch.logits[i] = every or (last and i == len(entries) - 1)
         status = lib.llama_decode(self.handle, batch)
         if status:
@@ -83,7 +90,10 @@ class Context:
     def read(self, prompt: Any, row: int = 0) -> None:
         """Read a prompt in chunks."""
         for start in range(0, len(prompt), CHUNK):
-            entries = [(int(token), start + i, row) for i, token in enumerate(prompt[start : start + CHUNK])]
+            entries = [
+                (int(token), start + i, row)
+                for i, token in enumerate(prompt[start : start + CHUNK])
+            ]
             self.decode(entries, last=start + CHUNK >= len(prompt))
 
     def sampler(self, sampling: Sampling, seed: int) -> Any:
@@ -134,7 +144,9 @@ class LlamaCpp(Generator):
         self._model = Model(model, threads, amx)
         self.vocab_size = self._model.vocab_size
 
-    def run(self, prompts: Ids, new_tokens: int, sampling: Sampling) -> tuple[list[float], list[list[int]]]:
+    def run(
+        self, prompts: Ids, new_tokens: int, sampling: Sampling
+    ) -> tuple[list[float], list[list[int]]]:
         rows, length = prompts.shape
         moments, tokens = [time.perf_counter()], list[list[int]]()
         with closing(self._model.open(rows * (length + new_tokens + 1), rows)) as context:
@@ -144,7 +156,9 @@ class LlamaCpp(Generator):
                 tokens.append([context.sample(chains[row])])
             moments.append(time.perf_counter())
             for step in range(new_tokens - 1):
-                context.decode([(tokens[row][-1], length + step, row) for row in range(rows)], every=True)
+                context.decode(
+                    [(tokens[row][-1], length + step, row) for row in range(rows)], every=True
+                )
                 for row in range(rows):
                     tokens[row].append(context.sample(chains[row], row))
                 moments.append(time.perf_counter())
@@ -236,15 +250,21 @@ class LlamaRows(Rows):
         The cells' positions follow, with the number of rows of each cell and their indices.
         """
         if not path.exists():
-            raise RuntimeError(f"{path} does not exist; first measure the shorter history with a single row")
+            raise RuntimeError(
+                f"{path} does not exist; first measure the shorter history with a single row"
+            )
         streams, size = (1 if self._copies > 1 else self._rows), path.stat().st_size
         state = np.zeros(size + 4 * (streams - 1), np.uint8)
         with path.open("rb") as file:
             file.readinto(memoryview(state)[:size])
         head = state[:16].view(np.uint32)
         cells = state[16 : 16 + 12 * int(head[3])].view(np.int32).reshape(-1, 3)
-        if head[2] != 1 or not np.array_equal(cells, [[token, 1, 0] for token in range(len(cells))]):
-            raise RuntimeError("llama.cpp's states have another layout than this benchmark was written for")
+        if head[2] != 1 or not np.array_equal(
+            cells, [[token, 1, 0] for token in range(len(cells))]
+        ):
+            raise RuntimeError(
+                "llama.cpp's states have another layout than this benchmark was written for"
+            )
         head[2] = streams
         cells[:, 0] += offset
         handle = self._context.handle
@@ -252,7 +272,9 @@ class LlamaRows(Rows):
             raise RuntimeError(f"llama.cpp cannot load {path}")
 
     def step(self) -> None:
-        self._context.decode([(self._tokens[row], self._length, row) for row in range(self._rows)], every=True)
+        self._context.decode(
+            [(self._tokens[row], self._length, row) for row in range(self._rows)], every=True
+        )
         self._tokens = [self._context.sample(self._chain, row) for row in range(self._rows)]
         self._length += 1
 
@@ -272,7 +294,11 @@ class LlamaWriter:
 
         (text,) = texts
         prompt, answer = text["prompt"], text["answer"]
-        drafter = LlamaPromptLookupDecoding(max_ngram_size=2, num_pred_tokens=guesses) if guesses else None
+        drafter = (
+            LlamaPromptLookupDecoding(max_ngram_size=2, num_pred_tokens=guesses)
+            if guesses
+            else None
+        )
         seconds, drafted, accepted = list[float](), 0, 0
         with closing(self._model.open(len(prompt) + len(answer) + guesses + 2)) as context:
             chain = context.sampler({"temperature": 0.0}, 0)
@@ -284,9 +310,13 @@ class LlamaWriter:
                 start = time.perf_counter()
                 draft: list[int] = []
                 if drafter is not None:
-                    draft = [int(token) for token in drafter(np.array(written, dtype=np.intc))][: len(left) - 1]
+                    draft = [int(token) for token in drafter(np.array(written, dtype=np.intc))][
+                        : len(left) - 1
+                    ]
                 position = len(written) - 1
-                entries = [(token, position + i, 0) for i, token in enumerate([written[-1], *draft])]
+                entries = [
+                    (token, position + i, 0) for i, token in enumerate([written[-1], *draft])
+                ]
                 context.decode(entries, every=True)
                 right = 0
                 context.sample(chain, 0)

@@ -59,9 +59,13 @@ class Continuous(Served):
             before, start = decoder.runs, time.perf_counter()
             for index, (arrival, _, new_tokens) in enumerate(load):
                 time.sleep(max(0.0, start + arrival - time.perf_counter()))
-                params = SamplingParams(**SAMPLING, max_new_tokens=new_tokens, eos_token_id=(), seed=index)
+                params = SamplingParams(
+                    **SAMPLING, max_new_tokens=new_tokens, eos_token_id=(), seed=index
+                )
                 requests.append(engine.add_request(prompts[index], params))
-            moments = [[delta.seconds for delta in request if delta.token_ids] for request in requests]
+            moments = [
+                [delta.seconds for delta in request if delta.token_ids] for request in requests
+            ]
         return decoder.runs - before, moments
 
 
@@ -81,7 +85,9 @@ class Static(Continuous):
 
         def make(index: int, new_tokens: int) -> Sequence:
             params = SamplingParams(**SAMPLING, max_new_tokens=new_tokens, eos_token_id=())
-            sequences, _ = model.prepare(Call(inputs=[prompts[index]], params=params, seed=index), capacity)
+            sequences, _ = model.prepare(
+                Call(inputs=[prompts[index]], params=params, seed=index), capacity
+            )
             return sequences[0]
 
         came: dict[Sequence, list[float]] = {}
@@ -97,13 +103,18 @@ class Static(Continuous):
                 loop.step()
 
         scheduler = Scheduler(slots, SchedulerConfig.of(model.sessions, interleave=False))
-        with DecodeLoop(Slots(model.sessions, slots, capacity), scheduler, deliver, double_buffering=True) as loop:
+        with DecodeLoop(
+            Slots(model.sessions, slots, capacity), scheduler, deliver, double_buffering=True
+        ) as loop:
             run([make(0, 4) for _ in range(slots)])
             sequences = [make(index, new_tokens) for index, (_, _, new_tokens) in enumerate(load)]
             before, start = decoder.runs, time.perf_counter()
             in_batches(load, slots, start, lambda first, last: run(sequences[first:last]))
         arrivals = [start + arrival for arrival, _, _ in load]
-        moments = [[moment - at for moment in came[sequence]] for sequence, at in zip(sequences, arrivals, strict=True)]
+        moments = [
+            [moment - at for moment in came[sequence]]
+            for sequence, at in zip(sequences, arrivals, strict=True)
+        ]
         return decoder.runs - before, moments
 
 
@@ -133,7 +144,12 @@ class Genai(Served):
             nonlocal runs
             runs += max(counts)  # the first run also reads the prompts
             params, total = og.GeneratorParams(self._model), length + max(counts)
-            options = {"batch_size": len(rows), "max_length": total, "min_length": total, "do_sample": True}
+            options = {
+                "batch_size": len(rows),
+                "max_length": total,
+                "min_length": total,
+                "do_sample": True,
+            }
             params.set_search_options(**options, **SAMPLING, random_seed=first)
             generator = og.Generator(self._model, params)
             generator.append_tokens(padded)

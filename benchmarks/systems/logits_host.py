@@ -27,18 +27,24 @@ class LogitsHost(Generator):
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        self._session = ort.InferenceSession(model / "model.onnx", options, providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(
+            model / "model.onnx", options, providers=["CPUExecutionProvider"]
+        )
         decoder = json.loads((model / "genai_config.json").read_text())["model"]["decoder"]
         self._heads, self._size = decoder["num_key_value_heads"], decoder["head_size"]
         self._names = [output.name for output in self._session.get_outputs()]
         # Output → the input of the next step.
         self._states = {
-            name: name.replace("present", "past_key_values") for name in self._names if name.startswith("present")
+            name: name.replace("present", "past_key_values")
+            for name in self._names
+            if name.startswith("present")
         }
         self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
         self._make_sampler = {"numpy": NumpySampler, "transformers": TransformersSampler}[sampler]
 
-    def run(self, prompts: Ids, new_tokens: int, sampling: Sampling) -> tuple[list[float], list[list[int]]]:
+    def run(
+        self, prompts: Ids, new_tokens: int, sampling: Sampling
+    ) -> tuple[list[float], list[list[int]]]:
         value = ort.OrtValue.ortvalue_from_numpy
         sample = self._make_sampler(sampling)
         moments, ids, history = [time.perf_counter()], prompts, prompts
@@ -81,7 +87,8 @@ class NumpySampler:
         """[B, V]: the logits after the penalties."""
         repetition = np.float32(self._sampling.get("repetition_penalty", 1.0))
         presence, frequency = (
-            np.float32(self._sampling.get(f"{name}_penalty", 0)) for name in ("presence", "frequency")
+            np.float32(self._sampling.get(f"{name}_penalty", 0))
+            for name in ("presence", "frequency")
         )
         if repetition == 1 and not presence and not frequency:
             return logits
@@ -109,7 +116,9 @@ class NumpySampler:
             ranked[ranked.cumsum(axis=-1) - ranked >= sampling["top_p"]] = 0
             np.put_along_axis(weights, order, ranked, axis=-1)
         if sampling.get("min_p"):
-            weights[weights < np.float32(sampling["min_p"]) * weights.max(axis=-1, keepdims=True)] = 0
+            weights[
+                weights < np.float32(sampling["min_p"]) * weights.max(axis=-1, keepdims=True)
+            ] = 0
         return weights
 
 
@@ -124,7 +133,9 @@ class TransformersSampler:
         self._greedy = sampling.get("temperature", 1.0) == 0
         self._penalties, self._warpers = hf.LogitsProcessorList(), hf.LogitsProcessorList()
         if sampling.get("repetition_penalty", 1.0) != 1:
-            self._penalties.append(hf.RepetitionPenaltyLogitsProcessor(sampling["repetition_penalty"]))
+            self._penalties.append(
+                hf.RepetitionPenaltyLogitsProcessor(sampling["repetition_penalty"])
+            )
         for name, kind, off in (
             ("temperature", hf.TemperatureLogitsWarper, (0, 1)),
             ("top_k", hf.TopKLogitsWarper, (0,)),
@@ -145,7 +156,9 @@ class TransformersSampler:
         """[B, V] tensor: the logits after all processors."""
         ids = self._torch.from_numpy(history)
         scores = self._penalties(ids, self._torch.from_numpy(logits))
-        presence, frequency = (self._sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency"))
+        presence, frequency = (
+            self._sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")
+        )
         if presence or frequency:
             sampled = ids[:, start:]
             counts = self._torch.zeros_like(scores).scatter_add_(

@@ -56,18 +56,26 @@ class Qsample(Generator):
     library = "onnxruntime"
 
     def __init__(self, model: Path, threads: int, batch_invariant: bool = True) -> None:
-        options = {"verify": False, "session_config": _NO_SPINNING, "batch_invariant": batch_invariant}
+        options = {
+            "verify": False,
+            "session_config": _NO_SPINNING,
+            "batch_invariant": batch_invariant,
+        }
         self.model = load(model, intra_op_num_threads=threads, **options)
         self.vocab_size = self.model.interface.vocab_size
 
     def _loop(self, prompts: Ids, new_tokens: int, sampling: Sampling, sessions: Any) -> LockStep:
         rows, length = prompts.shape
         capacity = self.model.capacity(length + new_tokens + 1)
-        params = SamplingParams(**{"temperature": 1.0, **sampling}, eos_token_id=(), max_length=capacity)
+        params = SamplingParams(
+            **{"temperature": 1.0, **sampling}, eos_token_id=(), max_length=capacity
+        )
         parameters = [parameter_row(self.model.interface, params, length, capacity)] * rows
         return LockStep(sessions, parameters, list(range(rows)), capacity)
 
-    def run(self, prompts: Ids, new_tokens: int, sampling: Sampling) -> tuple[list[float], list[list[int]]]:
+    def run(
+        self, prompts: Ids, new_tokens: int, sampling: Sampling
+    ) -> tuple[list[float], list[list[int]]]:
         moments = [time.perf_counter()]
         loop = self._loop(prompts, new_tokens, sampling, self.model.sessions)
         steps = [loop.prefill(list(prompts))]
@@ -77,7 +85,9 @@ class Qsample(Generator):
             moments.append(time.perf_counter())
         return moments, np.stack(steps, axis=1).tolist()
 
-    def overhead(self, rows: int, prompt_tokens: int, new_tokens: int, everything: Sampling) -> dict[str, list[float]]:
+    def overhead(
+        self, rows: int, prompt_tokens: int, new_tokens: int, everything: Sampling
+    ) -> dict[str, list[float]]:
         """The cost of the host and the sampler, in steps that alternate between greedy and `everything`.
 
         Returns:
@@ -86,7 +96,9 @@ class Qsample(Generator):
         """
         prompts = prompt_ids(rows, prompt_tokens, self.vocab_size)
         timed = WatchedSession(self.model.sessions.decoder)
-        loop = self._loop(prompts, new_tokens, {"temperature": 0.0}, replace(self.model.sessions, decoder=timed))
+        loop = self._loop(
+            prompts, new_tokens, {"temperature": 0.0}, replace(self.model.sessions, decoder=timed)
+        )
         loop.prefill(list(prompts))
         specs = {spec.name: spec for spec in self.model.interface.parameters}
         off = {name: specs[name].off for name in everything} | {"temperature": 0.0}
@@ -109,7 +121,9 @@ class QsampleRows(Rows):
 
     library = "onnxruntime"
 
-    def __init__(self, model: Path, threads: int, rows: int, history: int, growth: int, **_: Any) -> None:
+    def __init__(
+        self, model: Path, threads: int, rows: int, history: int, growth: int, **_: Any
+    ) -> None:
         loaded = Qsample(model, threads).model
         capacity = loaded.capacity(history + growth)
         if capacity < history + growth:
@@ -124,7 +138,9 @@ class QsampleRows(Rows):
         for row, prompt in enumerate(self._prompts):
             self._slots.begin(row, prompt, row, self._parameters, reused=start)
             for piece in self._pieces.cut(prompt, start, len(prompt)):
-                self._slots.prefill(row, prompt[piece.start : piece.stop], emit=piece.stop == len(prompt))
+                self._slots.prefill(
+                    row, prompt[piece.start : piece.stop], emit=piece.stop == len(prompt)
+                )
         self._slots.read()
 
     def read(self) -> None:
@@ -132,7 +148,9 @@ class QsampleRows(Rows):
 
     def fill(self) -> None:
         generator, (rows, history) = np.random.default_rng(0), self._prompts.shape
-        states = self._slots._state.inputs()  # the memory itself; no public method writes keys and values
+        states = (
+            self._slots._state.inputs()
+        )  # the memory itself; no public method writes keys and values
         for spec in self._sessions.interface.cache_states:
             cache = states[spec.name].owner.numpy()
             length = min(history, cache.shape[2])  # caches of a window hold less
@@ -171,7 +189,9 @@ class QsampleWriter:
         slots.uniforms = self._dictate
         self._scripts: list[np.ndarray[Any, Any]] = []
         self._filler = np.ones(evict_bytes // 8)
-        self.model = load(model, intra_op_num_threads=threads, verify=False, session_config=_NO_SPINNING)
+        self.model = load(
+            model, intra_op_num_threads=threads, verify=False, session_config=_NO_SPINNING
+        )
 
     def _dictate(self, seed: int, count: int, stream: int = 0) -> np.ndarray[Any, Any]:
         script = self._scripts[seed]
@@ -182,17 +202,24 @@ class QsampleWriter:
         self._scripts = [np.array([*text["prompt"], *text["answer"]]) for text in texts]
         params = [
             SamplingParams(
-                temperature=0.0, max_new_tokens=len(text["answer"]), eos_token_id=(), prompt_lookup_num_tokens=guesses
+                temperature=0.0,
+                max_new_tokens=len(text["answer"]),
+                eos_token_id=(),
+                prompt_lookup_num_tokens=guesses,
             )
             for text in texts
         ]
         prompts = [text["prompt"] for text in texts]
-        sequences, _ = self.model.prepare(Call(inputs=prompts, params=params, seed=list(range(len(texts)))))
+        sequences, _ = self.model.prepare(
+            Call(inputs=prompts, params=params, seed=list(range(len(texts))))
+        )
         capacity = self.model.capacity(max(one.max_length for one in sequences))
         slots = Slots(self.model.sessions, len(texts), capacity)
         scheduler = Scheduler(len(texts), SchedulerConfig.of(self.model.sessions, interleave=False))
         seconds = []
-        with DecodeLoop(slots, scheduler, lambda one: one.take() and None, double_buffering=False) as loop:
+        with DecodeLoop(
+            slots, scheduler, lambda one: one.take() and None, double_buffering=False
+        ) as loop:
             for one in sequences:
                 loop.add(one)
             while not all(one.started for one in sequences):
@@ -205,8 +232,15 @@ class QsampleWriter:
         for text, one in zip(texts, sequences, strict=True):
             assert one.sampled == text["answer"], "the graph did not write the answer"
         drafts = sum((one.drafts for one in sequences), NO_DRAFTS)
-        counts = {"draft_tokens": drafts.num_draft_tokens, "accepted_tokens": drafts.num_accepted_tokens}
-        return {"seconds": seconds, "tokens": sum(len(text["answer"]) - 1 for text in texts), **counts}
+        counts = {
+            "draft_tokens": drafts.num_draft_tokens,
+            "accepted_tokens": drafts.num_accepted_tokens,
+        }
+        return {
+            "seconds": seconds,
+            "tokens": sum(len(text["answer"]) - 1 for text in texts),
+            **counts,
+        }
 
 
 def _dictated(path: Path) -> bytes:
@@ -222,7 +256,11 @@ def _dictated(path: Path) -> bytes:
     guesses = any("step_rows" in node.output for node in graph.node)  # a draw after each guess
     draws = _DRAWS_OF_GUESSES if guesses else _ONE_DRAW_A_ROW
     added = onnx.parser.parse_graph(f"g () => () {{ {draws} {_DICTATE} }}").node
-    for name, value in (("zero", np.int64(0)), ("one", np.int64(1)), ("largest", np.float32(_LARGEST))):
+    for name, value in (
+        ("zero", np.int64(0)),
+        ("one", np.int64(1)),
+        ("largest", np.float32(_LARGEST)),
+    ):
         graph.initializer.append(numpy_helper.from_array(np.array(value), f"dictated_{name}"))
     graph.initializer.append(numpy_helper.from_array(np.array([1], np.int64), "dictated_axis"))
     nodes = [*graph.node]

@@ -21,7 +21,12 @@ class Transformers(Generator):
     library = "transformers"
 
     def __init__(
-        self, model: Path, threads: int | None, device: str = "cpu", dtype: str = "float32", cache: str | None = None
+        self,
+        model: Path,
+        threads: int | None,
+        device: str = "cpu",
+        dtype: str = "float32",
+        cache: str | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -29,7 +34,9 @@ class Transformers(Generator):
         self.model, self._device, self._cache = loaded.to(device).eval(), device, cache
         self.vocab_size = int(self.model.config.vocab_size)
 
-    def run(self, prompts: Ids, new_tokens: int, sampling: Sampling) -> tuple[list[float], list[list[int]]]:
+    def run(
+        self, prompts: Ids, new_tokens: int, sampling: Sampling
+    ) -> tuple[list[float], list[list[int]]]:
         options: dict[str, Any] = {"do_sample": sampling.get("temperature", 1.0) != 0}
         if options["do_sample"]:
             lacking = ("presence_penalty", "frequency_penalty")

@@ -71,7 +71,11 @@ class BlockStore:
         mapped = partial(_mapped, self._file, start, shape, dtype)
         tensor = mapped()
         place = Place(self._file, start, tensor.nbytes)
-        return tensor.clone() if tensor.numel() < SMALLEST else defer(shape, dtype, mapped, dtype, place)
+        return (
+            tensor.clone()
+            if tensor.numel() < SMALLEST
+            else defer(shape, dtype, mapped, dtype, place)
+        )
 
     def _end(self) -> int:
         """The place of the next tensor."""
@@ -88,4 +92,8 @@ class BlockStore:
 
 def _mapped(file: Path, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     size = torch.Size(shape).numel() * dtype.itemsize
-    return torch.from_numpy(np.memmap(file, np.uint8, "c", start, (size,))).view(dtype).view(tuple(shape))
+    return (
+        torch.from_numpy(np.memmap(file, np.uint8, "c", start, (size,)))
+        .view(dtype)
+        .view(tuple(shape))
+    )

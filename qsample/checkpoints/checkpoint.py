@@ -34,7 +34,13 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from qsample.checkpoints.mapped_weights import INDEX, SINGLE, loading_in_this_thread, mapped_weights, weight_files
+from qsample.checkpoints.mapped_weights import (
+    INDEX,
+    SINGLE,
+    loading_in_this_thread,
+    mapped_weights,
+    weight_files,
+)
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
 from qsample.checkpoints.packed import Format, packing_of, read_packed
 from qsample.checkpoints.processor import load_processor
@@ -139,20 +145,31 @@ class Checkpoint:
         not know, QsampleError for a missing checkpoint or a configuration that cannot be read."""
         check_exists(self.model_id, self.hub)
         with self._config_errors():
-            config: PretrainedConfig = AutoConfig.from_pretrained(self.model_id, **self.hub.loading())
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                self.model_id, **self.hub.loading()
+            )
         check_kind(self.model_id, config.to_dict())  # of a hub id, too
         kind, problem, advice = kind_of(config.to_dict()), "", ANOTHER_MODEL
         sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        if sees and self.images is False and not self.text_only and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if (
+            sees
+            and self.images is False
+            and not self.text_only
+            and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        ):
             problem = f"a {kind}, which reads {_media(config) or 'images'}"
             advice = f"open it with AutoModelForImageTextToText, or {_ALONE}"
         elif self.images and not sees:
             problem = f"a {kind}, of which transformers has no class for images and text"
             advice = "open it with AutoModelForCausalLM"
-        elif not (sees or self.hub.trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
+        elif not (
+            sees or self.hub.trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        ):
             reads = f", which reads {_media(config)}" if _media(config) else ""
             problem = f"a {kind}{reads}; transformers has no causal language model of type {config.model_type}"
-        elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
+        elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(
+            config, "is_decoder", True
+        ):
             problem = f"an encoder ({kind}), which does not continue texts"
         if problem:
             raise UnsupportedModelError(f"{self.model_id} is {problem}; {advice}")
@@ -215,7 +232,11 @@ class Checkpoint:
     def processor(self) -> ProcessorMixin | None:
         """What transformers makes of texts with images; None if the language model alone is read. Gives `tokenizer` its
         chat template. Raises UnsupportedModelError for images that a package cannot read."""
-        if self.images is False or self.text_only or type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        if (
+            self.images is False
+            or self.text_only
+            or type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        ):
             return None
         try:
             return load_processor(self.model_id, self.config, self.tokenizer, self.hub)
@@ -271,7 +292,10 @@ class Checkpoint:
         return outline
 
     def load(
-        self, dtype: str | None = None, scratch: Path | None = None, sources: SourceFiles | None = None
+        self,
+        dtype: str | None = None,
+        scratch: Path | None = None,
+        sources: SourceFiles | None = None,
     ) -> PreTrainedModel:
         """The model in eval mode on the CPU, with eager attention; a new one at each call.
 
@@ -285,14 +309,25 @@ class Checkpoint:
         Raises UnsupportedModelError for a model that cannot be exported, QsampleError if the files cannot be read or do
         not fit the configuration.
         """
-        _ = self.config, self.adapter_files, self.generation_config, self.outline  # small files first: they fail fast
+        _ = (
+            self.config,
+            self.adapter_files,
+            self.generation_config,
+            self.outline,
+        )  # small files first: they fail fast
         media = _media(self.config)
         if self.processor is not None:
             media = media.removeprefix("images").removeprefix(" and ")
             if media:
-                warnings.warn(f"{self.model_id} also reads {media}, which is left out", stacklevel=2)
+                warnings.warn(
+                    f"{self.model_id} also reads {media}, which is left out", stacklevel=2
+                )
         elif media and not self.text_only:
-            more = "; AutoModelForImageTextToText also exports images" if media.startswith("images") else ""
+            more = (
+                "; AutoModelForImageTextToText also exports images"
+                if media.startswith("images")
+                else ""
+            )
             warnings.warn(
                 f"{self.model_id} also reads {media}; its language model alone is exported, which reads text{more}",
                 stacklevel=2,
@@ -312,7 +347,9 @@ class Checkpoint:
         weakref.finalize(model, shutil.rmtree, own, ignore_errors=True)
         return model
 
-    def _load(self, dtype: torch.dtype, scratch: Path | None, sources: SourceFiles) -> PreTrainedModel:
+    def _load(
+        self, dtype: torch.dtype, scratch: Path | None, sources: SourceFiles
+    ) -> PreTrainedModel:
         outline = self.outline
         options: dict[str, Any] = {
             "config": copy.deepcopy(outline.config),
@@ -324,17 +361,24 @@ class Checkpoint:
         with self._weight_errors():
             stored = self._stored(dtype, scratch, sources)
             if stored is None:
-                loaded: Any = self._auto_class.from_pretrained(self.model_id, **options, **self.hub.loading())
+                loaded: Any = self._auto_class.from_pretrained(
+                    self.model_id, **options, **self.hub.loading()
+                )
             else:
                 assert outline.kind is not None
                 weights = stored.weights if isinstance(stored, QuantizedCheckpoint) else stored
                 options["config"] = copy.deepcopy(outline.model_config)
-                with deferring(), loading_in_this_thread():  # merged weights are computed when needed
+                with (
+                    deferring(),
+                    loading_in_this_thread(),
+                ):  # merged weights are computed when needed
                     loaded = outline.kind.from_pretrained(None, state_dict=weights, **options)
         model: PreTrainedModel = loaded[0]
         info: dict[str, Any] = loaded[1]
         quantized = stored if isinstance(stored, QuantizedCheckpoint) else None
-        self._check_complete(model, info["mismatched_keys"], info["missing_keys"] if quantized is None else ())
+        self._check_complete(
+            model, info["mismatched_keys"], info["missing_keys"] if quantized is None else ()
+        )
         model.generation_config = copy.deepcopy(self.generation_config)
         model.requires_grad_(False)
         if hasattr(model.config, "quantization_config"):
@@ -402,7 +446,9 @@ class Checkpoint:
             return weight_files(Path(self.model_id))
         options = self.hub.downloading()
         for name in (SINGLE, INDEX):
-            file = cached_file(self.model_id, name, _raise_exceptions_for_missing_entries=False, **options)
+            file = cached_file(
+                self.model_id, name, _raise_exceptions_for_missing_entries=False, **options
+            )
             if file is not None:
                 if name == INDEX:
                     get_checkpoint_shard_files(self.model_id, file, **options)  # type: ignore[no-untyped-call]
@@ -410,7 +456,10 @@ class Checkpoint:
         return []
 
     def _check_complete(
-        self, model: PreTrainedModel, mismatched: Collection[tuple[str, Any, Any]], missing: Collection[str]
+        self,
+        model: PreTrainedModel,
+        mismatched: Collection[tuple[str, Any, Any]],
+        missing: Collection[str],
     ) -> None:
         """Raise QsampleError for a missing weight, or one of another shape: transformers puts random numbers there."""
         kind = type(model).__name__
@@ -436,7 +485,9 @@ class Checkpoint:
         except (QsampleError, ImportError):
             raise
         except OSError as error:
-            raise QsampleError(f"cannot read the model {self.model_id!r}: {_first_line(error)}") from error
+            raise QsampleError(
+                f"cannot read the model {self.model_id!r}: {_first_line(error)}"
+            ) from error
         except ValueError as error:
             raise UnsupportedModelError(f"{self.model_id}: {_first_line(error)}") from error
         except Exception as error:  # transformers checks the values in half a dozen ways
@@ -459,7 +510,9 @@ class Checkpoint:
                 "than tensors, which could run any code; take a checkpoint in safetensors files"
             ) from error
         except (OSError, EOFError, RuntimeError, SafetensorError) as error:
-            raise QsampleError(f"cannot load the weights of {self.model_id!r}: {_first_line(error)}") from error
+            raise QsampleError(
+                f"cannot load the weights of {self.model_id!r}: {_first_line(error)}"
+            ) from error
 
 
 def transformers_generation_config(settings: Mapping[str, Any]) -> GenerationConfig:
@@ -489,8 +542,12 @@ def _check_states(model: PreTrainedModel) -> None:
 def _media(config: PretrainedConfig) -> str:
     """What a model reads besides text: "images", "audio", both, or nothing."""
     kinds = {"vision": "images", "audio": "audio"}
-    return " and ".join(kinds[mark] for mark in kinds if any(mark in part for part in config.sub_configs))
+    return " and ".join(
+        kinds[mark] for mark in kinds if any(mark in part for part in config.sub_configs)
+    )
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )

@@ -47,11 +47,20 @@ class CompressedTensors:
     schemes: tuple[Scheme, ...]
     mark: ClassVar = "weight_scale"
     parts: ClassVar = (
-        *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        *(
+            "weight",
+            "weight_packed",
+            "weight_scale",
+            "weight_zero_point",
+            "weight_shape",
+            "weight_g_idx",
+        ),
         "weight_global_scale",
     )
     unread: ClassVar = tuple(  # of activations and caches
-        f"{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")
+        f"{of}_{what}"
+        for of in ("input", "output", "q", "k", "v")
+        for what in ("scale", "zero_point", "global_scale")
     )
 
     def matrix(self, layer: str, parts: Mapping[str, Tensor]) -> StoredMatrix | FloatMatrix:
@@ -61,13 +70,17 @@ class CompressedTensors:
         their place may be int8: weight [N, K] of 8 bits, weight_zero_point [N, G]. weight_scale: [N, G], [N, 1] or [1].
         """
         scales = _matrix(parts["weight_scale"])
-        check_part("weight_scale", scales, (*_FLOATS, _E4M3, torch.uint8), (None, None), "rows by groups")
+        check_part(
+            "weight_scale", scales, (*_FLOATS, _E4M3, torch.uint8), (None, None), "rows by groups"
+        )
         if not torch.isfinite(floats_of(scales)).all():
             raise ValueError("its scales hold numbers that are infinite or none")
         if "weight_packed" in parts and parts["weight_packed"].dtype == torch.uint8:
             return self._e2m1(layer, parts, scales)
         if "weight_packed" not in parts:
-            check_part("weight", parts["weight"], (torch.int8, _E4M3), (None, None), "outputs by inputs")
+            check_part(
+                "weight", parts["weight"], (torch.int8, _E4M3), (None, None), "outputs by inputs"
+            )
             if parts["weight"].dtype == _E4M3:
                 _, block = self._scheme("float", [8], parts["weight"].shape, scales)
                 return scaled_matrix(layer, parts["weight"], scales, block)
@@ -76,14 +89,24 @@ class CompressedTensors:
     def _integers(self, layer: str, parts: Mapping[str, Tensor], scales: Tensor) -> StoredMatrix:
         if (packed := parts.get("weight_packed")) is not None:
             check_part("weight_packed", packed, (torch.int32,), (None, None), "outputs by words")
-            check_part("weight_shape", parts["weight_shape"], (torch.int64, torch.int32), (2,), "N, K")
+            check_part(
+                "weight_shape", parts["weight_shape"], (torch.int64, torch.int32), (2,), "N, K"
+            )
             outputs, inputs = (int(size) for size in parts["weight_shape"])
-            fitting = [bits for bits in range(2, 9) if packed.shape[1] == -(-inputs * bits // _WORD)]
+            fitting = [
+                bits for bits in range(2, 9) if packed.shape[1] == -(-inputs * bits // _WORD)
+            ]
         else:
             (outputs, inputs), fitting = parts["weight"].shape, [8]
         if packed is not None and (len(packed) != outputs or not fitting):
-            raise ValueError(f"weight_packed is {list(packed.shape)}, and its weight_shape says {[outputs, inputs]}")
-        groups, g_idx, zeros = scales.shape[1], parts.get("weight_g_idx"), parts.get("weight_zero_point")
+            raise ValueError(
+                f"weight_packed is {list(packed.shape)}, and its weight_shape says {[outputs, inputs]}"
+            )
+        groups, g_idx, zeros = (
+            scales.shape[1],
+            parts.get("weight_g_idx"),
+            parts.get("weight_zero_point"),
+        )
         zeros = None if zeros is None else _matrix(zeros)
         bits, _ = self._scheme("int", fitting, (outputs, inputs), scales, zeros)
         if zeros is not None:
@@ -94,9 +117,17 @@ class CompressedTensors:
                 raise ValueError(f"its weight_zero_point holds more than {bits} bits")
         indices = None
         if g_idx is not None and (g_idx >= 0).all():  # -1: not in use
-            check_part("weight_g_idx", g_idx, (torch.int32, torch.int64), (inputs,), "the group of each input")
+            check_part(
+                "weight_g_idx",
+                g_idx,
+                (torch.int32, torch.int64),
+                (inputs,),
+                "the group of each input",
+            )
             if int(g_idx.max()) >= groups:
-                raise ValueError(f"its weight_g_idx holds {int(g_idx.max())}, and it has {groups} groups")
+                raise ValueError(
+                    f"its weight_g_idx holds {int(g_idx.max())}, and it has {groups} groups"
+                )
             indices = g_idx.numpy().astype(np.int64)
 
         def read(rows: slice) -> IntegerWeight:
@@ -117,7 +148,9 @@ class CompressedTensors:
 
     def _e2m1(self, layer: str, parts: Mapping[str, Tensor], scales: Tensor) -> StoredMatrix:
         packed, step = parts["weight_packed"], parts.get("weight_global_scale")
-        check_part("weight_packed", packed, (torch.uint8,), (None, None), "outputs by pairs of inputs")
+        check_part(
+            "weight_packed", packed, (torch.uint8,), (None, None), "outputs by pairs of inputs"
+        )
         self._scheme("float", [4], (len(packed), packed.shape[1] * 2), scales)
         if step is not None:
             step = step.reshape(-1)
@@ -132,7 +165,12 @@ class CompressedTensors:
         return e2m1_matrix(layer, packed, of_rows)
 
     def _scheme(
-        self, kind: str, fitting: list[int], shape: Sequence[int], scales: Tensor, zeros: Tensor | None = None
+        self,
+        kind: str,
+        fitting: list[int],
+        shape: Sequence[int],
+        scales: Tensor,
+        zeros: Tensor | None = None,
     ) -> tuple[int, tuple[int, int]]:
         """The bits and the block of the scheme that a layer has. fitting: bits that its weight may have."""
         outputs, inputs = shape
@@ -200,7 +238,11 @@ def read_options(options: Mapping[str, Any], model_id: str) -> CompressedTensors
 
 def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
     """None: cannot be read."""
-    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("strategy")
+    kind, bits, strategy = (
+        weights.get("type", "int"),
+        weights.get("num_bits", 8),
+        weights.get("strategy"),
+    )
     symmetric = weights.get("symmetric", True) is not False
     size, block = weights.get("group_size"), weights.get("block_structure")
     if strategy is None:
@@ -216,7 +258,11 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
     if strategy in ("channel", "tensor"):
         return Scheme(kind, bits, (1 if strategy == "channel" else None, None), symmetric)
     if strategy == "block" and kind == "float" and isinstance(block, list) and len(block) == 2:
-        return Scheme(kind, bits, (block[0], block[1]), symmetric) if all(is_integer(n, 1) for n in block) else None
+        return (
+            Scheme(kind, bits, (block[0], block[1]), symmetric)
+            if all(is_integer(n, 1) for n in block)
+            else None
+        )
     return None
 
 

@@ -16,10 +16,22 @@ def read_options(method: str, options: Mapping[str, Any], model_id: str) -> Quan
     version = _format_version(options, method)
     bits = _integer(options, ("bits", "w_bit"), 4, model_id)
     if version is None or bits not in BITS[method] or options.get("pack_dtype", "int32") != "int32":
-        known = "gptq or gptq_v2, in int32, with 2, 3, 4 or 8 bits" if method == "gptq" else "gemm, with 4 bits"
+        known = (
+            "gptq or gptq_v2, in int32, with 2, 3, 4 or 8 bits"
+            if method == "gptq"
+            else "gemm, with 4 bits"
+        )
         given = {
             name: options[name]
-            for name in ("checkpoint_format", "format", "version", "backend", "is_marlin_format", "pack_dtype", "bits")
+            for name in (
+                "checkpoint_format",
+                "format",
+                "version",
+                "backend",
+                "is_marlin_format",
+                "pack_dtype",
+                "bits",
+            )
             if options.get(name) is not None
         }
         raise UnsupportedModelError(
@@ -34,11 +46,17 @@ def read_options(method: str, options: Mapping[str, Any], model_id: str) -> Quan
         )
     symmetric = options.get("sym", True)
     if not isinstance(symmetric, bool):
-        raise UnsupportedModelError(f"{model_id}: the quantization's sym is {symmetric!r}; it must be true or false")
-    return Quantization(method, bits, group_size, symmetric, version, mixed=bool(options.get("dynamic")))
+        raise UnsupportedModelError(
+            f"{model_id}: the quantization's sym is {symmetric!r}; it must be true or false"
+        )
+    return Quantization(
+        method, bits, group_size, symmetric, version, mixed=bool(options.get("dynamic"))
+    )
 
 
-def _integer(options: Mapping[str, Any], names: tuple[str, ...], default: int, model_id: str) -> int:
+def _integer(
+    options: Mapping[str, Any], names: tuple[str, ...], default: int, model_id: str
+) -> int:
     """The first of `names` that `options` hold; UnsupportedModelError if it is not an integer."""
     name = next((name for name in names if name in options), names[0])
     value = options.get(name, default)

@@ -18,7 +18,9 @@ import torch
 from qsample.checkpoints.integers import Bytes, IntegerWeight, StoredMatrix, check_part, unpack_bits
 from qsample.contract.arrays import Array
 
-Parts = Mapping[str, torch.Tensor]  # the stored tensors of a layer: qweight, scales and, if it has them, qzeros, g_idx
+Parts = Mapping[
+    str, torch.Tensor
+]  # the stored tensors of a layer: qweight, scales and, if it has them, qzeros, g_idx
 BITS: Final = {"gptq": (2, 3, 4, 8), "awq": (4,)}
 WORD: Final = 32  # bits of a stored integer
 # AWQ's "gemm" layout: four bits number i of a word belong to column _AWQ_ORDER[i] of its eight.
@@ -59,7 +61,9 @@ class Quantization:
         bits = _check_layer(parts, self)
         rows = len(parts["qweight"])
         inputs = rows if self.method == "awq" else rows * WORD // bits
-        return StoredMatrix(layer, (parts["scales"].shape[1], inputs), partial(_read, parts, bits, self))
+        return StoredMatrix(
+            layer, (parts["scales"].shape[1], inputs), partial(_read, parts, bits, self)
+        )
 
 
 def _read(parts: Parts, bits: int, quantization: Quantization, rows: slice) -> IntegerWeight:
@@ -82,18 +86,26 @@ def _read(parts: Parts, bits: int, quantization: Quantization, rows: slice) -> I
         groups = words["g_idx"].astype(np.int64)
     else:
         inputs = levels.shape[1]
-        groups = np.arange(inputs) // (inputs if quantization.group_size == -1 else quantization.group_size)
+        groups = np.arange(inputs) // (
+            inputs if quantization.group_size == -1 else quantization.group_size
+        )
     return IntegerWeight(bits, levels, scales[rows], zero_points[rows], groups=groups)
 
 
-def _gptq_zero_points(qzeros: Array | None, shape: tuple[int, ...], bits: int, quantization: Quantization) -> Bytes:
+def _gptq_zero_points(
+    qzeros: Array | None, shape: tuple[int, ...], bits: int, quantization: Quantization
+) -> Bytes:
     """[N, G], the `shape` of the scales. Some checkpoints say version 1 and store version 2's numbers
     (vllm-project/vllm#38966), so in a symmetric checkpoint the stored number itself decides."""
     middle, outputs = 2 ** (bits - 1), shape[0]
     if qzeros is None:
         return np.full(shape, middle, np.uint8)
     stored = unpack_bits(qzeros, bits)[:, :outputs]
-    if quantization.symmetric and (stored == stored.flat[0]).all() and stored.flat[0] in (middle - 1, middle):
+    if (
+        quantization.symmetric
+        and (stored == stored.flat[0]).all()
+        and stored.flat[0] in (middle - 1, middle)
+    ):
         return np.full(shape, middle, np.uint8)
     if quantization.version == 2:
         return stored.T
@@ -115,7 +127,11 @@ def _check_layer(parts: Parts, quantization: Quantization) -> int:
     checkpoints. Raises ValueError before anything is unpacked, with a tensor's actual and accepted dtype and shape."""
     check_part("qweight", parts["qweight"], _WORDS, (None, None), "words by outputs")
     check_part("scales", parts["scales"], _SCALES, (None, None), "groups by outputs")
-    bits = _check_awq(parts, quantization) if quantization.method == "awq" else _check_gptq(parts, quantization)
+    bits = (
+        _check_awq(parts, quantization)
+        if quantization.method == "awq"
+        else _check_gptq(parts, quantization)
+    )
     if not torch.isfinite(parts["scales"]).all():
         raise ValueError("its scales hold numbers that are infinite or none")
     return bits
@@ -142,7 +158,9 @@ def _check_gptq(parts: Parts, quantization: Quantization) -> int:
         check_part("g_idx", g_idx, _INDICES, (None,), "the group of each input")
         bits = _bits(rows, len(g_idx), parts, quantization)
     if rows * WORD % bits:
-        raise ValueError(f"its qweight has {rows} rows of {WORD} bits, which {bits}-bit levels do not fill")
+        raise ValueError(
+            f"its qweight has {rows} rows of {WORD} bits, which {bits}-bit levels do not fill"
+        )
     inputs = rows * WORD // bits
     mixed = quantization.mixed and g_idx is not None
     groups = len(parts["scales"]) if mixed else _groups(inputs, quantization.group_size)
@@ -178,7 +196,9 @@ def _check_groups(g_idx: torch.Tensor, groups: int, group_size: int) -> None:
     """Each group must have `group_size` inputs, but for the group of the rest."""
     low, high = int(g_idx.min()), int(g_idx.max())
     if not 0 <= low <= high < groups:
-        raise ValueError(f"its g_idx holds {low} to {high}, and must hold the groups 0 to {groups - 1}")
+        raise ValueError(
+            f"its g_idx holds {low} to {high}, and must hold the groups 0 to {groups - 1}"
+        )
     counts = torch.bincount(g_idx.to(torch.int64), minlength=groups).tolist()
     size = len(g_idx) if group_size == -1 else min(group_size, len(g_idx))
     rest = len(g_idx) - (groups - 1) * size

@@ -85,12 +85,20 @@ class IntegerWeight:
             wide, scales = self.levels * np.uint8(factor), self.scales / np.float32(factor)
             return replace(self, bits=bits, levels=wide, scales=scales).blocks(dtype)
         outputs, inputs = self.levels.shape
-        groups = self.groups if self.groups is not None else np.arange(inputs) // (inputs // self.scales.shape[1])
+        groups = (
+            self.groups
+            if self.groups is not None
+            else np.arange(inputs) // (inputs // self.scales.shape[1])
+        )
         order = None
         if (np.diff(groups) < 0).any():
             order = np.argsort(groups, kind="stable")
             groups = groups[order]
-        fitting = [size for size in BLOCK_SIZES if inputs % size == 0 and _uniform(groups.reshape(-1, size))]
+        fitting = [
+            size
+            for size in BLOCK_SIZES
+            if inputs % size == 0 and _uniform(groups.reshape(-1, size))
+        ]
         if not fitting:
             return None
         size = max(fitting)
@@ -98,7 +106,11 @@ class IntegerWeight:
         levels = self.levels if order is None else self.levels[:, order]
         zero_points, offsets = self._zero_points(bits)
         zero_points = zero_points[:, of_block]
-        packed_zeros = None if (zero_points == 2 ** (bits - 1)).all() else _tensor(pack_bits(zero_points, bits))
+        packed_zeros = (
+            None
+            if (zero_points == 2 ** (bits - 1)).all()
+            else _tensor(pack_bits(zero_points, bits))
+        )
         return QuantizedWeight(
             bits,
             size,
@@ -117,7 +129,9 @@ class IntegerWeight:
         """The inputs of each group, if the groups are equal and in order: these are several times faster."""
         inputs = self.levels.shape[1]
         size, rest = divmod(inputs, self.scales.shape[1])
-        in_order = self.groups is None or (rest == 0 and (self.groups == np.arange(inputs) // size).all())
+        in_order = self.groups is None or (
+            rest == 0 and (self.groups == np.arange(inputs) // size).all()
+        )
         return size if in_order else None
 
     def _zero_points(self, bits: int) -> tuple[Bytes, Floats | None]:
@@ -126,7 +140,9 @@ class IntegerWeight:
             middle = np.full(self.scales.shape, self._middle, np.uint8)
             return middle if self.zero_points is None else self.zero_points, None
         scales = self.scales.astype(np.float64)
-        at_zero = self.offsets - scales * (0 if self.zero_points is None else self.zero_points)  # the weight of level 0
+        at_zero = self.offsets - scales * (
+            0 if self.zero_points is None else self.zero_points
+        )  # the weight of level 0
         nearest = np.rint(np.divide(-at_zero, scales, out=np.zeros_like(scales), where=scales != 0))
         zero_points = np.clip(nearest, 0, 2**bits - 1)
         return zero_points.astype(np.uint8), (at_zero + scales * zero_points).astype(np.float32)
@@ -198,11 +214,16 @@ def unpack_bits(words: Array, bits: int) -> Bytes:
 
 
 def check_part(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], why: str
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+    why: str,
 ) -> None:
     """Raise ValueError for a stored tensor of another dtype or shape. shape: the required sizes; None for 1 or more."""
     fits = tensor.ndim == len(shape) and all(
-        size > 0 if wanted is None else size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
+        size > 0 if wanted is None else size == wanted
+        for size, wanted in zip(tensor.shape, shape, strict=True)
     )
     if fits and tensor.dtype in dtypes:
         return

@@ -47,10 +47,14 @@ def merge_adapter(model: PreTrainedModel, config_path: Path, weights_path: Path)
     return len(changes)
 
 
-def _check_fits(module: nn.Module | None, change: Change, model: PreTrainedModel, weights_path: Path) -> None:
+def _check_fits(
+    module: nn.Module | None, change: Change, model: PreTrainedModel, weights_path: Path
+) -> None:
     weight = getattr(module, "weight", None)
     if module is None or not isinstance(weight, nn.Parameter):
-        raise QsampleError(f"the adapter changes {change.path}, which {type(model).__name__} does not have")
+        raise QsampleError(
+            f"the adapter changes {change.path}, which {type(model).__name__} does not have"
+        )
     shape = list(weight.shape)
     given: dict[str, list[int]] = {}
     if change.a is not None and change.b is not None:
@@ -87,7 +91,11 @@ def _apply(model: PreTrainedModel, module: nn.Module, change: Change) -> None:
         return result.to(old.dtype)
 
     is_small = old.numel() < SMALLEST
-    new = merged() if is_small or deferred(old) is None else defer(old.shape, old.dtype, merged, old.dtype)
+    new = (
+        merged()
+        if is_small or deferred(old) is None
+        else defer(old.shape, old.dtype, merged, old.dtype)
+    )
     module.weight = nn.Parameter(new, requires_grad=False)
     if any(other is weight for other in model.parameters()):
         model.config.tie_word_embeddings = False

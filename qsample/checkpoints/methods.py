@@ -8,7 +8,9 @@ from typing import Any, Final, NamedTuple
 
 from qsample.errors import UnsupportedModelError, shown
 
-ADVICE: Final = "export the unquantized checkpoint that it was made from, and compile that with weights='int4'"
+ADVICE: Final = (
+    "export the unquantized checkpoint that it was made from, and compile that with weights='int4'"
+)
 # Methods of which transformers makes float32 if it is asked to, with the multiple of their space.
 AS_FLOAT: Final = {"fp8": 4.0, "mxfp4": 7.5}
 PACKED: Final = ("gptq", "awq", "compressed-tensors", "mlx", "bitsandbytes")

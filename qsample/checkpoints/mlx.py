@@ -65,7 +65,9 @@ class Mlx:
         if inputs % options.group_size:
             raise ValueError(why)
         shape = (outputs, inputs // options.group_size)
-        dtypes = (torch.uint8,) if biases is None else (torch.float16, torch.bfloat16, torch.float32)
+        dtypes = (
+            (torch.uint8,) if biases is None else (torch.float16, torch.bfloat16, torch.float32)
+        )
         check_part("scales", scales, dtypes, shape, why)
         if biases is None:
             scales = scales.view(_FLOATS[options.mode][2])
@@ -75,7 +77,9 @@ class Mlx:
             if numbers is not None and not torch.isfinite(floats_of(numbers)).all():
                 raise ValueError("its scales or biases hold numbers that are infinite or none")
         if options.mode == "mxfp8":
-            return scaled_matrix(layer, weight.view(torch.float8_e4m3fn), scales, (1, options.group_size))
+            return scaled_matrix(
+                layer, weight.view(torch.float8_e4m3fn), scales, (1, options.group_size)
+            )
         if biases is None:
             return e2m1_matrix(layer, weight, lambda rows: floats_of(scales[rows]))
         offsets = biases
@@ -92,7 +96,8 @@ def read_options(options: Mapping[str, Any], model_id: str) -> Mlx:
     """options: of all layers, and of layers by name. Raises UnsupportedModelError for a mode that cannot be read."""
     layers = {name: value for name, value in options.items() if isinstance(value, Mapping)}
     return Mlx(
-        _layer_options(options, model_id), {name: _layer_options(value, model_id) for name, value in layers.items()}
+        _layer_options(options, model_id),
+        {name: _layer_options(value, model_id) for name, value in layers.items()},
     )
 
 
@@ -101,7 +106,12 @@ def _layer_options(options: Mapping[str, Any], model_id: str) -> LayerOptions:
     mode = str(options.get("mode", _AFFINE))
     bits, group_size, _ = _FLOATS.get(mode, (4, 64, None))
     given = options.get("bits", bits), options.get("group_size", group_size)
-    is_affine = mode == _AFFINE and is_integer(given[0], 2, 8) and given[0] in _BITS and is_integer(given[1], 1)
+    is_affine = (
+        mode == _AFFINE
+        and is_integer(given[0], 2, 8)
+        and given[0] in _BITS
+        and is_integer(given[1], 1)
+    )
     if is_affine or (mode in _FLOATS and given == (bits, group_size)):
         return LayerOptions(mode, *(given if is_affine else (bits, group_size)))
     raise UnsupportedModelError(

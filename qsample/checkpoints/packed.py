@@ -64,7 +64,11 @@ class PackedWeights:
 
     def bytes_in_blocks(self, dtype: torch.dtype) -> int:
         """About how many bytes `read_quantized` writes."""
-        return sum(matrix.bytes_in_blocks(dtype) for matrix in self.matrices if isinstance(matrix, StoredMatrix))
+        return sum(
+            matrix.bytes_in_blocks(dtype)
+            for matrix in self.matrices
+            if isinstance(matrix, StoredMatrix)
+        )
 
 
 def packing_of(config: PretrainedConfig, model_id: str) -> Format | None:
@@ -118,12 +122,18 @@ def read_packed(files: list[Path], packing: Format) -> PackedWeights:
         file_of = {name: file for file, tensors in opened.items() for name in tensors.keys()}  # noqa: SIM118
         tensor = {name: partial(opened[file].get_tensor, name) for name, file in file_of.items()}
         places_of = {name: place for file in files for name, place in places(file).items()}
-        layers = sorted(name.removesuffix(f".{packing.mark}") for name in file_of if name.endswith(f".{packing.mark}"))
+        layers = sorted(
+            name.removesuffix(f".{packing.mark}")
+            for name in file_of
+            if name.endswith(f".{packing.mark}")
+        )
         names_of = {layer: {part: f"{layer}.{part}" for part in packing.parts} for layer in layers}
         _check_names(file_of, names_of, packing, files[0].parent)
         matrices = []
         for layer, names in names_of.items():
-            parts = _Parts({part: tensor.pop(name)() for part, name in names.items() if name in tensor})
+            parts = _Parts(
+                {part: tensor.pop(name)() for part, name in names.items() if name in tensor}
+            )
             try:
                 matrices.append(packing.matrix(layer, parts))
             except ValueError as error:
@@ -144,7 +154,11 @@ def read_packed(files: list[Path], packing: Format) -> PackedWeights:
             f"kernels; they become float32, {count * 4 / 1e9:.3g} GB, and compile quantizes them with weights='int8'",
             stacklevel=2,
         )
-    biases = frozenset(name for name in (f"{layer}.bias" for layer in layers) if name in others and others[name].any())
+    biases = frozenset(
+        name
+        for name in (f"{layer}.bias" for layer in layers)
+        if name in others and others[name].any()
+    )
     return PackedWeights(matrices, others, biases)
 
 
@@ -156,7 +170,9 @@ def _check_names(
         raise QsampleError(
             f"{source} says that it is quantized, and holds no {packing.mark}; download the checkpoint again"
         )
-    if "weight" not in packing.parts and (twice := [layer for layer in layers if f"{layer}.weight" in names]):
+    if "weight" not in packing.parts and (
+        twice := [layer for layer in layers if f"{layer}.weight" in names]
+    ):
         raise QsampleError(
             f"{source} holds both a {packing.mark} and a weight for {listed(twice)}; download the checkpoint again"
         )

@@ -28,7 +28,10 @@ from qsample.errors import UnsupportedModelError
 
 
 def load_processor(
-    model_id: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, hub: HubOptions | None = None
+    model_id: str,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    hub: HubOptions | None = None,
 ) -> ProcessorMixin:
     """The processor of `model_id`, a model of texts and images, for these. `tokenizer` gets its chat template.
 
@@ -42,7 +45,9 @@ def load_processor(
             "do that packages can read images with"
         )
     if tokenizer is None:
-        raise UnsupportedModelError(f"{model_id} needs its tokenizer to read images, and tokenizer is None")
+        raise UnsupportedModelError(
+            f"{model_id} needs its tokenizer to read images, and tokenizer is None"
+        )
     options = (hub or HubOptions()).downloading()
     try:
         settings, _ = ProcessorMixin.get_processor_dict(model_id, **options)
@@ -69,7 +74,9 @@ def load_processor(
     return processor
 
 
-def assemble(kind: type[ProcessorMixin], parts: dict[str, Any], settings: dict[str, Any]) -> ProcessorMixin:
+def assemble(
+    kind: type[ProcessorMixin], parts: dict[str, Any], settings: dict[str, Any]
+) -> ProcessorMixin:
     """A processor of class `kind` from `parts` by name, and None for every other part; `settings`: its arguments."""
     kind = _imported(kind)
     unchecked = {"check_argument_for_proper_class": lambda *_: None, "__module__": kind.__module__}
@@ -118,7 +125,9 @@ def _kind(
     if kind is None:
         kind = PROCESSOR_MAPPING.get(type(config), None)
     if "AutoProcessor" in found.get("auto_map", {}) and "processor_class" not in found:
-        raise UnsupportedModelError(f"{model_id} has a processor that is the repository's own code, which is not run")
+        raise UnsupportedModelError(
+            f"{model_id} has a processor that is the repository's own code, which is not run"
+        )
     if kind is None:
         raise UnsupportedModelError(f"{model_id} has no processor that transformers knows")
     return kind  # type: ignore[no-any-return]

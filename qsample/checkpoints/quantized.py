@@ -55,7 +55,9 @@ class QuantizedCheckpoint:
             if found not in self.layers or found is None or weight is None:
                 continue
             key = self.layers[found]
-            blocks = self.blocks.read(key) if key in self.blocks and weight.is_contiguous() else None
+            blocks = (
+                self.blocks.read(key) if key in self.blocks and weight.is_contiguous() else None
+            )
             if blocks is not None and _takes(layer, blocks):
                 set_quantized_weight(layer, blocks)
                 attached.add(key)
@@ -64,22 +66,37 @@ class QuantizedCheckpoint:
         reasons = []
         if self.without_blocks:
             count = len(self.without_blocks)
-            reasons.append(f"{count} because no block of {min(BLOCK_SIZES)} inputs lies within one group")
+            reasons.append(
+                f"{count} because no block of {min(BLOCK_SIZES)} inputs lies within one group"
+            )
         stay = len(self.layers) - len(attached)
         if (rest := stay - len(self.without_blocks)) > 0:
-            reasons.append(f"{rest} because they were merged into other weights, or changed by an adapter")
+            reasons.append(
+                f"{rest} because they were merged into other weights, or changed by an adapter"
+            )
         if reasons:
             warnings.warn(
-                f"{stay} of {len(self.layers)} quantized matrices become float: {'; '.join(reasons)}", stacklevel=2
+                f"{stay} of {len(self.layers)} quantized matrices become float: {'; '.join(reasons)}",
+                stacklevel=2,
             )
         return len(attached)
 
-    def check_loaded(self, model_id: str, missing: Collection[str], unexpected: Collection[str]) -> None:
+    def check_loaded(
+        self, model_id: str, missing: Collection[str], unexpected: Collection[str]
+    ) -> None:
         """Raise QsampleError if the checkpoint lacks weights of the model, or has a layer or bias too many."""
-        lost = sorted(set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases))
+        lost = sorted(
+            set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases)
+        )
         if missing or lost:
-            problem = f"lacks {listed(missing)}" if missing else f"has {listed(lost)}, which the model does not know"
-            raise QsampleError(f"{model_id} {problem}; it is damaged, or of another model than it says")
+            problem = (
+                f"lacks {listed(missing)}"
+                if missing
+                else f"has {listed(lost)}, which the model does not know"
+            )
+            raise QsampleError(
+                f"{model_id} {problem}; it is damaged, or of another model than it says"
+            )
 
 
 def read_quantized(
@@ -124,13 +141,22 @@ def read_quantized(
 
 def _takes(layer: nn.Module, blocks: QuantizedWeight) -> bool:
     if isinstance(layer, nn.Embedding):
-        return layer.max_norm is None and blocks.order is None  # with a norm, a table changes when it is read
-    return type(layer).forward in (nn.Linear.forward, Conv1D.forward)  # subclasses may do more than that
+        return (
+            layer.max_norm is None and blocks.order is None
+        )  # with a norm, a table changes when it is read
+    return type(layer).forward in (
+        nn.Linear.forward,
+        Conv1D.forward,
+    )  # subclasses may do more than that
 
 
 def conv1d_names(model: nn.Module) -> frozenset[str]:
     """Last names of the layers of `model` that hold their weight as [K, N]."""
-    return frozenset(name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Conv1D))
+    return frozenset(
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, Conv1D)
+    )
 
 
 def _float_weight(matrix: StoredMatrix | FloatMatrix, dtype: torch.dtype, turned: bool) -> Tensor:

@@ -39,22 +39,31 @@ def e2m1_matrix(layer: str, packed: Tensor, scales: Callable[[slice], Tensor]) -
     """packed: [N, words], the first number in the low bits. scales: gives [rows, G] float32 of some rows."""
 
     def read(rows: slice) -> IntegerWeight:
-        return IntegerWeight(8, _LEVELS[unpack_bits(packed[rows].numpy(), 4)], scales(rows).div(2).numpy())
+        return IntegerWeight(
+            8, _LEVELS[unpack_bits(packed[rows].numpy(), 4)], scales(rows).div(2).numpy()
+        )
 
     return StoredMatrix(layer, (len(packed), packed[0].nbytes * 2), read)
 
 
-def scaled_matrix(layer: str, weight: Tensor, scales: Tensor, block: tuple[int, int]) -> FloatMatrix:
+def scaled_matrix(
+    layer: str, weight: Tensor, scales: Tensor, block: tuple[int, int]
+) -> FloatMatrix:
     """weight: [N, K] of any dtype. scales: a number for each `block` of rows and columns."""
 
     def read() -> Tensor:
         rows, columns = weight.shape
         by_row = floats_of(scales).repeat_interleave(min(block[0], rows), 0)[:rows]
-        return weight.to(torch.float32) * by_row.repeat_interleave(min(block[1], columns), 1)[:, :columns]
+        return (
+            weight.to(torch.float32)
+            * by_row.repeat_interleave(min(block[1], columns), 1)[:, :columns]
+        )
 
     return FloatMatrix(layer, (weight.shape[0], weight.shape[1]), read)
 
 
 def floats_of(scales: Tensor) -> Tensor:
     """float32 scales; uint8 holds exponents (e8m0)."""
-    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).to(torch.float32)
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).to(
+        torch.float32
+    )

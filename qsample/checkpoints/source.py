@@ -39,18 +39,24 @@ _PART: Final = re.compile(r".+-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 _OTHER_HEADS: Final = re.compile(
     r".*For(MaskedLM|\w*Classification|\w*QuestionAnswering|\w*Detection|MultipleChoice|CTC)"
 )
-ANOTHER_MODEL: Final = "take a decoder-only language model; docs/architectures.md lists the types that can be exported"
+ANOTHER_MODEL: Final = (
+    "take a decoder-only language model; docs/architectures.md lists the types that can be exported"
+)
 # Weights may lie on another disk: nothing else than numbers is read of them.
 _WEIGHTS: Final = frozenset((".safetensors", ".bin", ".pt", ".pth"))
 _SECONDS: Final = 10  # to wait for the hub
-_READ_WHOLE: Final = 1 << 24  # bytes; of larger files, the weights, size, time of change and a sample are looked at
+_READ_WHOLE: Final = (
+    1 << 24
+)  # bytes; of larger files, the weights, size, time of change and a sample are looked at
 _SAMPLES: Final = 16  # from a large file
 _SAMPLE: Final = 1 << 12  # bytes
 _FOLDERS: Final = (
     "onnx",
     "additional_chat_templates",
 )  # whose files belong to a model, besides the files of its folder
-_BESIDE: Final = re.compile(r".*config\.json|token.*|.*\.jinja|special_tokens_map\.json")  # of a decoder in `onnx/`
+_BESIDE: Final = re.compile(
+    r".*config\.json|token.*|.*\.jinja|special_tokens_map\.json"
+)  # of a decoder in `onnx/`
 _IGNORED: Final = (".md", ".lock")
 _LICENSE: Final = re.compile(r"^license: *[\"']?([\w.+-]{1,64})[\"']? *$", re.MULTILINE)
 
@@ -81,7 +87,9 @@ class HubOptions:
         for name, kind in get_type_hints(HubOptions).items():
             value = getattr(self, name)
             if not isinstance(value, kind):
-                accepted = kind.__name__ if isinstance(kind, type) else str(kind).replace(" | ", " or ")
+                accepted = (
+                    kind.__name__ if isinstance(kind, type) else str(kind).replace(" | ", " or ")
+                )
                 raise ValueError(f"{name} is of type {type(value).__name__}; it must be {accepted}")
 
     def for_another_repository(self) -> HubOptions:
@@ -120,21 +128,33 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
     path = Path(name)
     if os.path.isdir(path):
         if file == CONFIG and not (path / file).is_file():
-            raise QsampleError(f"{name} has neither a {file} (a checkpoint) nor a qsample.json (a package)")
+            raise QsampleError(
+                f"{name} has neither a {file} (a checkpoint) nor a qsample.json (a package)"
+            )
         entries = sorted([*path.iterdir(), *path.glob("*/*.jinja")])
         for entry in entries:
             if entry.exists() and not (entry.is_file() or entry.is_dir()):
-                raise QsampleError(f"{entry} is a pipe, a device or a socket, and would be waited for; remove it")
+                raise QsampleError(
+                    f"{entry} is a pipe, a device or a socket, and would be waited for; remove it"
+                )
         check_links((entry for entry in entries if entry.suffix not in _WEIGHTS), [path])
         return
     if os.path.exists(path):
         raise QsampleError(f"{name} is a file; give the folder that it is in, or a hub id")
     missing = f"{name:.200} does not exist{_similar(path)}"
-    accepted = "a checkpoint folder, a package folder or a hub id" if file == CONFIG else "a folder or a hub id"
+    accepted = (
+        "a checkpoint folder, a package folder or a hub id"
+        if file == CONFIG
+        else "a folder or a hub id"
+    )
     if address := _ADDRESS.fullmatch(name):
         raise QsampleError(f"{name:.200} is an address; give the hub id, {address[1]}")
     if name.startswith((".", "~")) or not _HUB_ID.fullmatch(name) or len(name) > _LONGEST_ID:
-        example = ", such as Qwen/Qwen3-0.6B: names of ollama are unknown" if _OLLAMA_TAG.fullmatch(name) else ""
+        example = (
+            ", such as Qwen/Qwen3-0.6B: names of ollama are unknown"
+            if _OLLAMA_TAG.fullmatch(name)
+            else ""
+        )
         raise QsampleError(f"{missing}; give {accepted}{example}")
     if hub is not None:
         _ask_hub(name, missing, accepted, hub, file)
@@ -151,7 +171,11 @@ def find_gguf(name: str, file: str | None, hub: HubOptions) -> tuple[str, str | 
     if file is not None and not file.lower().endswith(GGUF):
         return None
     if os.path.isfile(path):
-        return (name, None) if file is None and (is_gguf(path) or path.suffix.lower() == GGUF) else None
+        return (
+            (name, None)
+            if file is None and (is_gguf(path) or path.suffix.lower() == GGUF)
+            else None
+        )
     if os.path.isdir(path):
         names = {entry.name: entry.suffix for entry in path.iterdir()}
         if file is None and (GGUF not in names.values() or not _WEIGHTS.isdisjoint(names.values())):
@@ -162,10 +186,16 @@ def find_gguf(name: str, file: str | None, hub: HubOptions) -> tuple[str, str | 
     if file is None and name.lower().endswith(GGUF) and not os.path.exists(path):
         owner, _, rest = name.partition("/")
         if "/" not in rest or owner[:1] in ("", ".", "~") or os.path.exists(owner):
-            raise QsampleError(f"{name:.200} does not exist; give a GGUF file, or OWNER/NAME/FILE{GGUF} of the hub")
+            raise QsampleError(
+                f"{name:.200} does not exist; give a GGUF file, or OWNER/NAME/FILE{GGUF} of the hub"
+            )
         repository, _, file = rest.partition("/")
         name = f"{owner}/{repository}"
-    if os.path.exists(path) or not _HUB_ID.fullmatch(name) or (file is None and "gguf" not in name.lower()):
+    if (
+        os.path.exists(path)
+        or not _HUB_ID.fullmatch(name)
+        or (file is None and "gguf" not in name.lower())
+    ):
         return None
     file = file or _choose_gguf(name, _names_on_hub(name, hub), None)
     check_whole(file)
@@ -199,8 +229,12 @@ def _choose_gguf(name: str, names: Iterable[str], file: str | None) -> str:
         return models[0]
     found = f"{', '.join(files[:_LISTED]) or f'no {GGUF} file'}{' and more' if len(files) > _LISTED else ''}"
     if file is None and models:
-        raise QsampleError(f"{name} has several models, {found}; say which with file=, or give a path to the file")
-    raise QsampleError(f"{name} has no {file or 'whole model of GGUF'}, but {found}; give another file")
+        raise QsampleError(
+            f"{name} has several models, {found}; say which with file=, or give a path to the file"
+        )
+    raise QsampleError(
+        f"{name} has no {file or 'whole model of GGUF'}, but {found}; give another file"
+    )
 
 
 def _names_on_hub(name: str, hub: HubOptions) -> list[str]:
@@ -232,8 +266,12 @@ def check_checkpoint(folder: Path) -> None:
             f"{folder}: its {CONFIG} cannot be used ({error}); correct it, or download it again"
         ) from None
     check_kind(str(folder), config)
-    if {path.suffix for path in folder.iterdir()}.isdisjoint(_WEIGHTS) and "transformers_weights" not in config:
-        raise QsampleError(f"{folder} has a {CONFIG} and no weights; put the model's .safetensors files there")
+    if {path.suffix for path in folder.iterdir()}.isdisjoint(
+        _WEIGHTS
+    ) and "transformers_weights" not in config:
+        raise QsampleError(
+            f"{folder} has a {CONFIG} and no weights; put the model's .safetensors files there"
+        )
 
 
 def check_kind(name: str, config: Mapping[str, Any]) -> None:
@@ -245,7 +283,9 @@ def check_kind(name: str, config: Mapping[str, Any]) -> None:
             f"{name} is an encoder-decoder{f' ({kind})' if kind else ''}, and the graph has no encoder; {ANOTHER_MODEL}"
         )
     if _OTHER_HEADS.fullmatch(kind) and config.get("is_decoder") is not True:
-        raise UnsupportedModelError(f"{name} is a {kind}, which does not continue texts; {ANOTHER_MODEL}")
+        raise UnsupportedModelError(
+            f"{name} is a {kind}, which does not continue texts; {ANOTHER_MODEL}"
+        )
     stated_quantization(config, name)
 
 
@@ -284,12 +324,20 @@ def _downloaded(name: str, hub: HubOptions, file: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def origin_of(name: str, hub: HubOptions | None = None, file: str = CONFIG) -> tuple[str, str | None]:
+def origin_of(
+    name: str, hub: HubOptions | None = None, file: str = CONFIG
+) -> tuple[str, str | None]:
     """The model's name and revision for a manifest, the same on every machine: a hub id with its commit, also of a
     folder in the hub's cache; otherwise the last name of the folder, and None."""
     if os.path.exists(name):
         path = Path(os.path.abspath(name))
-        folder = path if path.is_dir() else path.parent.parent if path.parent.name in _FOLDERS else path.parent
+        folder = (
+            path
+            if path.is_dir()
+            else path.parent.parent
+            if path.parent.name in _FOLDERS
+            else path.parent
+        )
         kind, *repository = folder.parent.parent.name.split("--", 2)
         if folder.parent.name == "snapshots" and kind == "models":
             return "/".join(repository), folder.name
@@ -302,7 +350,9 @@ def files_of(name: str, hub: HubOptions, read: Collection[Path]) -> dict[str, Pa
     """The files of a folder or of a downloaded hub id by name; of weights, those that were `read`, or else all."""
     folder = name if os.path.exists(name) else os.path.dirname(_downloaded(name, hub, CONFIG) or "")
     found = sorted(_files(Path(folder))) if folder else []
-    return {key: path for key, path in found if path.suffix not in _WEIGHTS or not read or path in read}
+    return {
+        key: path for key, path in found if path.suffix not in _WEIGHTS or not read or path in read
+    }
 
 
 def newest_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str:
@@ -343,13 +393,19 @@ def _ask_hub(name: str, missing: str, accepted: str, hub: HubOptions, file: str)
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
-    if isinstance(try_to_load_from_cache(name, file, cache_dir=hub.cache_dir, revision=hub.revision), str):
+    if isinstance(
+        try_to_load_from_cache(name, file, cache_dir=hub.cache_dir, revision=hub.revision), str
+    ):
         return
     if hub.local_files_only or constants.HF_HUB_OFFLINE:
         reason = "local_files_only" if hub.local_files_only else "HF_HUB_OFFLINE"
-        raise QsampleError(f"{missing}, was not downloaded from the hub before, and {reason} allows no download")
+        raise QsampleError(
+            f"{missing}, was not downloaded from the hub before, and {reason} allows no download"
+        )
     try:
-        get_hf_file_metadata(hf_hub_url(name, file, revision=hub.revision), token=hub.token, timeout=_SECONDS)
+        get_hf_file_metadata(
+            hf_hub_url(name, file, revision=hub.revision), token=hub.token, timeout=_SECONDS
+        )
     except GatedRepoError:
         return
     except RepositoryNotFoundError as error:
@@ -359,7 +415,9 @@ def _ask_hub(name: str, missing: str, accepted: str, hub: HubOptions, file: str)
     except HfHubHTTPError:
         return
     except Exception as error:
-        raise QsampleError(f"{missing}, and the hub cannot be reached ({error}); give {accepted}") from error
+        raise QsampleError(
+            f"{missing}, and the hub cannot be reached ({error}); give {accepted}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +455,10 @@ class CheckpointSource:
         """The same at a commit of the hub; a folder by its full name."""
         if os.path.exists(self.model_id):
             return replace(self, model_id=os.path.abspath(self.model_id))
-        return replace(self, hub=replace(self.hub, revision=commit_of(self.model_id, self.hub, self.file or CONFIG)))
+        return replace(
+            self,
+            hub=replace(self.hub, revision=commit_of(self.model_id, self.hub, self.file or CONFIG)),
+        )
 
     def identity(self) -> dict[str, Any]:
         """All inputs of the loading, JSON-ready; see `identity_of`."""
@@ -407,7 +468,9 @@ class CheckpointSource:
             "checkpoint": identity_of(self.model_id, self.hub, self.file or CONFIG),
             "file": self.file,
             "dtype": self.dtype,
-            "tokenizer": self.tokenizer if own else identity_of(str(self.tokenizer), others, "tokenizer_config.json"),
+            "tokenizer": self.tokenizer
+            if own
+            else identity_of(str(self.tokenizer), others, "tokenizer_config.json"),
             "adapter": None if self.adapter is None else identity_of(self.adapter, others, ADAPTER),
             "code": self.hub.trust_remote_code,
             "images": [self.images, self.text_only],
@@ -434,7 +497,10 @@ class DecoderSource:
         """The same at a commit of the hub; a folder or file by its full name."""
         if os.path.exists(self.model_id):
             return replace(self, model_id=os.path.abspath(self.model_id))
-        return replace(self, hub=replace(self.hub, revision=commit_of(self.model_id, self.hub, self.file or CONFIG)))
+        return replace(
+            self,
+            hub=replace(self.hub, revision=commit_of(self.model_id, self.hub, self.file or CONFIG)),
+        )
 
     def identity(self) -> dict[str, Any]:
         """All inputs of the loading, JSON-ready; see `identity_of`."""
@@ -442,7 +508,9 @@ class DecoderSource:
         return {
             "decoder": identity_of(self.model_id, self.hub, self.file or CONFIG),
             "file": self.file,
-            "tokenizer": self.tokenizer if own else identity_of(str(self.tokenizer), others, "tokenizer_config.json"),
+            "tokenizer": self.tokenizer
+            if own
+            else identity_of(str(self.tokenizer), others, "tokenizer_config.json"),
             "rope": self.rope,
             "reference": self.reference,
         }
@@ -469,7 +537,11 @@ def _files(source: Path) -> Iterator[tuple[str, Path]]:
     for inner in ("", *_FOLDERS):
         if (folder / inner).is_dir():
             for entry in os.scandir(folder / inner):
-                if entry.is_file() and not entry.name.startswith(".") and not entry.name.endswith(_IGNORED):
+                if (
+                    entry.is_file()
+                    and not entry.name.startswith(".")
+                    and not entry.name.endswith(_IGNORED)
+                ):
                     yield f"{inner}/{entry.name}" if inner else entry.name, Path(entry.path)
     if source != folder:
         yield "/", source  # which of the files

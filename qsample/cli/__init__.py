@@ -26,7 +26,15 @@ import typer
 import qsample
 from qsample.cli import build, chat, generate, inspect, measure, serve, trust
 from qsample.cli.help import Command
-from qsample.cli.terminal import DEBUG_VARIABLE, name_options, no_escapes, note, options_of, report, use_utf_8
+from qsample.cli.terminal import (
+    DEBUG_VARIABLE,
+    name_options,
+    no_escapes,
+    note,
+    options_of,
+    report,
+    use_utf_8,
+)
 from qsample.errors import DISTRIBUTION
 
 # `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
@@ -70,7 +78,9 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks ({DEBUG_VARIABLE}=1 does too).")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help=f"Show tracebacks ({DEBUG_VARIABLE}=1 does too).")
+    ] = False,
 ) -> None:
     """Bake the sampler into a language model's ONNX graph, and run it."""
     if debug:
@@ -109,7 +119,9 @@ def run(arguments: list[str]) -> int:
 
         typer.rich_utils.COLOR_SYSTEM = None  # of the help
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: note(name_options(str(message), options_of(arguments, commands())))
+        warnings.showwarning = lambda message, *_: note(
+            name_options(str(message), options_of(arguments, commands()))
+        )
         try:
             status = app(arguments, standalone_mode=False, prog_name="qsample")
         except Exception as error:
@@ -122,7 +134,9 @@ def run(arguments: list[str]) -> int:
 def main() -> None:
     """The `qsample` command."""
     for number in _ENDING:
-        if signal.getsignal(number) == signal.SIG_DFL:  # a signal that `nohup` ignores stays ignored
+        if (
+            signal.getsignal(number) == signal.SIG_DFL
+        ):  # a signal that `nohup` ignores stays ignored
             signal.signal(number, _terminate)
     use_utf_8()
     try:

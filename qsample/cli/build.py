@@ -86,7 +86,10 @@ _WIDTH_OF_A_FILE: Final = 120
 _CONTRACT: Final = "onnx-genai.token-sampler@2"
 _WRITING_FLAGS: Final = {
     "overwrite": Flag(Overwrite, False),
-    "timing": Flag(Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")], False),
+    "timing": Flag(
+        Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")],
+        False,
+    ),
     "as_json": Flag(Json, False),
 }
 
@@ -94,14 +97,23 @@ _WRITING_FLAGS: Final = {
 @with_flags({**FEATURE_FLAGS, **_WRITING_FLAGS})
 def export(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder or GGUF file.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder or GGUF file.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: float32 or float16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Of weights and cache: float32 or float16.")
+    ] = "float32",
     tokenizer: Annotated[
-        str, typer.Option(metavar="FOLDER|ID|none", help="Replaces the model's own; none takes token ids only.")
+        str,
+        typer.Option(
+            metavar="FOLDER|ID|none", help="Replaces the model's own; none takes token ids only."
+        ),
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")
+    ] = None,
     text_only: TextOnly = False,
 ) -> None:
     """Export a Hugging Face model to a portable package: an ONNX graph with the sampler in it."""
@@ -134,13 +146,20 @@ def export(
 @with_flags({**flags_of(CompileOptions), **_WRITING_FLAGS})
 def compile(
     ctx: typer.Context,
-    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
+    package: Annotated[
+        str,
+        typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first."),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")
+    ],
     text_only: TextOnly = False,
 ) -> None:
     """Compile a package for a device: fused, its shapes bounded, tested there."""
     given = given_of(CompileOptions, ctx.params)
-    texts = [read_text(Path(path), "--calibration-text") for path in given["calibration_text"] or ()]
+    texts = [
+        read_text(Path(path), "--calibration-text") for path in given["calibration_text"] or ()
+    ]
     options = CompileOptions(**{**given, "calibration_text": texts or None})
     opened = open_model(package, text_only=text_only)
     _write(lambda **writing: opened.compile(out, options=options, **writing), out, ctx.params)
@@ -151,19 +170,31 @@ def compile(
 @with_flags({**FEATURE_FLAGS, **_WRITING_FLAGS})
 def bake(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="An .onnx file, its folder, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="An .onnx file, its folder, or a hub id.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
     file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Chooses from several: onnx/model_q4.onnx, for instance.")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Chooses from several: onnx/model_q4.onnx, for instance."
+        ),
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(metavar="FOLDER|none", help="Replaces the file's own; none takes token ids only.")
+        str,
+        typer.Option(
+            metavar="FOLDER|none", help="Replaces the file's own; none takes token ids only."
+        ),
     ] = "auto",
     rope: Annotated[
-        str | None, typer.Option(metavar="short|long", help="Rotary table to keep, of a file that has two.")
+        str | None,
+        typer.Option(metavar="short|long", help="Rotary table to keep, of a file that has two."),
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(metavar="ID|FOLDER", help="Compare with this checkpoint in transformers, too.")
+        str | None,
+        typer.Option(
+            metavar="ID|FOLDER", help="Compare with this checkpoint in transformers, too."
+        ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
 ) -> None:
@@ -188,9 +219,13 @@ def bake(
 
 def _check_model(model: str, revision: str | None) -> None:
     if is_package(model):
-        raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
+        raise typer.BadParameter(
+            f"{model} is a package already; `qsample compile` takes it from here"
+        )
     if revision is not None and os.path.exists(model):
-        raise typer.BadParameter(f"--revision belongs to a hub id, and {model} is on this machine; leave it out")
+        raise typer.BadParameter(
+            f"--revision belongs to a hub id, and {model} is on this machine; leave it out"
+        )
     quieten(model)
 
 
@@ -208,7 +243,9 @@ def _write(make: Callable[..., PackagedModel], out: Path, given: Mapping[str, An
     if given["timing"]:
         console(stderr=True, width_of_a_file=_WIDTH_OF_A_FILE).print(_timing_table(meter.costs))
     if not given["as_json"]:
-        note(f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to")
+        note(
+            f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to"
+        )
         print(out)
         return
     document = {
@@ -227,10 +264,19 @@ def _timing_table(costs: Sequence[StageCost]) -> Table:
     for column in ("seconds", "CPU seconds", "read", "written", "memory", "anonymous"):
         shown.add_column(column, justify="right", no_wrap=True)
     for cost in (*costs, total(costs)):
-        figures = cost.bytes_read, cost.bytes_written, cost.peak_resident_bytes, cost.peak_anonymous_bytes
+        figures = (
+            cost.bytes_read,
+            cost.bytes_written,
+            cost.peak_resident_bytes,
+            cost.peak_anonymous_bytes,
+        )
         sizes = ("?" if figure is None else format_size(figure) for figure in figures)
         shown.add_row(
-            cost.stage, f"{cost.seconds:.1f}", f"{cost.cpu_seconds:.1f}", *sizes, end_section=cost is costs[-1]
+            cost.stage,
+            f"{cost.seconds:.1f}",
+            f"{cost.cpu_seconds:.1f}",
+            *sizes,
+            end_section=cost is costs[-1],
         )
     return shown
 
@@ -244,7 +290,9 @@ def _show_phases(folder: Path) -> None:
     for entry in read_counts(folder):
         operators = Counter(entry["operators"])
         changes = {name: operators[name] - before[name] for name in operators | before}
-        listed = ", ".join(f"{name} {change:+}" for name, change in sorted(changes.items()) if change and before)
+        listed = ", ".join(
+            f"{name} {change:+}" for name, change in sorted(changes.items()) if change and before
+        )
         shown.add_row(escape(entry["file"]), str(entry["nodes"]), escape(listed))
         before = operators
     console(stderr=True).print(shown)
@@ -252,8 +300,12 @@ def _show_phases(folder: Path) -> None:
 
 def bundle(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the bundle.")],
-    packages: Annotated[list[str], typer.Argument(metavar="PACKAGE...", help="A package for each target.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a bundle.")] = False,
+    packages: Annotated[
+        list[str], typer.Argument(metavar="PACKAGE...", help="A package for each target.")
+    ],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it is a bundle.")
+    ] = False,
 ) -> None:
     """Put packages of a model for several devices into a folder; a program loads the variant for its device."""
     from qsample.ort.model_package import bundle as make
@@ -264,14 +316,23 @@ def bundle(
 
 
 def policy(
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="Folder for the components.")] = None,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="Folder for the components.")
+    ] = None,
     contract: Annotated[str, typer.Option(help="Of the sampler.")] = _CONTRACT,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Tokens of the logits.")] = None,
     into: Annotated[
-        Path | None, typer.Option(metavar="PACKAGE", help="Replace the sampler of this workflow package, if it allows.")
+        Path | None,
+        typer.Option(
+            metavar="PACKAGE", help="Replace the sampler of this workflow package, if it allows."
+        ),
     ] = None,
-    provider: Annotated[str, typer.Option(help="cpu; with others, the sampler has no control flow.")] = "cpu",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names.")] = False,
+    provider: Annotated[
+        str, typer.Option(help="cpu; with others, the sampler has no control flow.")
+    ] = "cpu",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files of the same names.")
+    ] = False,
 ) -> None:
     """Write the sampler as a component of ONNX workflows, with termination and state update."""
     from qsample.exporters.policy import replace_sampler, write_policy
@@ -282,10 +343,17 @@ def policy(
         raise typer.BadParameter("give --vocab-size, the number of tokens of the model's logits")
     try:
         if into is not None:
-            options = {"contract": contract, "vocab_size": vocab_size, "provider": provider, "overwrite": overwrite}
+            options = {
+                "contract": contract,
+                "vocab_size": vocab_size,
+                "provider": provider,
+                "overwrite": overwrite,
+            }
             typer.echo(str(replace_sampler(into, **options)))  # type: ignore[arg-type]
         elif out is not None and vocab_size is not None:
-            for path in write_policy(out, vocab_size, contract=contract, provider=provider, overwrite=overwrite):
+            for path in write_policy(
+                out, vocab_size, contract=contract, provider=provider, overwrite=overwrite
+            ):
                 typer.echo(str(path))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -294,13 +362,23 @@ def policy(
 @with_flags(CHAT_FLAGS)
 def prefix(
     ctx: typer.Context,
-    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="Package that is to use the file.")],
+    package: Annotated[
+        str, typer.Argument(metavar="PACKAGE", help="Package that is to use the file.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file, in safetensors' format.")],
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")] = None,
-    prompt_text: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with that text.")] = None,
-    system_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the system prompt.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")
+    ] = None,
+    prompt_text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with that text.")
+    ] = None,
+    system_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with the system prompt.")
+    ] = None,
     lora: Lora = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a file.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it is a file.")
+    ] = False,
     provider: Provider = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -309,16 +387,27 @@ def prefix(
     from qsample.runtime import load
 
     system: str | None = ctx.params["system"]
-    given = {"--prompt": prompt, "--prompt-text": prompt_text, "--system": system, "--system-file": system_file}
+    given = {
+        "--prompt": prompt,
+        "--prompt-text": prompt_text,
+        "--system": system,
+        "--system-file": system_file,
+    }
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
-        raise typer.BadParameter(f"{' and '.join(named) or 'no text'} given; give one of {', '.join(given)}")
+        raise typer.BadParameter(
+            f"{' and '.join(named) or 'no text'} given; give one of {', '.join(given)}"
+        )
     options = chat_options(ctx.params)
     if options and named[0] in ("--prompt", "--prompt-text"):
-        raise typer.BadParameter(f"the options of chat templates go with --system, and {named[0]} was given")
+        raise typer.BadParameter(
+            f"the options of chat templates go with --system, and {named[0]} was given"
+        )
     loras = read_loras(lora)
     if len(loras) > 1:
-        raise typer.BadParameter(f"--lora was given {len(loras)} times; a prefix is of one adapter, or of none")
+        raise typer.BadParameter(
+            f"--lora was given {len(loras)} times; a prefix is of one adapter, or of none"
+        )
     if out.exists() and not overwrite:
         raise typer.BadParameter(f"{out} exists; give --overwrite to replace it, or another name")
     if prompt_text is not None:

@@ -70,7 +70,9 @@ _PROMPT, _MORE = ">>> ", "... "
 @with_flags({**CHAT_FLAGS, **LOAD_FLAGS, **SAMPLING_FLAGS})
 def chat(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")
+    ],
     image: Images = None,
     ctx_len: CtxLen = None,
 ) -> None:
@@ -106,7 +108,9 @@ def _check_template(model: CausalLM, system: str | None, template: dict[str, Any
     """Refuse a package that cannot chat, before the first question, and return remarks about options that its template
     ignores."""
     if model.tokenizer is None:
-        raise QsampleError("the package has no tokenizer, so it cannot chat; export the model with its tokenizer")
+        raise QsampleError(
+            "the package has no tokenizer, so it cannot chat; export the model with its tokenizer"
+        )
     tokenizer, arguments = model.tokenizer, template.get("chat_template_kwargs", {})
     messages = [*_system_message(system), {"role": "user", "content": "hello"}]
 
@@ -122,8 +126,12 @@ def _check_template(model: CausalLM, system: str | None, template: dict[str, Any
     remarks = []
     if (system or "").strip() not in render():
         remarks.append("the chat template leaves the system prompt out")
-    if "enable_thinking" in arguments and render(enable_thinking=True) == render(enable_thinking=False):
-        remarks.append("the chat template has no switch for thinking: --thinking and --no-thinking change nothing")
+    if "enable_thinking" in arguments and render(enable_thinking=True) == render(
+        enable_thinking=False
+    ):
+        remarks.append(
+            "the chat template has no switch for thinking: --thinking and --no-thinking change nothing"
+        )
     return remarks
 
 
@@ -165,7 +173,9 @@ class Conversation:
     @property
     def seen(self) -> list[dict[str, Any]]:
         """The messages that the model sees. Raises ValueError for a file that is no image any more."""
-        return with_images([*_system_message(self.system), *self.turns[self.forgotten :]], self._process)
+        return with_images(
+            [*_system_message(self.system), *self.turns[self.forgotten :]], self._process
+        )
 
     def _process(self, image: Any) -> Any:
         """An image is read once: each turn sends the conversation again."""
@@ -197,9 +207,16 @@ class Conversation:
         answered = bool(self.turns) and self.turns[-1]["role"] == "assistant"
         self.retries = self.retries + 1 if text is None and answered else 0
         if text is not None:
-            self.turns = [*self.turns, {"role": "user", "content": with_images_before(text, self.images)}]
+            self.turns = [
+                *self.turns,
+                {"role": "user", "content": with_images_before(text, self.images)},
+            ]
         else:
-            questions = [place for place, message in enumerate(self.turns, 1) if message["role"] != "assistant"]
+            questions = [
+                place
+                for place, message in enumerate(self.turns, 1)
+                if message["role"] != "assistant"
+            ]
             self.turns = self.turns[: max(questions, default=0)]
         try:
             if not self.turns:
@@ -291,7 +308,9 @@ class Conversation:
             value = parse_json("null" if text == "None" else text)  # as errors call it
         if name in ("stop_strings", "adapter") and not isinstance(value, str | list | None):
             value = text  # a number that stands in the text
-        changed = {key: kept for key, kept in {**self.options, name: value}.items() if kept is not None}
+        changed = {
+            key: kept for key, kept in {**self.options, name: value}.items() if kept is not None
+        }
         if name in SAMPLING_FIELDS and value is not None:
             changed.pop("do_sample", None)
         try:
@@ -360,7 +379,9 @@ class Screen:
             return None
         if quoted := line.lstrip().startswith(_QUOTES):
             line = line.lstrip().removeprefix(_QUOTES)
-        while line is not None and (not line.rstrip().endswith(_QUOTES) if quoted else line.endswith("\\")):
+        while line is not None and (
+            not line.rstrip().endswith(_QUOTES) if quoted else line.endswith("\\")
+        ):
             lines.append(line if quoted else line[:-1])
             line = self._line(_MORE)
         if line is not None:
@@ -398,7 +419,9 @@ class Screen:
         note(self._figures(output))
         if self._talk.forgotten > forgotten:
             left_out = counted(self._talk.forgotten, "message")
-            note(f"the context is full: the model no longer sees the oldest {left_out}; /save keeps them all")
+            note(
+                f"the context is full: the model no longer sees the oldest {left_out}; /save keeps them all"
+            )
         if output.finish_reason == "cancelled" and not self._typed:
             raise KeyboardInterrupt
         if output.finish_reason == "invalid":
@@ -414,7 +437,9 @@ class Screen:
         if output.finish_reason == "cancelled":
             return f"{text}; stopped"
         if output.finish_reason != "length":
-            return text if output.text else f"{text}. The answer is empty: the model ended it at once"
+            return (
+                text if output.text else f"{text}. The answer is empty: the model ended it at once"
+            )
         if self._talk.context >= capacity:
             return f"{text}. The context is full, and the answer ends there; --ctx-len gives more"
         return f"{text}. The answer was cut off: /set max_new_tokens gives more"
@@ -444,7 +469,9 @@ class Screen:
                 if value.strip():
                     talk.set_parameter(name.replace("-", "_"), value.strip())
                 elif name:
-                    raise TurnError(f"/set {name} has no value; give one, or null for the model's own")
+                    raise TurnError(
+                        f"/set {name} has no value; give one, or null for the model's own"
+                    )
                 given = ", ".join(f"{name} {value}" for name, value in talk.options.items())
                 note(f"{given or 'nothing is set'}; the rest is the model's own")
             case "stats":

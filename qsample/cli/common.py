@@ -30,8 +30,13 @@ if TYPE_CHECKING:
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON document for a script to read.")]
-Provider = Annotated[str | None, typer.Option(help="Execution provider. (default: its compile target, else cpu)")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: the cores that this process may use)")]
+Provider = Annotated[
+    str | None, typer.Option(help="Execution provider. (default: its compile target, else cpu)")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads. (default: the cores that this process may use)"),
+]
 BatchInvariant = Annotated[
     bool,
     typer.Option(
@@ -62,23 +67,40 @@ Preset = Annotated[
 ]
 Template = Annotated[
     str | None,
-    typer.Option("--chat-template", metavar="FILE", help="Jinja file, or the name of a template in the package."),
+    typer.Option(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja file, or the name of a template in the package.",
+    ),
 ]
-TextOnly = Annotated[bool, typer.Option("--text-only", help="Leave out the images of a model that reads them.")]
+TextOnly = Annotated[
+    bool, typer.Option("--text-only", help="Leave out the images of a model that reads them.")
+]
 Images = Annotated[
     list[Path] | None,
     typer.Option(
-        "--image", metavar="FILE", exists=True, dir_okay=False, help="Image of the prompt, before its text; repeatable."
+        "--image",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Image of the prompt, before its text; repeatable.",
     ),
 ]
 Lora = Annotated[
     list[str] | None,
-    typer.Option("--lora", metavar="NAME=DIR", help="Load this LoRA adapter, a folder of PEFT's; may be repeated."),
+    typer.Option(
+        "--lora",
+        metavar="NAME=DIR",
+        help="Load this LoRA adapter, a folder of PEFT's; may be repeated.",
+    ),
 ]
 
 TrustedKeys = Annotated[
     list[str] | None,
-    typer.Option(metavar="FILE", help="Refuse packages that none of these signed: PEM files, folders; repeatable."),
+    typer.Option(
+        metavar="FILE",
+        help="Refuse packages that none of these signed: PEM files, folders; repeatable.",
+    ),
 ]
 
 
@@ -108,19 +130,29 @@ def flags_of(
         names = [shown["flag"]] if "flag" in shown else []
         if kind is bool and not names:
             names = [f"--{name.replace('_', '-')}"]
-        least = shown.get("least", None if unset or "limits" not in shown else shown["limits"].least)
+        least = shown.get(
+            "least", None if unset or "limits" not in shown else shown["limits"].least
+        )
         settings: dict[str, Any] = {"min": least} if kind in (int, float) else {}
         if "repeated" in shown:
             kind, settings = GenericAlias(list, (shown["repeated"],)), {}
         default = None if unset or "repeated" in shown else entry.default
-        settings |= {"metavar": shown.get("metavar"), "rich_help_panel": shown.get("panel"), "default": default}
-        flags[name] = _flag(kind if default is not None else kind | None, shown["help"], *names, **settings)
+        settings |= {
+            "metavar": shown.get("metavar"),
+            "rich_help_panel": shown.get("panel"),
+            "default": default,
+        }
+        flags[name] = _flag(
+            kind if default is not None else kind | None, shown["help"], *names, **settings
+        )
     return flags
 
 
 def _kind_of(annotation: Any) -> Any:
     """The type of a flag for a field: a number or a bool if it may be one, otherwise a text."""
-    return next((kind for kind in get_args(annotation) or [annotation] if kind in (bool, int, float)), str)
+    return next(
+        (kind for kind in get_args(annotation) or [annotation] if kind in (bool, int, float)), str
+    )
 
 
 def given_of(options: type, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +192,9 @@ SAMPLING_FLAGS: Final[Mapping[str, Flag]] = {
         "--stop-string",
         rich_help_panel=_PANEL,
     ),
-    "greedy": _flag(bool, "Always take the likeliest token.", "--greedy", default=False, rich_help_panel=_PANEL),
+    "greedy": _flag(
+        bool, "Always take the likeliest token.", "--greedy", default=False, rich_help_panel=_PANEL
+    ),
 }
 _FORM: Final = "Form of the answers, for packages exported with --allowed-tokens or --for-serving"
 FORM_FLAGS: Final[Mapping[str, Flag]] = {
@@ -174,8 +208,12 @@ FORM_FLAGS: Final[Mapping[str, Flag]] = {
 CHAT_FLAGS: Final[Mapping[str, Flag]] = {
     "system": _flag(str | None, "System prompt, in front of every conversation."),
     "chat_template": Flag(Template),
-    "chat_template_kwargs": _flag(str | None, "Other variables of the template, as a JSON object.", metavar="JSON"),
-    "thinking": _flag(bool | None, "enable_thinking, for templates that read it.", "--thinking/--no-thinking"),
+    "chat_template_kwargs": _flag(
+        str | None, "Other variables of the template, as a JSON object.", metavar="JSON"
+    ),
+    "thinking": _flag(
+        bool | None, "enable_thinking, for templates that read it.", "--thinking/--no-thinking"
+    ),
 }
 LOAD_FLAGS: Final[Mapping[str, Flag]] = {
     "lora": Flag(Lora),
@@ -201,7 +239,9 @@ def with_flags(flags: Mapping[str, Flag]) -> Callable[[Callable[..., None]], Cal
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters = [parameter.replace(kind=keyword) for parameter in own.values()]
         for name, flag in flags.items():
-            parameters.append(inspect.Parameter(name, keyword, default=flag.default, annotation=flag.annotation))
+            parameters.append(
+                inspect.Parameter(name, keyword, default=flag.default, annotation=flag.annotation)
+            )
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
@@ -214,7 +254,11 @@ def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling options of a command line for `generate`. Raises typer.BadParameter, before a model is loaded."""
     from qsample.text.generated_text import check_stop_strings
 
-    options = {name: given[name] for name in SAMPLING_FLAGS if name != "greedy" and given[name] not in (None, (), [])}
+    options = {
+        name: given[name]
+        for name in SAMPLING_FLAGS
+        if name != "greedy" and given[name] not in (None, (), [])
+    }
     if given["greedy"]:
         options["do_sample"] = False
     stops = options.pop("stop_strings", None)
@@ -244,9 +288,13 @@ def chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
         try:
             arguments = parse_json(text)
         except ValueError as error:
-            raise typer.BadParameter(f"--chat-template-kwargs is not valid JSON ({error}): {text:.60}") from None
+            raise typer.BadParameter(
+                f"--chat-template-kwargs is not valid JSON ({error}): {text:.60}"
+            ) from None
         if not isinstance(arguments, dict):
-            raise typer.BadParameter(f'--chat-template-kwargs is {text:.60}; give an object, {{"name": value}}')
+            raise typer.BadParameter(
+                f'--chat-template-kwargs is {text:.60}; give an object, {{"name": value}}'
+            )
     if given["thinking"] is not None:
         arguments["enable_thinking"] = given["thinking"]
     return options | ({"chat_template_kwargs": arguments} if arguments else {})
@@ -257,7 +305,9 @@ def read_template(template: str) -> str:
     path = Path(template)
     if not os.path.isfile(path):
         if path.suffix or "/" in template or "{" in template or os.path.exists(path):
-            raise typer.BadParameter(f"--chat-template {template:.60} is not a file; give a file, or a template's name")
+            raise typer.BadParameter(
+                f"--chat-template {template:.60} is not a file; give a file, or a template's name"
+            )
         return template
     return read_text(path, "--chat-template")
 
@@ -269,7 +319,9 @@ def read_text(path: Path, option: str) -> str:
     except OSError as error:
         raise typer.BadParameter(f"cannot read {option} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{option} {path} is not valid UTF-8 from byte {error.start} on; convert it") from None
+        raise typer.BadParameter(
+            f"{option} {path} is not valid UTF-8 from byte {error.start} on; convert it"
+        ) from None
     if not text.strip():
         raise typer.BadParameter(f"{option} {path} is empty; give a file with text in it")
     return text
@@ -285,9 +337,13 @@ def read_loras(given: list[str] | None) -> dict[str, str]:
         if not found or not name or not folder:
             raise typer.BadParameter(f"--lora is {entry}; give NAME=DIR")
         if name in loras:
-            raise typer.BadParameter(f"--lora names {name} twice; give each adapter a name of its own")
+            raise typer.BadParameter(
+                f"--lora names {name} twice; give each adapter a name of its own"
+            )
         if not os.path.isfile(os.path.join(folder, CONFIG)):
-            raise typer.BadParameter(f"--lora {entry}: {folder} has no {CONFIG}; give an adapter's folder")
+            raise typer.BadParameter(
+                f"--lora {entry}: {folder} has no {CONFIG}; give an adapter's folder"
+            )
         loras[name] = folder
     return loras
 
@@ -295,8 +351,13 @@ def read_loras(given: list[str] | None) -> dict[str, str]:
 def chosen_adapter(options: Mapping[str, Any], loras: Mapping[str, str]) -> dict[str, Any]:
     """Options of `generate` with the adapter of a command line: --adapter, or the only adapter."""
     if (name := options.get("adapter")) is not None and name not in loras:
-        raise typer.BadParameter(f"--adapter is {name}, and --lora has {', '.join(loras) or 'none'}; give either")
-    return {**options, **({"adapter": next(iter(loras))} if name is None and len(loras) == 1 else {})}
+        raise typer.BadParameter(
+            f"--adapter is {name}, and --lora has {', '.join(loras) or 'none'}; give either"
+        )
+    return {
+        **options,
+        **({"adapter": next(iter(loras))} if name is None and len(loras) == 1 else {}),
+    }
 
 
 def with_images_before(text: str, images: Sequence[Any]) -> str | list[dict[str, Any]]:
@@ -324,10 +385,14 @@ def is_package(model: str | Path) -> bool:
     """Whether `model` is the folder of a package."""
     from qsample.package.package import MANIFEST_NAME
 
-    return os.path.isfile(os.path.join(model, MANIFEST_NAME))  # False for names that are too long for a path, too
+    return os.path.isfile(
+        os.path.join(model, MANIFEST_NAME)
+    )  # False for names that are too long for a path, too
 
 
-def open_model(model: str, provider: str | None = None, text_only: bool = False) -> SourceModel | PackagedModel:
+def open_model(
+    model: str, provider: str | None = None, text_only: bool = False
+) -> SourceModel | PackagedModel:
     """A package with the features that it has, a checkpoint or a decoder file."""
     from qsample.models.auto_model import AutoModel
     from qsample.models.model import PackagedModel
@@ -336,7 +401,9 @@ def open_model(model: str, provider: str | None = None, text_only: bool = False)
 
     if is_package(folder := package_in(model, provider)):
         if text_only:
-            raise typer.BadParameter(f"--text-only is for a checkpoint, and {model} is a package; export it so")
+            raise typer.BadParameter(
+                f"--text-only is for a checkpoint, and {model} is a package; export it so"
+            )
         return PackagedModel(read_package(folder), provider)
     quieten(model)
     return AutoModel.from_pretrained(model, provider=provider, text_only=text_only)
@@ -360,7 +427,9 @@ def load_given(opened: PackagedModel, given: Mapping[str, Any]) -> CausalLM:
     return model
 
 
-def open_given(model: str | None, given: Mapping[str, Any], *, allowed_tokens: bool = False) -> PackagedModel:
+def open_given(
+    model: str | None, given: Mapping[str, Any], *, allowed_tokens: bool = False
+) -> PackagedModel:
     """`open_exported` with the options of a command line."""
     return open_exported(
         model,
@@ -413,7 +482,9 @@ def open_exported(
                 f"{flag} {given}`"
             )
         if text_only:
-            raise typer.BadParameter(f"--text-only is for a checkpoint, and {name} is a package; export it so")
+            raise typer.BadParameter(
+                f"--text-only is for a checkpoint, and {name} is a package; export it so"
+            )
         from qsample.models.model import PackagedModel
         from qsample.package.package import faster_way, read_package
 
@@ -423,7 +494,9 @@ def open_exported(
             note(advice)
         return PackagedModel(package, provider)
     if trusted_keys:
-        raise typer.BadParameter(f"--trusted-keys is for packages, and {name} is none; compile and sign it first")
+        raise typer.BadParameter(
+            f"--trusted-keys is for packages, and {name} is none; compile and sign it first"
+        )
     with progress(logged=True) as shown:
         stages = set[str]()
 
@@ -442,7 +515,9 @@ def open_exported(
         if most := max(max_loras, len(loras or {})):
             from qsample.huggingface.lora import CONFIG, read_config
 
-            ranks = [read_config(Path(folder, CONFIG)).largest_rank for folder in (loras or {}).values()]
+            ranks = [
+                read_config(Path(folder, CONFIG)).largest_rank for folder in (loras or {}).values()
+            ]
             rank = max([opened.features.max_lora_rank, *(ranks or [DEFAULT_LORA_RANK])])
             opened.features = replace(opened.features, max_loras=most, max_lora_rank=rank)
         packaged = opened.cached(weights=weights, preset=preset, ctx_len=ctx_len, progress=report)
@@ -455,7 +530,11 @@ def _tell_about_the_cache(model: str, package: Package, weights: str | None) -> 
     """A remark on a package that has just been put into the cache."""
     size = format_size(sum(entry.bytes for entry in package.manifest.files.values()))
     better = ""
-    if weights is None and package.manifest.packed_weights is None and package.interface.dtype == "float32":
+    if (
+        weights is None
+        and package.manifest.packed_weights is None
+        and package.interface.dtype == "float32"
+    ):
         better = (
             "; --weights int4 takes about a seventh and is faster, at some cost in quality; with --preset speed, it "
             f"takes minutes first and is fastest. `qsample compile {model} OUT --weights int4` has more options"

@@ -33,7 +33,13 @@ from qsample.cli.common import (
     with_flags,
     with_images_before,
 )
-from qsample.cli.prompt_file import check_output, generate_file, read_lines, rows_of, with_fingerprints
+from qsample.cli.prompt_file import (
+    check_output,
+    generate_file,
+    read_lines,
+    rows_of,
+    with_fingerprints,
+)
 from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
 from qsample.errors import QsampleError
 from qsample.package.package import MANIFEST_NAME
@@ -44,8 +50,14 @@ if TYPE_CHECKING:
     from qsample.runtime import CausalLM, GenerateOutput, Step
     from qsample.serve.grammar import Form
 
-_SHOWN: Final = ("logprobs", "top_logprob_ids", "top_logprobs")  # in JSON, if the package returns them
-_AS_A_CHAT: Final = "answering as a chat, with the model's chat template; --raw continues the text itself"
+_SHOWN: Final = (
+    "logprobs",
+    "top_logprob_ids",
+    "top_logprobs",
+)  # in JSON, if the package returns them
+_AS_A_CHAT: Final = (
+    "answering as a chat, with the model's chat template; --raw continues the text itself"
+)
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample generate -p 'And the LORD spake unto' --temperature 0.8 --seed 7\n\n"
@@ -64,38 +76,52 @@ def generate(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PACKAGE_OR_MODEL]", help="Package, checkpoint or hub id. (default: the bundled model)"
+            metavar="[PACKAGE_OR_MODEL]",
+            help="Package, checkpoint or hub id. (default: the bundled model)",
         ),
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Repeat it for a batch. (default: standard input)")
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Repeat it for a batch. (default: standard input)"),
     ] = None,
     image: Images = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="A prompt a line; or JSON lines (.jsonl) of prompt or messages, id, parameters."
+            metavar="FILE",
+            help="A prompt a line; or JSON lines (.jsonl) of prompt or messages, id, parameters.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="JSON lines for --prompt-file; rows in it are not done again. (default: stdout)"
+            metavar="FILE",
+            help="JSON lines for --prompt-file; rows in it are not done again. (default: stdout)",
         ),
     ] = None,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Do the rows again whose line in --output has an error.")
+        bool,
+        typer.Option(
+            "--retry-errors", help="Do the rows again whose line in --output has an error."
+        ),
     ] = False,
     slots: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows at once, for --prompt-file. (default: the number it was compiled for, else 8)"),
+        typer.Option(
+            min=1,
+            help="Rows at once, for --prompt-file. (default: the number it was compiled for, else 8)",
+        ),
     ] = None,
     num_return_sequences: Annotated[
-        int, typer.Option("--num-return-sequences", min=1, max=128, help="Answers to each --prompt.")
+        int,
+        typer.Option("--num-return-sequences", min=1, max=128, help="Answers to each --prompt."),
     ] = 1,
     raw: Annotated[
         bool,
-        typer.Option("--raw", help="Continue the text of a prompt itself, although the model has a chat template."),
+        typer.Option(
+            "--raw",
+            help="Continue the text of a prompt itself, although the model has a chat template.",
+        ),
     ] = False,
     ctx_len: Annotated[
         int | None,
@@ -106,11 +132,17 @@ def generate(
         ),
     ] = None,
     flush_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between two reads of the tokens. (default: 1 on the CPU, else 4)")
+        int | None,
+        typer.Option(
+            min=1, help="Steps between two reads of the tokens. (default: 1 on the CPU, else 4)"
+        ),
     ] = None,
     double_buffering: Annotated[
         bool,
-        typer.Option("--double-buffering/--no-double-buffering", help="Read a token while the next is computed."),
+        typer.Option(
+            "--double-buffering/--no-double-buffering",
+            help="Read a token while the next is computed.",
+        ),
     ] = True,
     as_json: Json = False,
 ) -> None:
@@ -126,7 +158,9 @@ def generate(
         if value is not None and prompt_file is None:
             raise typer.BadParameter(f"{name} goes with --prompt-file")
     if image and (prompt_file is not None or len(prompt or ()) > 1):
-        raise typer.BadParameter('--image goes with a single --prompt; a line of --prompt-file has "images": [...]')
+        raise typer.BadParameter(
+            '--image goes with a single --prompt; a line of --prompt-file has "images": [...]'
+        )
     if num_return_sequences > 1 and prompt_file is not None:
         raise typer.BadParameter("--num-return-sequences goes with --prompt")
     if retry_errors and output is None:
@@ -144,7 +178,9 @@ def generate(
         check_output(output, prompt_file)
     running = {"flush_every": flush_every, "double_buffering": double_buffering}
     prompts = prompt or ([] if prompt_file else [_read_stdin()])
-    opened = open_given(model, given, allowed_tokens=form is not None)  # stays in the cache as long as this
+    opened = open_given(
+        model, given, allowed_tokens=form is not None
+    )  # stays in the cache as long as this
     if form is not None and not opened.package.interface.features.allowed_tokens:
         raise QsampleError(
             "--json-schema, --regex and --grammar need a package that was exported with --allowed-tokens or "
@@ -157,7 +193,10 @@ def generate(
         if chat:
             check_jinja()
             head = [] if system is None else [{"role": "system", "content": system}]
-            inputs = [[*head, {"role": "user", "content": with_images_before(text, image or ())}] for text in prompts]
+            inputs = [
+                [*head, {"role": "user", "content": with_images_before(text, image or ())}]
+                for text in prompts
+            ]
         loaded = load_given(opened, given)
         if by_default:
             note(_AS_A_CHAT)
@@ -223,7 +262,9 @@ def _form(given: Mapping[str, str | None]) -> Form | None:
     from qsample.serve.http import ApiError
 
     ((option, value),) = named.items()
-    is_text = option == "--regex" or value.lstrip().startswith("{") or "start:" in value or "::=" in value
+    is_text = (
+        option == "--regex" or value.lstrip().startswith("{") or "start:" in value or "::=" in value
+    )
     form = Form(option[2:].replace("-", "_"), value if is_text else read_text(Path(value), option))  # type: ignore[arg-type]
     try:
         check_form(form)
@@ -250,7 +291,9 @@ def _hash_of(adapter: str) -> str:
     from qsample.huggingface.lora import CONFIG, WEIGHTS
 
     files = (Path(adapter, name).read_bytes() for name in (CONFIG, WEIGHTS))
-    return hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in files)).hexdigest()
+    return hashlib.sha256(
+        b"".join(hashlib.sha256(content).digest() for content in files)
+    ).hexdigest()
 
 
 def _generate_prompts(
@@ -286,7 +329,9 @@ def _generate_prompts(
         warnings.simplefilter("ignore")  # the finish reasons say the same
         there = {spec.name for spec in model.interface.token_outputs}
         shown = [name for name in _SHOWN if as_json and name in there]
-        done = model.generate(inputs, streamer=streamer, stop_strings=stops, outputs=shown, **options)
+        done = model.generate(
+            inputs, streamer=streamer, stop_strings=stops, outputs=shown, **options
+        )
     if as_json:
         typer.echo(json.dumps(_as_json(prompts, done), ensure_ascii=False, indent=2))
     elif streamer is None:
@@ -294,7 +339,11 @@ def _generate_prompts(
     note(_figures(done))
     limit = model.capacity(2**30)  # the largest
     used = map(sum, zip(done.prompt_lengths, map(len, done.token_ids), strict=True))
-    full = [row for row, count in enumerate(used, 1) if done.finish_reasons[row - 1] == "length" and count >= limit]
+    full = [
+        row
+        for row, count in enumerate(used, 1)
+        if done.finish_reasons[row - 1] == "length" and count >= limit
+    ]
     if full:
         note(context_full(limit, f"ended {len(full)} of {len(prompts)} rows"))
     if "invalid" in done.finish_reasons:
@@ -341,7 +390,9 @@ def _show(prompts: Sequence[str], output: GenerateOutput, *, with_prompt: bool) 
     for row, prompt in enumerate(prompts):
         count, reason = len(output.token_ids[row]), output.finish_reasons[row]
         screen.rule(
-            f"{row + 1}: {counted(count, 'token')}, {reason}, seed {output.seeds[row]}", align="left", style="dim"
+            f"{row + 1}: {counted(count, 'token')}, {reason}, seed {output.seeds[row]}",
+            align="left",
+            style="dim",
         )
         print((prompt if with_prompt else "") + (output.texts or [])[row])
 

@@ -32,10 +32,16 @@ class Command(TyperCommand):
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
                 title = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                panels.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).extend(_entry(*record))
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).extend(
+                    _entry(*record)
+                )
         for title, entries in panels.items():
-            screen.print(Panel(Group(*entries), title=title, title_align="left", border_style="dim"))
-        screen.print(*(f" {line}" for line in (self.epilog or "").split("\n\n")), sep="\n", soft_wrap=True)
+            screen.print(
+                Panel(Group(*entries), title=title, title_align="left", border_style="dim")
+            )
+        screen.print(
+            *(f" {line}" for line in (self.epilog or "").split("\n\n")), sep="\n", soft_wrap=True
+        )
 
 
 def _entry(names: str, text: str) -> list[Any]:

@@ -17,7 +17,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qsample.cli.common import CtxLen, Json, Preset, Provider, TextOnly, Weights, is_package, open_exported
+from qsample.cli.common import (
+    CtxLen,
+    Json,
+    Preset,
+    Provider,
+    TextOnly,
+    Weights,
+    is_package,
+    open_exported,
+)
 from qsample.cli.help import Command
 from qsample.cli.quantized import divergence_in_words, quantization_in_words, table_of_bits
 from qsample.cli.terminal import console, counted, format_size, note, table
@@ -33,7 +42,9 @@ if TYPE_CHECKING:
     from qsample.models.cache import Entry
 
 INSPECT_EXAMPLES: Final = (
-    "[bold]Examples[/bold]\n\nqsample inspect qwen3-cpu\n\nqsample inspect qwen3-cpu --json | jq .graphs"
+    "[bold]Examples[/bold]\n\n"
+    "qsample inspect qwen3-cpu\n\n"
+    "qsample inspect qwen3-cpu --json | jq .graphs"
 )
 PULL_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -46,7 +57,9 @@ _SIZES: Final = ((640, 480), (1920, 1080))  # of images, for the number of their
 _WIDTH_OF_A_FILE: Final = 120
 _WIDTH_OF_A_LIST: Final = 160
 
-cache_app = typer.Typer(help="The models that were given directly, compiled: list them, or free their space.")
+cache_app = typer.Typer(
+    help="The models that were given directly, compiled: list them, or free their space."
+)
 
 
 def inspect(
@@ -57,9 +70,14 @@ def inspect(
             help="Folder of a package or a bundle; a GGUF file; or decoder files of another exporter.",
         ),
     ],
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with its sha256.")] = True,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare every file with its sha256.")
+    ] = True,
     bits: Annotated[
-        bool, typer.Option("--bits", help="Print the bits of each matrix, as a table that compile --weights takes.")
+        bool,
+        typer.Option(
+            "--bits", help="Print the bits of each matrix, as a table that compile --weights takes."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -73,9 +91,17 @@ def inspect(
     from qsample.ort.model_package import variants_in
 
     if variants := variants_in(package):
-        _show_bundle(package, {name: read_package(path, verify=verify) for name, path in variants.items()}, as_json)
+        _show_bundle(
+            package,
+            {name: read_package(path, verify=verify) for name, path in variants.items()},
+            as_json,
+        )
         return
-    if not is_package(package) and package.exists() and (gguf := find_gguf(str(package), None, HubOptions())):
+    if (
+        not is_package(package)
+        and package.exists()
+        and (gguf := find_gguf(str(package), None, HubOptions()))
+    ):
         _show_gguf(Path(gguf[0]), as_json)
         return
     if not is_package(package) and is_decoder(package):
@@ -101,7 +127,9 @@ def _show_bundle(path: Path, variants: Mapping[str, Package], as_json: bool) -> 
         place = package.path.relative_to(path.resolve()).as_posix()
         shown.add_row(name, escape(place), escape(package.manifest.source.model_id), size)
     console(width_of_a_file=_WIDTH_OF_A_FILE).print(shown)
-    note(f"`qsample inspect {path}/NAME` shows a package; commands load the variant of this machine, or of --provider")
+    note(
+        f"`qsample inspect {path}/NAME` shows a package; commands load the variant of this machine, or of --provider"
+    )
 
 
 def _show_gguf(path: Path, as_json: bool) -> None:
@@ -111,7 +139,10 @@ def _show_gguf(path: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    rows = {name: _counts(value) if isinstance(value, dict) else str(value or "") for name, value in facts.items()}
+    rows = {
+        name: _counts(value) if isinstance(value, dict) else str(value or "")
+        for name, value in facts.items()
+    }
     console(width_of_a_file=_WIDTH_OF_A_FILE).print(_facts_table(str(path), rows))
 
 
@@ -130,9 +161,14 @@ def _show_decoders(path: Path, as_json: bool) -> None:
             "operators": _counts(decoder.operators),
             "layers": str(decoder.layers or ""),
             "states": f"{decoder.states} recurrent or convolutional" if decoder.states else "",
-            "numbers": f"{decoder.dtype} caches, vocabulary {decoder.vocab_size}" if decoder.dtype else "",
-            "weights": f"packed in {' and '.join(map(str, decoder.bits))} bits" if decoder.bits else "",
-            "bake": decoder.refusal or "takes it; it runs the file to measure its attention, and compares",
+            "numbers": f"{decoder.dtype} caches, vocabulary {decoder.vocab_size}"
+            if decoder.dtype
+            else "",
+            "weights": f"packed in {' and '.join(map(str, decoder.bits))} bits"
+            if decoder.bits
+            else "",
+            "bake": decoder.refusal
+            or "takes it; it runs the file to measure its attention, and compares",
         }
         screen.print(_facts_table(decoder.file, rows))
 
@@ -145,7 +181,9 @@ def _some(names: Sequence[str]) -> str:
 
 def _facts_table(title: str, rows: Mapping[str, str]) -> Table:
     """A line for each row that has a text."""
-    facts = Table(title=escape(title), show_header=False, box=None, title_justify="left", title_style="bold")
+    facts = Table(
+        title=escape(title), show_header=False, box=None, title_justify="left", title_style="bold"
+    )
     for name, value in rows.items():
         if value:
             facts.add_row(name, escape(value))
@@ -156,7 +194,9 @@ def describe(package: Package) -> dict[str, Any]:
     """The package as a JSON-ready dict: the manifest, and every graph's tensors with dtype, axes and meaning."""
     return {
         "path": str(package.path),
-        "graphs": {name: _describe_graph(graph) for name, graph in package.interface.graphs.items()},
+        "graphs": {
+            name: _describe_graph(graph) for name, graph in package.interface.graphs.items()
+        },
         "axes": {**AXIS_MEANINGS, **_fixed_axes(package)},
         "rounding": _rounding(package),
         **json.loads(package.manifest.to_json()),
@@ -168,7 +208,13 @@ def _describe_graph(graph: GraphSpec) -> dict[str, Any]:
 
     def entry(spec: TensorSpec) -> dict[str, Any]:
         off = {} if spec.off is None else {"off": spec.off}
-        return {"name": spec.name, "dtype": spec.dtype, "axes": list(spec.axes), "meaning": spec.meaning, **off}
+        return {
+            "name": spec.name,
+            "dtype": spec.dtype,
+            "axes": list(spec.axes),
+            "meaning": spec.meaning,
+            **off,
+        }
 
     return {
         "inputs": [entry(spec) for spec in graph.inputs],
@@ -197,7 +243,9 @@ def show(package: Package) -> None:
     if compilation := package.manifest.compilation:
         placement = table("Placement", "execution provider", "nodes", "operators")
         for provider, operators in compilation.placement.items():
-            placement.add_row(escape(provider), str(sum(operators.values())), escape(_counts(operators)))
+            placement.add_row(
+                escape(provider), str(sum(operators.values())), escape(_counts(operators))
+            )
         screen.print(placement)
     files = table("Files", "file", "size", "sha256")
     for name, entry in sorted(package.manifest.files.items()):
@@ -212,17 +260,25 @@ def _counts(operators: Mapping[str, int]) -> str:
 
 
 def _facts(package: Package) -> dict[str, str]:
-    manifest, interface, compilation = package.manifest, package.interface, package.manifest.compilation
+    manifest, interface, compilation = (
+        package.manifest,
+        package.interface,
+        package.manifest.compilation,
+    )
     source, layers = manifest.source, len(interface.key_values)
     facts = {
         "kind": manifest.kind,
         "source": source.model_id + (f" @ {source.revision}" if source.revision else ""),
         "architecture": f"{source.architecture} ({source.model_type}), {layers} layers, vocabulary "
         f"{interface.vocab_size}",
-        "made from": ", ".join(f"{name} (sha256 {digest[:16]}…)" for name, digest in sorted(source.files.items())),
+        "made from": ", ".join(
+            f"{name} (sha256 {digest[:16]}…)" for name, digest in sorted(source.files.items())
+        ),
         "dtype": interface.dtype,
         "contract": manifest.contract_version,
-        "features": ", ".join(_feature(name, value) for name, value in asdict(interface.features).items() if value),
+        "features": ", ".join(
+            _feature(name, value) for name, value in asdict(interface.features).items() if value
+        ),
         "end tokens": ", ".join(map(str, manifest.token_ids.eos)) or "none",
         "longest context": str(manifest.max_position_embeddings or "unlimited"),
         "made with": _pairs(manifest.versions),
@@ -235,10 +291,16 @@ def _facts(package: Package) -> dict[str, str]:
         facts["packed"] = _or_raw(_packed, packed)
     if compilation:
         rows = compilation.batch_size or "any number of"
-        facts["compiled for"] = f"{compilation.provider} ({', '.join(compilation.execution_providers)})"
-        facts["compiled with"] = ", ".join(filter(None, (_pairs(compilation.versions), _pairs(compilation.options))))
+        facts["compiled for"] = (
+            f"{compilation.provider} ({', '.join(compilation.execution_providers)})"
+        )
+        facts["compiled with"] = ", ".join(
+            filter(None, (_pairs(compilation.versions), _pairs(compilation.options)))
+        )
         facts["rows, context"] = f"{rows} rows, {compilation.ctx_len} tokens"
-        facts["devices"] = "; ".join(_part(number, part) for number, part in enumerate(compilation.parts))
+        facts["devices"] = "; ".join(
+            _part(number, part) for number, part in enumerate(compilation.parts)
+        )
         facts["self-test"] = figures_in_words(compilation.self_test)
         if quantization := compilation.quantization:
             facts["quantized"] = _or_raw(quantization_in_words, quantization)
@@ -254,9 +316,16 @@ def _images(package: Package) -> str:
         processor, found = ImageProcessor.of(package), package.manifest.images
         if processor is None or found is None:
             return "missing in the manifest; export the package again"
-        tokens = [f"{processor.layout(*size).placeholders} for {size[0]} x {size[1]} pixels" for size in _SIZES]
+        tokens = [
+            f"{processor.layout(*size).placeholders} for {size[0]} x {size[1]} pixels"
+            for size in _SIZES
+        ]
         operators = _counts(_operators(package.path / "vision.onnx"))
-    except (OSError, QsampleError, ValueError) as error:  # a damaged package is shown as far as it can be read
+    except (
+        OSError,
+        QsampleError,
+        ValueError,
+    ) as error:  # a damaged package is shown as far as it can be read
         return str(error)
     return f"{found['family']}, {processor.placeholder}; tokens: {', '.join(tokens)}; vision: {operators}"
 
@@ -267,12 +336,16 @@ def _operators(path: Path) -> Mapping[str, int]:
 
     def parts(place: range, number: int) -> Iterator[range]:
         return (
-            part for name, part in fields(data, place.start, place.stop) if name == number and isinstance(part, range)
+            part
+            for name, part in fields(data, place.start, place.stop)
+            if name == number and isinstance(part, range)
         )
 
     nodes = (node for graph in parts(range(len(data)), _GRAPH) for node in parts(graph, _NODE))
     return Counter(
-        str(data[name.start : name.stop], "utf-8", "replace") for node in nodes for name in parts(node, _TYPE)
+        str(data[name.start : name.stop], "utf-8", "replace")
+        for node in nodes
+        for name in parts(node, _TYPE)
     )
 
 
@@ -300,7 +373,11 @@ def _rounding(package: Package) -> str:
 
 
 def _feature(name: str, value: Any) -> str:
-    return name if value is True else f"{name} {value if isinstance(value, str | int) else ' '.join(value)}"
+    return (
+        name
+        if value is True
+        else f"{name} {value if isinstance(value, str | int) else ' '.join(value)}"
+    )
 
 
 def _or_raw(describe: Callable[[Any], str], figures: Any) -> str:
@@ -331,13 +408,19 @@ def _graph_table(name: str, graph: GraphSpec) -> Table:
     shown_graph.add_column("name", no_wrap=True)
     shown_graph.add_column("type", no_wrap=True)
     shown_graph.add_column("meaning")
-    for role, specs in (("inputs", graph.inputs), ("retained states", graph.states), ("outputs", graph.outputs)):
+    for role, specs in (
+        ("inputs", graph.inputs),
+        ("retained states", graph.states),
+        ("outputs", graph.outputs),
+    ):
         if specs:
             shown_graph.add_section()
             shown_graph.add_row(f"[dim]{role}[/dim]")
         shown = {_in_any_layer(spec): spec for spec in reversed(specs)}
         for spec in reversed(shown.values()):
-            shown_graph.add_row(escape(spec.name), escape(_type(spec)), escape(_meaning(spec, graph)))
+            shown_graph.add_row(
+                escape(spec.name), escape(_type(spec)), escape(_meaning(spec, graph))
+            )
         if len(shown) < len(specs):
             shown_graph.add_row(f"… {len(specs) - len(shown)} more", "", "of each further layer")
     return shown_graph
@@ -360,14 +443,18 @@ def _meaning(spec: TensorSpec, graph: GraphSpec) -> str:
 
 
 def pull(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder, GGUF or decoder file.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder, GGUF or decoder file."),
+    ],
     weights: Weights = None,
     preset: Preset = None,
     ctx_len: CtxLen = None,
     provider: Provider = None,
     text_only: TextOnly = False,
     for_serving: Annotated[
-        bool, typer.Option("--for-serving", help="For `qsample serve`, whose requests may ask for more.")
+        bool,
+        typer.Option("--for-serving", help="For `qsample serve`, whose requests may ask for more."),
     ] = False,
 ) -> None:
     """Download the newest version of a model and compile it into the cache, for commands that name the same model and
@@ -380,7 +467,13 @@ def pull(
         name, file = find_gguf(model, None, HubOptions()) or (model, None)
         newest_commit(name, HubOptions(), file or CONFIG)
     opened = open_exported(
-        model, provider, weights=weights, preset=preset, ctx_len=ctx_len, text_only=text_only, for_serving=for_serving
+        model,
+        provider,
+        weights=weights,
+        preset=preset,
+        ctx_len=ctx_len,
+        text_only=text_only,
+        for_serving=for_serving,
     )
     print(opened.package.path)
 
@@ -394,15 +487,30 @@ def list_entries(as_json: Json = False) -> None:
     total = sum(entry.bytes for entry in found)
     if as_json:
         document = {"folder": str(cache_folder()), "bytes": total, "limit_bytes": limit}
-        print(json.dumps({**document, "entries": [_described(entry) for entry in found]}, indent=2, ensure_ascii=False))
+        print(
+            json.dumps(
+                {**document, "entries": [_described(entry) for entry in found]},
+                indent=2,
+                ensure_ascii=False,
+            )
+        )
         return
     screen = console(width_of_a_file=_WIDTH_OF_A_LIST)
     if found:
         shown = table(None, "model", "options", "size", "last used")
         for entry in found:
             facts = _described(entry)
-            used = "in use" if entry.in_use else datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
-            shown.add_row(escape(facts["model"]), escape(", ".join(facts["options"])), format_size(entry.bytes), used)
+            used = (
+                "in use"
+                if entry.in_use
+                else datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
+            )
+            shown.add_row(
+                escape(facts["model"]),
+                escape(", ".join(facts["options"])),
+                format_size(entry.bytes),
+                used,
+            )
         screen.print(shown)
     screen.print(
         f"{counted(len(found), 'model') if found else 'no model'}, {format_size(total)} of at most "
@@ -415,9 +523,12 @@ def list_entries(as_json: Json = False) -> None:
 @cache_app.command("clear", cls=Command)
 def clear_entries(
     model: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="As `list` names them. (default: all)")
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="As `list` names them. (default: all)"),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove all without a question.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Remove all without a question.")
+    ] = False,
 ) -> None:
     """Remove models from the cache, except those that a process has open. Downloads and checkpoints stay."""
     from qsample.models.cache import cache_folder, clear, entries, remove
@@ -435,7 +546,9 @@ def clear_entries(
         named = [os.path.abspath(name) if os.path.exists(name) else name for name in model]
         for name in named:
             if not any(entry.model == name for entry in found):
-                raise typer.BadParameter(f"{name} is not in the cache; `qsample cache list` has the names")
+                raise typer.BadParameter(
+                    f"{name} is not in the cache; `qsample cache list` has the names"
+                )
         done = [remove(entry.path) for entry in found if entry.model in named]
         removed, kept = sum(done), len(done) - sum(done)
     note(f"{removed} removed" + (f", {kept} kept: a process has them open" if kept else ""))
@@ -466,7 +579,9 @@ def _described(entry: Entry) -> dict[str, Any]:
         "revision": manifest.source.revision,
         "options": options,
         "bytes": entry.bytes,
-        "last_used": datetime.fromtimestamp(entry.last_used).astimezone().isoformat(timespec="seconds"),
+        "last_used": datetime.fromtimestamp(entry.last_used)
+        .astimezone()
+        .isoformat(timespec="seconds"),
         "in_use": entry.in_use,
         "path": str(entry.path),
     }

@@ -67,16 +67,30 @@ _SAMPLING: Final = {  # with their defaults
 }
 
 
-@with_flags({**{name: SAMPLING_FLAGS[name]._replace(default=value) for name, value in _SAMPLING.items()}, **LOAD_FLAGS})
+@with_flags(
+    {
+        **{name: SAMPLING_FLAGS[name]._replace(default=value) for name, value in _SAMPLING.items()},
+        **LOAD_FLAGS,
+    }
+)
 def bench(
     ctx: typer.Context,
-    package: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be repeated. (default: 1)")] = None,
+    package: Annotated[
+        str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")
+    ],
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows; may be repeated. (default: 1)")
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps to time.")] = 64,
-    repetitions: Annotated[int, typer.Option(min=1, help="Generations to time, after a warm-up.")] = 3,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Generations to time, after a warm-up.")
+    ] = 3,
     image: Annotated[
-        str | None, typer.Option(metavar="WIDTHxHEIGHT", help="Put a random image before every prompt, and time it.")
+        str | None,
+        typer.Option(
+            metavar="WIDTHxHEIGHT", help="Put a random image before every prompt, and time it."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -87,7 +101,9 @@ def bench(
     if image is not None:
         found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", image)
         if found is None:
-            raise typer.BadParameter(f"--image is {image}; give a width and a height in pixels, such as 640x480")
+            raise typer.BadParameter(
+                f"--image is {image}; give a width and a height in pixels, such as 640x480"
+            )
         size = int(found[1]), int(found[2])
     try:
         params = SamplingParams(**{name: ctx.params[name] for name in _SAMPLING})
@@ -102,7 +118,16 @@ def bench(
         for index, rows in enumerate(batches := batch or [1]):
             report(f"{rows} rows", index / len(batches))
             measurements.append(
-                measure(model, rows, prompt_tokens, new_tokens, params, repetitions, [*model.adapters.values()], size)
+                measure(
+                    model,
+                    rows,
+                    prompt_tokens,
+                    new_tokens,
+                    params,
+                    repetitions,
+                    [*model.adapters.values()],
+                    size,
+                )
             )
     if as_json:
         typer.echo(json.dumps(_describe_bench(model, measurements, load_seconds), indent=2))
@@ -110,7 +135,9 @@ def bench(
         _show_bench(model, measurements, load_seconds)
 
 
-def _describe_bench(model: CausalLM, measurements: Sequence[Measurement], load_seconds: float) -> dict[str, Any]:
+def _describe_bench(
+    model: CausalLM, measurements: Sequence[Measurement], load_seconds: float
+) -> dict[str, Any]:
     """A benchmark as a JSON-ready dict; see `runtime.bench`."""
     from qsample.runtime.bench import peak_memory_bytes
 
@@ -166,29 +193,43 @@ def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_secon
 
 def evaluate(
     packages: Annotated[
-        list[str], typer.Argument(metavar="PACKAGE_OR_MODEL...", help="Packages, checkpoints or hub ids to score.")
+        list[str],
+        typer.Argument(
+            metavar="PACKAGE_OR_MODEL...", help="Packages, checkpoints or hub ids to score."
+        ),
     ],
     text: Annotated[
-        list[Path], typer.Option(metavar="FILE", help="Text in UTF-8, a document; may be repeated.", show_default=False)
+        list[Path],
+        typer.Option(
+            metavar="FILE", help="Text in UTF-8, a document; may be repeated.", show_default=False
+        ),
     ],
     against: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PACKAGE_OR_MODEL", help="Reference for KL divergence and top-1 agreement; may be repeated."
+            metavar="PACKAGE_OR_MODEL",
+            help="Reference for KL divergence and top-1 agreement; may be repeated.",
         ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a window. (default: as many as all hold, at most 1024)")
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of a window. (default: as many as all hold, at most 1024)"
+        ),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens from a window to the next. (default: half of a window)")
+        int | None,
+        typer.Option(min=1, help="Tokens from a window to the next. (default: half of a window)"),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
     confidence: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Of the intervals' resamples.")] = 0,
-    step_time: Annotated[bool, typer.Option("--step-time", help="Time decode steps of a row, too.")] = False,
+    step_time: Annotated[
+        bool, typer.Option("--step-time", help="Time decode steps of a row, too.")
+    ] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw size, step time and KL: a .png or .svg file.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw size, step time and KL: a .png or .svg file."),
     ] = None,
     weights: Weights = None,
     preset: Preset = None,
@@ -233,7 +274,9 @@ def evaluate(
 
 
 def verify(
-    package: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
+    package: Annotated[
+        str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")
+    ],
     against: Annotated[
         str | None,
         typer.Option(
@@ -244,18 +287,31 @@ def verify(
     trusted_keys: TrustedKeys = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Text in UTF-8; may be repeated. (default: random tokens, always the same)"),
+        typer.Option(
+            metavar="FILE",
+            help="Text in UTF-8; may be repeated. (default: random tokens, always the same)",
+        ),
     ] = None,
     positions: Annotated[int, typer.Option(min=1, help="Tokens to score.")] = 256,
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a row; half are scored. (default: as many as fit, at most 64)")
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of a row; half are scored. (default: as many as fit, at most 64)"
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8,
-    max_mean: Annotated[float | None, typer.Option(min=0, help="Fail above this mean difference, in nats.")] = None,
-    max_p99: Annotated[float | None, typer.Option(min=0, help="Fail above this 99th percentile, in nats.")] = None,
-    max_difference: Annotated[float | None, typer.Option(min=0, help="Fail above this difference, in nats.")] = None,
+    max_mean: Annotated[
+        float | None, typer.Option(min=0, help="Fail above this mean difference, in nats.")
+    ] = None,
+    max_p99: Annotated[
+        float | None, typer.Option(min=0, help="Fail above this 99th percentile, in nats.")
+    ] = None,
+    max_difference: Annotated[
+        float | None, typer.Option(min=0, help="Fail above this difference, in nats.")
+    ] = None,
     min_agreement: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Fail below this share of positions with equal argmax.")
+        float | None,
+        typer.Option(min=0, max=1, help="Fail below this share of positions with equal argmax."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the differences: a .png or .svg file.")
@@ -269,7 +325,9 @@ def verify(
 
     Exit status 1 if a check fails, or a difference is outside the limits that are given.
     """
-    if against is None and any(given for given in (text, plot, max_mean, max_p99, max_difference, min_agreement)):
+    if against is None and any(
+        given for given in (text, plot, max_mean, max_p99, max_difference, min_agreement)
+    ):
         raise typer.BadParameter("--text, --plot and the limits go with --against")
     if against is None:
         typer.echo(check(package, trusted_keys, as_json=as_json))
@@ -303,13 +361,22 @@ def verify(
     if plot is not None:
         draw_differences(verification, plot)
         note(f"plot written to {plot}")
-    limits = {"mean": max_mean, "p99": max_p99, "largest": max_difference, "agreement": min_agreement}
+    limits = {
+        "mean": max_mean,
+        "p99": max_p99,
+        "largest": max_difference,
+        "agreement": min_agreement,
+    }
     failures = [
         f"{form}: {name} is {getattr(found, name):.3g}, and the limit is {limit:g}"
         for form, found in verification.forms.items()
         for name, limit in limits.items()
         if found is not None and limit is not None
-        if (getattr(found, name) < limit if name == "agreement" else not getattr(found, name) <= limit)
+        if (
+            getattr(found, name) < limit
+            if name == "agreement"
+            else not getattr(found, name) <= limit
+        )
     ]
     if as_json:
         shown = {**asdict(verification), "limits": limits, "failures": failures}
@@ -330,7 +397,9 @@ def _show_verification(found: Verification) -> None:
         shown.add_row(form, *cells, *([f"{100 * one.agreement:.4g}"] if one else []))
     screen = console(width_of_a_file=_WIDTH_OF_A_FILE)
     screen.print(shown)
-    screen.print(f"{found.positions} positions, the {found.head} likeliest tokens of {escape(found.reference)}")
+    screen.print(
+        f"{found.positions} positions, the {found.head} likeliest tokens of {escape(found.reference)}"
+    )
     screen.print(f"{found.tokens} generated tokens, sha256 {found.sha256}")
     if found.alone_sha256 != found.sha256:
         screen.print(f"the same rows, one by one: other tokens, sha256 {found.alone_sha256}")
@@ -344,7 +413,16 @@ def _show_evaluation(evaluation: Evaluation) -> None:
     """Print the evaluation on stdout, a row for each package, or for each package and reference."""
     compared = any(package.comparisons for package in evaluation.packages)
     timed = any(package.step_ms is not None for package in evaluation.packages)
-    several = len({comparison.reference for package in evaluation.packages for comparison in package.comparisons}) > 1
+    several = (
+        len(
+            {
+                comparison.reference
+                for package in evaluation.packages
+                for comparison in package.comparisons
+            }
+        )
+        > 1
+    )
     columns = ["package", "weights", "size", "perplexity"]
     columns += ["against"] if several else []
     columns += ["KL, nats", "top-1, %", "perplexity ratio"] if compared else []
@@ -359,10 +437,14 @@ def _show_evaluation(evaluation: Evaluation) -> None:
         ]
         times = [] if not timed else ["" if package.step_ms is None else f"{package.step_ms:.2f}"]
         for index, comparison in enumerate(package.comparisons or (None,)):
-            named = [escape(Path(comparison.reference).name) if comparison else ""] if several else []
+            named = (
+                [escape(Path(comparison.reference).name) if comparison else ""] if several else []
+            )
             cells = _comparison(comparison) if compared else []
             first = index == 0
-            shown.add_row(*(facts if first else [""] * len(facts)), *named, *cells, *(times if first else []))
+            shown.add_row(
+                *(facts if first else [""] * len(facts)), *named, *cells, *(times if first else [])
+            )
     screen = console(width_of_a_file=_WIDTH_OF_A_FILE)
     screen.print(shown)
     texts = f"{evaluation.documents} text{'s' if evaluation.documents > 1 else ''}"

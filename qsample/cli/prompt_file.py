@@ -40,7 +40,13 @@ if TYPE_CHECKING:
 
 _JSON_LINES: Final = (".jsonl", ".ndjson", ".json")
 _WAITING: Final = 64  # prompts that are read ahead of the slots
-_NO_OPTIONS: Final = ("id", "metadata", "prompt", "messages", "images")  # fields of a line that are not parameters
+_NO_OPTIONS: Final = (
+    "id",
+    "metadata",
+    "prompt",
+    "messages",
+    "images",
+)  # fields of a line that are not parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,12 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def rows_of(
-    lines: Sequence[Line], options: Mapping[str, Any], chat: Mapping[str, Any], *, as_chat: bool, system: str | None
+    lines: Sequence[Line],
+    options: Mapping[str, Any],
+    chat: Mapping[str, Any],
+    *,
+    as_chat: bool,
+    system: str | None,
 ) -> list[Row]:
     """The rows of a file's lines.
 
@@ -122,7 +133,9 @@ def rows_of(
         is_chat = "messages" in content or (as_chat and line.is_text)
         if is_chat:
             own_images = [] if "messages" in content else content.pop("images", [])
-            inputs = content.get("messages") or [{"role": "user", "content": with_images_before(inputs, own_images)}]
+            inputs = content.get("messages") or [
+                {"role": "user", "content": with_images_before(inputs, own_images)}
+            ]
             if system is not None and inputs[0].get("role") != "system":
                 inputs = [{"role": "system", "content": system}, *inputs]
         merged = _merge({**options, **chat} if is_chat else options, own)
@@ -130,7 +143,12 @@ def rows_of(
             merged["seed"] = (options["seed"] + len(rows)) % SEEDS
         source = [name, inputs, merged]
         if line.files:  # wherever the images are, what is in them decides
-            source = [name, with_images(inputs, lambda image: None) if is_chat else inputs, merged, line.files]
+            source = [
+                name,
+                with_images(inputs, lambda image: None) if is_chat else inputs,
+                merged,
+                line.files,
+            ]
         images = {"images": content["images"]} if "images" in content else {}
         rows.append(Row(name, inputs, merged | images, source=source))
     return rows
@@ -153,7 +171,9 @@ def _parse(line: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"the line is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError('the line is not a JSON object; give {"prompt": "..."} or {"messages": [...]}')
+        raise ValueError(
+            'the line is not a JSON object; give {"prompt": "..."} or {"messages": [...]}'
+        )
     return content
 
 
@@ -171,11 +191,15 @@ def _check(content: dict[str, Any]) -> None:
     if given == ["messages"] and not (
         isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
     ):
-        raise ValueError(f'messages is {shown(value, 60)}; give [{{"role": "user", "content": "..."}}]')
+        raise ValueError(
+            f'messages is {shown(value, 60)}; give [{{"role": "user", "content": "..."}}]'
+        )
     known = {*_NO_OPTIONS, "do_sample", "stop_strings", "outputs"}
     known |= {item.name for item in (*fields(SamplingParams), *fields(ChatOptions))}
     if others := sorted(content.keys() - known):
-        ours = names_here(f"--{others[0].replace('_', '-')}", {f"--{name.replace('_', '-')}" for name in known})
+        ours = names_here(
+            f"--{others[0].replace('_', '-')}", {f"--{name.replace('_', '-')}" for name in known}
+        )
         close = [name[2:].replace("-", "_") for name in ours if name.startswith("--")]
         close = close or difflib.get_close_matches(others[0], sorted(known), n=1)
         hint = f"did you mean {close[0]!r}? Otherwise " if close else ""
@@ -202,7 +226,9 @@ def _read_images(content: dict[str, Any], folder: Path) -> list[str]:
         try:
             data = path if isinstance(path, bytes) else _content(path)
         except (OSError, ValueError) as error:
-            raise ValueError(f"the image {image} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            raise ValueError(
+                f"the image {image} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from None
         digests.append(hashlib.sha256(data).hexdigest())
         return path
 
@@ -262,7 +288,9 @@ def generate_file(
     """Generate the rows, with their fingerprints, that `output` does not have yet; without that file, all on stdout.
     `retry_errors`: do the rows again whose line in `output` has an error. `form`: of all answers. `slots`, `settings`:
     of `Engine`. Raises QsampleError if rows have an error."""
-    work = _Work(cache(load), len(rows), {"slots": slots, "max_waiting": _WAITING, **settings}, form)
+    work = _Work(
+        cache(load), len(rows), {"slots": slots, "max_waiting": _WAITING, **settings}, form
+    )
     if output is None:
         work.do(rows, _print)
     else:
@@ -283,8 +311,14 @@ def generate_file(
                 work.errors += len(failed)
     work.tell()
     if work.errors:
-        kind = AlreadyPrintedError if output is None else QsampleError  # stdout has only the lines of rows
-        again = "" if output is None else "; --retry-errors does these again, also from corrected prompts"
+        kind = (
+            AlreadyPrintedError if output is None else QsampleError
+        )  # stdout has only the lines of rows
+        again = (
+            ""
+            if output is None
+            else "; --retry-errors does these again, also from corrected prompts"
+        )
         raise kind(f"{work.errors} of {len(rows)} rows have an error, see their lines{again}")
 
 
@@ -325,15 +359,25 @@ class _Work:
                         from qsample.serve.grammar import GrammarGuide, Grammars
 
                         compiled = Grammars(model).compiled(self.form)
-                        each = ({**row.options, "allowed_tokens": GrammarGuide(compiled)} for row in valid)
+                        each = (
+                            {**row.options, "allowed_tokens": GrammarGuide(compiled)}
+                            for row in valid
+                        )
                     # Log-probabilities of each token are many times as long as the text: of rows that ask for them.
-                    outputs = engine.map((row.inputs for row in valid), each=each, outputs=(), return_errors=True)
+                    outputs = engine.map(
+                        (row.inputs for row in valid), each=each, outputs=(), return_errors=True
+                    )
                     for row in rows:
-                        record = self._record(row, ValueError(row.error) if row.error is not None else next(outputs))
+                        record = self._record(
+                            row, ValueError(row.error) if row.error is not None else next(outputs)
+                        )
                         write(json.dumps(record, ensure_ascii=False) + "\n")
                         done, self.rows = done + 1, self.rows + 1
                         self.seconds = before + time.perf_counter() - started
-                        report(f"{done} of {self.total} rows, {self._speed:.0f} tokens a second", done / self.total)
+                        report(
+                            f"{done} of {self.total} rows, {self._speed:.0f} tokens a second",
+                            done / self.total,
+                        )
             except KeyboardInterrupt:
                 if write is not _print:
                     note(f"{done} of {self.total} rows are done; the same command continues")
@@ -356,7 +400,9 @@ class _Work:
         if isinstance(output, Exception):
             self.errors += 1
             known = isinstance(output, ValueError | QsampleError)
-            return record | {"error": {"message": str(output) if known else f"{type(output).__name__}: {output}"}}
+            return record | {
+                "error": {"message": str(output) if known else f"{type(output).__name__}: {output}"}
+            }
         self.tokens += len(output.token_ids)
         record |= {
             "text": output.text,
@@ -368,7 +414,10 @@ class _Work:
         }
         if output.stop_string is not None:
             record["stop_string"] = output.stop_string
-        if output.finish_reason == "length" and output.usage.prompt_tokens + len(output.token_ids) >= self.capacity:
+        if (
+            output.finish_reason == "length"
+            and output.usage.prompt_tokens + len(output.token_ids) >= self.capacity
+        ):
             record["context_full"] = True
             self.full += 1
         if output.finish_reason == "invalid":
@@ -384,10 +433,15 @@ class Results:
     def __init__(self, path: Path, rows: list[Row], *, any_error: bool) -> None:
         """With `any_error`, a line with an error may be another prompt's. Raises typer.BadParameter, and changes
         nothing, if the file holds anything but lines of the first rows."""
-        self._path, self._file = path, FileIO(path, "a+")  # a buffer would be written again after a full disk
+        self._path, self._file = (
+            path,
+            FileIO(path, "a+"),
+        )  # a buffer would be written again after a full disk
         self.done, self.failed = 0, list[int]()
         try:
-            if lock(self._file.fileno()) is False:  # a second run of the command would continue with the same rows
+            if (
+                lock(self._file.fileno()) is False
+            ):  # a second run of the command would continue with the same rows
                 raise typer.BadParameter(f"another process writes to --output {path}; wait for it")
             self._check(rows, any_error=any_error)
         except BaseException:
@@ -403,7 +457,9 @@ class Results:
                         f"--output {self._path} has more lines than the prompts have rows; give another file"
                     )
                 beginning = f'{{"fingerprint": "{rows[self.done].fingerprint}"'.encode()
-                if not line.endswith(b"\n") and (line.startswith(beginning) or beginning.startswith(line)):
+                if not line.endswith(b"\n") and (
+                    line.startswith(beginning) or beginning.startswith(line)
+                ):
                     break
                 has_error = _has_error(line)
                 if has_error is None:
@@ -440,7 +496,9 @@ class Results:
             with file_aside(self._path) as aside:
                 with self._path.open("rb") as old, aside.open("wb") as new:
                     for number, line in enumerate(old):
-                        new.write(lines[number].encode("utf-8", "replace") if number in lines else line)
+                        new.write(
+                            lines[number].encode("utf-8", "replace") if number in lines else line
+                        )
                 shutil.copymode(self._path, aside)
         except OSError as error:
             raise QsampleError(
@@ -460,7 +518,9 @@ def results_file(path: Path, rows: list[Row], *, retry_errors: bool = False) -> 
     try:
         results = Results(path, rows, any_error=retry_errors)
     except OSError as error:
-        raise typer.BadParameter(f"cannot write --output {path}: {error.strerror}; give another file") from None
+        raise typer.BadParameter(
+            f"cannot write --output {path}: {error.strerror}; give another file"
+        ) from None
     try:
         yield results
     finally:

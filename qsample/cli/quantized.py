@@ -32,7 +32,9 @@ def divergence_in_words(package: Package) -> str:
     compilation = package.manifest.compilation
     if compilation is None or compilation.quantization is None:
         return ""
-    return str(Divergence.of(package) or "unknown: measured by an older version; compile the package again")
+    return str(
+        Divergence.of(package) or "unknown: measured by an older version; compile the package again"
+    )
 
 
 def table_of_bits(package: Package) -> dict[str, str]:
@@ -73,4 +75,6 @@ def _experts(figures: Any) -> str:
     count, blocks = figures.get("experts"), figures.get("expert_block_size")
     if not count:
         return ""
-    return f" and {count} experts" + (f" (blocks of {blocks})" if blocks != figures.get("block_size") else "")
+    return f" and {count} experts" + (
+        f" (blocks of {blocks})" if blocks != figures.get("block_size") else ""
+    )

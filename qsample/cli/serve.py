@@ -48,7 +48,10 @@ WEB_EXAMPLES: Final = (
 )
 PackageOrModel = Annotated[
     str | None,
-    typer.Argument(metavar="[PACKAGE_OR_MODEL]", help="Package, checkpoint or hub id. (default: the bundled model)"),
+    typer.Argument(
+        metavar="[PACKAGE_OR_MODEL]",
+        help="Package, checkpoint or hub id. (default: the bundled model)",
+    ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")]
@@ -59,15 +62,20 @@ def serve(
     context: typer.Context,
     package: PackageOrModel = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=PACKAGE", help="Serve this package, too; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="NAME=PACKAGE", help="Serve this package, too; may be repeated."),
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="The name of PACKAGE for clients. (default: its folder's)")
     ] = None,
     host: Host = "127.0.0.1",
     port: Port = DEFAULT_PORT,
-    ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="PEM file of the key, for https.")] = None,
-    ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="PEM file of its certificate.")] = None,
+    ssl_keyfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM file of the key, for https.")
+    ] = None,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM file of its certificate.")
+    ] = None,
     ctx_len: CtxLen = None,
     chat_template: Template = None,
     lora: Lora = None,
@@ -86,7 +94,9 @@ def serve(
     from qsample.serve.run import run
 
     if log_level not in _LOG_LEVELS:
-        raise typer.BadParameter(f"--log-level is {log_level}; choose from {', '.join(_LOG_LEVELS)}")
+        raise typer.BadParameter(
+            f"--log-level is {log_level}; choose from {', '.join(_LOG_LEVELS)}"
+        )
     named, loras = _named(package, model or [], served_model_name), read_loras(lora)
     given = given_of(ServeSettings, context.params)
     given["api_keys"] = given["api_keys"] or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
@@ -129,7 +139,15 @@ def serve(
             note_divergence(read_package(package_in(path), verify=False))
         typer.echo(f"Serving {names} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
 
-    run(settings, host, port, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile, ready=ready, log_level=log_level)
+    run(
+        settings,
+        host,
+        port,
+        ssl_keyfile=ssl_keyfile,
+        ssl_certfile=ssl_certfile,
+        ready=ready,
+        log_level=log_level,
+    )
 
 
 def web(
@@ -137,7 +155,10 @@ def web(
     host: Host = "127.0.0.1",
     port: Port = 8080,
     provider: Annotated[
-        str | None, typer.Option(metavar="web|webgpu", help="Compile for WebAssembly, or WebGPU, too. (default: web)")
+        str | None,
+        typer.Option(
+            metavar="web|webgpu", help="Compile for WebAssembly, or WebGPU, too. (default: web)"
+        ),
     ] = None,
     ctx_len: CtxLen = None,
     weights: Weights = None,
@@ -153,11 +174,17 @@ def web(
 
     check_built()  # before a checkpoint is exported
     if provider is None:  # of a bundle, the variant that runs everywhere
-        provider = "webgpu" if package is not None and is_package(package_in(package, "webgpu")) else "web"
-    opened = open_exported(package, provider, weights=weights, preset=preset, ctx_len=ctx_len, for_serving=True)
+        provider = (
+            "webgpu" if package is not None and is_package(package_in(package, "webgpu")) else "web"
+        )
+    opened = open_exported(
+        package, provider, weights=weights, preset=preset, ctx_len=ctx_len, for_serving=True
+    )
     compilation = opened.package.manifest.compilation
     if compilation is not None and compilation.provider != "webgpu":
-        note("browsers run this package with WebAssembly; --provider webgpu compiles a checkpoint for their GPU, too")
+        note(
+            "browsers run this package with WebAssembly; --provider webgpu compiles a checkpoint for their GPU, too"
+        )
     with WebServer(opened.package, host, port) as server:
         typer.echo(f"Serving {opened.package.path} on {server.url} (ctrl-C ends it)", err=True)
         with suppress(KeyboardInterrupt):
@@ -178,7 +205,9 @@ def _named(package: str | None, named: list[str], name: str | None) -> dict[str,
 
     models: dict[str, str] = {}
     if name == "":
-        raise typer.BadParameter("--served-model-name is empty; give the name of PACKAGE for clients, or leave it out")
+        raise typer.BadParameter(
+            "--served-model-name is empty; give the name of PACKAGE for clients, or leave it out"
+        )
     if package is not None or not named:
         own = "tiny_lm" if package is None else os.path.basename(os.path.abspath(package))
         models[own if name is None else name] = package or ""

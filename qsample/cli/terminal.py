@@ -25,12 +25,16 @@ from qsample.errors import QsampleError, install_hint, printable
 from qsample.progress import Progress, Stage, unreported
 
 DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
-Options = Mapping[str, tuple[str, str | None]]  # Python's name → the option, and the option that switches it off
+Options = Mapping[
+    str, tuple[str, str | None]
+]  # Python's name → the option, and the option that switches it off
 
 # Module → the extra that brings it; "export" brings all the rest.
 _EXTRAS: Final = {
     "onnxruntime": "cpu",
-    **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"), "serve"),
+    **dict.fromkeys(
+        ("fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"), "serve"
+    ),
     "llguidance": "guided",
     "matplotlib": "plot",
     "ray": "ray",
@@ -88,7 +92,9 @@ def progress(*, hidden: bool = False, logged: bool = False) -> Iterator[Progress
         TimeElapsedColumn(),
     )
     # Rich would redirect stdout to the bar's terminal, although it may be a file.
-    with ProgressBar(*columns, console=shown, transient=True, disable=hidden, redirect_stdout=False) as bar:
+    with ProgressBar(
+        *columns, console=shown, transient=True, disable=hidden, redirect_stdout=False
+    ) as bar:
         task = bar.add_task(Stage.STARTING, total=1.0)
         yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
 
@@ -101,14 +107,26 @@ def _log(screen: Console) -> Progress:
         nonlocal current
         if stage not in (current, Stage.DONE):
             current = stage
-            screen.print(f"{time.monotonic() - began:6.1f} s  {stage}", style="dim", markup=False, soft_wrap=True)
+            screen.print(
+                f"{time.monotonic() - began:6.1f} s  {stage}",
+                style="dim",
+                markup=False,
+                soft_wrap=True,
+            )
 
     return report
 
 
 def table(title: str | None, *columns: str) -> Table:
     """A table as all commands show them."""
-    return Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(
+        *columns,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
 
 
 def finite(value: Any) -> Any:
@@ -144,7 +162,9 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     usage = getattr(error, "exit_code", 1) == 2  # the parser's errors have a separate status
     status = 2 if usage else 1
     running = _running(arguments, commands)
-    text = name_options(_message(error), options_of(arguments, commands), getattr(error, "argument", None))
+    text = name_options(
+        _message(error), options_of(arguments, commands), getattr(error, "argument", None)
+    )
     if usage:
         text = _with_advice(text, arguments, running, commands)
     if text or not usage:  # without a command, the help was printed
@@ -153,13 +173,25 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if "--json" in ours and not isinstance(error, AlreadyPrintedError):
         kind = "UsageError" if usage else type(error).__name__
-        print(json.dumps({"error": {"type": kind, "message": text, "status": status}}, ensure_ascii=False, indent=2))
+        print(
+            json.dumps(
+                {"error": {"type": kind, "message": text, "status": status}},
+                ensure_ascii=False,
+                indent=2,
+            )
+        )
     return status
 
 
-def _with_advice(text: str, arguments: Sequence[str], running: str | None, commands: Mapping[str, Any]) -> str:
+def _with_advice(
+    text: str, arguments: Sequence[str], running: str | None, commands: Mapping[str, Any]
+) -> str:
     """A message of the parser with what to give in place of what it does not know."""
-    options = {name for parameter in getattr(commands.get(running or ""), "params", ()) for name in parameter.opts}
+    options = {
+        name
+        for parameter in getattr(commands.get(running or ""), "params", ())
+        for name in parameter.opts
+    }
     if found := _UNKNOWN.match(text):
         word = found["word"]
         if len(word) == 2:  # of "-ngl", the parser names "-n"
@@ -183,7 +215,10 @@ def options_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> Options
     for name, command in sorted(commands.items(), key=lambda item: item[0] == running):
         for parameter in command.params:
             if parameter.param_type_name == "option" and (name == running or "_" in parameter.name):
-                options[parameter.name] = max(parameter.opts, key=len), (parameter.secondary_opts or [None])[0]
+                options[parameter.name] = (
+                    max(parameter.opts, key=len),
+                    (parameter.secondary_opts or [None])[0],
+                )
     return options
 
 
@@ -204,13 +239,23 @@ def name_options(text: str, options: Options, argument: str | None = None) -> st
         name, value = match["name"], match["value"]
         if (name, value, "greedy" in options) == ("do_sample", "False", True):
             return "--greedy"
-        certain = name == argument or value or match["equals"] or "_" in name or text.startswith(" is ", match.end())
+        certain = (
+            name == argument
+            or value
+            or match["equals"]
+            or "_" in name
+            or text.startswith(" is ", match.end())
+        )
         if name not in options or not certain:
             return match[0]
         option, off = options[name]
         if value == "False":
             return off or f"no {option}"
-        return option if value in (None, "True") else f"{option} {'none' if value == 'None' else value}"
+        return (
+            option
+            if value in (None, "True")
+            else f"{option} {'none' if value == 'None' else value}"
+        )
 
     return _ARGUMENT.sub(flag, text)
 
@@ -224,6 +269,8 @@ def _message(error: Exception) -> str:
     text = printable(" ".join(_ESCAPE.sub("", str(parsed() if parsed else error)).split()))
     if parsed:  # its sentences have a beginning and a stop; ours lack both
         text = text.removeprefix("Invalid value: ").removesuffix(".")
-    if parsed or (text and isinstance(error, QsampleError | ValueError | OSError | ImportError | MemoryError)):
+    if parsed or (
+        text and isinstance(error, QsampleError | ValueError | OSError | ImportError | MemoryError)
+    ):
         return text
     return f"{type(error).__name__}: {text:.300} ({DEBUG_VARIABLE}=1 shows the traceback)"

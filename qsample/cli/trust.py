@@ -24,28 +24,51 @@ SBOM_EXAMPLES: Final = "[bold]Examples[/bold]\n\nqsample sbom qwen3-cpu -o qwen3
 
 
 def sign(
-    package: Annotated[Path, typer.Argument(metavar="PACKAGE", help="Package to sign, with all files in its folder.")],
+    package: Annotated[
+        Path,
+        typer.Argument(metavar="PACKAGE", help="Package to sign, with all files in its folder."),
+    ],
     private_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help=f"PEM file of an elliptic curve; {PASSWORD_VARIABLE} has its password."),
+        typer.Option(
+            metavar="FILE",
+            help=f"PEM file of an elliptic curve; {PASSWORD_VARIABLE} has its password.",
+        ),
     ] = None,
-    certificate: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM file: the key's certificate.")] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM file: the key's certificate.")
+    ] = None,
     certificate_chain: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="PEM files from its issuer on; may be repeated.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="PEM files from its issuer on; may be repeated."),
     ] = None,
     sigstore: Annotated[
-        bool, typer.Option("--sigstore", help="Sign with an account, by sigstore's public service, in place of a key.")
+        bool,
+        typer.Option(
+            "--sigstore",
+            help="Sign with an account, by sigstore's public service, in place of a key.",
+        ),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a signature.")] = False,
 ) -> None:
     """Sign a package with OpenSSF model signing: a key, a certificate, or an account. Writes model.sig into it."""
     if (private_key is None) != sigstore:
         raise typer.BadParameter("give either --private-key or --sigstore")
-    if (certificate is None) != (certificate_chain is None) or (sigstore and certificate is not None):
-        raise typer.BadParameter("--certificate and --certificate-chain go together, with --private-key")
+    if (certificate is None) != (certificate_chain is None) or (
+        sigstore and certificate is not None
+    ):
+        raise typer.BadParameter(
+            "--certificate and --certificate-chain go together, with --private-key"
+        )
     with progress():
         folder = read_package(package).path
-    typer.echo(str(make_signature(folder, private_key, certificate, certificate_chain or (), overwrite=overwrite)))
+    typer.echo(
+        str(
+            make_signature(
+                folder, private_key, certificate, certificate_chain or (), overwrite=overwrite
+            )
+        )
+    )
     note(f"signed by the {signer_of(folder)}")
 
 
@@ -57,8 +80,14 @@ def check(package: str, trusted_keys: list[str] | None, *, as_json: bool) -> str
     signer, trusted = opened.signer or signer_of(opened.path), opened.signer is not None
     count = len(opened.manifest.files)
     if as_json:
-        facts = {} if signer is None else {"kind": signer.kind, "fingerprint": signer.fingerprint, "trusted": trusted}
-        return json.dumps({"package": str(opened.path), "files": count, "signature": facts or None}, indent=2)
+        facts = (
+            {}
+            if signer is None
+            else {"kind": signer.kind, "fingerprint": signer.fingerprint, "trusted": trusted}
+        )
+        return json.dumps(
+            {"package": str(opened.path), "files": count, "signature": facts or None}, indent=2
+        )
     words = "not signed" if signer is None else f"signed by the {'trusted ' * trusted}{signer}"
     unchecked = "; --trusted-keys checks that" if signer is not None and not trusted else ""
     return f"{opened.path}: {count} files have the sha256 of the manifest; {words}{unchecked}"
@@ -67,7 +96,8 @@ def check(package: str, trusted_keys: list[str] | None, *, as_json: bool) -> str
 def sbom(
     package: Annotated[Path, typer.Argument(metavar="PACKAGE", help="Package to describe.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="A new file. (default: stdout)")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="A new file. (default: stdout)"),
     ] = None,
 ) -> None:
     """Describe a package as an ML-BOM, a CycloneDX 1.6 document: files, origin, versions, licence."""

@@ -79,7 +79,9 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     runs in the sessions that `load` opens, captured and replayed as later (on a `self_contained` target: see `Target`).
     Raises CompileError if they agree too rarely, or if logits of float32 differ."""
     # A graph for a single row runs once with each row's parameters.
-    batches = [[0], [1]] if plan.batch_size == 1 else [list(range(min(plan.batch_size or _ROWS, _ROWS)))]
+    batches = (
+        [[0], [1]] if plan.batch_size == 1 else [list(range(min(plan.batch_size or _ROWS, _ROWS)))]
+    )
     device = _device(plan, published, target, len(batches[0]))
     texts = [_written(device, plan, rows) for rows in batches]
     replays = device.replays if isinstance(device, Published) else 0
@@ -88,11 +90,20 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     own_logits = plan.quantized and texts[0][0].logits.size > 0
     portable = texts if own_logits else _with_portable_logits(texts, plan, model)
     got = np.concatenate([call.tokens for text in texts for call in text])
-    wanted = [_sampled(text, plan, sampler, rows) for text, rows in zip(portable, batches, strict=True)]
-    tokens, agreeing = got.size, int((got == np.concatenate([token for own in wanted for token in own])).sum())
+    wanted = [
+        _sampled(text, plan, sampler, rows) for text, rows in zip(portable, batches, strict=True)
+    ]
+    tokens, agreeing = (
+        got.size,
+        int((got == np.concatenate([token for own in wanted for token in own])).sum()),
+    )
     needed = 1.0 if own_logits else _AGREEMENT[plan.dtype]
     if (own_logits or not plan.quantized) and agreeing < needed * tokens:
-        chooser = "portable sampler's token for the same logits" if own_logits else "portable graph's token"
+        chooser = (
+            "portable sampler's token for the same logits"
+            if own_logits
+            else "portable graph's token"
+        )
         raise CompileError(
             f"self-test failed: the graph compiled for {target.name} chose the {chooser} {agreeing} times of {tokens}, "
             f"and {plan.dtype} needs {needed:.0%}"
@@ -102,7 +113,9 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     return SelfTest(tokens, agreeing, replayed=len(batches[0]) * replays)
 
 
-def _device(plan: CompilePlan, published: Package, target: Target, rows: int) -> GraphRunner | Published:
+def _device(
+    plan: CompilePlan, published: Package, target: Target, rows: int
+) -> GraphRunner | Published:
     in_parts = plan.options.num_devices > 1
     if in_parts or not target.self_contained:
         return Published(published, rows, logits=in_parts and target.self_contained)
@@ -114,9 +127,13 @@ def _device(plan: CompilePlan, published: Package, target: Target, rows: int) ->
 def _written(device: GraphRunner | Published, plan: CompilePlan, rows: Sequence[int]) -> Text:
     """What the compiled graph writes after random prompts, in the rows numbered `rows`."""
     width = 1 if isinstance(device, Published) else min(_PROMPT, plan.ctx_len - 1)
-    ids = np.random.default_rng(0).integers(0, plan.source.interface.vocab_size, (_ROWS, width))[rows]
+    ids = np.random.default_rng(0).integers(0, plan.source.interface.vocab_size, (_ROWS, width))[
+        rows
+    ]
     lengths = np.array([width, 1, 1, width])[rows]
-    calls = min(_CALLS_OF_SESSIONS if isinstance(device, Published) else _CALLS, plan.ctx_len - width)
+    calls = min(
+        _CALLS_OF_SESSIONS if isinstance(device, Published) else _CALLS, plan.ctx_len - width
+    )
     state, parameters = device.start(len(rows)), _parameters(plan, rows)
     images = [_images(plan, rows, width, call) for call in range(calls)]
     given = iter(images)
@@ -140,16 +157,23 @@ def _images(plan: CompilePlan, rows: Sequence[int], width: int, call: int) -> di
         inputs[IMAGE_ROWS.name][0, :count] = np.arange(count)
         inputs[IMAGE_ROWS.name][1, 0] = count - 1
     inputs = {name: values[rows] for name, values in inputs.items()}
-    inputs[IMAGE_FEATURES] = np.random.default_rng(0).standard_normal((count, image.width), np.float32)
+    inputs[IMAGE_FEATURES] = np.random.default_rng(0).standard_normal(
+        (count, image.width), np.float32
+    )
     if image.axial:
-        inputs[POSITION_OFFSETS.name] = np.random.default_rng(call).integers(0, 3, (_ROWS, columns, 3))[rows]
+        inputs[POSITION_OFFSETS.name] = np.random.default_rng(call).integers(
+            0, 3, (_ROWS, columns, 3)
+        )[rows]
     return inputs
 
 
 def _parameters(plan: CompilePlan, rows: Sequence[int]) -> dict[str, Array]:
     """[rows] each: the even rows are greedy, the odd ones sampled."""
     off = {spec.name: spec.off for spec in plan.source.interface.parameters} | {"temperature": 0.0}
-    return {name: np.array([_PARAMETERS[row % 2].get(name, off[name]) for row in rows]) for name in _PARAMETERS[1]}
+    return {
+        name: np.array([_PARAMETERS[row % 2].get(name, off[name]) for row in rows])
+        for name in _PARAMETERS[1]
+    }
 
 
 def _with_portable_logits(texts: Sequence[Text], plan: CompilePlan, model: ir.Model) -> list[Text]:
@@ -160,7 +184,9 @@ def _with_portable_logits(texts: Sequence[Text], plan: CompilePlan, model: ir.Mo
     ]
 
 
-def _sampled(text: Text, plan: CompilePlan, sampler: ir.Model | None, rows: Sequence[int]) -> list[Array]:
+def _sampled(
+    text: Text, plan: CompilePlan, sampler: ir.Model | None, rows: Sequence[int]
+) -> list[Array]:
     """[rows] after each call: the tokens that `sampler` chooses of the call's logits, without one the largest."""
     results = ({LOGITS.name: call.logits} for call in text)
     if sampler is None:
@@ -215,14 +241,19 @@ class Published:
         """Row i with seed i. The states stay in the stepper, except the lengths: a graph may not keep these."""
         seeds = np.arange(rows)
         noise = {
-            name: [uniforms(seed, self._capacity, at) for seed in range(rows)] for name, at in NOISE_STREAMS.items()
+            name: [uniforms(seed, self._capacity, at) for seed in range(rows)]
+            for name, at in NOISE_STREAMS.items()
         }
         self._stepper.reset()
         self._write({**noise, EMIT.name: True, SEARCHED_ROWS.name: seeds, SEED.name: seeds})
         return {LENGTHS.name: np.zeros(rows, np.int32)}
 
     def step(
-        self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, Any] | None = None
+        self,
+        ids: Array,
+        lengths: Array,
+        state: dict[str, Array],
+        parameters: Mapping[str, Any] | None = None,
     ) -> dict[str, Array]:
         """As `GraphRunner.step`, with ids [rows, 1] and lengths of 1."""
         kept = {} if self._keeps_lengths else state
@@ -263,7 +294,10 @@ def _compare_steps(plan: CompilePlan, runner: GraphRunner, rows: int, most: int)
     interface = plan.interface
     prompt = np.random.default_rng(0).integers(0, interface.vocab_size, (rows, _PROMPT))
     lengths, ones = np.array([_PROMPT, 1, 2, _PROMPT])[:rows], np.ones(rows, np.int64)
-    parameters: dict[str, Any] = {"temperature": np.array([0, 0.9, 0, 0.9])[:rows], "repetition_penalty": 1.1}
+    parameters: dict[str, Any] = {
+        "temperature": np.array([0, 0.9, 0, 0.9])[:rows],
+        "repetition_penalty": 1.1,
+    }
     images = _images(plan, range(rows), _PROMPT, 0)
     if POSITION_OFFSETS.name in images:
         parameters[POSITION_OFFSETS.name] = images[POSITION_OFFSETS.name][:, -1:]
@@ -271,7 +305,9 @@ def _compare_steps(plan: CompilePlan, runner: GraphRunner, rows: int, most: int)
     state = runner.start(rows)
     steps = [(runner.step(prompt, lengths, state, parameters | images), _copied(state))]
     for _ in range(most + 1):
-        steps.append((runner.step(steps[-1][0]["next_ids"], ones, state, parameters), _copied(state)))
+        steps.append(
+            (runner.step(steps[-1][0]["next_ids"], ones, state, parameters), _copied(state))
+        )
     tokens = np.concatenate([result["next_ids"] for result, _ in steps], axis=1)
     count = np.maximum(most - _FEWER * np.arange(rows), 0)
     for right in (most, most // 2):
@@ -281,17 +317,29 @@ def _compare_steps(plan: CompilePlan, runner: GraphRunner, rows: int, most: int)
         guesses = np.where(wrong, (guesses + 1) % interface.vocab_size, guesses)
         state = runner.start(rows)
         runner.step(prompt, lengths, state, parameters | images)
-        logits = runner.step(tokens[:, :1], ones, state, parameters | {"draft_ids": guesses})[LOGITS.name]
+        logits = runner.step(tokens[:, :1], ones, state, parameters | {"draft_ids": guesses})[
+            LOGITS.name
+        ]
         first = np.cumsum(count + 1) - (count + 1)
         for row, kept in enumerate(np.minimum(count, right)):
             wanted = [result[LOGITS.name][row] for result, _ in steps[1 : kept + 2]]
-            _compare(plan, f"logits of row {row}", logits[first[row] : first[row] + kept + 1], np.array(wanted))
+            _compare(
+                plan,
+                f"logits of row {row}",
+                logits[first[row] : first[row] + kept + 1],
+                np.array(wanted),
+            )
             after = steps[kept + 1][1]
             for name, value in state.items():
                 used = (
-                    int(state[LENGTHS.name][row]) if name in (cache.name for cache in interface.cache_states) else None
+                    int(state[LENGTHS.name][row])
+                    if name in (cache.name for cache in interface.cache_states)
+                    else None
                 )
-                pair = (array[row] if used is None else array[row, :, :used] for array in (value, after[name]))
+                pair = (
+                    array[row] if used is None else array[row, :, :used]
+                    for array in (value, after[name])
+                )
                 _compare(plan, f"{name} of row {row}", *pair)
 
 

@@ -54,7 +54,11 @@ def own_text(plan: CompilePlan, progress: Callable[[float], None]) -> list[Array
     opening = opening_of(source, capacity)
     openings = [opening, random_starts(source)] if opening.text == CHATS else [opening]
     runner = GraphRunner(
-        logits_of(source.path, source.interface), source.path, source.interface, capacity, weights_mapped=True
+        logits_of(source.path, source.interface),
+        source.path,
+        source.interface,
+        capacity,
+        weights_mapped=True,
     )
     sequences: list[Array] = []
     for number, one in enumerate(openings):
@@ -73,6 +77,8 @@ def own_text(plan: CompilePlan, progress: Callable[[float], None]) -> list[Array
     return sequences
 
 
-def _report_part(progress: Callable[[float], None], number: int, count: int, fraction: float) -> None:
+def _report_part(
+    progress: Callable[[float], None], number: int, count: int, fraction: float
+) -> None:
     """Report the fraction done of the part `number` of `count` parts."""
     progress((number + fraction) / count)

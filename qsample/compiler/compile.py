@@ -54,7 +54,11 @@ def compile_package(
     for name in source.interface.graphs:
         source.check_graph(name)
     plan = replace(plan, interface=target.interface(plan))
-    dump = None if options.debug_dump is None else DebugDump(options.debug_dump, kept=(source.path, Path(path)))
+    dump = (
+        None
+        if options.debug_dump is None
+        else DebugDump(options.debug_dump, kept=(source.path, Path(path)))
+    )
     with metered(progress) as meter, package.write_package(path, overwrite=overwrite) as writer:
         stages = pipeline.stages_of(plan, meter)
         folder = writer.directory
@@ -66,7 +70,9 @@ def compile_package(
         unsealed = _unsealed(plan, compilation, folder)
         compilation = replace(compilation, self_test=asdict(run_self_test(plan, unsealed, target)))
         if plan.interface.image is not None:
-            compilation = replace(compilation, self_test={**compilation.self_test, **compare_vision(plan, unsealed)})
+            compilation = replace(
+                compilation, self_test={**compilation.self_test, **compare_vision(plan, unsealed)}
+            )
         if options.num_speculative_tokens:
             check_guesses_change_nothing(plan, unsealed)
         refused = None
@@ -79,7 +85,9 @@ def compile_package(
                 target.execution_providers,
                 stages.begin(Stage.DIVERGENCE),
                 rows=target.fixed_axes(plan).get(BATCH),
-                runner=partial(Published, unsealed, logits=True) if options.num_devices > 1 else None,
+                runner=partial(Published, unsealed, logits=True)
+                if options.num_devices > 1
+                else None,
             )
             figures = {"divergence": asdict(divergence), **(compilation.quantization or {})}
             compilation = replace(compilation, quantization=figures)
@@ -139,21 +147,29 @@ def _add_other_files(plan: CompilePlan, folder: Path) -> None:
 def _too_far_off(divergence: Divergence, plan: CompilePlan, kept: Path | None) -> CompileError:
     causes, advice = [], []
     if plan.weights is not None:
-        causes.append(f"{_kind(plan)} weights in blocks of {plan.weights.block_size} (preset {plan.options.preset})")
+        causes.append(
+            f"{_kind(plan)} weights in blocks of {plan.weights.block_size} (preset {plan.options.preset})"
+        )
         advice += _finer_weights(plan)
     if plan.store_float16:
         causes.append("float16 weights")
         advice.append("weights float32")
     if plan.kv_cache_dtype is not None:
         causes.append(f"an {plan.kv_cache_dtype} cache")
-        advice.append("kv_cache_dtype int8" if plan.kv_cache_dtype == "int4" else "no kv_cache_dtype")
+        advice.append(
+            "kv_cache_dtype int8" if plan.kv_cache_dtype == "int4" else "no kv_cache_dtype"
+        )
     if plan.packed_weights:
         causes.append("activations in 8 bits, for the weights that came packed,")
         advice.append("the unquantized checkpoint")
     return CompileError(
         f"{' and '.join(causes)} change the model too much: {divergence}, and the KL may be at most "
         f"{plan.options.max_divergence:g}. Take {', or '.join(advice)}; max_divergence moves the limit"
-        + (f". The package is kept as {kept}: rename it if it is good enough for you, or delete it" if kept else "")
+        + (
+            f". The package is kept as {kept}: rename it if it is good enough for you, or delete it"
+            if kept
+            else ""
+        )
     )
 
 
@@ -169,7 +185,9 @@ def _finer_weights(plan: CompilePlan) -> list[str]:
     if plan.weights.bits < 8:
         advice.append({2: "weights int4", 4: "weights int8"}[plan.weights.bits])
     if plan.weights.block_size > BLOCK_SIZES[0]:
-        advice.append(f"block_size {max(size for size in BLOCK_SIZES if size < plan.weights.block_size)}")
+        advice.append(
+            f"block_size {max(size for size in BLOCK_SIZES if size < plan.weights.block_size)}"
+        )
     return advice or ["the float weights"]
 
 

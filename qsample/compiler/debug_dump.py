@@ -39,18 +39,24 @@ class DebugDump:
             self._folder.mkdir(parents=True, exist_ok=True)
             files = sorted(path.name for path in self._folder.iterdir())
         except OSError as error:
-            raise CompileError(f"{given} cannot be written to ({error.strerror}); {advice}") from error
+            raise CompileError(
+                f"{given} cannot be written to ({error.strerror}); {advice}"
+            ) from error
         if files:
             raise CompileError(f"{given} holds files ({files[0]}); {advice}")
 
     def write(self, phase: str, model: ir.Model) -> None:
         """Write `model` as the graph after `phase`; its weights are not read."""
-        operators = Counter(f"{node.domain}::{node.op_type}".removeprefix("::") for node in model.graph.all_nodes())
+        operators = Counter(
+            f"{node.domain}::{node.op_type}".removeprefix("::") for node in model.graph.all_nodes()
+        )
         path = self._folder / f"{len(self._phases):02}-{phase}.onnx"
         counts = {"nodes": operators.total(), "operators": dict(sorted(operators.items()))}
         self._phases.append({"phase": phase, "file": path.name, **counts})
         path.write_bytes(_structure(model))
-        (self._folder / _COUNTS).write_text(json.dumps({"phases": self._phases}, indent=2) + "\n", encoding="utf-8")
+        (self._folder / _COUNTS).write_text(
+            json.dumps({"phases": self._phases}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def read_counts(folder: str | Path) -> list[dict[str, Any]]:
@@ -70,7 +76,13 @@ def _structure(model: ir.Model) -> bytes:
         for value, tensor in large.items():
             shape = ir.Shape(tensor.shape.numpy())
             value.const_value = ir.ExternalTensor(
-                _LEFT_OUT, 0, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name), base_dir=""
+                _LEFT_OUT,
+                0,
+                tensor.nbytes,
+                tensor.dtype,
+                shape=shape,
+                name=str(value.name),
+                base_dir="",
             )
         serialized: bytes = ir.to_proto(model).SerializeToString()
     finally:

@@ -75,7 +75,9 @@ def measure_divergence(
 
 def _written(source: Package, capacity: int, progress: Callable[[float], None]) -> OwnText:
     interface, opening = source.interface, opening_of(source, capacity)
-    runner = GraphRunner(logits_of(source.path, interface), source.path, interface, capacity, weights_mapped=True)
+    runner = GraphRunner(
+        logits_of(source.path, interface), source.path, interface, capacity, weights_mapped=True
+    )
     return write_text(
         partial(runner.step, state=runner.start(ROWS)),
         opening,
@@ -127,7 +129,10 @@ def _figures(x: Array, y: Array, tokens: Array) -> tuple[Array, Array, Array]:
 def _divergence(text: OwnText, places: list[_Place]) -> Divergence:
     """The means over all places, row by row: neighbours are correlated, which the intervals take into account."""
     ordered = sorted(places, key=lambda place: place.row)
-    columns = {name: np.array([getattr(place, name) for place in ordered]) for name in ("kl", "same", "ratio")}
+    columns = {
+        name: np.array([getattr(place, name) for place in ordered])
+        for name in ("kl", "same", "ratio")
+    }
     means = estimate_means(columns)
     ratio = means["ratio"].map(lambda value: float(np.exp(value)))
     return Divergence(text.opening.text, len(ordered), means["kl"], means["same"], ratio)

@@ -14,7 +14,12 @@ from typing import Any, Final
 
 from qsample.checks import check_fields, checked, choice, flag, integer, number, refuse
 from qsample.compiler.quantize import FLOAT, INT_BITS, PRESETS, entry_of_table
-from qsample.contract.tensors import BLOCK_SIZES, KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
+from qsample.contract.tensors import (
+    BLOCK_SIZES,
+    KV_CACHE_DTYPES,
+    MODEL_DTYPES,
+    MOST_SPECULATIVE_TOKENS,
+)
 from qsample.errors import CompileError
 from qsample.request.sampling_params import INT32_MAX
 
@@ -22,7 +27,11 @@ DEFAULT_CTX_LEN: Final = 4096
 
 
 def _target(name: str, value: Any) -> str:
-    return value if isinstance(value, str) else refuse(name, value, "the name of a compile target, such as 'cpu'")
+    return (
+        value
+        if isinstance(value, str)
+        else refuse(name, value, "the name of a compile target, such as 'cpu'")
+    )
 
 
 def _weights(name: str, value: Any) -> str | Mapping[str, str]:
@@ -92,7 +101,9 @@ class CompileOptions:
     >>> CompileOptions(provider="cuda", dtype="bfloat16", ctx_len=2048)
     """
 
-    provider: str = checked("cpu", _target, help="cpu, cuda, webgpu, web, openvino, or a target of your own.")
+    provider: str = checked(
+        "cpu", _target, help="cpu, cuda, webgpu, web, openvino, or a target of your own."
+    )
     batch_size: int | None = integer(
         None,
         1,
@@ -126,7 +137,9 @@ class CompileOptions:
         metavar="|".join(PRESETS),
     )
     block_size: int | None = choice(
-        None, BLOCK_SIZES, help="Quantized weights that share a scale: 16 to 256. (default: the preset's)"
+        None,
+        BLOCK_SIZES,
+        help="Quantized weights that share a scale: 16 to 256. (default: the preset's)",
     )
     calibration_text: Any = field(
         default=None,
@@ -204,11 +217,19 @@ class CompileOptions:
     def described(self) -> dict[str, Any]:
         """The options for a manifest, except defaults and `debug_dump`; the calibration text is the sha256 of its
         JSON."""
-        given = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "debug_dump"}
+        given = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name != "debug_dump"
+        }
         if (text := given["calibration_text"]) is not None:
             content = json.dumps(text, default=lambda ids: ids.tolist())
             given["calibration_text"] = hashlib.sha256(content.encode()).hexdigest()
-        return {entry.name: given[entry.name] for entry in fields(self) if given.get(entry.name) != entry.default}
+        return {
+            entry.name: given[entry.name]
+            for entry in fields(self)
+            if given.get(entry.name) != entry.default
+        }
 
     def _check_quantization(self) -> None:
         if self.calibration_text is not None and not self.calibrated:

@@ -22,7 +22,11 @@ from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import Tokenizer
 
 _PART: Final = 512  # tokens of the vocabulary
-_MARKS: Final = ("qsample-user-1", "qsample-assistant", "qsample-user-2")  # contents that no template has
+_MARKS: Final = (
+    "qsample-user-1",
+    "qsample-assistant",
+    "qsample-user-2",
+)  # contents that no template has
 # Temperatures of the texts. People let a model chat below 1; documents are as likely as those that it was trained on.
 _OF_CHATS: Final = 0.7
 _OF_DOCUMENTS: Final = 1.0
@@ -79,12 +83,19 @@ def _chat_opening(package: Package) -> Opening | None:
         unasked = tokenizer.render_chat(messages[:1], ChatOptions(add_generation_prompt=False))
     except (ValueError, ImportError):
         return None
-    if any(whole.count(mark) != 1 for mark in _MARKS) or _MARKS[0] not in first or not first.startswith(unasked):
+    if (
+        any(whole.count(mark) != 1 for mark in _MARKS)
+        or _MARKS[0] not in first
+        or not first.startswith(unasked)
+    ):
         return None
     before, _, after_user = first.partition(_MARKS[0])
     _, _, rest = whole.partition(_MARKS[1])
     after_answer, _, _ = rest.partition(_MARKS[2])
-    parts = [tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after_user, after_answer)]
+    parts = [
+        tuple(tokenizer.encode(part, add_special_tokens=False))
+        for part in (before, after_user, after_answer)
+    ]
     if not all(parts):
         return None
     return Opening(CHATS, parts[0], stops, _OF_CHATS, (parts[1], parts[2]))

@@ -17,7 +17,12 @@ from onnx_ir.passes import common as common_passes
 from qsample.compiler.calibration import given_text, own_text
 from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.passes.attention import pack_qkv, remove_head_transposes, simplify_reshapes
-from qsample.compiler.passes.fusions import fold_constants, fuse_operators, join_projections, replace_gemms
+from qsample.compiler.passes.fusions import (
+    fold_constants,
+    fuse_operators,
+    join_projections,
+    replace_gemms,
+)
 from qsample.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.compiler.passes.rope import absorb_rope, fuse_rope
 from qsample.compiler.passes.window_caches import slide_windows
@@ -262,7 +267,9 @@ def quantization_phases(
     phases = [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
     if plan.weights is not None:
         phases += [
-            graph_pass(quantize_experts, quantization=plan.expert_weights, block_sizes=expert_block_sizes),
+            graph_pass(
+                quantize_experts, quantization=plan.expert_weights, block_sizes=expert_block_sizes
+            ),
             step(quantize_matrices, pads=pads_blocks),
         ]
     return [*phases, step(check, copies=copies)]
@@ -273,7 +280,9 @@ def slide_caches(build: Build) -> None:
     plan = build.plan
     held = slide_windows(build.model, plan.ctx_len)
     pairs = zip(plan.interface.cache_layers, plan.interface.key_values, strict=True)
-    shapes = (replace(shape, capacity=held.get(f"past_key_values.{layer}.key")) for layer, shape in pairs)
+    shapes = (
+        replace(shape, capacity=held.get(f"past_key_values.{layer}.key")) for layer, shape in pairs
+    )
     build.plan = replace(plan, interface=replace(plan.interface, key_values=tuple(shapes)))
 
 
@@ -295,8 +304,15 @@ def quantize_matrices(build: Build, pads: bool) -> None:
         caches = [state.name for state in plan.interface.cache_states if CAPACITY in state.axes]
         calibration = Calibration(build.texts, axes, caches, build.scratch, progress)
         calibrate = partial(calibrated_levels, calibration=calibration)
-    table = table_of(plan.options.table, plan.weights.bits, PRESETS[plan.options.preset], layers_of(build.model.graph))
-    change = partial(quantize_weights, quantization=plan.weights, table=table, pads=pads, calibrate=calibrate)
+    table = table_of(
+        plan.options.table,
+        plan.weights.bits,
+        PRESETS[plan.options.preset],
+        layers_of(build.model.graph),
+    )
+    change = partial(
+        quantize_weights, quantization=plan.weights, table=table, pads=pads, calibrate=calibrate
+    )
     apply(build.model, change)
 
 

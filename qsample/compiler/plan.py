@@ -69,7 +69,9 @@ class CompilePlan:
             return None
         smaller = self.calibrated and self.options.block_size is None
         size = PRESETS["quick"].block_size if smaller else self.weights.block_size
-        return replace(self.weights, bits=max(self.weights.bits, 4), block_size=size, zero_points=False)
+        return replace(
+            self.weights, bits=max(self.weights.bits, 4), block_size=size, zero_points=False
+        )
 
     @property
     def packed_weights(self) -> bool:
@@ -80,20 +82,29 @@ class CompilePlan:
     def quantized(self) -> bool:
         """Whether the model computes other numbers than the portable graph, beyond rounding. Packed weights do: their
         fast kernels take activations in 8 bits."""
-        return self.weights is not None or self.store_float16 or self.kv_cache_dtype is not None or self.packed_weights
+        return (
+            self.weights is not None
+            or self.store_float16
+            or self.kv_cache_dtype is not None
+            or self.packed_weights
+        )
 
 
 def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
     """The plan, still with the portable package's interface; CompileError if `source` and `options` do not fit."""
     own = source.interface.dtype
     if source.manifest.kind != "portable":
-        raise CompileError(f"{source.path} is already compiled; compile the portable package that it was made from")
+        raise CompileError(
+            f"{source.path} is already compiled; compile the portable package that it was made from"
+        )
     plan = CompilePlan(
         source,
         options,
         replace(
             source.interface,
-            features=replace(source.interface.features, num_speculative_tokens=options.num_speculative_tokens),
+            features=replace(
+                source.interface.features, num_speculative_tokens=options.num_speculative_tokens
+            ),
         ),
         ctx_len=_ctx_len(source, options.ctx_len),
         dtype=options.dtype or own,
@@ -110,7 +121,9 @@ def _ctx_len(source: Package, asked: int | None) -> int:
     if asked is None:
         return min(limit or DEFAULT_CTX_LEN, DEFAULT_CTX_LEN)
     if limit is not None and asked > limit:
-        raise CompileError(f"ctx_len is {asked}; it must be 2 to {limit}, the model's max_position_embeddings")
+        raise CompileError(
+            f"ctx_len is {asked}; it must be 2 to {limit}, the model's max_position_embeddings"
+        )
     return asked
 
 
@@ -120,7 +133,9 @@ def _weights(source: Package, options: CompileOptions) -> WeightQuantization | N
         return None
     if not options.quantizes:
         choices = [*INT_BITS, *(["float16"] if own == "float32" else []), own]
-        raise CompileError(f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}")
+        raise CompileError(
+            f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}"
+        )
     preset = PRESETS[options.preset]
     size = options.block_size or preset.block_size
     return WeightQuantization(options.bits, size, preset.method, zero_points=True)
@@ -130,7 +145,9 @@ def _kv_cache_dtype(options: CompileOptions, own: str) -> str | None:
     asked = options.kv_cache_dtype
     if asked not in (None, own, *BITS):
         choices = ", ".join(map(repr, BITS))
-        raise CompileError(f"kv_cache_dtype is {asked!r} and the package holds {own}; choose that, or {choices}")
+        raise CompileError(
+            f"kv_cache_dtype is {asked!r} and the package holds {own}; choose that, or {choices}"
+        )
     return None if asked == own else asked
 
 
@@ -144,8 +161,16 @@ def _check_cache(plan: CompilePlan) -> None:
             "keys or values; leave kv_cache_dtype out"
         )
     if plan.kv_cache_dtype == "int4":
-        odd = sorted({shape.head_dim for shape in source.interface.key_values if shape.head_dim % 2})
+        odd = sorted(
+            {shape.head_dim for shape in source.interface.key_values if shape.head_dim % 2}
+        )
         image = source.interface.image
         if odd or (image is not None and image.blockwise):
-            why = f"has heads of {odd[0]} numbers" if odd else "reads images whose tokens see each other"
-            raise CompileError(f"kv_cache_dtype is 'int4', two numbers in a byte, and this model {why}; take 'int8'")
+            why = (
+                f"has heads of {odd[0]} numbers"
+                if odd
+                else "reads images whose tokens see each other"
+            )
+            raise CompileError(
+                f"kv_cache_dtype is 'int4', two numbers in a byte, and this model {why}; take 'int8'"
+            )

@@ -40,12 +40,18 @@ _NONE: Final = np.empty(0)
 
 def chosen(results: Mapping[str, Array]) -> Array:
     """[rows]: the tokens of a call's results, or the argmax if the graph returns logits."""
-    tokens: Array = results["next_ids"][:, 0] if "next_ids" in results else results[LOGITS.name].argmax(-1)
+    tokens: Array = (
+        results["next_ids"][:, 0] if "next_ids" in results else results[LOGITS.name].argmax(-1)
+    )
     return tokens
 
 
 def write(
-    step: Step, ids: Array, lengths: Array, calls: int, choose: Callable[[Mapping[str, Array]], Array] = chosen
+    step: Step,
+    ids: Array,
+    lengths: Array,
+    calls: int,
+    choose: Callable[[Mapping[str, Array]], Array] = chosen,
 ) -> Iterator[Call]:
     """The `calls` calls of a text that a graph writes after a prompt `ids`, `lengths`, as in `Call`. step: takes ids
     and lengths, moves the graph's states on, and returns its outputs. choose: the tokens [rows] of a call's outputs."""
@@ -66,13 +72,19 @@ def read(
     runner = GraphRunner(model, folder, interface, capacity, weights_mapped=True)
     if not at_once:
         return [list(_logits_by_call(runner, text)) for text in texts]
-    lengths = np.array([length for text in texts for length in np.sum([call.lengths for call in text], axis=0)])
+    lengths = np.array(
+        [length for text in texts for length in np.sum([call.lengths for call in text], axis=0)]
+    )
     ids = _joined([[call.ids for call in text] for text in texts], texts, 0)
     images = dict(texts[0][0].images)
     for spec in interface.image_inputs:
         if spec.name in images and SEQUENCE in spec.axes:
-            images[spec.name] = _joined([[call.images[spec.name] for call in text] for text in texts], texts, spec.off)
-    logits = runner.step(ids, lengths, runner.start(len(ids)), images)[LOGITS.name].reshape(*ids.shape, -1)
+            images[spec.name] = _joined(
+                [[call.images[spec.name] for call in text] for text in texts], texts, spec.off
+            )
+    logits = runner.step(ids, lengths, runner.start(len(ids)), images)[LOGITS.name].reshape(
+        *ids.shape, -1
+    )
     found, first = [], 0
     for text in texts:
         own = np.arange(first, first + len(text[0].ids))
@@ -86,7 +98,9 @@ def _joined(values: Sequence[Sequence[Array]], texts: Sequence[Text], off: float
     """[rows of all texts, S, ..]: the real tokens' values of all calls, one after the other, then `off`. values: of
     each call of each text, [rows, S, ..]."""
     rows = [
-        np.concatenate([value[row, : call.lengths[row]] for value, call in zip(own, text, strict=True)])
+        np.concatenate(
+            [value[row, : call.lengths[row]] for value, call in zip(own, text, strict=True)]
+        )
         for own, text in zip(values, texts, strict=True)
         for row in range(len(text[0].ids))
     ]

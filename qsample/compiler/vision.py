@@ -34,7 +34,9 @@ from qsample.package.package import Package
 _DIGITS: Final = 6  # of the cosine: further ones depend on the number of threads
 
 
-def compile_vision(plan: CompilePlan, providers: Sequence[str], folder: Path, scratch: Path) -> None:
+def compile_vision(
+    plan: CompilePlan, providers: Sequence[str], folder: Path, scratch: Path
+) -> None:
     """Write vision.onnx and its weights into `folder`, in fused operators; for the CPU, optimised offline, too."""
     on_cpu = tuple(providers) == (CPU,)
     model = load_graph(plan.source.path / VISION)
@@ -64,7 +66,9 @@ def compare_vision(plan: CompilePlan, published: Package) -> dict[str, Any]:
     got = [_as_float32(session.features(*image)) for image in images]
     error = float(np.max([furthest(*pair) for pair in zip(got, wanted, strict=True)]))
     exact = plan.interface.dtype == "float32" and not _stored_in_float16(plan)
-    most = TOLERANCES["float32" if exact else "float16"] * max(1.0, *(float(np.abs(rows).max()) for rows in wanted))
+    most = TOLERANCES["float32" if exact else "float16"] * max(
+        1.0, *(float(np.abs(rows).max()) for rows in wanted)
+    )
     cosine = min(_cosine(*pair) for pair in zip(got, wanted, strict=True))
     if not error <= most:  # NaN must not pass
         raise CompileError(

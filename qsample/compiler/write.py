@@ -80,7 +80,11 @@ def optimize_offline(
 def _places_in(model: ir.Model) -> set[Place]:
     """The places in files that the constants of `model` refer to."""
     tensors = (value.const_value for value in all_initializers(model.graph))
-    return {(tensor.offset or 0, tensor.nbytes) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
+    return {
+        (tensor.offset or 0, tensor.nbytes)
+        for tensor in tensors
+        if isinstance(tensor, ir.ExternalTensor)
+    }
 
 
 def optimize_file(
@@ -102,7 +106,9 @@ def cut_weights(build: Build, most: int = LARGEST_PART) -> None:
     if not whole.exists() or whole.stat().st_size <= most:
         return
     values = [
-        value for value in all_initializers(build.model.graph) if isinstance(value.const_value, ir.ExternalTensor)
+        value
+        for value in all_initializers(build.model.graph)
+        if isinstance(value.const_value, ir.ExternalTensor)
     ]
     parts, end = [0], 0  # where each begins
     for start, size in sorted(_places_in(build.model)):
@@ -141,13 +147,17 @@ def cut_for_devices(build: Build) -> None:
     count = build.plan.options.num_devices
     if count == 1:
         return
-    for number, part in enumerate(cut_at_layers(ir.load(build.decoder), build.plan.interface, count), start=1):
+    for number, part in enumerate(
+        cut_at_layers(ir.load(build.decoder), build.plan.interface, count), start=1
+    ):
         file = f"decoder-{number}-of-{count}.onnx"
         ir.save(part.model, build.folder / file)
         build.parts.append(GraphPart(file, (part.layers.start, part.layers.stop), part.nbytes))
 
 
-def ahead_of_time_phases(providers: Sequence[str], provider_options: Mapping[str, str]) -> list[Phase]:
+def ahead_of_time_phases(
+    providers: Sequence[str], provider_options: Mapping[str, str]
+) -> list[Phase]:
     """The last phases for a provider that compiles ahead of time: from the model without its sampler to the file. The
     first of `providers` compiles, with `provider_options`; the remaining ones run the rest."""
     return [
@@ -161,7 +171,11 @@ def ahead_of_time_phases(providers: Sequence[str], provider_options: Mapping[str
 
 def check_states(build: Build, provider: str) -> None:
     """Refuse states written by other nodes than GroupQueryAttention: a compiled part might write before it reads."""
-    writers = {value.name: value.producer() for value in build.model.graph.outputs if value.name != LOGITS.name}
+    writers = {
+        value.name: value.producer()
+        for value in build.model.graph.outputs
+        if value.name != LOGITS.name
+    }
     others = [name for name, node in writers.items() if node is None or node.op_type != gqa.OP_TYPE]
     if others:
         raise CompileError(
@@ -170,7 +184,9 @@ def check_states(build: Build, provider: str) -> None:
         )
 
 
-def compile_ahead(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
+def compile_ahead(
+    build: Build, providers: Sequence[str], provider_options: Mapping[str, str]
+) -> None:
     """Let the first of `providers` compile the model into EPContext nodes; CompileError if it cannot."""
     model = build.scratch / "model.onnx"
     save_graph(build.model, model)
@@ -191,11 +207,15 @@ def save_over(build: Build) -> None:
     build.publish_weights(build.scratch / WEIGHTS, digest)
 
 
-def place_compiled(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
+def place_compiled(
+    build: Build, providers: Sequence[str], provider_options: Mapping[str, str]
+) -> None:
     """Find out where the nodes run; CompileError if the graph does not load, or the first provider compiled nothing."""
     placement = placement_of(load_written(build, providers, provider_options))
     if CONTEXT not in placement.get(providers[0], {}):
-        raise CompileError(f"{providers[0]} compiled no part of this model; compile it for another provider")
+        raise CompileError(
+            f"{providers[0]} compiled no part of this model; compile it for another provider"
+        )
     build.placement = placement
 
 
@@ -209,7 +229,9 @@ def load_written(
     except QsampleError:
         raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
-        raise CompileError(f"ONNX Runtime cannot load the compiled graph for {providers[0]}: {error}") from error
+        raise CompileError(
+            f"ONNX Runtime cannot load the compiled graph for {providers[0]}: {error}"
+        ) from error
 
 
 def misplaced_nodes(build: Build, session: ort.InferenceSession, device: str) -> list[str]:
@@ -229,12 +251,20 @@ def place_optimized(build: Build, default: str) -> None:
 
 def assigned_nodes(session: ort.InferenceSession) -> list[tuple[str, Any]]:
     """(provider, node) of every node of a session that was opened with `RECORD`; a node has name and op_type."""
-    return [(part.ep_name, node) for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()]
+    return [
+        (part.ep_name, node)
+        for part in session.get_provider_graph_assignment_info()
+        for node in part.get_nodes()
+    ]
 
 
 def placement_of(*sessions: ort.InferenceSession) -> Placement:
     """The placement of the nodes of sessions that were opened with `RECORD`."""
-    return _count((provider, node.op_type) for session in sessions for provider, node in assigned_nodes(session))
+    return _count(
+        (provider, node.op_type)
+        for session in sessions
+        for provider, node in assigned_nodes(session)
+    )
 
 
 def placement_in_graph(model: ir.Model, provider_of: Mapping[str, str], default: str) -> Placement:

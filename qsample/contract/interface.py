@@ -106,15 +106,25 @@ class Features:
     """
 
     sampler: bool = flag(
-        True, help="Bake the sampler in, or return logits.", argument="include_sampler", flag="--sampler/--no-sampler"
+        True,
+        help="Bake the sampler in, or return logits.",
+        argument="include_sampler",
+        flag="--sampler/--no-sampler",
     )
     logit_bias: bool = flag(False, help="Take a bias on chosen tokens.")
     allowed_tokens: bool = flag(False, help="Take a token mask (guided decoding).")
     logprobs: bool = flag(False, help="Also return each token's log-probability.")
     top_logprobs: int = integer(
-        0, 0, math.inf, "an integer >= 0 (0 = off)", help="Also return the M likeliest tokens.", metavar="M"
+        0,
+        0,
+        math.inf,
+        "an integer >= 0 (0 = off)",
+        help="Also return the M likeliest tokens.",
+        metavar="M",
     )
-    probs: bool = flag(False, help="Also return the sampled distribution, `probs`.", argument="return_pdfs")
+    probs: bool = flag(
+        False, help="Also return the sampled distribution, `probs`.", argument="return_pdfs"
+    )
     filters: tuple[str, ...] = checked(
         (),
         _filters,
@@ -124,10 +134,17 @@ class Features:
         repeated=str,
     )
     filter_order: str = choice(
-        HUGGING_FACE, FILTER_ORDERS, help="Temperature before all filters, or last.", metavar="|".join(FILTER_ORDERS)
+        HUGGING_FACE,
+        FILTER_ORDERS,
+        help="Temperature before all filters, or last.",
+        metavar="|".join(FILTER_ORDERS),
     )
-    seed: bool = flag(False, help="Take each row's seed in place of a noise buffer.", argument="seed_input")
-    num_speculative_tokens: int = integer(0, 0, MOST_SPECULATIVE_TOKENS, f"0 to {MOST_SPECULATIVE_TOKENS}")
+    seed: bool = flag(
+        False, help="Take each row's seed in place of a noise buffer.", argument="seed_input"
+    )
+    num_speculative_tokens: int = integer(
+        0, 0, MOST_SPECULATIVE_TOKENS, f"0 to {MOST_SPECULATIVE_TOKENS}"
+    )
     max_loras: int = integer(
         0,
         0,
@@ -149,7 +166,14 @@ class Features:
         """These, with all that a request of OpenAI's API may ask of a graph: biases, masks, log-probabilities; and
         with penalty_last_n, which clients of llama.cpp and ollama send: a batch that does not use it pays nothing."""
         most, filters = max(self.top_logprobs, MOST_TOP_LOGPROBS), (*self.filters, "penalty_last_n")
-        return replace(self, logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=most, filters=filters)
+        return replace(
+            self,
+            logit_bias=True,
+            allowed_tokens=True,
+            logprobs=True,
+            top_logprobs=most,
+            filters=filters,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +203,9 @@ class RecurrentShape:
     @property
     def name(self) -> str:
         """`past_key_values.{layer}.{kind}`, and `.{index}` from the second state on."""
-        return f"past_key_values.{self.layer}.{self.kind}" + (f".{self.index}" if self.index else "")
+        return f"past_key_values.{self.layer}.{self.kind}" + (
+            f".{self.index}" if self.index else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +227,12 @@ class AdapterTarget:
         ranks, (a, b) = ranks_axis(self.kind), adapter_names(self.path)
         return (
             TensorSpec(a, dtype, (ranks, self.in_features), "A of all bound adapters"),
-            TensorSpec(b, dtype, (ranks, self.out_features), "B of all bound adapters, transposed, times its scale"),
+            TensorSpec(
+                b,
+                dtype,
+                (ranks, self.out_features),
+                "B of all bound adapters, transposed, times its scale",
+            ),
         )
 
 
@@ -223,7 +254,10 @@ def adapter_names(path: str) -> tuple[str, str]:
 def adapter_ids(kind: str) -> TensorSpec:
     """The input that tells the adapters apart in the layers of a kind."""
     return TensorSpec(
-        f"adapter_ids.{kind}", "int32", (ranks_axis(kind),), "number of the adapter that each rank belongs to, from 1"
+        f"adapter_ids.{kind}",
+        "int32",
+        (ranks_axis(kind),),
+        "number of the adapter that each rank belongs to, from 1",
     )
 
 
@@ -247,7 +281,13 @@ class ImageShape:
 
     def features(self, dtype: str) -> TensorSpec:
         """The rows that stand for images: the result of vision.onnx, and an input of the decoder."""
-        return TensorSpec(IMAGE_FEATURES, dtype, (IMAGE_TOKENS, self.width), "what vision.onnx makes of images", off=0)
+        return TensorSpec(
+            IMAGE_FEATURES,
+            dtype,
+            (IMAGE_TOKENS, self.width),
+            "what vision.onnx makes of images",
+            off=0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +310,11 @@ class GraphSpec:
     @property
     def results(self) -> tuple[TensorSpec, ...]:
         """`outputs`, and the next value of each state under the name of its output."""
-        after = (replace(spec, name=retained_name(spec.name)) for spec in self.states if not spec.read_only)
+        after = (
+            replace(spec, name=retained_name(spec.name))
+            for spec in self.states
+            if not spec.read_only
+        )
         return (*self.outputs, *after)
 
     @property
@@ -310,7 +354,9 @@ class Interface:
         if self.dtype not in MODEL_DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(MODEL_DTYPES)}")
         if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
-            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}")
+            raise ValueError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}"
+            )
         if not 0 <= self.features.top_logprobs <= self.vocab_size:
             raise ValueError(
                 f"top_logprobs is {self.features.top_logprobs}; it must be 0 to vocab_size ({self.vocab_size})"
@@ -363,16 +409,28 @@ class Interface:
     @property
     def cache_layers(self) -> tuple[int, ...]:
         """The number of each layer that has keys and values."""
-        return tuple(index if shape.layer is None else shape.layer for index, shape in enumerate(self.key_values))
+        return tuple(
+            index if shape.layer is None else shape.layer
+            for index, shape in enumerate(self.key_values)
+        )
 
     @property
     def cache_states(self) -> tuple[TensorSpec, ...]:
         dtype, states = self.kv_cache_dtype or self.dtype, list[TensorSpec]()
         dtype, packed = ("uint8", 2) if dtype == "int4" else (dtype, 1)  # numbers in a byte
         for layer, shape in zip(self.cache_layers, self.key_values, strict=True):
-            axes = (BATCH, shape.num_key_value_heads, shape.capacity or CAPACITY, shape.head_dim // packed)
+            axes = (
+                BATCH,
+                shape.num_key_value_heads,
+                shape.capacity or CAPACITY,
+                shape.head_dim // packed,
+            )
             for kind in ("key", "value"):
-                states.append(TensorSpec(f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}"))
+                states.append(
+                    TensorSpec(
+                        f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}"
+                    )
+                )
         for state in self.recurrent:
             meaning = f"{state.kind.replace('_', ' ')} of layer {state.layer}"
             states.append(TensorSpec(state.name, state.dtype, (BATCH, *state.shape), meaning))
@@ -417,13 +475,20 @@ class Interface:
     def sampler_states(self) -> tuple[TensorSpec, ...]:
         """The states that the sampler keeps."""
         features = self.features
-        states = (*SAMPLER_STATES, *(FILTER_STATES[name] for name in features.filters if name in FILTER_STATES))
-        return tuple(state for state in states if not (features.seed and state.name in NOISE_STREAMS))
+        states = (
+            *SAMPLER_STATES,
+            *(FILTER_STATES[name] for name in features.filters if name in FILTER_STATES),
+        )
+        return tuple(
+            state for state in states if not (features.seed and state.name in NOISE_STREAMS)
+        )
 
     @property
     def sampler_outputs(self) -> tuple[TensorSpec, ...]:
         guesses = self.features.num_speculative_tokens > 0
-        specs: tuple[TensorSpec, ...] = (NEXT_IDS, NEW_IDS, NUM_NEW, NUM_DRAFT_TOKENS) if guesses else (NEXT_IDS,)
+        specs: tuple[TensorSpec, ...] = (
+            (NEXT_IDS, NEW_IDS, NUM_NEW, NUM_DRAFT_TOKENS) if guesses else (NEXT_IDS,)
+        )
         if self.features.logprobs:
             specs += (NEW_LOGPROBS if guesses else LOGPROBS,)
         if self.features.top_logprobs:
@@ -441,8 +506,17 @@ class Interface:
     def decoder(self) -> GraphSpec:
         """`decoder.onnx`: token ids in; next-token ids out (or logits, without the sampler)."""
         if self.features.sampler:
-            inputs = (INPUT_IDS, INPUT_LENGTHS, *self.image_inputs, EMIT, *self._sampling, *self.adapter_inputs)
-            return GraphSpec(inputs, (*self.sampler_states, *self.cache_states), self.sampler_outputs)
+            inputs = (
+                INPUT_IDS,
+                INPUT_LENGTHS,
+                *self.image_inputs,
+                EMIT,
+                *self._sampling,
+                *self.adapter_inputs,
+            )
+            return GraphSpec(
+                inputs, (*self.sampler_states, *self.cache_states), self.sampler_outputs
+            )
         return self.model
 
     @property
@@ -464,7 +538,9 @@ class Interface:
         inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self._sampling)
         # Log-probabilities are of the logits as they came, and read them last: those may not be written over.
         reads_logits_last = self.features.logprobs or self.features.top_logprobs
-        outputs = self.sampler_outputs if reads_logits_last else (*self.sampler_outputs, ADJUSTED_LOGITS)
+        outputs = (
+            self.sampler_outputs if reads_logits_last else (*self.sampler_outputs, ADJUSTED_LOGITS)
+        )
         return GraphSpec(inputs, self.sampler_states, outputs)
 
     @property
@@ -474,8 +550,12 @@ class Interface:
         result = self.image.features(self.dtype)
         if self.image.patch_values:
             axes, meaning = (PATCHES, self.image.patch_values), "the patches of an image"
-            return GraphSpec((TensorSpec(PIXEL_VALUES, "float32", axes, meaning), GRID), (), (result,))
-        tiles = TensorSpec(PIXEL_VALUES, "float32", (TILES, 3, HEIGHT, WIDTH), "the tiles of an image")
+            return GraphSpec(
+                (TensorSpec(PIXEL_VALUES, "float32", axes, meaning), GRID), (), (result,)
+            )
+        tiles = TensorSpec(
+            PIXEL_VALUES, "float32", (TILES, 3, HEIGHT, WIDTH), "the tiles of an image"
+        )
         return GraphSpec((tiles,), (), (result,))
 
     @property

@@ -10,11 +10,20 @@ from dataclasses import dataclass
 from typing import Final
 
 CONTRACT_VERSION: Final = "2.0"
-STEPS_VERSION: Final = "2.1"  # of packages with num_speculative_tokens or adapters; all else is as in 2.0
+STEPS_VERSION: Final = (
+    "2.1"  # of packages with num_speculative_tokens or adapters; all else is as in 2.0
+)
 STEPS_ONNXRUNTIME: Final = "1.32"  # the oldest that runs such packages
 IMAGES_VERSION: Final = "2.2"  # of packages that read images; all else is as in 2.1
-CACHES_VERSION: Final = "2.3"  # of packages with caches of a window's size or in int4; all else is as in 2.2
-CONTRACT_VERSIONS: Final = (CONTRACT_VERSION, STEPS_VERSION, IMAGES_VERSION, CACHES_VERSION)  # that this qsample runs
+CACHES_VERSION: Final = (
+    "2.3"  # of packages with caches of a window's size or in int4; all else is as in 2.2
+)
+CONTRACT_VERSIONS: Final = (
+    CONTRACT_VERSION,
+    STEPS_VERSION,
+    IMAGES_VERSION,
+    CACHES_VERSION,
+)  # that this qsample runs
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
 NOISE_STREAM: Final = 0  # the second word of Philox's counter, for the state `noise`
 XTC_STREAM: Final = 1  # the same for `xtc_noise`
@@ -24,7 +33,12 @@ RUNNING: Final = 0
 STOPPED: Final = 1  # a stop token was sampled
 LENGTH: Final = 2  # max_length was reached, or the buffers are full
 INVALID_LOGITS: Final = 3  # a NaN or +inf among the logits, or no finite logit left after the masks
-STATUS_NAMES: Final = {RUNNING: "running", STOPPED: "stop", LENGTH: "length", INVALID_LOGITS: "invalid"}
+STATUS_NAMES: Final = {
+    RUNNING: "running",
+    STOPPED: "stop",
+    LENGTH: "length",
+    INVALID_LOGITS: "invalid",
+}
 
 # Named axes. An axis of a TensorSpec is one of these names or a fixed size.
 BATCH: Final = "B"  # rows
@@ -39,7 +53,9 @@ SEARCHED: Final = "R"  # rows that are searched
 BREAKERS: Final = "D"  # ids a row that break DRY's matches
 BAD_WORDS: Final = "Q"  # forbidden sequences a row
 BAD_WORD_LENGTH: Final = "L"  # tokens of the longest forbidden sequence
-ADAPTER_RANKS: Final = "P"  # ranks of adapters; the layers of each kind have a separate axis, `P.q_proj`
+ADAPTER_RANKS: Final = (
+    "P"  # ranks of adapters; the layers of each kind have a separate axis, `P.q_proj`
+)
 GUESSES: Final = "G"  # most guesses a row, num_speculative_tokens
 NEW_TOKENS: Final = "J"  # G + 1
 IMAGE_TOKENS: Final = "F"  # rows of image_features
@@ -69,9 +85,13 @@ AXIS_MEANINGS: Final = {
     PATCHES: "patches of an image",
 }
 
-CANDIDATES: Final = 64  # a top_k up to this keeps at most this many tokens, ties included, and needs no search
+CANDIDATES: Final = (
+    64  # a top_k up to this keeps at most this many tokens, ties included, and needs no search
+)
 MOST_SPECULATIVE_TOKENS: Final = 64  # that a step may guess for a row
-LONGEST_MATCH: Final = 64  # tokens up to which DRY and no_repeat_ngram_size compare a row's end with its past
+LONGEST_MATCH: Final = (
+    64  # tokens up to which DRY and no_repeat_ngram_size compare a row's end with its past
+)
 HUGGING_FACE: Final = "huggingface"  # temperature first, then the filters
 LLAMA_CPP: Final = "llama.cpp"  # the filters first, temperature last
 FILTER_ORDERS: Final = (HUGGING_FACE, LLAMA_CPP)
@@ -110,61 +130,141 @@ def retained_name(state: str) -> str:
     return f"{state}_RetainedState"
 
 
-INPUT_IDS = TensorSpec("input_ids", "int64", (BATCH, SEQUENCE), "new tokens, right-padded: a prompt chunk, or next_ids")
+INPUT_IDS = TensorSpec(
+    "input_ids", "int64", (BATCH, SEQUENCE), "new tokens, right-padded: a prompt chunk, or next_ids"
+)
 INPUT_LENGTHS = TensorSpec("input_lengths", "int32", (BATCH,), "how many of the S are real, 1..S")
-EMIT = TensorSpec("emit", "bool", (BATCH,), "true: sample a token after these inputs; false: only consume them")
-LOGITS = TensorSpec("logits", "float32", (BATCH, VOCAB), "scores of the token after the last real one")
+EMIT = TensorSpec(
+    "emit", "bool", (BATCH,), "true: sample a token after these inputs; false: only consume them"
+)
+LOGITS = TensorSpec(
+    "logits", "float32", (BATCH, VOCAB), "scores of the token after the last real one"
+)
 ADJUSTED_LOGITS = TensorSpec(
-    "adjusted_logits", "float32", (BATCH, VOCAB), "logits after masks, biases and penalties; may share logits' buffer"
+    "adjusted_logits",
+    "float32",
+    (BATCH, VOCAB),
+    "logits after masks, biases and penalties; may share logits' buffer",
 )
 # Of packages that read images, `interface.ImageShape`.
 IMAGE_ROWS = TensorSpec(
-    "image_rows", "int32", (BATCH, SEQUENCE), "row of image_features in place of the id's embedding; -1 = none", off=-1
+    "image_rows",
+    "int32",
+    (BATCH, SEQUENCE),
+    "row of image_features in place of the id's embedding; -1 = none",
+    off=-1,
 )
 POSITION_OFFSETS = TensorSpec(
-    "position_offsets", "int32", (BATCH, SEQUENCE, 3), "added to a token's position: time, height, width", off=0
+    "position_offsets",
+    "int32",
+    (BATCH, SEQUENCE, 3),
+    "added to a token's position: time, height, width",
+    off=0,
 )
 IMAGE_FEATURES: Final = "image_features"  # the result of vision.onnx, and an input of the decoder
 PIXEL_VALUES: Final = "pixel_values"
 GRID = TensorSpec("grid", "int64", (2,), "rows and columns of patches of the image")
-NEXT_IDS = TensorSpec("next_ids", "int64", (BATCH, 1), "the sampled token; the pad id for a row that emitted nothing")
+NEXT_IDS = TensorSpec(
+    "next_ids", "int64", (BATCH, 1), "the sampled token; the pad id for a row that emitted nothing"
+)
 
 PARAMETERS: Final = (
     TensorSpec("temperature", "float32", (BATCH,), "0 = greedy", off=1.0),
     TensorSpec("top_k", "int32", (BATCH,), "keep the k most likely tokens; 0 = off", off=0),
-    TensorSpec("top_p", "float32", (BATCH,), "keep a token if likelier tokens have a mass below p; 1 = off", off=1.0),
+    TensorSpec(
+        "top_p",
+        "float32",
+        (BATCH,),
+        "keep a token if likelier tokens have a mass below p; 1 = off",
+        off=1.0,
+    ),
     TensorSpec("min_p", "float32", (BATCH,), "keep p >= min_p * p_max; 0 = off", off=0.0),
-    TensorSpec("repetition_penalty", "float32", (BATCH,), "on prompt and sampled tokens; 1 = off", off=1.0),
+    TensorSpec(
+        "repetition_penalty", "float32", (BATCH,), "on prompt and sampled tokens; 1 = off", off=1.0
+    ),
     TensorSpec("presence_penalty", "float32", (BATCH,), "on sampled tokens; 0 = off", off=0.0),
-    TensorSpec("frequency_penalty", "float32", (BATCH,), "on sampled tokens, per occurrence; 0 = off", off=0.0),
-    TensorSpec("min_length", "int32", (BATCH,), "no stop token before this many tokens, prompt included", off=0),
-    TensorSpec("max_length", "int32", (BATCH,), "stop at this many tokens, prompt included", off=2**31 - 1),
-    TensorSpec("stop_ids", "int32", (BATCH, STOPS), "tokens that end a row, padded with -1", off=PAD_STOP_ID),
+    TensorSpec(
+        "frequency_penalty",
+        "float32",
+        (BATCH,),
+        "on sampled tokens, per occurrence; 0 = off",
+        off=0.0,
+    ),
+    TensorSpec(
+        "min_length",
+        "int32",
+        (BATCH,),
+        "no stop token before this many tokens, prompt included",
+        off=0,
+    ),
+    TensorSpec(
+        "max_length", "int32", (BATCH,), "stop at this many tokens, prompt included", off=2**31 - 1
+    ),
+    TensorSpec(
+        "stop_ids",
+        "int32",
+        (BATCH, STOPS),
+        "tokens that end a row, padded with -1",
+        off=PAD_STOP_ID,
+    ),
 )
 LOGIT_BIAS_INPUTS: Final = (
-    TensorSpec("logit_bias_ids", "int32", (BATCH, BIASES), "tokens to bias, padded with -1", off=PAD_STOP_ID),
-    TensorSpec("logit_bias", "float32", (BATCH, BIASES), "added to the logits of logit_bias_ids", off=0.0),
+    TensorSpec(
+        "logit_bias_ids",
+        "int32",
+        (BATCH, BIASES),
+        "tokens to bias, padded with -1",
+        off=PAD_STOP_ID,
+    ),
+    TensorSpec(
+        "logit_bias", "float32", (BATCH, BIASES), "added to the logits of logit_bias_ids", off=0.0
+    ),
 )
 ALLOWED_TOKENS = TensorSpec(
-    "allowed_tokens", "int32", (BATCH, MASK_WORDS), "bit i of word w: token 32 w + i may be sampled", off=-1
+    "allowed_tokens",
+    "int32",
+    (BATCH, MASK_WORDS),
+    "bit i of word w: token 32 w + i may be sampled",
+    off=-1,
 )
 # Of packages with `Features.num_speculative_tokens`.
 PROMPT_LOOKUP = TensorSpec(
-    "prompt_lookup_num_tokens", "int32", (BATCH,), "guesses by looking the text up, at most; 0 = off", off=0
+    "prompt_lookup_num_tokens",
+    "int32",
+    (BATCH,),
+    "guesses by looking the text up, at most; 0 = off",
+    off=0,
 )
 DRAFT_IDS = TensorSpec(
-    "draft_ids", "int32", (BATCH, GUESSES), "a host's own guesses of the next tokens, -1 after them", off=-1
+    "draft_ids",
+    "int32",
+    (BATCH, GUESSES),
+    "a host's own guesses of the next tokens, -1 after them",
+    off=-1,
 )
 SPECULATION_INPUTS: Final = (PROMPT_LOOKUP, DRAFT_IDS)
-NEW_IDS = TensorSpec("new_ids", "int64", (BATCH, NEW_TOKENS), "the sampled tokens in order, then the pad id")
-NUM_NEW = TensorSpec("num_new", "int32", (BATCH,), "how many they are; 0 for a row that emitted nothing")
-NUM_DRAFT_TOKENS = TensorSpec("num_draft_tokens", "int32", (BATCH,), "guesses that were checked for them")
+NEW_IDS = TensorSpec(
+    "new_ids", "int64", (BATCH, NEW_TOKENS), "the sampled tokens in order, then the pad id"
+)
+NUM_NEW = TensorSpec(
+    "num_new", "int32", (BATCH,), "how many they are; 0 for a row that emitted nothing"
+)
+NUM_DRAFT_TOKENS = TensorSpec(
+    "num_draft_tokens", "int32", (BATCH,), "guesses that were checked for them"
+)
 # An initializer that hosts may replace, of graphs that pad the rows of their products themselves.
-ROW_MULTIPLE = TensorSpec("row_multiple", "int64", (), "products get a number of rows that it divides; 1 or 2")
+ROW_MULTIPLE = TensorSpec(
+    "row_multiple", "int64", (), "products get a number of rows that it divides; 1 or 2"
+)
 # Of packages with `Features.max_loras`; `interface.AdapterTarget` has the tensors of each adapted layer.
-ADAPTER = TensorSpec("adapter", "int32", (BATCH,), "the LoRA adapter of the row, by its number; 0 = none", off=0)
+ADAPTER = TensorSpec(
+    "adapter", "int32", (BATCH,), "the LoRA adapter of the row, by its number; 0 = none", off=0
+)
 SEARCHED_ROWS = TensorSpec(
-    "searched_rows", "int64", (SEARCHED,), "rows, 0..B-1, whose filters need a search of the vocabulary"
+    "searched_rows",
+    "int64",
+    (SEARCHED,),
+    "rows, 0..B-1, whose filters need a search of the vocabulary",
 )
 
 
@@ -175,29 +275,71 @@ def _per_row(name: str, dtype: str, off: float, meaning: str) -> TensorSpec:
 # What `Features.filters` may name, each with its inputs. `off` of the first input switches the filter off; the `off`
 # of the rest is the usual value.
 EXTRA_PARAMETERS: Final[dict[str, tuple[TensorSpec, ...]]] = {
-    "typical_p": (_per_row("typical_p", "float32", 1.0, "keep the most typical tokens with this mass; 1 = off"),),
+    "typical_p": (
+        _per_row(
+            "typical_p", "float32", 1.0, "keep the most typical tokens with this mass; 1 = off"
+        ),
+    ),
     "top_a": (_per_row("top_a", "float32", 0.0, "keep p >= top_a * p_max ** 2; 0 = off"),),
     "epsilon_cutoff": (_per_row("epsilon_cutoff", "float32", 0.0, "keep p >= epsilon; 0 = off"),),
-    "eta_cutoff": (_per_row("eta_cutoff", "float32", 0.0, "keep p >= min(eta, sqrt(eta) exp(-entropy)); 0 = off"),),
-    "top_n_sigma": (_per_row("top_n_sigma", "float32", 0.0, "keep logits within n sigma of the largest; 0 = off"),),
+    "eta_cutoff": (
+        _per_row(
+            "eta_cutoff", "float32", 0.0, "keep p >= min(eta, sqrt(eta) exp(-entropy)); 0 = off"
+        ),
+    ),
+    "top_n_sigma": (
+        _per_row(
+            "top_n_sigma", "float32", 0.0, "keep logits within n sigma of the largest; 0 = off"
+        ),
+    ),
     "xtc": (
-        _per_row("xtc_probability", "float32", 0.0, "how often XTC drops the likeliest tokens; 0 = off"),
-        _per_row("xtc_threshold", "float32", 0.1, "of the tokens with at least this p, XTC keeps the least likely"),
+        _per_row(
+            "xtc_probability", "float32", 0.0, "how often XTC drops the likeliest tokens; 0 = off"
+        ),
+        _per_row(
+            "xtc_threshold",
+            "float32",
+            0.1,
+            "of the tokens with at least this p, XTC keeps the least likely",
+        ),
     ),
     "dry": (
         _per_row("dry_multiplier", "float32", 0.0, "strength of the DRY penalty; 0 = off"),
-        _per_row("dry_base", "float32", 1.75, "its growth per repeated token beyond dry_allowed_length"),
-        _per_row("dry_allowed_length", "int32", 2, "a repetition this long is penalized by dry_multiplier"),
-        _per_row("dry_penalty_last_n", "int32", -1, "tokens that DRY looks back; -1 = all of them, 0 = off"),
+        _per_row(
+            "dry_base", "float32", 1.75, "its growth per repeated token beyond dry_allowed_length"
+        ),
+        _per_row(
+            "dry_allowed_length",
+            "int32",
+            2,
+            "a repetition this long is penalized by dry_multiplier",
+        ),
+        _per_row(
+            "dry_penalty_last_n",
+            "int32",
+            -1,
+            "tokens that DRY looks back; -1 = all of them, 0 = off",
+        ),
         TensorSpec(
-            "dry_sequence_breakers", "int32", (BATCH, BREAKERS), "ids that end a repetition, padded with -1", off=-1
+            "dry_sequence_breakers",
+            "int32",
+            (BATCH, BREAKERS),
+            "ids that end a repetition, padded with -1",
+            off=-1,
         ),
     ),
     "penalty_last_n": (
-        _per_row("penalty_last_n", "int32", -1, "newest tokens, prompt included, that the penalties count; -1 = off"),
+        _per_row(
+            "penalty_last_n",
+            "int32",
+            -1,
+            "newest tokens, prompt included, that the penalties count; -1 = off",
+        ),
     ),
     "no_repeat_ngram_size": (
-        _per_row("no_repeat_ngram_size", "int32", 0, "no n-gram of this size occurs twice; 0 = off"),
+        _per_row(
+            "no_repeat_ngram_size", "int32", 0, "no n-gram of this size occurs twice; 0 = off"
+        ),
     ),
     "bad_words_ids": (
         TensorSpec(
@@ -209,7 +351,12 @@ EXTRA_PARAMETERS: Final[dict[str, tuple[TensorSpec, ...]]] = {
         ),
     ),
     "dynatemp": (
-        _per_row("dynatemp_range", "float32", 0.0, "temperature varies by this much with the entropy; 0 = off"),
+        _per_row(
+            "dynatemp_range",
+            "float32",
+            0.0,
+            "temperature varies by this much with the entropy; 0 = off",
+        ),
         _per_row("dynatemp_exponent", "float32", 1.0, "of the normalized entropy"),
     ),
     "mirostat": (
@@ -217,19 +364,40 @@ EXTRA_PARAMETERS: Final[dict[str, tuple[TensorSpec, ...]]] = {
         _per_row("mirostat_eta", "float32", 0.1, "its learning rate"),
     ),
     "adaptive_p": (
-        _per_row("adaptive_target", "float32", -1.0, "adaptive-p: favour tokens near this probability; negative = off"),
-        _per_row("adaptive_decay", "float32", 0.9, "share of its memory that each token leaves, up to 0.99"),
+        _per_row(
+            "adaptive_target",
+            "float32",
+            -1.0,
+            "adaptive-p: favour tokens near this probability; negative = off",
+        ),
+        _per_row(
+            "adaptive_decay",
+            "float32",
+            0.9,
+            "share of its memory that each token leaves, up to 0.99",
+        ),
     ),
 }
 
 LENGTHS = TensorSpec("lengths", "int32", (BATCH,), "tokens whose keys and values are in the cache")
-STATUS = TensorSpec("status", "int32", (BATCH,), "0 running, 1 stop token, 2 length, 3 invalid logits")
-TOKENS = TensorSpec(
-    "tokens", "int32", (BATCH, CAPACITY), "prompt, then sampled tokens; the unused tail repeats the row's first token"
+STATUS = TensorSpec(
+    "status", "int32", (BATCH,), "0 running, 1 stop token, 2 length, 3 invalid logits"
 )
-OUTPUT_COUNTS = TensorSpec("output_counts", "float32", (BATCH, VOCAB), "how often each token was sampled")
+TOKENS = TensorSpec(
+    "tokens",
+    "int32",
+    (BATCH, CAPACITY),
+    "prompt, then sampled tokens; the unused tail repeats the row's first token",
+)
+OUTPUT_COUNTS = TensorSpec(
+    "output_counts", "float32", (BATCH, VOCAB), "how often each token was sampled"
+)
 NOISE = TensorSpec(
-    "noise", "float32", (BATCH, CAPACITY), "the uniform u[t] that decides the token at position t", read_only=True
+    "noise",
+    "float32",
+    (BATCH, CAPACITY),
+    "the uniform u[t] that decides the token at position t",
+    read_only=True,
 )
 XTC_NOISE = TensorSpec(
     "xtc_noise",
@@ -238,13 +406,21 @@ XTC_NOISE = TensorSpec(
     "the uniform that decides whether XTC applies at position t",
     read_only=True,
 )
-MIROSTAT_MU = TensorSpec("mirostat_mu", "float32", (BATCH,), "Mirostat's largest surprise in bits; 0 = 2 mirostat_tau")
+MIROSTAT_MU = TensorSpec(
+    "mirostat_mu", "float32", (BATCH,), "Mirostat's largest surprise in bits; 0 = 2 mirostat_tau"
+)
 ADAPTIVE_ERROR = TensorSpec(
-    "adaptive_error", "float32", (BATCH,), "mean probability of the row's tokens less adaptive_target"
+    "adaptive_error",
+    "float32",
+    (BATCH,),
+    "mean probability of the row's tokens less adaptive_target",
 )
 # The states that a filter keeps.
 FILTER_STATES: Final = {"xtc": XTC_NOISE, "mirostat": MIROSTAT_MU, "adaptive_p": ADAPTIVE_ERROR}
-STATEFUL: Final = ("mirostat", "adaptive_p")  # filters whose state changes with each token: rows with one guess none
+STATEFUL: Final = (
+    "mirostat",
+    "adaptive_p",
+)  # filters whose state changes with each token: rows with one guess none
 NOISE_STREAMS: Final = {NOISE.name: NOISE_STREAM, XTC_NOISE.name: XTC_STREAM}
 SAMPLER_STATES: Final = (LENGTHS, STATUS, TOKENS, OUTPUT_COUNTS, NOISE)
 
@@ -253,15 +429,26 @@ CAPACITY_INPUT = TensorSpec("capacity", "int64", (), "context length T to alloca
 
 LOGPROBS = TensorSpec("logprobs", "float32", (BATCH, 1), "log-probability of next_ids")
 TOP_LOGPROB_OUTPUTS: Final = (
-    TensorSpec("top_logprob_ids", "int32", (BATCH, TOP_LOGPROBS), "the M likeliest tokens, likeliest first"),
+    TensorSpec(
+        "top_logprob_ids", "int32", (BATCH, TOP_LOGPROBS), "the M likeliest tokens, likeliest first"
+    ),
     TensorSpec("top_logprobs", "float32", (BATCH, TOP_LOGPROBS), "their log-probabilities"),
 )
 # The same of every new token, in packages with `Features.num_speculative_tokens`.
-NEW_LOGPROBS = TensorSpec("logprobs", "float32", (BATCH, NEW_TOKENS), "log-probabilities of new_ids")
+NEW_LOGPROBS = TensorSpec(
+    "logprobs", "float32", (BATCH, NEW_TOKENS), "log-probabilities of new_ids"
+)
 NEW_TOP_LOGPROB_OUTPUTS: Final = (
     TensorSpec(
-        "top_logprob_ids", "int32", (BATCH, NEW_TOKENS, TOP_LOGPROBS), "the M likeliest tokens, likeliest first"
+        "top_logprob_ids",
+        "int32",
+        (BATCH, NEW_TOKENS, TOP_LOGPROBS),
+        "the M likeliest tokens, likeliest first",
     ),
-    TensorSpec("top_logprobs", "float32", (BATCH, NEW_TOKENS, TOP_LOGPROBS), "their log-probabilities"),
+    TensorSpec(
+        "top_logprobs", "float32", (BATCH, NEW_TOKENS, TOP_LOGPROBS), "their log-probabilities"
+    ),
 )
-PROBS = TensorSpec("probs", "float32", (BATCH, VOCAB), "the distribution that next_ids was sampled from")
+PROBS = TensorSpec(
+    "probs", "float32", (BATCH, VOCAB), "the distribution that next_ids was sampled from"
+)

@@ -17,7 +17,9 @@ from qsample.errors import PackageError
 
 _AT_FDCWD: Final = -100  # Linux: paths are relative to the working directory
 _SWAP: Final = 2  # RENAME_EXCHANGE of Linux's renameat2(2), RENAME_SWAP of macOS's renamex_np(2)
-_IN_USE: Final = ", or end the program that has a file of the package there open: Windows moves no open file"
+_IN_USE: Final = (
+    ", or end the program that has a file of the package there open: Windows moves no open file"
+)
 # The answers of a system, a file system or a sandbox that lacks the call. EPERM may also be meant: then the renames in
 # its place fail as well, and say so.
 _UNSUPPORTED: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
@@ -90,7 +92,9 @@ def check_replaceable(
         os.lstat(path)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise PackageError(f"cannot write to {target!s:.200}…: the name is too long; choose another") from error
+            raise PackageError(
+                f"cannot write to {target!s:.200}…: the name is too long; choose another"
+            ) from error
         return
     if path.is_symlink() or not path.is_dir():
         raise PackageError(f"{target} is a file; give a folder for the {kind}")

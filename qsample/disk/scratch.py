@@ -51,9 +51,14 @@ class ScratchFolder:
             with full_disk_named(parent):
                 self.path, owner = _make(parent)
         except OSError as error:
-            raise PackageError(f"cannot write to {parent}: {error.strerror}; choose another folder") from error
+            raise PackageError(
+                f"cannot write to {parent}: {error.strerror}; choose another folder"
+            ) from error
         # The name in `replaced` says where it belongs.
-        self.new, self.replaced = self.path / NEW, self.path / REPLACED / (target.name if target else NEW)
+        self.new, self.replaced = (
+            self.path / NEW,
+            self.path / REPLACED / (target.name if target else NEW),
+        )
         _own.add(self.path)
         self._finalizer = weakref.finalize(self, _remove, self.path, owner, os.getpid())
 
@@ -71,7 +76,12 @@ def scratch_near(path: Path) -> ScratchFolder:
     """A scratch folder on the future disk of `path`: the disk of temporary files is often memory. Raises PackageError
     if no folder can be made there."""
     parent = next(
-        (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
+        (
+            folder
+            for folder in path.absolute().parents
+            if folder.is_dir() and os.access(folder, os.W_OK)
+        ),
+        None,
     )
     return ScratchFolder(parent or Path(tempfile.gettempdir()))
 
@@ -86,7 +96,9 @@ def scratch_for(target: Path, needed: int, what: str) -> Iterator[ScratchFolder]
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PackageError(f"cannot create {parent}: {error.strerror}; choose another folder") from error
+        raise PackageError(
+            f"cannot create {parent}: {error.strerror}; choose another folder"
+        ) from error
     try:
         with ScratchFolder(parent, target) as scratch, full_disk_named(parent, needed, what):
             check_free(parent, needed, what)
@@ -121,7 +133,11 @@ def remove_abandoned(parent: Path) -> None:
     """Delete the scratch folders in `parent` whose processes are dead, as the module's docstring defines it."""
     try:
         with os.scandir(parent) as entries:
-            found = [Path(entry.path) for entry in entries if SCRATCH_NAME.fullmatch(entry.name) and _is_ours(entry)]
+            found = [
+                Path(entry.path)
+                for entry in entries
+                if SCRATCH_NAME.fullmatch(entry.name) and _is_ours(entry)
+            ]
     except OSError:
         return
     for folder in found:
@@ -176,7 +192,9 @@ def _is_abandoned(folder: Path, owner: FileIO) -> bool:
         return False
     text = owner.read(1 << 10)
     if not text.startswith(_FORMAT):
-        return os.listdir(folder) == [OWNER]  # its process was killed before it had written its name
+        return os.listdir(folder) == [
+            OWNER
+        ]  # its process was killed before it had written its name
     seen = bool(locked) and text == _FORMAT + platform.node().encode()
     return seen or time.time() - os.fstat(owner.fileno()).st_mtime > _LONGEST
 

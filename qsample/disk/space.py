@@ -17,13 +17,18 @@ SCRATCH_NAME: Final = re.compile(r"\.qsample-[0-9a-f]{16}")  # of folders that a
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 # Libraries that write files by themselves raise other types, with the system's words in the text.
 _FULL_TEXT: Final = re.compile(
-    rf"no space left|disk quota exceeded|not enough space|os error ({errno.ENOSPC}|{errno.EDQUOT})\b", re.IGNORECASE
+    rf"no space left|disk quota exceeded|not enough space|os error ({errno.ENOSPC}|{errno.EDQUOT})\b",
+    re.IGNORECASE,
 )
 _LIMITED_TEXT: Final = re.compile(rf"os error {errno.EFBIG}\)")
-_SHORT_WRITE: Final = re.compile(r"\d+ requested and \d+ written|problem writing element")  # NumPy's, without a number
+_SHORT_WRITE: Final = re.compile(
+    r"\d+ requested and \d+ written|problem writing element"
+)  # NumPy's, without a number
 _NOTHING: Final = 1 << 16  # bytes free on a disk that a write of unknown failure must have filled
 
-_IS_FULL: Final = "the disk of {} is full; nothing was written. Free some space or choose another disk"
+_IS_FULL: Final = (
+    "the disk of {} is full; nothing was written. Free some space or choose another disk"
+)
 _IS_LIMITED: Final = (
     "{} takes no more of a file: a limit of its file system, a quota or one of this process (ulimit -f) is reached; "
     "nothing was written. Choose another disk"
@@ -52,7 +57,9 @@ def full_disk_named(folder: Path, needed: int = 0, what: str = "the work") -> It
         problem = _problem(error, folder)
         if problem is None:
             raise
-        wanted = f": {what} needs about {format_bytes(needed)}" if needed and problem is _IS_FULL else ""
+        wanted = (
+            f": {what} needs about {format_bytes(needed)}" if needed and problem is _IS_FULL else ""
+        )
         raise PackageError(problem.format(outside_scratch(folder)) + wanted) from error
 
 
@@ -61,9 +68,13 @@ def _problem(error: BaseException, folder: Path) -> str | None:
     causes = causes_of(error)
     numbers = {cause.errno for cause in causes if isinstance(cause, OSError)}
     text = "\n".join(map(str, causes))
-    existing = next((parent for parent in (folder, *folder.parents) if os.path.isdir(parent)), Path())
+    existing = next(
+        (parent for parent in (folder, *folder.parents) if os.path.isdir(parent)), Path()
+    )
     nothing_free = shutil.disk_usage(existing).free < _NOTHING
-    is_short = any(isinstance(cause, OSError) and _SHORT_WRITE.search(str(cause)) for cause in causes)
+    is_short = any(
+        isinstance(cause, OSError) and _SHORT_WRITE.search(str(cause)) for cause in causes
+    )
     if errno.EFBIG in numbers or _LIMITED_TEXT.search(text) or (is_short and not nothing_free):
         return _IS_LIMITED
     # ONNX Runtime may say no more than that a write failed.
@@ -80,7 +91,9 @@ def trim(paths: Iterable[Path], limit: int, remove: Callable[[Path], bool]) -> N
     for path in paths:
         with suppress(OSError):  # another process has removed it
             files = path.rglob("*") if path.is_dir() else [path]
-            found.append((path.stat().st_mtime_ns, sum(file.stat().st_size for file in files), path))
+            found.append(
+                (path.stat().st_mtime_ns, sum(file.stat().st_size for file in files), path)
+            )
     total = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
         if total > limit and remove(path):
@@ -89,7 +102,9 @@ def trim(paths: Iterable[Path], limit: int, remove: Callable[[Path], bool]) -> N
 
 def outside_scratch(path: Path) -> Path:
     """`path`, or the folder around the outermost scratch folder that it lies in: the folder that a user knows."""
-    inside = [parent.parent for parent in (path, *path.parents) if SCRATCH_NAME.fullmatch(parent.name)]
+    inside = [
+        parent.parent for parent in (path, *path.parents) if SCRATCH_NAME.fullmatch(parent.name)
+    ]
     return inside[-1] if inside else path
 
 

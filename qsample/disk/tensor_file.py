@@ -16,7 +16,14 @@ from qsample.checks import is_integer
 from qsample.contract.arrays import DTYPES, Array
 from qsample.disk.untrusted import open_plain, parse_json
 
-_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8", "int64": "I64"}
+_NAMES: Final = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int8": "I8",
+    "uint8": "U8",
+    "int64": "I64",
+}
 _LENGTH_BYTES: Final = 8  # of the header's length; it comes first
 _LARGEST_HEADER: Final = 1 << 24
 _ALIGNMENT: Final = 8
@@ -29,7 +36,9 @@ def read_header(file: BinaryIO, largest: int = _LARGEST_HEADER) -> tuple[dict[st
     if length > largest:
         raise ValueError("its header is too long")
     header = parse_json(file.read(length).decode("utf-8"))
-    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+    if not isinstance(header, dict) or not all(
+        isinstance(entry, dict) for entry in header.values()
+    ):
         raise ValueError("its header is not an object of objects")
     return header, _LENGTH_BYTES + length
 
@@ -66,11 +75,16 @@ class TensorFile:
         for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
             begin, end = entry["data_offsets"]
             if entry["dtype"] not in numpy:
-                raise ValueError(f"{name:.100} is {entry['dtype']!r:.20}; it may be {', '.join(numpy)}")
+                raise ValueError(
+                    f"{name:.100} is {entry['dtype']!r:.20}; it may be {', '.join(numpy)}"
+                )
             dtype, shape = numpy[entry["dtype"]], tuple(entry["shape"])
             if not all(is_integer(number, 0) for number in (begin, end, *shape)):
                 raise ValueError(f"its header is damaged: {name:.100} has sizes that are none")
-            if start + begin != expected or end - begin != math.prod(shape) * np.dtype(dtype).itemsize:
+            if (
+                start + begin != expected
+                or end - begin != math.prod(shape) * np.dtype(dtype).itemsize
+            ):
                 raise ValueError(f"its header is damaged: {name:.100} is not where it should be")
             self.tensors[name], self._places[name], expected = (dtype, shape), expected, start + end
         if size != expected:
@@ -92,7 +106,9 @@ class TensorFile:
         self._file.close()
 
 
-def write_tensors(file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Array]) -> None:
+def write_tensors(
+    file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Array]
+) -> None:
     """Write contiguous tensors to an empty file, in their order; uint16 as the bits of bfloat16."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0

@@ -81,9 +81,13 @@ def leads_out(path: Path, folders: Iterable[Path]) -> bool:
     return not any(real.is_relative_to(os.path.realpath(folder)) for folder in folders)
 
 
-LARGEST_FILE: Final = 1 << 26  # bytes; a tokenizer's configuration with 100,000 added tokens has a quarter of that
+LARGEST_FILE: Final = (
+    1 << 26
+)  # bytes; a tokenizer's configuration with 100,000 added tokens has a quarter of that
 _DEEPEST_JSON: Final = 64
-_MOST_JSON: Final = 1 << 20  # arrays and objects; reading more takes seconds, in which no other thread runs
+_MOST_JSON: Final = (
+    1 << 20
+)  # arrays and objects; reading more takes seconds, in which no other thread runs
 
 
 def parse_json(text: str, *, infinities: bool = False) -> Any:
@@ -95,7 +99,11 @@ def parse_json(text: str, *, infinities: bool = False) -> Any:
     constant = _infinity if infinities else _no_constant
     try:
         value = json.loads(
-            text, object_pairs_hook=_no_key_twice, parse_constant=constant, parse_float=_finite, parse_int=_integer
+            text,
+            object_pairs_hook=_no_key_twice,
+            parse_constant=constant,
+            parse_float=_finite,
+            parse_int=_integer,
         )
     except RecursionError:
         raise ValueError(f"it is nested more than {_DEEPEST_JSON} deep") from None
@@ -181,7 +189,16 @@ _FIELDS: Final[dict[str, dict[int, str]]] = {
     "Graph": {1: "Node", 5: "Tensor", 15: "SparseTensor"},
     "Function": {7: "Node", 11: "Attribute"},
     "Node": {4: "op_type", 5: "Attribute"},
-    "Attribute": {1: "name", 3: "i", 4: "s", 5: "Tensor", 6: "Graph", 10: "Tensor", 11: "Graph", 22: "SparseTensor"}
+    "Attribute": {
+        1: "name",
+        3: "i",
+        4: "s",
+        5: "Tensor",
+        6: "Graph",
+        10: "Tensor",
+        11: "Graph",
+        22: "SparseTensor",
+    }
     | {23: "SparseTensor"},
     "SparseTensor": {1: "Tensor", 2: "Tensor"},
     "Tensor": {13: "Entry"},
@@ -204,7 +221,9 @@ def referenced_files(path: Path) -> set[str]:
     return {name.decode("utf-8", "surrogateescape") for name in found}
 
 
-def _read(data: Any, kind: str, place: range, found: set[bytes], depth: int) -> dict[str, list[Any]]:
+def _read(
+    data: Any, kind: str, place: range, found: set[bytes], depth: int
+) -> dict[str, list[Any]]:
     """The values and attributes of the message at `place`, by name; the files that it names join `found`. A field that
     comes twice counts both times: a parser may take either."""
     if depth > _DEEPEST:
@@ -217,14 +236,23 @@ def _read(data: Any, kind: str, place: range, found: set[bytes], depth: int) -> 
         value: Any = content
         if isinstance(content, range):
             inner = name in _FIELDS
-            value = _read(data, name, content, found, depth + 1) if inner else data[content.start : content.stop]
+            value = (
+                _read(data, name, content, found, depth + 1)
+                if inner
+                else data[content.start : content.stop]
+            )
         if name not in _FIELDS or name == "Attribute":  # the rest has been read
             message.setdefault(name, []).append(value)
     if kind == "Entry" and b"location" in message.get("key", []):
         found.update(message.get("value", [b""]))
     if kind == "Node" and b"EPContext" in message.get("op_type", []):
         attributes = message.get("Attribute", [])
-        modes = [mode for one in attributes if b"embed_mode" in one.get("name", []) for mode in one.get("i", [0])]
+        modes = [
+            mode
+            for one in attributes
+            if b"embed_mode" in one.get("name", [])
+            for mode in one.get("i", [0])
+        ]
         if any(mode != 1 for mode in modes):  # without it, the content is in the node
             for one in attributes:
                 if b"ep_cache_context" in one.get("name", []):

@@ -56,7 +56,9 @@ class Divergence:
     @classmethod
     def from_json(cls, figures: Any) -> Divergence:
         """Of what `dataclasses.asdict` made. Raises KeyError or TypeError for anything else."""
-        kl, agreement, ratio = (Estimate(**figures[name]) for name in ("kl", "agreement", "perplexity_ratio"))
+        kl, agreement, ratio = (
+            Estimate(**figures[name]) for name in ("kl", "agreement", "perplexity_ratio")
+        )
         return cls(figures["text"], figures["tokens"], kl, agreement, ratio)
 
     @property
@@ -68,4 +70,6 @@ class Divergence:
         kl = f"KL {self.kl.value:.3g} nats a token ({self.kl.low:.3g} to {self.kl.high:.3g})"
         top = f"top-1 {100 * self.agreement.value:.1f} %"
         ratio = f"perplexity ratio {self.perplexity_ratio.value:.3g}"
-        return f"{kl}, {top}, {ratio}, on {self.tokens:,} tokens of {TEXTS.get(self.text, self.text)}"
+        return (
+            f"{kl}, {top}, {ratio}, on {self.tokens:,} tokens of {TEXTS.get(self.text, self.text)}"
+        )

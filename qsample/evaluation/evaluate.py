@@ -128,7 +128,9 @@ def evaluate(
     chosen, references = opened(packages, "package"), opened(against, "reference")
     if not chosen:
         raise ValueError("no package was given; give at least one")
-    models = list((chosen | {path: one for path, one in references.items() if path not in chosen}).values())
+    models = list(
+        (chosen | {path: one for path, one in references.items() if path not in chosen}).values()
+    )
     places = {path: place for place, path in enumerate(dict.fromkeys((*chosen, *references)))}
     pairs = [(places[one], places[other]) for one in chosen for other in references if one != other]
     if references and not pairs:
@@ -137,14 +139,24 @@ def evaluate(
         )
     check_count("batch_size", batch_size)
     if not is_number(confidence) or not 0 < confidence < 1:
-        raise ValueError(f"confidence is {shown(confidence)}; give a number between 0 and 1, such as 0.95")
+        raise ValueError(
+            f"confidence is {shown(confidence)}; give a number between 0 and 1, such as 0.95"
+        )
     check_vocabularies(models)
     documents = documents_of(text, models)
     max_length, stride = _window_size(models, max_length, stride)
     windows = cut_windows(documents, max_length, stride)
     if not windows:
-        raise ValueError("text has no token to score: a document needs at least 2 tokens; give a longer text")
-    rows = min([batch_size, len(windows), *(most for one in models if (most := compiled_for(one)[1]) is not None)])
+        raise ValueError(
+            "text has no token to score: a document needs at least 2 tokens; give a longer text"
+        )
+    rows = min(
+        [
+            batch_size,
+            len(windows),
+            *(most for one in models if (most := compiled_for(one)[1]) is not None),
+        ]
+    )
     # Sessions that wait would take the processors from the session that runs.
     options = SessionOptions(intra_op_num_threads, config=NO_SPINNING)
     scores = _Scores(models, pairs, sum(window.scored for window in windows))
@@ -172,7 +184,9 @@ def evaluate(
 class _Scores:
     """A few numbers of every scored token, [models or pairs, tokens]."""
 
-    def __init__(self, models: Sequence[Package], pairs: Sequence[tuple[int, int]], tokens: int) -> None:
+    def __init__(
+        self, models: Sequence[Package], pairs: Sequence[tuple[int, int]], tokens: int
+    ) -> None:
         """`pairs`: a package and the reference that it is compared with, by their places in `models`."""
         self.models, self.pairs, self.tokens = models, list(dict.fromkeys(pairs)), tokens
         self.losses = np.zeros((len(models), tokens))
@@ -181,15 +195,22 @@ class _Scores:
 
     def add(self, place: int, token: int, logits: Sequence[Array]) -> None:
         """Keep the numbers of the scored token at `place`: `token` came after the `logits`, [V] of each model."""
-        log_p = [log_probabilities(row, one.path, place) for row, one in zip(logits, self.models, strict=True)]
+        log_p = [
+            log_probabilities(row, one.path, place)
+            for row, one in zip(logits, self.models, strict=True)
+        ]
         self.losses[:, place] = [-row[token] for row in log_p]
         for index, (model, reference) in enumerate(self.pairs):
             p = np.exp(log_p[reference])
             with np.errstate(invalid="ignore"):  # two masked tokens: -inf less -inf, times 0
-                self.kl[index, place] = np.where(p > 0, p * (log_p[reference] - log_p[model]), 0).sum()
+                self.kl[index, place] = np.where(
+                    p > 0, p * (log_p[reference] - log_p[model]), 0
+                ).sum()
             self.same[index, place] = log_p[reference].argmax() == log_p[model].argmax()
 
-    def qualities(self, confidence: float, seed: int, times: Sequence[float | None]) -> tuple[PackageQuality, ...]:
+    def qualities(
+        self, confidence: float, seed: int, times: Sequence[float | None]
+    ) -> tuple[PackageQuality, ...]:
         columns = {f"loss {index}": row for index, row in enumerate(self.losses)}
         for index, (model, reference) in enumerate(self.pairs):
             columns[f"kl {index}"], columns[f"same {index}"] = self.kl[index], self.same[index]
@@ -226,7 +247,9 @@ def opened(given: Any, what: str) -> dict[Path, Package]:
         if isinstance(package, str | os.PathLike):
             package = read_package(Path(package))
         if not isinstance(package, Package):
-            raise ValueError(f"{shown(entry)} is not a {what}; give a package's folder, or the result of compile")
+            raise ValueError(
+                f"{shown(entry)} is not a {what}; give a package's folder, or the result of compile"
+            )
         packages.setdefault(Path(os.path.realpath(package.path)), package)
     return packages
 
@@ -250,11 +273,15 @@ def window_length(models: Sequence[Package], max_length: int | None, default: in
     if max_length is None:
         return default if most is None else min(default, most)
     if most is not None and max_length > most:
-        raise ValueError(f"max_length is {max_length} and {tightest} holds {most} tokens; give at most that")
+        raise ValueError(
+            f"max_length is {max_length} and {tightest} holds {most} tokens; give at most that"
+        )
     return max_length
 
 
-def _window_size(models: Sequence[Package], max_length: int | None, stride: int | None) -> tuple[int, int]:
+def _window_size(
+    models: Sequence[Package], max_length: int | None, stride: int | None
+) -> tuple[int, int]:
     """The checked max_length and stride."""
     max_length = window_length(models, max_length, DEFAULT_MAX_LENGTH)
     if stride is None:
@@ -314,15 +341,24 @@ def read_windows(
         for row, window in enumerate(batch):
             for stepper in steppers:
                 stepper.fill(row, window.ids[: begin[row]])
-        for step in range(max(len(window.ids) - 1 - first for window, first in zip(batch, begin, strict=True))):
-            running = [row for row, window in enumerate(batch) if begin[row] + step + 1 < len(window.ids)]
-            ids, lengths = np.zeros(rows, np.int64), np.zeros(rows, np.int32)  # the rest begin again, and again
+        for step in range(
+            max(len(window.ids) - 1 - first for window, first in zip(batch, begin, strict=True))
+        ):
+            running = [
+                row for row, window in enumerate(batch) if begin[row] + step + 1 < len(window.ids)
+            ]
+            ids, lengths = (
+                np.zeros(rows, np.int64),
+                np.zeros(rows, np.int32),
+            )  # the rest begin again, and again
             for row in running:
                 lengths[row] = begin[row] + step
                 ids[row] = batch[row].ids[lengths[row]]
             logits = [_logits(stepper, ids, lengths) for stepper in steppers]
             if not prefill:
-                for stepper in steppers:  # a captured graph's recurrent states are not updated in place
+                for (
+                    stepper
+                ) in steppers:  # a captured graph's recurrent states are not updated in place
                     stepper.advance()
             for row in running:
                 following = int(lengths[row]) + 1

@@ -22,9 +22,13 @@ def check_plot(path: str | Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"plot is {str(path)!r}; give a file that ends in {' or '.join(FORMATS)}")
     if not path.parent.is_dir() or path.is_dir():
-        raise ValueError(f"plot is {str(path)!r}, which is a folder or in none; give a file in a folder that is there")
+        raise ValueError(
+            f"plot is {str(path)!r}, which is a folder or in none; give a file in a folder that is there"
+        )
     if find_spec("matplotlib") is None:
-        raise QsampleError(f"a plot needs matplotlib, which is not installed: `{install_hint('plot')}`")
+        raise QsampleError(
+            f"a plot needs matplotlib, which is not installed: `{install_hint('plot')}`"
+        )
 
 
 def draw(evaluation: Evaluation, path: str | Path) -> None:
@@ -43,9 +47,15 @@ def draw(evaluation: Evaluation, path: str | Path) -> None:
         _points(right, shown, [one.step_ms or 0.0 for one in shown], "decode step of one row, ms")
     reference = Path(compared[0].comparisons[0].reference).name if compared else None
     left.set_ylabel(f"KL divergence from {reference}, nats a token" if reference else "perplexity")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize="small", frameon=False)
+    figure.legend(
+        *left.get_legend_handles_labels(),
+        loc="outside right upper",
+        fontsize="small",
+        frameon=False,
+    )
     figure.suptitle(
-        f"{evaluation.tokens} tokens; {100 * evaluation.confidence:g} % intervals by block bootstrap", fontsize="medium"
+        f"{evaluation.tokens} tokens; {100 * evaluation.confidence:g} % intervals by block bootstrap",
+        fontsize="medium",
     )
     _save(figure, path)
 
@@ -59,7 +69,11 @@ def draw_differences(verification: Verification, path: str | Path) -> None:
     axes = figure.subplots()
     for form, found in verification.forms.items():
         if found is not None:
-            axes.plot(range(101), found.quantiles, label=f"{form}: mean {found.mean:.2g}, p99 {found.p99:.2g}")
+            axes.plot(
+                range(101),
+                found.quantiles,
+                label=f"{form}: mean {found.mean:.2g}, p99 {found.p99:.2g}",
+            )
     axes.set_yscale("symlog", linthresh=1e-7)
     axes.set_xlabel(f"of {verification.positions} x {verification.head} log-probabilities, percent")
     axes.set_ylabel(f"difference from {Path(verification.reference).name} up to, nats")
@@ -81,8 +95,13 @@ def _save(figure: Any, path: str | Path) -> None:
 def _points(axes: Any, packages: list[PackageQuality], places: list[float], label: str) -> None:
     estimates = [_shown(one) for one in packages]
     for one, place, estimate in zip(packages, places, estimates, strict=True):
-        errors = [[max(0.0, estimate.value - estimate.low)], [max(0.0, estimate.high - estimate.value)]]
-        axes.errorbar([place], [estimate.value], yerr=errors, fmt="o", capsize=3, label=Path(one.path).name)
+        errors = [
+            [max(0.0, estimate.value - estimate.low)],
+            [max(0.0, estimate.high - estimate.value)],
+        ]
+        axes.errorbar(
+            [place], [estimate.value], yerr=errors, fmt="o", capsize=3, label=Path(one.path).name
+        )
     if all(estimate.value > 0 for estimate in estimates):
         axes.set_yscale("log")
     axes.set_xlabel(label)

@@ -35,7 +35,9 @@ class Estimate:
         return Estimate(function(self.value), function(self.low), function(self.high))
 
 
-def estimate_means(columns: Mapping[str, Array], *, confidence: float = 0.95, seed: int = 0) -> dict[str, Estimate]:
+def estimate_means(
+    columns: Mapping[str, Array], *, confidence: float = 0.95, seed: int = 0
+) -> dict[str, Estimate]:
     """The mean of each column with its interval. The columns, [n] each with n >= 1, are numbers of the same tokens, and
     are resampled together, in blocks that are long enough for each of them."""
     series = {name: np.asarray(column, np.float64) for name, column in columns.items()}
@@ -65,12 +67,18 @@ def block_length(series: Array) -> int:
     bound = 2 * math.sqrt(math.log10(n) / n)
     small = np.abs(covariances[1:] / covariances[0]) < bound
     # The first lag after which `patience` correlations in a row are as good as 0.
-    lag = next((start for start in range(len(small)) if small[start : start + patience].all()), most)
+    lag = next(
+        (start for start in range(len(small)) if small[start : start + patience].all()), most
+    )
     width = min(2 * max(lag, 1), most)
     distances = np.arange(1, width + 1)
-    weights = np.minimum(1, 2 * (1 - distances / width)) * covariances[1 : width + 1]  # a flat-topped window
+    weights = (
+        np.minimum(1, 2 * (1 - distances / width)) * covariances[1 : width + 1]
+    )  # a flat-topped window
     slope, level = 2 * (weights * distances).sum(), covariances[0] + 2 * weights.sum()
-    if level <= 0:  # correlations that cancel each other: the mean is better known than of independent numbers
+    if (
+        level <= 0
+    ):  # correlations that cancel each other: the mean is better known than of independent numbers
         return 1
     best = (2 * slope**2 / (4 / 3 * level**2)) ** (1 / 3) * n ** (1 / 3)
     longest = math.ceil(min(3 * math.sqrt(n), n / 3))
@@ -80,7 +88,9 @@ def block_length(series: Array) -> int:
 def _resampled_means(series: Array, length: int, seed: int) -> Array:
     """[RESAMPLES]. The series is a ring; the last block is cut off so that a resample has the series' length."""
     n, centre = len(series), series.mean()
-    sums = np.concatenate([[0.0], np.cumsum(np.concatenate([series, series[: length - 1]]) - centre)])
+    sums = np.concatenate(
+        [[0.0], np.cumsum(np.concatenate([series, series[: length - 1]]) - centre)]
+    )
     rng, blocks = np.random.default_rng(seed), -(-n // length)
     rest, rows = n - (blocks - 1) * length, max(1, _AT_ONCE // blocks)
     means: list[Array] = []

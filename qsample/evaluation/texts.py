@@ -17,11 +17,15 @@ def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:
     """The token ids, [n] int64 in [0, V), of each document (a text or token ids), for all `packages`. Raises ValueError
     if nothing is left to read, QsampleError if the packages would read different tokens in a text."""
     documents = [text] if isinstance(text, str) or _is_ids(text) else text
-    if not isinstance(documents, Sequence) or not all(isinstance(one, str) or _is_ids(one) for one in documents):
+    if not isinstance(documents, Sequence) or not all(
+        isinstance(one, str) or _is_ids(one) for one in documents
+    ):
         raise ValueError(f"text is {shown(text)}; give a text, token ids, or a list of either")
     if not any(len(one) for one in documents):
         raise ValueError("text is empty; give a document of at least 2 tokens")
-    tokenizer = _shared_tokenizer(packages) if any(isinstance(one, str) for one in documents) else None
+    tokenizer = (
+        _shared_tokenizer(packages) if any(isinstance(one, str) for one in documents) else None
+    )
     vocab_size = packages[0].interface.vocab_size
     return [_token_ids(one, tokenizer, vocab_size) for one in documents]
 
@@ -29,7 +33,11 @@ def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:
 def _is_ids(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim == 1
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, int | np.integer) for one in value)
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(one, int | np.integer) for one in value)
+    )
 
 
 def _token_ids(document: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Array:
@@ -38,7 +46,9 @@ def _token_ids(document: Any, tokenizer: Tokenizer | None, vocab_size: int) -> A
         return np.array(tokenizer.encode(document), np.int64)
     ids = np.asarray(document)
     if ids.dtype.kind not in "iu" or ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
-        raise ValueError(f"text has token ids {shown(document)}; give integers from 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"text has token ids {shown(document)}; give integers from 0 to {vocab_size - 1}"
+        )
     return ids.astype(np.int64)
 
 

@@ -106,8 +106,13 @@ def verify(
     Raises as `evaluate` does, and ValueError for a text that is too short.
     """
     report = progress or unreported
-    eager: Logits | None = against if callable(against) and not hasattr(against, "package") else None
-    models = [*opened(package, "package").values(), *(opened(against, "reference").values() if eager is None else ())]
+    eager: Logits | None = (
+        against if callable(against) and not hasattr(against, "package") else None
+    )
+    models = [
+        *opened(package, "package").values(),
+        *(opened(against, "reference").values() if eager is None else ()),
+    ]
     if len(models) != 1 + (eager is None):
         raise ValueError("give a single package, and a single reference to compare it with")
     check_vocabularies(models)
@@ -121,7 +126,9 @@ def verify(
         """The place and the logits [V] of each scored token."""
         capacity, most = compiled_for(package)
         count = 1 if form == SEQUENTIAL else min(rows, most or rows)
-        stepper = Stepper(sessions, count, capacity or max_length, captured=form == CAPTURED, logits=True)
+        stepper = Stepper(
+            sessions, count, capacity or max_length, captured=form == CAPTURED, logits=True
+        )
         for place, _, (logits,) in read_windows([stepper], windows, count, prefill=form == BATCHED):
             yield place, logits
 
@@ -139,11 +146,17 @@ def verify(
     sessions = open_sessions(one, options=options, logits=True)
     forms = {
         form: _differences(head, str(one.path), read(one, sessions, form)) if there else None
-        for form, there in {SEQUENTIAL: True, BATCHED: rows > 1, CAPTURED: one.interface.captured}.items()
+        for form, there in {
+            SEQUENTIAL: True,
+            BATCHED: rows > 1,
+            CAPTURED: one.interface.captured,
+        }.items()
     }
     report(Stage.DONE, 1.0)
     tokens, (sha256, alone) = sum(map(len, texts[0])), map(_sha256, texts)
-    return Verification(str(one.path), name, positions, head[0].shape[1], forms, tokens, sha256, alone)
+    return Verification(
+        str(one.path), name, positions, head[0].shape[1], forms, tokens, sha256, alone
+    )
 
 
 def _windows(models: Sequence[Package], text: Any, positions: int, max_length: int) -> list[Window]:
@@ -162,17 +175,24 @@ def _windows(models: Sequence[Package], text: Any, positions: int, max_length: i
             "positions"
         )
     pieces = np.split(ids[: sum(sizes)], np.cumsum(sizes)[:-1])
-    return [Window(piece, prompt, scored * row) for row, (piece, prompt) in enumerate(zip(pieces, first, strict=True))]
+    return [
+        Window(piece, prompt, scored * row)
+        for row, (piece, prompt) in enumerate(zip(pieces, first, strict=True))
+    ]
 
 
 def _eager(eager: Logits, windows: Sequence[Window], rows: int) -> Iterator[tuple[int, Array]]:
     for start in range(0, len(windows), rows):
         batch = windows[start : start + rows]
-        for window, logits in zip(batch, eager([window.ids.tolist() for window in batch]), strict=True):
+        for window, logits in zip(
+            batch, eager([window.ids.tolist() for window in batch]), strict=True
+        ):
             yield from enumerate(logits[window.first - 1 : -1], window.offset)
 
 
-def _head(name: str, read: Iterable[tuple[int, Array]], positions: int, vocab_size: int) -> tuple[Array, Array]:
+def _head(
+    name: str, read: Iterable[tuple[int, Array]], positions: int, vocab_size: int
+) -> tuple[Array, Array]:
     """The likeliest tokens at each position, [positions, K], likeliest first, and their log-probabilities."""
     ids = np.zeros((positions, min(_HEAD, vocab_size)), np.int64)
     wanted = np.zeros(ids.shape)
@@ -188,7 +208,9 @@ def _head(name: str, read: Iterable[tuple[int, Array]], positions: int, vocab_si
     return ids, wanted
 
 
-def _differences(head: tuple[Array, Array], name: str, read: Iterable[tuple[int, Array]]) -> Differences:
+def _differences(
+    head: tuple[Array, Array], name: str, read: Iterable[tuple[int, Array]]
+) -> Differences:
     ids, wanted = head
     found, same = np.zeros(ids.shape), np.zeros(len(ids), bool)
     for place, logits in read:
@@ -198,7 +220,9 @@ def _differences(head: tuple[Array, Array], name: str, read: Iterable[tuple[int,
             found[place] = np.where(got == wanted[place], 0, np.abs(got - wanted[place]))
         same[place] = log_p.argmax() == ids[place, 0]
     quantiles = np.quantile(found, np.linspace(0, 1, 101), method="higher").tolist()
-    return Differences(float(found.mean()), quantiles[99], quantiles[100], float(same.mean()), tuple(quantiles))
+    return Differences(
+        float(found.mean()), quantiles[99], quantiles[100], float(same.mean()), tuple(quantiles)
+    )
 
 
 def _generated(
@@ -220,4 +244,6 @@ def _generated(
 
 
 def _sha256(rows: Sequence[Sequence[int]]) -> str:
-    return hashlib.sha256("".join(" ".join(map(str, row)) + "\n" for row in rows).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(" ".join(map(str, row)) + "\n" for row in rows).encode()
+    ).hexdigest()

@@ -29,7 +29,13 @@ from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.image_reference import image_reference
 from qsample.exporters.images import describe_images
-from qsample.exporters.lowering import adapt_layers, align_row_sums, fill_placeholders, lower_experts, outline_scans
+from qsample.exporters.lowering import (
+    adapt_layers,
+    align_row_sums,
+    fill_placeholders,
+    lower_experts,
+    outline_scans,
+)
 from qsample.exporters.portable import Draft, write_draft
 from qsample.exporters.trace import trace
 from qsample.exporters.vision import write_vision
@@ -96,14 +102,18 @@ def export_model(
     does not match the model; PackageError if `path` cannot be written; QsampleError if `sources` changed meanwhile.
     """
     sources = sources or SourceFiles()
-    source = package.Source(model_id, revision, model.config.model_type, type(model).__name__, license=license)
+    source = package.Source(
+        model_id, revision, model.config.model_type, type(model).__name__, license=license
+    )
     size = _weight_bytes(model)
     with _memory_named(), metered(progress) as report, sources:
         stages = Stages(report, _SHARES)
 
         def write(folder: Path) -> package.Manifest:
             with _hashed_meanwhile(files) as hashed:
-                manifest = _export(model, tokenizer, processor, folder, features, source, stages, refer=not publish)
+                manifest = _export(
+                    model, tokenizer, processor, folder, features, source, stages, refer=not publish
+                )
                 packed = manifest.packed_weights
                 if packed is not None and weight_type is not None:
                     packed = {**packed, "type": weight_type}
@@ -115,7 +125,9 @@ def export_model(
             with full_disk_named(folder.parent):
                 folder.mkdir()
                 manifest = write(folder)
-            written = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
+            written = {
+                path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()
+            }
             stages.finish()
             return package.Unpublished(folder, replace(manifest, files=written), sources=sources)
         with package.write_package(path, overwrite=overwrite, required_bytes=size) as writer:
@@ -134,7 +146,11 @@ def _memory_named() -> Iterator[None]:
         yield
     except (MemoryError, SystemError, OSError, RuntimeError, QsampleError) as error:
         causes = [error, error.__cause__, error.__context__]
-        if not any(isinstance(cause, MemoryError) or _NO_MEMORY.search(str(cause)) for cause in causes if cause):
+        if not any(
+            isinstance(cause, MemoryError) or _NO_MEMORY.search(str(cause))
+            for cause in causes
+            if cause
+        ):
             raise
         raise MemoryError(
             f"the export ran out of memory ({' '.join(str(error).split())!s:.200}); end other programs, raise the "
@@ -158,7 +174,11 @@ def _export(
     stages.begin(Stage.CHECKING)
     dtype = _check_dtype(model)
     _check_settings(model)
-    image, blockwise, described = None if processor is None else image_shape(model), frozenset[int](), None
+    image, blockwise, described = (
+        None if processor is None else image_shape(model),
+        frozenset[int](),
+        None,
+    )
     with computing():
         expected = reference(model)
         if processor is not None and image is not None:
@@ -198,7 +218,9 @@ def _export(
         token_ids,
         longest_context(model.config.get_text_config(decoder=True)),
         original="the eager model",
-        plain_attention_layers=len(interface.key_values) if context.buffered else len(context.masked),
+        plain_attention_layers=len(interface.key_values)
+        if context.buffered
+        else len(context.masked),
         libraries=("torch", "transformers"),
         images=described,
     )
@@ -221,10 +243,13 @@ def _check_settings(model: PreTrainedModel) -> None:
     """Raise QsampleError for a generation_config that could not be read from the package."""
     try:
         parse_json(
-            "{}" if model.generation_config is None else model.generation_config.to_json_string(), infinities=True
+            "{}" if model.generation_config is None else model.generation_config.to_json_string(),
+            infinities=True,
         )
     except ValueError as error:
-        raise QsampleError(f"the model's generation_config cannot be stored: {error}; correct it") from error
+        raise QsampleError(
+            f"the model's generation_config cannot be stored: {error}; correct it"
+        ) from error
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
@@ -239,9 +264,9 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights as they are written."""
     quantized = list(quantized_layers(model))
     not_written = {layer.weight for layer, _ in quantized}
-    return sum(_stored_bytes(weight) for weight in model.parameters() if weight not in not_written) + sum(
-        weight.nbytes for _, weight in quantized
-    )
+    return sum(
+        _stored_bytes(weight) for weight in model.parameters() if weight not in not_written
+    ) + sum(weight.nbytes for _, weight in quantized)
 
 
 def _stored_bytes(weight: torch.Tensor) -> int:
@@ -249,7 +274,9 @@ def _stored_bytes(weight: torch.Tensor) -> int:
     return weight.numel() * (weight.dtype if found is None else found.dtype).itemsize
 
 
-def _save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+def _save_model_files(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> None:
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         # Without the checks of save_pretrained: many a model has a temperature and does not sample.
@@ -269,11 +296,17 @@ def _save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             )
 
 
-def _token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> package.TokenIds:
+def _token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> package.TokenIds:
     """The ids that the runtime needs: from generation_config, then config, then the tokenizer."""
 
     def find(name: str) -> tuple[int, ...] | None:
-        for owner in (model.generation_config, model.config.get_text_config(decoder=True), tokenizer):
+        for owner in (
+            model.generation_config,
+            model.config.get_text_config(decoder=True),
+            tokenizer,
+        ):
             if (value := getattr(owner, name, None)) is not None:
                 return _ids(name, value)
         return None
@@ -284,12 +317,16 @@ def _token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     if eos_ids != given:
         # No row can sample the ids beyond; and the runtime refuses a generation_config that asks for them.
         left_out = ", ".join(str(i) for i in given if i not in eos_ids)
-        warnings.warn(f"eos_token_id {left_out} is left out: the model's ids are 0 to {vocab_size - 1}", stacklevel=3)
+        warnings.warn(
+            f"eos_token_id {left_out} is left out: the model's ids are 0 to {vocab_size - 1}",
+            stacklevel=3,
+        )
         if model.generation_config is not None:
             model.generation_config.eos_token_id = [*eos_ids] or None
     # The first of several begins a text, and pads.
     bos, pad = (
-        next((i for i in find(name) or () if 0 <= i < vocab_size), None) for name in ("bos_token_id", "pad_token_id")
+        next((i for i in find(name) or () if 0 <= i < vocab_size), None)
+        for name in ("bos_token_id", "pad_token_id")
     )
     if pad is None:
         pad = eos_ids[0] if eos_ids else 0

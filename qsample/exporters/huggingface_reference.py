@@ -48,18 +48,27 @@ def reference(model: PreTrainedModel) -> Reference:
     batches = _batches(rows)
     logits = [
         of_row[n - 1 :]
-        for of_row, n in zip((row for batch in batches for row in eager_logits(model, batch)), lengths, strict=True)
+        for of_row, n in zip(
+            (row for batch in batches for row in eager_logits(model, batch)), lengths, strict=True
+        )
     ]
     prompts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
     expected = Reference(prompts, [row[n:] for row, n in zip(rows, lengths, strict=True)], logits)
-    narrowed = _narrowed(model, expected, batches[-1], dict.fromkeys(long, NARROW)) if long else None
-    return replace(expected, narrowed=narrowed, windows=_what_is_compared(config, short, long, narrowed))
+    narrowed = (
+        _narrowed(model, expected, batches[-1], dict.fromkeys(long, NARROW)) if long else None
+    )
+    return replace(
+        expected, narrowed=narrowed, windows=_what_is_compared(config, short, long, narrowed)
+    )
 
 
 def longest_context(config: Any) -> int | None:
     """The positions that a text model knows; None for any number; some configurations say -1. Doge attends to all of
     keep_window_size tokens, and beyond that to the keys that it chooses; a graph does not."""
-    stated = [int(getattr(config, name, None) or 0) for name in ("max_position_embeddings", "keep_window_size")]
+    stated = [
+        int(getattr(config, name, None) or 0)
+        for name in ("max_position_embeddings", "keep_window_size")
+    ]
     return min((size for size in stated if size > 0), default=None)
 
 
@@ -108,7 +117,10 @@ def _with_windows(model: PreTrainedModel, windows: Mapping[int, int]) -> Iterato
     configuration's; some modules keep a copy."""
     owners = [model.config.get_text_config(decoder=True), *model.modules()]
     found = [
-        (owner, name, vars(owner)[name]) for owner in owners for name in _WINDOWS if vars(owner).get(name) in windows
+        (owner, name, vars(owner)[name])
+        for owner in owners
+        for name in _WINDOWS
+        if vars(owner).get(name) in windows
     ]
     try:
         for owner, name, window in found:
@@ -119,10 +131,16 @@ def _with_windows(model: PreTrainedModel, windows: Mapping[int, int]) -> Iterato
             setattr(owner, name, window)
 
 
-def _what_is_compared(config: Any, short: list[int], long: list[int], narrowed: Narrowed | None) -> str:
+def _what_is_compared(
+    config: Any, short: list[int], long: list[int], narrowed: Narrowed | None
+) -> str:
     """As `Reference.windows` says it."""
     said = ["passed by a prompt"] * bool(short) + ["narrowed"] * (narrowed is not None)
-    if long and narrowed is None and set(getattr(config, "layer_types", None) or ()) != {"full_attention"}:
+    if (
+        long
+        and narrowed is None
+        and set(getattr(config, "layer_types", None) or ()) != {"full_attention"}
+    ):
         said.append(f"not compared: {', '.join(map(str, long))}")
     return ", ".join(said) or "none"
 

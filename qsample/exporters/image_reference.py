@@ -23,7 +23,10 @@ from qsample.exporters.parity import ImageReference
 from qsample.images.positions import position_offsets
 from qsample.transforms.images import ADDED, AXES, text_model
 
-_SIZES: Final = ((64, 48), (40, 72))  # of the images: width and height; most processors enlarge them
+_SIZES: Final = (
+    (64, 48),
+    (40, 72),
+)  # of the images: width and height; most processors enlarge them
 _TOO_LONG: Final = 1 << 20
 
 
@@ -61,20 +64,31 @@ def image_reference(
     hook = text_model(model).register_forward_pre_hook(call.note, with_kwargs=True)
     try:
         with torch.no_grad():
-            kept = {"logits_to_keep": 2} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-            logits = model(**inputs, **kept, use_cache=False).logits[0, -2:].to(torch.float32).numpy()
+            kept = (
+                {"logits_to_keep": 2}
+                if "logits_to_keep" in inspect.signature(model.forward).parameters
+                else {}
+            )
+            logits = (
+                model(**inputs, **kept, use_cache=False).logits[0, -2:].to(torch.float32).numpy()
+            )
             table: Any = model.get_input_embeddings()
             ids = inputs["input_ids"]
             own = table(torch.where(ids < len(table.weight), ids, 0))
     finally:
         hook.remove()
     if call.embedded is None:
-        raise UnsupportedModelError(f"{type(model).__name__} takes images in another way than in place of tokens")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes images in another way than in place of tokens"
+        )
     is_image = (call.embedded != own).any(-1)[0]
     parts = [call.embedded[0, is_image], *call.added]
     pixels = inputs["pixel_values"]
     shape = replace(shape, patch_values=pixels.shape[-1] if pixels.ndim < 4 else 0)
-    if sum(part.shape[-1] for part in parts) != shape.width or len({len(part) for part in parts}) != 1:
+    if (
+        sum(part.shape[-1] for part in parts) != shape.width
+        or len({len(part) for part in parts}) != 1
+    ):
         raise UnsupportedModelError(
             f"{type(model).__name__} gives its images {[tuple(part.shape) for part in parts]} numbers, "
             f"not {shape.width} each"
@@ -98,17 +112,26 @@ def _inputs(model: PreTrainedModel, processor: ProcessorMixin, count: int) -> di
 
     generator = np.random.default_rng(0)
     images = [
-        fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in _SIZES[:count]
+        fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        for width, height in _SIZES[:count]
     ]
-    text = "".join(f"{word} {getattr(processor, 'image_token', '')} " for word in ("one", "two")[:count])
-    inputs: dict[str, Any] = dict(processor(text=[f"{text}three"], images=[images], return_tensors="pt"))
+    text = "".join(
+        f"{word} {getattr(processor, 'image_token', '')} " for word in ("one", "two")[:count]
+    )
+    inputs: dict[str, Any] = dict(
+        processor(text=[f"{text}three"], images=[images], return_tensors="pt")
+    )
     ids = inputs["input_ids"]
     inputs["attention_mask"] = torch.ones_like(ids)
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             inputs[name] = value.to(model.dtype)
-        elif isinstance(value, Tensor) and value.shape == ids.shape:  # of each token: those after images are text
-            last = {"input_ids": ids[:, :1], "attention_mask": value[:, :1]}.get(name, torch.zeros_like(value[:, :1]))
+        elif (
+            isinstance(value, Tensor) and value.shape == ids.shape
+        ):  # of each token: those after images are text
+            last = {"input_ids": ids[:, :1], "attention_mask": value[:, :1]}.get(
+                name, torch.zeros_like(value[:, :1])
+            )
             inputs[name] = torch.cat([value, last], dim=1)
     return inputs
 
@@ -120,7 +143,9 @@ def _offsets(positions: Tensor | None, is_image: Array) -> Array:
     wanted = positions[-AXES:, 0].T.numpy()
     starts = np.flatnonzero(np.diff(is_image, prepend=False) & is_image)
     ends = np.flatnonzero(np.diff(is_image, append=False) & is_image) + 1
-    sides = [np.ptp(wanted[start:end, 1:], axis=0) + 1 for start, end in zip(starts, ends, strict=True)]
+    sides = [
+        np.ptp(wanted[start:end, 1:], axis=0) + 1 for start, end in zip(starts, ends, strict=True)
+    ]
     offsets = position_offsets(is_image, [(int(rows), int(columns)) for rows, columns in sides])
     if not np.array_equal(offsets + np.arange(len(offsets))[:, None], wanted):
         raise UnsupportedModelError(

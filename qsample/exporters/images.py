@@ -36,7 +36,10 @@ PROBES: Final = (
     (512, 512, "CMYK"),
     (1150, 760, "RGB"),
 )
-_SMALLER: Final = {"shortest_edge": 50_000, "longest_edge": 200_000}  # limits that the last of them passes
+_SMALLER: Final = {
+    "shortest_edge": 50_000,
+    "longest_edge": 200_000,
+}  # limits that the last of them passes
 _SMALLER_EDGE: Final = 400
 _BILINEAR: Final = 2  # Pillow's number of transformers' default
 _REMEDY: Final = "export the model without images (--text-only)"
@@ -66,7 +69,9 @@ def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict
         raise UnsupportedModelError(f"{name} has no class that works with Pillow; {_REMEDY}")
     token_id = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
     placeholder = getattr(processor, "image_token", None)
-    token = processor.tokenizer.convert_ids_to_tokens(token_id) if isinstance(token_id, int) else None
+    token = (
+        processor.tokenizer.convert_ids_to_tokens(token_id) if isinstance(token_id, int) else None
+    )
     if not isinstance(placeholder, str) or not isinstance(token, str):
         raise UnsupportedModelError(f"{name} has no text and id that stand for an image; {_REMEDY}")
     names = {"placeholder": placeholder, "token": token, "token_id": token_id}
@@ -74,7 +79,9 @@ def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict
         probes = _probes(processor, placeholder)
     except Exception as error:  # of transformers, for images like everyone's
         said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-        raise UnsupportedModelError(f"{name} fails for a trial image ({said}); {_REMEDY}") from error
+        raise UnsupportedModelError(
+            f"{name} fails for a trial image ({said}); {_REMEDY}"
+        ) from error
     most_alike, difference = -1, "its settings are of no family that packages have"
     for family in FAMILIES:
         for choices in _choices(family, probes[0], config, token):
@@ -84,7 +91,9 @@ def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict
                 return described[0]
             if alike > most_alike:
                 most_alike, difference = alike, problem
-    raise UnsupportedModelError(f"packages cannot process images as {name} does: {difference}; {_REMEDY}")
+    raise UnsupportedModelError(
+        f"packages cannot process images as {name} does: {difference}; {_REMEDY}"
+    )
 
 
 def prompt_of(placeholder: str, count: int = 1) -> str:
@@ -98,7 +107,9 @@ def _probes(processor: ProcessorMixin, placeholder: str) -> list[_Probe]:
     rng = np.random.default_rng(0)
     probes = []
     for width, height, mode in PROBES:
-        small = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)  # smooth, and noisy
+        small = rng.integers(
+            0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8
+        )  # smooth, and noisy
         image = fromarray(small).resize((width, height), Resampling.BICUBIC)
         if getattr(processor.image_processor, "do_convert_rgb", False):
             image = image.convert(mode)
@@ -131,15 +142,21 @@ def _probe(processor: ProcessorMixin, image: Image, prompt: str, **options: Any)
 
     images.preprocess, watched.replace_image_token = preprocessing, replacing
     try:
-        inputs = watched(text=[prompt], images=[image], **({"images_kwargs": options} if options else {}))
+        inputs = watched(
+            text=[prompt], images=[image], **({"images_kwargs": options} if options else {})
+        )
     finally:
         del images.preprocess, watched.replace_image_token
     (settings, result), text = calls[0], texts[0]
     values = result["pixel_values"]
-    pixels = np.asarray(values if hasattr(values, "shape") else [np.asarray(value) for value in values], np.float32)
+    pixels = np.asarray(
+        values if hasattr(values, "shape") else [np.asarray(value) for value in values], np.float32
+    )
     grid = np.asarray(result["image_grid_thw"])[0] if "image_grid_thw" in result else None
     ids = [int(token) for token in np.asarray(inputs["input_ids"][0])]
-    return _Probe(image, settings, pixels, None if grid is None else (int(grid[1]), int(grid[2])), text, ids)
+    return _Probe(
+        image, settings, pixels, None if grid is None else (int(grid[1]), int(grid[2])), text, ids
+    )
 
 
 def _settings(family: str, settings: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
@@ -164,12 +181,18 @@ def _settings(family: str, settings: Mapping[str, Any], config: PretrainedConfig
         values["size"] = sides.pop() if len(sides) == 1 else None
         most = re.fullmatch(r"anyres_max_(\d+)", str(getattr(config, "vision_aspect_ratio", "")))
         values["most_tiles"] = int(most[1]) if most else None
-    return {entry.name: values[entry.name] for entry in fields(FAMILIES[family]) if entry.name in values}
+    return {
+        entry.name: values[entry.name] for entry in fields(FAMILIES[family]) if entry.name in values
+    }
 
 
-def _made(family: str, choices: Mapping[str, Any], probe: _Probe, config: PretrainedConfig) -> Family | None:
+def _made(
+    family: str, choices: Mapping[str, Any], probe: _Probe, config: PretrainedConfig
+) -> Family | None:
     """The family with the settings of a probe, or None if they are of another."""
-    if not probe.settings.get("do_resize", True) or (family == "tiles") != bool(probe.settings.get("crop_to_patches")):
+    if not probe.settings.get("do_resize", True) or (family == "tiles") != bool(
+        probe.settings.get("crop_to_patches")
+    ):
         return None
     try:
         return FAMILIES[family](**_settings(family, probe.settings, config), **choices)
@@ -177,7 +200,9 @@ def _made(family: str, choices: Mapping[str, Any], probe: _Probe, config: Pretra
         return None
 
 
-def _choices(family: str, probe: _Probe, config: PretrainedConfig, token: str) -> Iterator[dict[str, Any]]:
+def _choices(
+    family: str, probe: _Probe, config: PretrainedConfig, token: str
+) -> Iterator[dict[str, Any]]:
     """Settings that the processor does not name: numbers of placeholders, and rules that only the code has."""
     names = {entry.name for entry in fields(FAMILIES[family])}
     count = probe.text.count(token)
@@ -208,11 +233,16 @@ def _described(
     if len(families) < len(probes):
         return []
     try:
-        layouts = [each.layout(*probe.image.size) for each, probe in zip(families, probes, strict=True)]
+        layouts = [
+            each.layout(*probe.image.size) for each, probe in zip(families, probes, strict=True)
+        ]
     except ArgumentError:
         return []
     texts = image_texts(layouts, [probe.text for probe in probes], names["token"]) or ImageTexts()
-    all_of = [{"family": family, "settings": asdict(each), **names, "texts": asdict(texts)} for each in families]
+    all_of = [
+        {"family": family, "settings": asdict(each), **names, "texts": asdict(texts)}
+        for each in families
+    ]
     return json.loads(json.dumps(all_of))  # type: ignore[no-any-return]
 
 
@@ -276,11 +306,16 @@ def image_texts(layouts: Sequence[Layout], written: Sequence[str], token: str) -
             line, most = part[columns], columns
         if columns > 1:
             patterns = _patterns(part[rows * columns - 1], rows - 1, columns - 1, columns)
-    for tile in patterns:  # the texts before the first tile of an image and of a row include that tile's
+    for (
+        tile
+    ) in patterns:  # the texts before the first tile of an image and of a row include that tile's
         found = replace(texts, tile=tile)
         before = found.before.removesuffix(found.of_tile(0, 0, 1))
         found = replace(found, before=before, line=line.removesuffix(found.of_tile(1, 0, most)))
-        if all(found.written(layout, token) == text for layout, text in zip(layouts, written, strict=True)):
+        if all(
+            found.written(layout, token) == text
+            for layout, text in zip(layouts, written, strict=True)
+        ):
             return found
     return None
 
@@ -302,5 +337,7 @@ def _patterns(text: str, row: int, column: int, columns: int) -> list[str]:
     """`text` with {row}, {column} and {number} in place of numbers that may be these."""
     values = {"{row}": row + 1, "{column}": column + 1, "{number}": row * columns + column + 1}
     parts = re.split(r"(\d+)", text)
-    options = [[*(name for name, value in values.items() if part == str(value)), part] for part in parts]
+    options = [
+        [*(name for name, value in values.items() if part == str(value)), part] for part in parts
+    ]
     return list(map("".join, product(*options)))

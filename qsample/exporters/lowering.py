@@ -104,12 +104,17 @@ def _in_files(view: Tensor, found: Deferred, name: str) -> ir.TensorProtocol | N
     return _lying(found.place, view.shape, found.dtype, name) if is_whole else None
 
 
-def _lying(place: Any, shape: Sequence[int], dtype: torch.dtype, name: str, first: int = 0) -> ir.TensorProtocol:
+def _lying(
+    place: Any, shape: Sequence[int], dtype: torch.dtype, name: str, first: int = 0
+) -> ir.TensorProtocol:
     """The numbers of `shape` at `place`, from the number `first` on."""
     if isinstance(place, Joined):
         parts = zip(place.places, place.shapes, strict=True)
         return JoinedTensor(
-            [_lying(*part, dtype, f"{name}_{i}") for i, part in enumerate(parts)], place.axis, shape, name
+            [_lying(*part, dtype, f"{name}_{i}") for i, part in enumerate(parts)],
+            place.axis,
+            shape,
+            name,
         )
     return ir.ExternalTensor(
         place.path,
@@ -123,9 +128,13 @@ def _lying(place: Any, shape: Sequence[int], dtype: torch.dtype, name: str, firs
 
 def _computed(view: Tensor, found: Deferred, dtype: torch.dtype, name: str) -> ir.TensorProtocol:
     def numbers() -> ir.TensorProtocol:
-        return tensor_adapters.TorchTensor(stored_view(view, found).to(dtype).contiguous(), name=name)
+        return tensor_adapters.TorchTensor(
+            stored_view(view, found).to(dtype).contiguous(), name=name
+        )
 
-    return ir.LazyTensor(numbers, tensor_adapters.from_torch_dtype(dtype), ir.Shape(view.shape), name=name)
+    return ir.LazyTensor(
+        numbers, tensor_adapters.from_torch_dtype(dtype), ir.Shape(view.shape), name=name
+    )
 
 
 def outline_scans(model: ir.Model) -> bool:
@@ -149,7 +158,9 @@ def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:
         ir.AttrInt64s("scan_input_axes", [1] * num_inputs),
         ir.AttrInt64s("scan_output_axes", [1] * num_results),
     ]
-    scan = ir.Node("", "Scan", list(begin.inputs), attributes, num_outputs=len(end.outputs), name=name)
+    scan = ir.Node(
+        "", "Scan", list(begin.inputs), attributes, num_outputs=len(end.outputs), name=name
+    )
     replace_outputs(end, scan)
     graph.insert_before(end, scan)
     graph.remove([end, *reversed(steps), begin], safe=False)
@@ -158,7 +169,9 @@ def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:
 def _loop(graph: ir.Graph, end: ir.Node) -> tuple[ir.Node, list[ir.Node]]:
     """The marker that `end` belongs to, and the nodes of a step in graph order."""
     needed = ancestors(end.inputs)
-    (begin,) = (node for node in needed if node.op_type == SCAN_BEGIN)  # earlier loops are Scan nodes by now
+    (begin,) = (
+        node for node in needed if node.op_type == SCAN_BEGIN
+    )  # earlier loops are Scan nodes by now
     per_token = {*begin.outputs}
     steps = []
     for node in graph:
@@ -171,7 +184,8 @@ def _loop(graph: ir.Graph, end: ir.Node) -> tuple[ir.Node, list[ir.Node]]:
 def _body_graph(begin: ir.Node, steps: Sequence[ir.Node], end: ir.Node, name: str) -> ir.Graph:
     """Copies of the nodes of a step, between the outputs of `begin` and the inputs of `end`."""
     copies = {
-        value: ir.Value(name=f"{value.name}_{name}", type=value.type, shape=value.shape) for value in begin.outputs
+        value: ir.Value(name=f"{value.name}_{name}", type=value.type, shape=value.shape)
+        for value in begin.outputs
     }
     inputs = list(copies.values())
     nodes = [copy_node(node, copies, name) for node in steps]
@@ -197,7 +211,11 @@ def lower_experts(model: ir.Model) -> bool:
     """Turn every marker into an MoE, in place, and every other lookup of experts' parameters into a plain Gather,
     because weight quantization knows it and CUDA replays it. Returns whether anything changed."""
     graph = model.graph
-    found = [node for node in graph if node.domain == markers.MARKER_DOMAIN and node.op_type == markers.EXPERTS]
+    found = [
+        node
+        for node in graph
+        if node.domain == markers.MARKER_DOMAIN and node.op_type == markers.EXPERTS
+    ]
     for marker in found:
         _lower(graph, marker)
     if found:
@@ -208,7 +226,9 @@ def lower_experts(model: ir.Model) -> bool:
         indices = lookup.inputs[1]
         unsqueeze = producer(indices)
         assert unsqueeze is not None
-        gather = ir.Node("", "Gather", [lookup.inputs[0], unsqueeze.inputs[0]], [ir.AttrInt64("axis", 0)])
+        gather = ir.Node(
+            "", "Gather", [lookup.inputs[0], unsqueeze.inputs[0]], [ir.AttrInt64("axis", 0)]
+        )
         _replace_and_drop(graph, lookup, gather)
     return bool(found or lookups)
 
@@ -220,13 +240,19 @@ def _lower(graph: ir.Graph, marker: ir.Node) -> None:
     assert choice.shape is not None
     experts = int(str(choice.shape[1]))
     in_turns = bool(marker.attributes.get_int(markers.INTERLEAVED, 0))
-    fc1 = _Matrices(graph, [gate, up], experts, bool(marker.attributes.get_int(markers.GATE_TRANSPOSED, 0)))
-    fc2 = _Matrices(graph, [down], experts, bool(marker.attributes.get_int(markers.DOWN_TRANSPOSED, 0)))
+    fc1 = _Matrices(
+        graph, [gate, up], experts, bool(marker.attributes.get_int(markers.GATE_TRANSPOSED, 0))
+    )
+    fc2 = _Matrices(
+        graph, [down], experts, bool(marker.attributes.get_int(markers.DOWN_TRANSPOSED, 0))
+    )
     inputs: dict[moe.Slot, ir.Value | None] = {
         moe.Slot.INPUT: rows,
         moe.Slot.ROUTER: choice,
         moe.Slot.FC1: fc1.initializer(in_turns=in_turns),
-        moe.Slot.FC1_BIAS: gate_bias if in_turns or gate_bias is None else _bias_in_turns(graph, gate_bias),
+        moe.Slot.FC1_BIAS: gate_bias
+        if in_turns or gate_bias is None
+        else _bias_in_turns(graph, gate_bias),
         moe.Slot.FC2: fc2.initializer(in_turns=True),
         moe.Slot.FC2_BIAS: down_bias,
     }
@@ -242,7 +268,9 @@ def _lower(graph: ir.Graph, marker: ir.Node) -> None:
     while listed[-1] is None:
         listed.pop()
     _replace_and_drop(
-        graph, marker, ir.node(moe.OP_TYPE, listed, attributes, domain=CONTRIB_DOMAIN, name=f"{marker.name}_moe")
+        graph,
+        marker,
+        ir.node(moe.OP_TYPE, listed, attributes, domain=CONTRIB_DOMAIN, name=f"{marker.name}_moe"),
     )
 
 
@@ -250,7 +278,9 @@ class _Matrices:
     """A matrix [N, K] for each expert, put together from parameters [E, N, K], or [E, K, N] if `transposed`. Their
     first two axes may be merged, and they may have more experts."""
 
-    def __init__(self, graph: ir.Graph, parts: list[ir.Value | None], experts: int, transposed: bool) -> None:
+    def __init__(
+        self, graph: ir.Graph, parts: list[ir.Value | None], experts: int, transposed: bool
+    ) -> None:
         self._graph, self._experts, self._transposed = graph, experts, transposed
         self._parts = [part for part in parts if part is not None]
         self._tensors = [_parameter(part) for part in self._parts]
@@ -267,8 +297,12 @@ class _Matrices:
             matrices = [self._matrices(array) for array in arrays]
             return matrices[0] if in_turns else _take_turns(matrices)
 
-        are_rows = not self._transposed and all(tensor.shape.numpy()[:1] == shape[:1] for tensor in self._tensors)
-        return _arranged(self._graph, self._parts, shape, arrange, take_turns=are_rows and not in_turns)
+        are_rows = not self._transposed and all(
+            tensor.shape.numpy()[:1] == shape[:1] for tensor in self._tensors
+        )
+        return _arranged(
+            self._graph, self._parts, shape, arrange, take_turns=are_rows and not in_turns
+        )
 
     def _shape(self, tensor: ir.TensorProtocol) -> tuple[int, int]:
         """N, K."""
@@ -277,7 +311,11 @@ class _Matrices:
         return (columns, rows) if self._transposed else (rows, columns)
 
     def _matrices(self, array: Array) -> Array:
-        matrices = array[: self._experts] if array.ndim == 3 else array.reshape(self._experts, -1, array.shape[-1])
+        matrices = (
+            array[: self._experts]
+            if array.ndim == 3
+            else array.reshape(self._experts, -1, array.shape[-1])
+        )
         return matrices.swapaxes(1, 2) if self._transposed else matrices
 
 
@@ -312,18 +350,29 @@ def _arranged(
         tensors = [_parameter(part) for part in parts]
         in_files = rows_in_turns(tensors, name) if take_turns else None
         tensor = in_files or rearranged(tensors, shape, arrange, name)
-        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        value = ir.Value(
+            name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+        )
         graph.register_initializer(value)
     return graph.initializers[name]
 
 
 def _is_lookup(node: ir.Node) -> bool:
     """Whether `node` is a GatherND that looks constants up by a single index."""
-    if node.op_type != "GatherND" or node.attributes.get_int("batch_dims", 0) != 0 or constant(node.inputs[0]) is None:
+    if (
+        node.op_type != "GatherND"
+        or node.attributes.get_int("batch_dims", 0) != 0
+        or constant(node.inputs[0]) is None
+    ):
         return False
     indices = node.inputs[1]
     unsqueeze = producer(indices)
-    if unsqueeze is None or unsqueeze.op_type != "Unsqueeze" or indices is None or indices.shape is None:
+    if (
+        unsqueeze is None
+        or unsqueeze.op_type != "Unsqueeze"
+        or indices is None
+        or indices.shape is None
+    ):
         return False
     axes = constant(unsqueeze.inputs[1])
     return axes is not None and axes.tolist() in ([-1], [len(indices.shape) - 1])
@@ -377,7 +426,12 @@ def adapt_layers(model: ir.Model, interface: Interface, root: str) -> Interface:
         assert result is not None
         node.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
         assert node.graph is not None
-        if node.graph is model.graph and _is_by_row(states) and _is_by_row(result) and result.producer() is not None:
+        if (
+            node.graph is model.graph
+            and _is_by_row(states)
+            and _is_by_row(result)
+            and result.producer() is not None
+        ):
             layers.append(Layer(path, states, result))
         else:
             others.add(path)
@@ -389,14 +443,21 @@ def adapt_layers(model: ir.Model, interface: Interface, root: str) -> Interface:
             "max_loras out, and merge the adapter at export"
         )
     sizes = {layer.path: (_features(layer.states), _features(layer.result)) for layer in layers}
-    adapted = replace(interface, adapters=tuple(AdapterTarget(path, *both) for path, both in sizes.items()))
+    adapted = replace(
+        interface, adapters=tuple(AdapterTarget(path, *both) for path, both in sizes.items())
+    )
     add_adapters(model, adapted, layers)
     return adapted
 
 
 def _is_by_row(value: ir.Value) -> bool:
     shape = value.shape
-    return shape is not None and len(shape) == 3 and str(shape[0]) == BATCH and isinstance(shape[2], int)
+    return (
+        shape is not None
+        and len(shape) == 3
+        and str(shape[0]) == BATCH
+        and isinstance(shape[2], int)
+    )
 
 
 def _features(value: ir.Value) -> int:

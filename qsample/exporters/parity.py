@@ -32,7 +32,9 @@ from qsample.graph.weights import load_graph
 TOLERANCES: Final = {"float32": 1e-4, "float16": 3e-2}
 _PROMPT_LENGTHS: Final = (9, 4, 14)
 _BEYOND: Final = 3  # tokens by which a prompt exceeds a window: only there is a window seen to work
-_LONGEST_WINDOW: Final = 640  # from here on the prompt would cost too much, in attention that is quadratic here
+_LONGEST_WINDOW: Final = (
+    640  # from here on the prompt would cost too much, in attention that is quadratic here
+)
 _CHUNK: Final = 3  # tokens of the padded later chunk, and its padding
 _PADDING: Final = 2
 CONTINUED: Final = _CHUNK + 1  # tokens after each prompt: the chunk and a step
@@ -106,7 +108,11 @@ def rounded_up(error: float, tolerance: float) -> float:
     number of threads; without a tolerance, two digits."""
     if not 0 < error < math.inf:
         return error
-    return float(f"{error:.2g}") if tolerance == math.inf else min(10.0 ** math.ceil(math.log10(error)), tolerance)
+    return (
+        float(f"{error:.2g}")
+        if tolerance == math.inf
+        else min(10.0 ** math.ceil(math.log10(error)), tolerance)
+    )
 
 
 class Compared(NamedTuple):
@@ -119,7 +125,9 @@ class Compared(NamedTuple):
     def error(self) -> float:
         """The largest difference; NaN if either side holds a NaN. Equal infinities do not differ."""
         with np.errstate(invalid="ignore"):
-            return float(np.where(self.got == self.wanted, 0.0, np.abs(self.got - self.wanted)).max())
+            return float(
+                np.where(self.got == self.wanted, 0.0, np.abs(self.got - self.wanted)).max()
+            )
 
 
 class Difference(NamedTuple):
@@ -189,8 +197,12 @@ def check(
         parts, states = parts | with_images, states | states_with_images
     if expected.narrowed is not None:
         narrow_windows(model, expected.narrowed.windows)
-        sizes = " and ".join(f"{window} made {narrow}" for window, narrow in expected.narrowed.windows.items())
-        parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected, expected.narrowed)
+        sizes = " and ".join(
+            f"{window} made {narrow}" for window, narrow in expected.narrowed.windows.items()
+        )
+        parts[f"with a window of {sizes}"] = _beyond_windows(
+            run(model), expected, expected.narrowed
+        )
     error, scale, largest = compare(parts, interface.dtype, tolerance=tolerance, original=original)
     _compare_states(states, TOLERANCES[interface.dtype] if tolerance is None else tolerance)
     return Parity(
@@ -213,14 +225,19 @@ def compare(
     original: str = "the eager model",
 ) -> Difference:
     """How far the graph's logits are from the original's, over all calls of the `parts` by name; else as `check`."""
-    wanted = np.concatenate([np.abs(call.wanted).ravel() for calls in parts.values() for call in calls])
+    wanted = np.concatenate(
+        [np.abs(call.wanted).ravel() for calls in parts.values() for call in calls]
+    )
     scale = float(np.max(wanted, initial=0.0, where=np.isfinite(wanted)))
     # Python's max would lose a NaN that is not the first.
     error = float(np.max([call.error for calls in parts.values() for call in calls]))
     relative = TOLERANCES[dtype] if tolerance is None else tolerance
     most = relative * max(1.0, scale)
     if not error <= most:  # NaN must not pass
-        listed = [f"{name}: {', '.join(f'{call.error:.2g}' for call in calls)}" for name, calls in parts.items()]
+        listed = [
+            f"{name}: {', '.join(f'{call.error:.2g}' for call in calls)}"
+            for name, calls in parts.items()
+        ]
         raise ParityError(
             f"the exported graph's logits differ from {original}'s by {error:.3g}, more than {most:.3g} "
             f"({relative:g} of the largest logit, {scale:.3g}); {'; '.join(listed)}"
@@ -238,7 +255,9 @@ def _in_few_calls(
     prompts = [*expected.prompts, longest + continued]
     state = runner.start(len(prompts))
     logits = _logits(runner, *_ragged(prompts), state)
-    prefill = Compared(logits, np.stack([*(row[0] for row in expected.logits), expected.logits[-1][CONTINUED]]))
+    prefill = Compared(
+        logits, np.stack([*(row[0] for row in expected.logits), expected.logits[-1][CONTINUED]])
+    )
     in_one_piece = {name: values[-1:].copy() for name, values in state.items()}
 
     row = {name: values[-2:-1].copy() for name, values in state.items()}
@@ -249,7 +268,9 @@ def _in_few_calls(
     done = [0] * (len(expected.prompts) - 1) + [_CHUNK]  # tokens of each continuation
     tokens = [[row[count]] for row, count in zip(expected.continuations, done, strict=True)]
     logits = _logits(runner, *_ragged(tokens), state)
-    step = Compared(logits, np.stack([row[count + 1] for row, count in zip(expected.logits, done, strict=True)]))
+    step = Compared(
+        logits, np.stack([row[count + 1] for row, count in zip(expected.logits, done, strict=True)])
+    )
 
     row = {name: values[-1:] for name, values in state.items()}
     states = _states(interface, row, in_one_piece, len(prompts[-1]))
@@ -277,7 +298,9 @@ def _with_images(
     cut = first if interface.image.blockwise else (first + last + 1) // 2
     row = runner.start(1)
     for piece in (slice(0, cut), slice(cut, n)):
-        logits = _logits(runner, *_ragged([images.prompt[piece]]), row, _image_inputs(images, piece))
+        logits = _logits(
+            runner, *_ragged([images.prompt[piece]]), row, _image_inputs(images, piece)
+        )
     pieces = Compared(logits, images.logits[:1])
     states = _states(interface, row, in_one_piece, n)
     named = {f"{name}, with images,": state for name, state in states.items()}
@@ -340,12 +363,20 @@ def _beyond_windows(runner: GraphRunner, expected: Reference, narrowed: Narrowed
 
 
 def _logits(
-    runner: GraphRunner, ids: Array, lengths: Array, state: dict[str, Array], images: Mapping[str, Array] | None = None
+    runner: GraphRunner,
+    ids: Array,
+    lengths: Array,
+    state: dict[str, Array],
+    images: Mapping[str, Array] | None = None,
 ) -> Array:
     """[rows, V]; ParityError if a sampler in the graph does not take the largest. A NaN is left to `compare`."""
     results = runner.step(ids, lengths, state, images)
     logits = results[LOGITS.name]
-    is_greedy = "next_ids" not in results or np.array_equal(results["next_ids"][:, 0], logits.argmax(-1))
+    is_greedy = "next_ids" not in results or np.array_equal(
+        results["next_ids"][:, 0], logits.argmax(-1)
+    )
     if not is_greedy and not np.isnan(logits).any():
-        raise ParityError("the sampler at temperature 0 did not return the token with the largest logit")
+        raise ParityError(
+            "the sampler at temperature 0 did not return the token with the largest logit"
+        )
     return logits

@@ -41,7 +41,12 @@ _PARAMETERS: Final = {"batching": "per_row", "inactive_rows": "preserve"}
 
 
 def write_policy(
-    out: str | Path, vocab_size: int, *, contract: str = CONTRACT, provider: str = "cpu", overwrite: bool = False
+    out: str | Path,
+    vocab_size: int,
+    *,
+    contract: str = CONTRACT,
+    provider: str = "cpu",
+    overwrite: bool = False,
 ) -> list[Path]:
     """Write sampler, termination and state update, and `components.yaml` that declares them, and return the files.
 
@@ -65,7 +70,9 @@ def write_policy(
         for name, (identity, ports, _) in models.items()
     }
     text = yaml.safe_dump({"components": components}, sort_keys=False)
-    files: dict[str, bytes] = {f"{_FOLDER}/{name}.onnx": _as_bytes(model) for name, (_, _, model) in models.items()}
+    files: dict[str, bytes] = {
+        f"{_FOLDER}/{name}.onnx": _as_bytes(model) for name, (_, _, model) in models.items()
+    }
     return _write(Path(out), files | {COMPONENTS: text.encode()}, overwrite=overwrite)
 
 
@@ -102,15 +109,27 @@ def replace_sampler(
     found = _Component.of(path, document)
     size = found.vocab_size(document) if vocab_size is None else vocab_size
     if size is None:
-        raise ValueError(f"{path} does not say how many tokens its logits have; give vocab_size (--vocab-size)")
+        raise ValueError(
+            f"{path} does not say how many tokens its logits have; give vocab_size (--vocab-size)"
+        )
     model = _sampler(size, provider, positions=found.positions)
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.name = found.bindings[str(value.name)]
-    place = _find(root, ("pipeline", "workflow", "components", found.name, "implementation", "artifact"))
-    changed = text if place is None else text[: place.start_mark.index] + _ARTIFACT + text[place.end_mark.index :]
+    place = _find(
+        root, ("pipeline", "workflow", "components", found.name, "implementation", "artifact")
+    )
+    changed = (
+        text
+        if place is None
+        else text[: place.start_mark.index] + _ARTIFACT + text[place.end_mark.index :]
+    )
     if _artifacts(yaml.safe_load(changed)) != _artifacts(document) | {found.name: _ARTIFACT}:
-        raise PackageError(f"{path} has the file of {found.name} in a part that stands for several; edit it by hand")
-    _write(folder, {_ARTIFACT: _as_bytes(model)}, overwrite=overwrite or found.artifact == _ARTIFACT)
+        raise PackageError(
+            f"{path} has the file of {found.name} in a part that stands for several; edit it by hand"
+        )
+    _write(
+        folder, {_ARTIFACT: _as_bytes(model)}, overwrite=overwrite or found.artifact == _ARTIFACT
+    )
     _write(folder, {METADATA: changed.encode()}, overwrite=True)
     return folder / _ARTIFACT
 
@@ -140,22 +159,37 @@ class _Component:
         contracts = {name: _contract_of(component) for name, component in components.items()}
         names = [name for name, contract in contracts.items() if contract == CONTRACT]
         if len(names) != 1:
-            listed = ", ".join(f"{name}: {contract}" for name, contract in contracts.items() if contract) or "none"
+            listed = (
+                ", ".join(f"{name}: {contract}" for name, contract in contracts.items() if contract)
+                or "none"
+            )
             raise PackageError(
                 f"{path} has {len(names)} components of {CONTRACT}, and a single one is replaced ({listed:.300})"
             )
         (name,) = names
         component = components[name]
-        implementation, contract = (_mapping(path, component, key) for key in ("implementation", "contract"))
-        kind, artifact, effects = implementation.get("kind"), implementation.get("artifact"), component.get("effects")
+        implementation, contract = (
+            _mapping(path, component, key) for key in ("implementation", "contract")
+        )
+        kind, artifact, effects = (
+            implementation.get("kind"),
+            implementation.get("artifact"),
+            component.get("effects"),
+        )
         overridable = component.get("application_overridable") is True
         given = _mapping(path, contract, "parameters")
         for is_right, problem in (
             (overridable, "is not application_overridable, so its sampler may not be replaced"),
             (not effects, f"has effects, and the sampler has none: {shown(effects)}"),
-            (kind == "onnx" and isinstance(artifact, str), f"is {shown(kind)}; only an ONNX file is replaced"),
+            (
+                kind == "onnx" and isinstance(artifact, str),
+                f"is {shown(kind)}; only an ONNX file is replaced",
+            ),
             *(
-                (given.get(key) == value, f"has {key} {shown(given.get(key))}; the sampler's is {value!r}")
+                (
+                    given.get(key) == value,
+                    f"has {key} {shown(given.get(key))}; the sampler's is {value!r}",
+                )
                 for key, value in _PARAMETERS.items()
             ),
         ):
@@ -175,7 +209,11 @@ class _Component:
                 port = declared[bindings[tensor.name]]
                 axes = port.get("shape") if isinstance(port, dict) else None
                 ranks = (2, 3) if tensor.name == "logits" else (len(tensor.axes),)
-                if not isinstance(axes, list) or len(axes) not in ranks or port.get("dtype") != tensor.dtype:
+                if (
+                    not isinstance(axes, list)
+                    or len(axes) not in ranks
+                    or port.get("dtype") != tensor.dtype
+                ):
                     raise PackageError(
                         f"{path}: port {bindings[tensor.name]} of {name} is {shown(port, 120)}; the sampler's "
                         f"{tensor.name} is {tensor.dtype} with {' or '.join(map(str, ranks))} axes"
@@ -198,8 +236,13 @@ class _Component:
 def _artifacts(document: Any) -> dict[str, Any]:
     """The file of each component."""
     components = document["pipeline"]["workflow"]["components"]
-    parts = {name: component for name, component in components.items() if isinstance(component, dict)}
-    return {name: (component.get("implementation") or {}).get("artifact") for name, component in parts.items()}
+    parts = {
+        name: component for name, component in components.items() if isinstance(component, dict)
+    }
+    return {
+        name: (component.get("implementation") or {}).get("artifact")
+        for name, component in parts.items()
+    }
 
 
 def _logit_sizes(document: Any) -> Iterator[int]:
@@ -221,7 +264,9 @@ def _mapping(path: Path, value: Any, *keys: str) -> dict[str, Any]:
     for index, key in enumerate(keys):
         value = value.get(key) if isinstance(value, dict) else None
         if not isinstance(value, dict):
-            raise PackageError(f"{path} has no {'.'.join(keys[: index + 1])}; it is not the metadata of a workflow")
+            raise PackageError(
+                f"{path} has no {'.'.join(keys[: index + 1])}; it is not the metadata of a workflow"
+            )
     result: dict[str, Any] = value
     return result
 
@@ -235,9 +280,13 @@ def _find(node: Any, keys: tuple[str, ...]) -> Any:
     return node
 
 
-def _declaration(identity: str, artifact: str, ports: GraphSpec, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _declaration(
+    identity: str, artifact: str, ports: GraphSpec, sizes: Mapping[str, int]
+) -> dict[str, Any]:
     def declared(name: str, dtype: str, axes: tuple[Any, ...]) -> dict[str, Any]:
-        aligned = {"batch_layout": {"kind": "request_aligned", "axis": 0}} if axes[0] == "batch" else {}
+        aligned = (
+            {"batch_layout": {"kind": "request_aligned", "axis": 0}} if axes[0] == "batch" else {}
+        )
         return {"dtype": dtype, "shape": [sizes.get(axis, axis) for axis in axes], **aligned}
 
     sides = {
@@ -270,18 +319,24 @@ def _write(folder: Path, files: Mapping[str, bytes], *, overwrite: bool) -> list
     paths = [folder / name for name in files]
     taken = [path for path in paths if os.path.lexists(path)]
     if taken and not overwrite:
-        raise PackageError(f"{taken[0]} exists; give overwrite (--overwrite) to replace it, or another folder")
+        raise PackageError(
+            f"{taken[0]} exists; give overwrite (--overwrite) to replace it, or another folder"
+        )
     try:
         with full_disk_named(folder):
             for path in paths:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not path.parent.resolve().is_relative_to(folder.resolve()):
-                    raise PackageError(f"{path.parent} is a link that leads out of {folder}; remove it")
+                    raise PackageError(
+                        f"{path.parent} is a link that leads out of {folder}; remove it"
+                    )
             with ScratchFolder(folder) as scratch:
                 for path, content in zip(paths, files.values(), strict=True):
                     made = scratch.new / path.name
                     made.write_bytes(content)
                     made.replace(path)
     except OSError as error:
-        raise PackageError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
+        raise PackageError(
+            f"cannot write to {folder}: {error.strerror}; choose another folder"
+        ) from error
     return paths

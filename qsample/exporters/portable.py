@@ -16,7 +16,15 @@ from onnx_ir.passes import common as common_passes
 
 import qsample
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import BATCH, CAPACITY, CAPACITY_INPUT, NOISE_STREAMS, SEED, VOCAB, TensorSpec
+from qsample.contract.tensors import (
+    BATCH,
+    CAPACITY,
+    CAPACITY_INPUT,
+    NOISE_STREAMS,
+    SEED,
+    VOCAB,
+    TensorSpec,
+)
 from qsample.errors import ParityError, QsampleError
 from qsample.exporters import parity
 from qsample.graph.join import append_sampler
@@ -94,7 +102,10 @@ def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = Fal
         versions=_versions(draft.libraries),
         token_ids=draft.token_ids,
         max_position_embeddings=draft.max_position_embeddings,
-        parity={**asdict(figures), "max_error": parity.rounded_up(figures.max_error, figures.tolerance)},
+        parity={
+            **asdict(figures),
+            "max_error": parity.rounded_up(figures.max_error, figures.tolerance),
+        },
         packed_weights=packed,
         images=draft.images,
     )
@@ -129,7 +140,9 @@ def packed_weights(model: ir.Model) -> dict[str, Any] | None:
         "matrices": len(packed),
         "bits": sorted({node.attributes.get_int("bits", 4) for node in packed}),
         "block_sizes": sorted({node.attributes.get_int("block_size", 32) for node in packed}),
-        "bytes": sum(value.const_value.nbytes for value in weights if value.const_value is not None),
+        "bytes": sum(
+            value.const_value.nbytes for value in weights if value.const_value is not None
+        ),
     }
 
 
@@ -142,17 +155,25 @@ def _versions(libraries: Sequence[str]) -> dict[str, str]:
 def build_initial_state(interface: Interface) -> ir.Model:
     """`initial_state.onnx`: `seed` int64 [B], any value, and `capacity` int64 scalar, T >= 1 → every retained state."""
     seed, capacity = _input(SEED), _input(CAPACITY_INPUT)
-    graph = ir.Graph([seed, capacity], [], nodes=[], opset_imports={"": OPSET}, name="initial_state")
+    graph = ir.Graph(
+        [seed, capacity], [], nodes=[], opset_imports={"": OPSET}, name="initial_state"
+    )
     with building(graph):
         rows, length = size(Tensor(seed), 0), Tensor(capacity).reshape(1)
         sizes: Sizes = {BATCH: rows, CAPACITY: length, VOCAB: [interface.vocab_size]}
         for spec in interface.initial_state.outputs:
             stream = NOISE_STREAMS.get(spec.name)
-            start = _zeros(spec, sizes) if stream is None else noise_buffer(Tensor(seed), Tensor(capacity), stream)
+            start = (
+                _zeros(spec, sizes)
+                if stream is None
+                else noise_buffer(Tensor(seed), Tensor(capacity), stream)
+            )
             value = start.value
             value.name = spec.name
             value.dtype = _dtype(spec)
-            value.shape = ir.Shape([interface.vocab_size if axis == VOCAB else axis for axis in spec.axes])
+            value.shape = ir.Shape(
+                [interface.vocab_size if axis == VOCAB else axis for axis in spec.axes]
+            )
             graph.outputs.append(value)
     model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="qsample")
     common_passes.ClearMetadataAndDocStringPass()(model)  # the builder's scopes
@@ -160,7 +181,9 @@ def build_initial_state(interface: Interface) -> ir.Model:
 
 
 def _zeros(spec: TensorSpec, sizes: Sizes) -> Tensor:
-    shape = op("Concat", *(sizes[axis] if isinstance(axis, str) else [axis] for axis in spec.axes), axis=0)
+    shape = op(
+        "Concat", *(sizes[axis] if isinstance(axis, str) else [axis] for axis in spec.axes), axis=0
+    )
     # ConstantOfShape lacks bfloat16 on some execution providers; Cast has it.
     dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
     return op("ConstantOfShape", shape, value=ir.tensor(np.zeros(1, dtype=dtype))).to(_dtype(spec))

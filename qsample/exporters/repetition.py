@@ -19,7 +19,14 @@ from torch import Tensor
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import retained_name
 from qsample.graph.edit import ancestors, constant_value, copy_node, reads
-from qsample.transforms.markers import GROUP, LAYER, LAYER_BEGIN, LAYER_END, MARKER_DOMAIN, REPEATED_LAYER
+from qsample.transforms.markers import (
+    GROUP,
+    LAYER,
+    LAYER_BEGIN,
+    LAYER_END,
+    MARKER_DOMAIN,
+    REPEATED_LAYER,
+)
 from qsample.transforms.repeated_layers import DecoderLayers, RepeatedLayers
 
 # A number of a tensor becomes a size, and torch may reason about it: JetMoE's rows of each expert.
@@ -41,14 +48,18 @@ class Repetition:
     def copied_states(self) -> dict[str, str]:
         """The name of each state outside of the trace → the name of the first layer's."""
         names = self.layers.state_names
-        pairs = [(names(layer), names(group.first)) for group in self.groups for layer in group.others]
+        pairs = [
+            (names(layer), names(group.first)) for group in self.groups for layer in group.others
+        ]
         return {name: like for pair in pairs for name, like in zip(*pair, strict=True)}
 
 
 def open_weights(model: ir.Model, repetition: Repetition) -> dict[str, ir.Value]:
     """Make the weights of the first layer of each group inputs of `model`, in place; returns them by name."""
     graph = model.graph
-    names = [group.prefix(group.first) + name for group in repetition.groups for name in group.weights]
+    names = [
+        group.prefix(group.first) + name for group in repetition.groups for name in group.weights
+    ]
     opened = {name: graph.initializers.pop(name) for name in names if name in graph.initializers}
     for value in opened.values():
         value.const_value = None
@@ -57,7 +68,11 @@ def open_weights(model: ir.Model, repetition: Repetition) -> dict[str, ir.Value]
 
 
 def repeat_layers(
-    model: ir.Model, repetition: Repetition, opened: Mapping[str, ir.Value], traced: GraphSpec, spec: GraphSpec
+    model: ir.Model,
+    repetition: Repetition,
+    opened: Mapping[str, ir.Value],
+    traced: GraphSpec,
+    spec: GraphSpec,
 ) -> None:
     """Put copies of first layers in the places of the other layers' nodes, in place. opened: the result of
     `open_weights`; it becomes constants again. `traced` describes the inputs and outputs before, `spec` after. Raises
@@ -71,7 +86,9 @@ def repeat_layers(
     added: dict[str, ir.Value] = {}
     markers = {node for node in graph if node.domain == MARKER_DOMAIN and GROUP in node.attributes}
     for number, group in enumerate(repetition.groups):
-        own = [node for node in graph if node in markers and node.attributes[GROUP].as_int() == number]
+        own = [
+            node for node in graph if node in markers and node.attributes[GROUP].as_int() == number
+        ]
         first = _first_layer(graph, group, own, markers, opened)
         for node in own:
             if node.op_type == REPEATED_LAYER:
@@ -110,16 +127,26 @@ def _first_layer(
     """own: the markers of `group`, in graph order."""
     placed = [node.attributes[LAYER].as_int() for node in own if node.op_type == REPEATED_LAYER]
     if placed != [*group.others]:
-        raise NotRepeatedError(f"the model runs the layers {placed} of {group.others}, in this order")
+        raise NotRepeatedError(
+            f"the model runs the layers {placed} of {group.others}, in this order"
+        )
     (begin,) = (node for node in own if node.op_type == LAYER_BEGIN)
     (end,) = (node for node in own if node.op_type == LAYER_END)
     prefix = group.prefix(group.first)
-    weights = {value: name.removeprefix(prefix) for name, value in opened.items() if name.startswith(prefix)}
+    weights = {
+        value: name.removeprefix(prefix)
+        for name, value in opened.items()
+        if name.startswith(prefix)
+    }
     nodes = _nodes(graph, begin, end, {*weights}, markers)
     read = {value for node in nodes for value in node.inputs}
     outputs = [value for value in end.inputs if value is not None]
     return _FirstLayer(
-        group, begin.outputs, outputs, {value: weights[value] for value in weights if value in read}, nodes
+        group,
+        begin.outputs,
+        outputs,
+        {value: weights[value] for value in weights if value in read},
+        nodes,
     )
 
 
@@ -155,7 +182,9 @@ def _nodes(
         if node is end or inside.isdisjoint(reads(node)):
             continue
         if node not in needed or node in markers:
-            raise NotRepeatedError(f"{node.name} is outside of a layer and reads what is computed inside")
+            raise NotRepeatedError(
+                f"{node.name} is outside of a layer and reads what is computed inside"
+            )
         if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
             raise NotRepeatedError(f"{node.name} has a graph of its own")
         if _SCALAR in node.metadata_props.get(_TORCH_NODE, ""):
@@ -168,13 +197,19 @@ def _nodes(
     return nodes
 
 
-def _copy(node: ir.Node, copies: dict[ir.Value, ir.Value], group: RepeatedLayers, layer: int) -> ir.Node:
+def _copy(
+    node: ir.Node, copies: dict[ir.Value, ir.Value], group: RepeatedLayers, layer: int
+) -> ir.Node:
     """A copy of a node of the first layer of `group`, for `layer`."""
     copy = copy_node(node, copies, f"layer{layer}")
     first, own = f"{group.path}.{group.first}", f"{group.path}.{layer}"
-    copy.metadata_props.update((key, text.replace(first, own)) for key, text in node.metadata_props.items())
+    copy.metadata_props.update(
+        (key, text.replace(first, own)) for key, text in node.metadata_props.items()
+    )
     for value in copy.outputs:
-        value.shape = None if value.shape is None else value.shape.copy()  # passes change shapes in place
+        value.shape = (
+            None if value.shape is None else value.shape.copy()
+        )  # passes change shapes in place
     return copy
 
 

@@ -37,7 +37,15 @@ _TRACE_SIZES: Final = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, IMAGE_TOKENS: 5}
 _REASON = 400  # characters of the exporter's message
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 # The operators that ONNX Runtime's CPU has for bfloat16.
-_OF_BFLOAT16: Final = ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Transpose")
+_OF_BFLOAT16: Final = (
+    "Cast",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Flatten",
+    "Identity",
+    "Transpose",
+)
 _ROUNDS: Final = 2  # a rule makes constants, and folding these makes work for rules
 
 # onnxscript's rules except the rules that round: batch norms into their neighbours, and its version of `_exact_no_ops`.
@@ -87,7 +95,9 @@ class _InOrder(nn.Module):
         self.copied: Mapping[str, str] = {}
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        results = self.module({**inputs, **{name: inputs[like] for name, like in self.copied.items()}})
+        results = self.module(
+            {**inputs, **{name: inputs[like] for name, like in self.copied.items()}}
+        )
         return tuple(results[name] for name in self.output_names)
 
 
@@ -140,8 +150,13 @@ def _trace_first_layers(
     groups = find_repeated_layers(root, layers)
     if not groups:
         return None
-    weights = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
-    repetition = Repetition(groups, layers, {name: tensor for named in weights for name, tensor in named})
+    weights = (
+        root.named_parameters(remove_duplicate=False),
+        root.named_buffers(remove_duplicate=False),
+    )
+    repetition = Repetition(
+        groups, layers, {name: tensor for named in weights for name, tensor in named}
+    )
     copied = repetition.copied_states()
     traced = replace(spec, states=tuple(state for state in spec.states if state.name not in copied))
     try:
@@ -169,13 +184,34 @@ def _export(
     """The graph of `root` as torch writes it. copied: as in `_InOrder`. examples: as in `trace`."""
     root.output_names, root.copied = spec.output_names, copied
     given = (*spec.inputs, *spec.states)
-    inputs = {**{one.name: _example(one, sizes) for one in given if one.name not in examples}, **examples}
+    inputs = {
+        **{one.name: _example(one, sizes) for one in given if one.name not in examples},
+        **examples,
+    }
     # torch.export finds out by itself of what number the size of another axis has to be a multiple.
-    free = {axis for tensor in given for axis in tensor.axes if isinstance(axis, str) and axis not in sizes}
-    dims = {axis: torch.export.Dim(axis) if axis in _TRACE_SIZES else torch.export.Dim.DYNAMIC for axis in free}
-    shapes = {tensor.name: {i: dims[axis] for i, axis in enumerate(tensor.axes) if axis in dims} for tensor in given}
-    with torch.no_grad(), warnings.catch_warnings(), _without_torchvision_notice(), _without_graphs_of_failures():
-        warnings.simplefilter("ignore")  # the exporter warns of deprecations in itself; no user can act on them
+    free = {
+        axis
+        for tensor in given
+        for axis in tensor.axes
+        if isinstance(axis, str) and axis not in sizes
+    }
+    dims = {
+        axis: torch.export.Dim(axis) if axis in _TRACE_SIZES else torch.export.Dim.DYNAMIC
+        for axis in free
+    }
+    shapes = {
+        tensor.name: {i: dims[axis] for i, axis in enumerate(tensor.axes) if axis in dims}
+        for tensor in given
+    }
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        _without_torchvision_notice(),
+        _without_graphs_of_failures(),
+    ):
+        warnings.simplefilter(
+            "ignore"
+        )  # the exporter warns of deprecations in itself; no user can act on them
         try:
             program = torch.onnx.export(
                 root,
@@ -205,7 +241,11 @@ def compute_in_float32(model: ir.Model) -> bool:
     modified = False
     for node in list(model.graph.all_nodes()):
         values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-        if node.domain or node.op_type in _OF_BFLOAT16 or all(value.dtype != _BFLOAT16 for value in values):
+        if (
+            node.domain
+            or node.op_type in _OF_BFLOAT16
+            or all(value.dtype != _BFLOAT16 for value in values)
+        ):
             continue
         modified = True
         assert node.graph is not None

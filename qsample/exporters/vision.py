@@ -36,7 +36,9 @@ _SIZES: Final = ((2, 3), (5, 6), (1, 7))
 _TILES: Final = ((1, 2), (1, 1), (3, 1))
 
 
-def write_vision(model: PreTrainedModel, folder: Path, interface: Interface, *, refer: bool = False) -> dict[str, Any]:
+def write_vision(
+    model: PreTrainedModel, folder: Path, interface: Interface, *, refer: bool = False
+) -> dict[str, Any]:
     """Write vision.onnx and its weights into `folder`, compare it, and return the figures for the manifest's `parity`.
 
     Args:
@@ -48,8 +50,16 @@ def write_vision(model: PreTrainedModel, folder: Path, interface: Interface, *, 
     """
     module, spec = vision_module(model).eval(), interface.vision
     example = module.example
-    axes = {axis: size for one in spec.inputs for axis, size in zip(one.axes, example[one.name].shape, strict=True)}
-    sizes = {axis: int(size) for axis, size in axes.items() if isinstance(axis, str) and axis not in module.free}
+    axes = {
+        axis: size
+        for one in spec.inputs
+        for axis, size in zip(one.axes, example[one.name].shape, strict=True)
+    }
+    sizes = {
+        axis: int(size)
+        for axis, size in axes.items()
+        if isinstance(axis, str) and axis not in module.free
+    }
     graph = trace(module, spec, sizes, examples=example)
     fill_placeholders(graph)
     compute_in_float32(graph)
@@ -64,7 +74,9 @@ def write_vision(model: PreTrainedModel, folder: Path, interface: Interface, *, 
     return compare_vision(model, module, folder, interface.dtype)
 
 
-def compare_vision(model: PreTrainedModel, module: VisionModule, folder: Path, dtype: str) -> dict[str, Any]:
+def compare_vision(
+    model: PreTrainedModel, module: VisionModule, folder: Path, dtype: str
+) -> dict[str, Any]:
     """The figures of a passed comparison of vision.onnx in `folder` with `model`; else as `write_vision`."""
     images = [module.image(*size) for size in (_TILES if module.by_tiles else _SIZES)]
     wanted = list(_features(model, module, images))
@@ -75,7 +87,12 @@ def compare_vision(model: PreTrainedModel, module: VisionModule, folder: Path, d
         session = vision_session(folder, level)
         results = [session.features(image.pixels.numpy(), image.grid) for image in images]
         return float(
-            np.max([furthest(got.astype(np.float32), rows) for got, rows in zip(results, wanted, strict=True)])
+            np.max(
+                [
+                    furthest(got.astype(np.float32), rows)
+                    for got, rows in zip(results, wanted, strict=True)
+                ]
+            )
         )
 
     found = error()
@@ -98,11 +115,14 @@ def compare_vision(model: PreTrainedModel, module: VisionModule, folder: Path, d
 def _sizes_of(image: RandomImage) -> dict[str, list[int]]:
     """The shape of the pixels, and the grid itself."""
     return {
-        name: list(tensor.shape) if name == PIXEL_VALUES else tensor.tolist() for name, tensor in image.inputs.items()
+        name: list(tensor.shape) if name == PIXEL_VALUES else tensor.tolist()
+        for name, tensor in image.inputs.items()
     }
 
 
-def _features(model: PreTrainedModel, module: VisionModule, images: list[RandomImage]) -> Iterator[Array]:
+def _features(
+    model: PreTrainedModel, module: VisionModule, images: list[RandomImage]
+) -> Iterator[Array]:
     """[F, C] float32 of each image, as transformers computes it from the pixels."""
     inner: Any = model.base_model
     with torch.no_grad(), computing(), attention_of(module.tower, "eager"):

@@ -21,7 +21,15 @@ from onnx_ir.passes import common as common_passes
 from qsample.contract.interface import Interface, adapter_ids, adapter_names, kind_of, ranks_axis
 from qsample.contract.tensors import ADAPTER, BATCH
 from qsample.errors import CompileError
-from qsample.graph.edit import copy_node, initializer, insert, producer, put_behind, replace_outputs, reshape_target
+from qsample.graph.edit import (
+    copy_node,
+    initializer,
+    insert,
+    producer,
+    put_behind,
+    replace_outputs,
+    reshape_target,
+)
 from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib, is_matmul_nbits
 from qsample.graph.packed import offsets_of
 from qsample.graph.weights import JoinedTensor
@@ -52,22 +60,38 @@ class _Adapters:
 
     def __init__(self, model: ir.Model, interface: Interface) -> None:
         self._graph, self._dtype = model.graph, _dtype(interface.dtype)
-        self._inputs = {spec.name: _like(spec.axes, _dtype(spec.dtype), spec.name) for spec in interface.adapter_inputs}
+        self._inputs = {
+            spec.name: _like(spec.axes, _dtype(spec.dtype), spec.name)
+            for spec in interface.adapter_inputs
+        }
         model.graph.inputs.extend(self._inputs.values())
         model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
         zero = np.zeros((), self._dtype.numpy())
         self._zero = initializer(model.graph, f"adapter_zero_{interface.dtype}", zero)
-        first, graph, int32, boolean = next(iter(model.graph)), model.graph, ir.DataType.INT32, ir.DataType.BOOL
-        given, shape, rows = self._inputs[ADAPTER.name], reshape_target(graph, [-1, 1, 1]), (BATCH, 1, 1)
+        first, graph, int32, boolean = (
+            next(iter(model.graph)),
+            model.graph,
+            ir.DataType.INT32,
+            ir.DataType.BOOL,
+        )
+        given, shape, rows = (
+            self._inputs[ADAPTER.name],
+            reshape_target(graph, [-1, 1, 1]),
+            (BATCH, 1, 1),
+        )
         row = insert(first, "Reshape", [given, shape], rows, dtype=int32, name="adapter.row")
-        none, nobody = (initializer(graph, f"adapter_{n}", np.array(n, np.int32)) for n in (0, _NOBODY))
+        none, nobody = (
+            initializer(graph, f"adapter_{n}", np.array(n, np.int32)) for n in (0, _NOBODY)
+        )
         # Adapter 0 always means no adapter, even if the host gives that id to unused ranks.
         has = insert(first, "Greater", [row, none], rows, dtype=boolean, name="adapter.any")
         own = insert(first, "Where", [has, row, nobody], rows, dtype=int32, name="adapter.number")
         self._masks = {}
         for kind in interface.adapter_kinds:
             shape_of_mask, ids = (BATCH, 1, ranks_axis(kind)), self._inputs[adapter_ids(kind).name]
-            self._masks[kind] = insert(first, "Equal", [own, ids], shape_of_mask, dtype=boolean, name=f"adapter.{kind}")
+            self._masks[kind] = insert(
+                first, "Equal", [own, ids], shape_of_mask, dtype=boolean, name=f"adapter.{kind}"
+            )
 
     def add(self, layers: Iterable[Sequence[Layer]]) -> None:
         """layers: alone, or several whose results lie next to each other in a joint result."""
@@ -79,7 +103,9 @@ class _Adapters:
             changes = [self._product(node, part) for part in parts]
             change = changes[0]
             if len(changes) > 1:
-                change = insert(node, "Concat", changes, result.shape, {"axis": -1}, name=f"{name}.joint")
+                change = insert(
+                    node, "Concat", changes, result.shape, {"axis": -1}, name=f"{name}.joint"
+                )
             node.replace_input_with(1, change)
 
     def _product(self, before: ir.Node, layer: Layer) -> ir.Value:
@@ -92,16 +118,26 @@ class _Adapters:
         rows = [batch, sizes[-1 if layer.transposed else 0]]
         turned, narrow = {"transA": int(layer.transposed), "transB": 1}, [*rows, a.shape[0]]
 
-        def put(op_type: str, inputs: list[ir.Value], shape: list[Any], part: str, **more: Any) -> ir.Value:
-            return insert(before, op_type, inputs, shape, dtype=self._dtype, name=f"{name}.{part}", **more)
+        def put(
+            op_type: str, inputs: list[ir.Value], shape: list[Any], part: str, **more: Any
+        ) -> ir.Value:
+            return insert(
+                before, op_type, inputs, shape, dtype=self._dtype, name=f"{name}.{part}", **more
+            )
 
-        down = put(_FUSED, [layer.states, a], narrow, "down", attributes=turned, domain=CONTRIB_DOMAIN)
+        down = put(
+            _FUSED, [layer.states, a], narrow, "down", attributes=turned, domain=CONTRIB_DOMAIN
+        )
         own = put("Where", [self._masks[kind], down, self._zero], narrow, "own")
         factor = {"alpha": layer.factor}
-        return put(_FUSED, [own, b], [*rows, b.shape[1]], "up", attributes=factor, domain=CONTRIB_DOMAIN)
+        return put(
+            _FUSED, [own, b], [*rows, b.shape[1]], "up", attributes=factor, domain=CONTRIB_DOMAIN
+        )
 
 
-def _like(shape: Sequence[int | str | ir.SymbolicDim], dtype: ir.DataType, name: str | None = None) -> ir.Value:
+def _like(
+    shape: Sequence[int | str | ir.SymbolicDim], dtype: ir.DataType, name: str | None = None
+) -> ir.Value:
     return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
 
 
@@ -126,7 +162,9 @@ def split_adapters(model: ir.Model, interface: Interface) -> list[tuple[str, str
         assert result is not None
         weight = _weight_of(result)
         if weight is None or weight.const_value is None:
-            raise CompileError(f"adapters cannot change {cut[node]}, which is no product with a matrix of this graph")
+            raise CompileError(
+                f"adapters cannot change {cut[node]}, which is no product with a matrix of this graph"
+            )
         weight.const_value.name = weight.name  # for the time when it is a part
         found.append((cut[node], str(weight.name)))
         node.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
@@ -137,10 +175,14 @@ def split_adapters(model: ir.Model, interface: Interface) -> list[tuple[str, str
     return found
 
 
-def join_adapters(model: ir.Model, interface: Interface, weights: Iterable[tuple[str, str]]) -> None:
+def join_adapters(
+    model: ir.Model, interface: Interface, weights: Iterable[tuple[str, str]]
+) -> None:
     """The inverse of `split_adapters`, in place, for its result `weights` and the graph's `interface`. Passes may have
     changed the graph: products may be joined, their weights packed. Raises CompileError if a layer is gone."""
-    waiting: defaultdict[str, list[str]] = defaultdict(list)  # a weight → the layers that have it, in order
+    waiting: defaultdict[str, list[str]] = defaultdict(
+        list
+    )  # a weight → the layers that have it, in order
     for path, weight in weights:
         waiting[weight].append(path)
     found = []
@@ -153,7 +195,9 @@ def join_adapters(model: ir.Model, interface: Interface, weights: Iterable[tuple
             found.append(_layers(node, paths))
     missing = [path for paths in waiting.values() for path in paths]
     if missing:
-        raise CompileError(f"adapters cannot change {', '.join(missing[:3])}, whose products were fused with others")
+        raise CompileError(
+            f"adapters cannot change {', '.join(missing[:3])}, whose products were fused with others"
+        )
     _Adapters(model, interface).add(found)
 
 
@@ -169,7 +213,10 @@ def _layers(node: ir.Node, paths: Sequence[str | None]) -> list[Layer]:
         raise CompileError(
             f"adapters cannot change {known}: {node.name}, its product here, is not only theirs, row by row"
         )
-    factor, transposed = node.attributes.get_float("alpha", 1.0), bool(node.attributes.get_int("transA", 0))
+    factor, transposed = (
+        node.attributes.get_float("alpha", 1.0),
+        bool(node.attributes.get_int("transA", 0)),
+    )
     return [Layer(path, states, result, factor, transposed) for path in paths if path is not None]
 
 
@@ -204,12 +251,22 @@ def branch_where_adapters_are(model: ir.Model, interface: Interface) -> bool:
     the products give zeros, made and added in three passes over all results. The branch copies each once."""
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs}
-    kinds = {inputs[adapter_names(target.path)[1]]: target.kind for target in interface.adapters}  # of each matrix B
+    kinds = {
+        inputs[adapter_names(target.path)[1]]: target.kind for target in interface.adapters
+    }  # of each matrix B
     order = {node: place for place, node in enumerate(graph)}
-    found = [(node, sorted(made, key=order.__getitem__)) for node in order if (made := _added(node, kinds))]
+    found = [
+        (node, sorted(made, key=order.__getitem__))
+        for node in order
+        if (made := _added(node, kinds))
+    ]
     conditions: dict[tuple[str, ...], ir.Value] = {}
     for total, products in found:
-        own = tuple(dict.fromkeys(kinds[value] for node in products for value in node.inputs if value in kinds))
+        own = tuple(
+            dict.fromkeys(
+                kinds[value] for node in products for value in node.inputs if value in kinds
+            )
+        )
         if own not in conditions:
             conditions[own] = _any_ranks(graph, [inputs[adapter_ids(kind).name] for kind in own])
         copies: dict[ir.Value, ir.Value] = {}
@@ -217,7 +274,10 @@ def branch_where_adapters_are(model: ir.Model, interface: Interface) -> bool:
         same = ir.node("Identity", [total.inputs[0]], name=f"{total.name}.none")
         same.outputs[0].name, same.outputs[0].type = same.name, total.outputs[0].type
         sides = [
-            ir.AttrGraph(side, ir.Graph([], list(nodes[-1].outputs), nodes=nodes, name=f"{total.name}.{side}"))
+            ir.AttrGraph(
+                side,
+                ir.Graph([], list(nodes[-1].outputs), nodes=nodes, name=f"{total.name}.{side}"),
+            )
             for side, nodes in (("then_branch", added), ("else_branch", [same]))
         ]
         branch = ir.Node("", "If", [conditions[own]], sides, num_outputs=1, name=f"{total.name}.if")
@@ -234,7 +294,11 @@ def _added(total: ir.Node, kinds: dict[ir.Value, str]) -> set[ir.Node]:
         return set()
     found = {last}
     for up in map(producer, last.inputs) if last.op_type == "Concat" else (last,):
-        own = producer(up.inputs[0]) if up is not None and len(up.inputs) > 1 and up.inputs[1] in kinds else None
+        own = (
+            producer(up.inputs[0])
+            if up is not None and len(up.inputs) > 1 and up.inputs[1] in kinds
+            else None
+        )
         down = producer(own.inputs[1]) if own is not None else None
         if up is None or own is None or down is None:
             return set()

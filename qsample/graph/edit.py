@@ -19,17 +19,23 @@ def initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     """The initializer `name` of `graph`, made from `array` unless it is there already."""
     if name not in graph.initializers:
         # ascontiguousarray gives a scalar an axis
-        graph.register_initializer(constant_value(name, ir.tensor(np.asarray(array, order="C"), name=name)))
+        graph.register_initializer(
+            constant_value(name, ir.tensor(np.asarray(array, order="C"), name=name))
+        )
     return graph.initializers[name]
 
 
-def lazy_initializer(name: str, shape: Iterable[int], dtype: ir.DataType, compute: Callable[[], Array]) -> ir.Value:
+def lazy_initializer(
+    name: str, shape: Iterable[int], dtype: ir.DataType, compute: Callable[[], Array]
+) -> ir.Value:
     """An initializer to register; its numbers are computed whenever they are read, as by saving, and not kept."""
 
     def tensor() -> ir.TensorProtocol:
         return ir.Tensor(compute(), dtype=dtype, name=name)
 
-    return constant_value(name, ir.LazyTensor(tensor, dtype=dtype, shape=ir.Shape(shape), name=name))
+    return constant_value(
+        name, ir.LazyTensor(tensor, dtype=dtype, shape=ir.Shape(shape), name=name)
+    )
 
 
 def constant_value(name: str, tensor: ir.TensorProtocol) -> ir.Value:
@@ -109,7 +115,12 @@ def reshape(before: ir.Node, source: ir.Value, sizes: Sequence[int]) -> ir.Value
     assert source.shape is not None
     assert before.graph is not None
     kept = list(source.shape)[: list(sizes).count(0)]
-    return insert(before, "Reshape", [source, reshape_target(before.graph, sizes)], [*kept, *sizes[len(kept) :]])
+    return insert(
+        before,
+        "Reshape",
+        [source, reshape_target(before.graph, sizes)],
+        [*kept, *sizes[len(kept) :]],
+    )
 
 
 def reshape_target(graph: ir.Graph, sizes: Sequence[int]) -> ir.Value:
@@ -178,7 +189,9 @@ def part_of(value: ir.Value | None) -> Part | None:
     if node.op_type == "Slice":
         numbers = [constant(number) for number in node.inputs[1:]]
         if all(number is not None and number.size == 1 for number in numbers) and len(numbers) >= 3:
-            start, stop, axis, *step = (int(number.item()) for number in numbers if number is not None)
+            start, stop, axis, *step = (
+                int(number.item()) for number in numbers if number is not None
+            )
             size = source.shape[last]
             if axis in (-1, last) and step in ([], [1]) and start >= 0 and isinstance(size, int):
                 return Part(source, start, min(stop, size) if stop >= 0 else size + stop)
@@ -260,7 +273,10 @@ def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> bool:
 
 
 def _values(model: ir.Model) -> list[ir.Value]:
-    return [*model.graph.inputs, *(output for node in model.graph.all_nodes() for output in node.outputs)]
+    return [
+        *model.graph.inputs,
+        *(output for node in model.graph.all_nodes() for output in node.outputs),
+    ]
 
 
 def _fixed(dim: int | ir.SymbolicDim, sizes: Mapping[str, int]) -> int | ir.SymbolicDim:

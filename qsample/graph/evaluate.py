@@ -16,7 +16,9 @@ from qsample.ort.providers import CPU
 class GraphPart:
     """The part of `model` between `given` and `wanted`, its constants copied. inputs: graph inputs that it reads."""
 
-    def __init__(self, model: ir.Model, wanted: Iterable[ir.Value], given: Iterable[ir.Value] = ()) -> None:
+    def __init__(
+        self, model: ir.Model, wanted: Iterable[ir.Value], given: Iterable[ir.Value] = ()
+    ) -> None:
         wanted, self._given = list(wanted), list(given)
         self.inputs = inputs_of(wanted, self._given)
         part = ir.convenience.extract(model.graph, [*self._given, *self.inputs.values()], wanted)
@@ -32,17 +34,27 @@ class GraphPart:
         )
 
     def __call__(
-        self, feeds: Mapping[str, Array], axes: Mapping[str, int], in_place: Mapping[str, Array] | None = None
+        self,
+        feeds: Mapping[str, Array],
+        axes: Mapping[str, int],
+        in_place: Mapping[str, Array] | None = None,
     ) -> list[Array]:
         """The values wanted. feeds: values by name, by default zeros. axes: the size of each named axis. in_place:
         arrays that take some of the values wanted, by name; they may be feeds, too."""
-        rest = {name: zeros(value, axes) for name, value in self.inputs.items() if name not in feeds}
+        rest = {
+            name: zeros(value, axes) for name, value in self.inputs.items() if name not in feeds
+        }
         wanted = {str(value.name) for value in self._given} | self.inputs.keys()
         given = {name: array for name, array in feeds.items() if name in wanted}
         own = in_place or {}
-        inputs = {name: _on_cpu(np.ascontiguousarray(array)) for name, array in (given | rest).items()}
+        inputs = {
+            name: _on_cpu(np.ascontiguousarray(array)) for name, array in (given | rest).items()
+        }
         outputs = {name: _on_cpu(array) for name, array in own.items()}
-        binding, names = self._session.io_binding(), [output.name for output in self._session.get_outputs()]
+        binding, names = (
+            self._session.io_binding(),
+            [output.name for output in self._session.get_outputs()],
+        )
         for name, value in inputs.items():
             binding.bind_ortvalue_input(name, value)
         for name in names:

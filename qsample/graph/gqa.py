@@ -59,19 +59,34 @@ def set_inputs(attention: ir.Node, inputs: Mapping[Slot, ir.Value | None]) -> No
 
 WINDOW: Final = "local_window_size"
 _MASK_RANK: Final = 4
-_ARITHMETIC: Final = ("Add", "Sub", "Div", "Mod", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
+_ARITHMETIC: Final = (
+    "Add",
+    "Sub",
+    "Div",
+    "Mod",
+    "Less",
+    "LessOrEqual",
+    "Greater",
+    "GreaterOrEqual",
+)
 
 
 def narrow_windows(model: ir.Model, windows: Mapping[int, int]) -> int:
     """Replace each window that is a key of `windows` by its value, in place. Returns the number of places."""
-    numbers = {sign * window: sign * narrow for window, narrow in windows.items() for sign in (1, -1)}
+    numbers = {
+        sign * window: sign * narrow for window, narrow in windows.items() for sign in (1, -1)
+    }
     places = 0
     for attention in attentions(model.graph):
         if (window := attention.attributes.get_int(WINDOW, -1)) in windows:
             attention.attributes[WINDOW] = ir.AttrInt64(WINDOW, windows[window])
             places += 1
     for node in model.graph:
-        if node.op_type not in _ARITHMETIC or node.domain or not any(_is_mask(value) for value in node.inputs):
+        if (
+            node.op_type not in _ARITHMETIC
+            or node.domain
+            or not any(_is_mask(value) for value in node.inputs)
+        ):
             continue
         for index, value in enumerate(node.inputs):
             number = constant(value)

@@ -33,8 +33,12 @@ class _Nodes:
         self._graph, self._name = graph, name
 
     def __call__(self, op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> ir.Value:
-        values = [value if isinstance(value, ir.Value) else self._constant(value) for value in inputs]
-        node = ir.node(op_type, values, attributes, domain=domain, name=f"{self._name}.{len(self.nodes)}")
+        values = [
+            value if isinstance(value, ir.Value) else self._constant(value) for value in inputs
+        ]
+        node = ir.node(
+            op_type, values, attributes, domain=domain, name=f"{self._name}.{len(self.nodes)}"
+        )
         node.outputs[0].name = node.name
         self.nodes.append(node)
         return node.outputs[0]
@@ -43,15 +47,23 @@ class _Nodes:
         dtype = np.float32 if isinstance(number, float) else np.int64
         array = number if isinstance(number, np.ndarray) else np.array(number, dtype)
         sizes = "x".join(map(str, array.shape))
-        return initializer(self._graph, f"{_NAME}_{array.dtype}_{sizes}_{'_'.join(map(str, array.flat))}", array)
+        return initializer(
+            self._graph, f"{_NAME}_{array.dtype}_{sizes}_{'_'.join(map(str, array.flat))}", array
+        )
 
 
 def _branch(
-    name: str, condition: ir.Value, then: _Nodes, otherwise: _Nodes, results: Sequence[Sequence[ir.Value]]
+    name: str,
+    condition: ir.Value,
+    then: _Nodes,
+    otherwise: _Nodes,
+    results: Sequence[Sequence[ir.Value]],
 ) -> ir.Node:
     """An If. results: of both sides."""
     sides = [
-        ir.AttrGraph(f"{side}_branch", ir.Graph([], values, nodes=part.nodes, name=f"{name}.{side}"))
+        ir.AttrGraph(
+            f"{side}_branch", ir.Graph([], values, nodes=part.nodes, name=f"{name}.{side}")
+        )
         for side, part, values in zip(("then", "else"), (then, otherwise), results, strict=True)
     ]
     node = ir.Node("", "If", [condition], sides, num_outputs=len(results[0]), name=name)
@@ -80,7 +92,11 @@ def see_whole_images(model: ir.Model, layers: Collection[int]) -> bool:
         return False
     inputs = {value.name: value for value in graph.inputs}
     top = _Nodes(graph, f"{_NAME}.any")
-    any_image = top("GreaterOrEqual", top("ReduceMax", inputs[IMAGE_ROWS.name], keepdims=0), np.zeros((), np.int32))
+    any_image = top(
+        "GreaterOrEqual",
+        top("ReduceMax", inputs[IMAGE_ROWS.name], keepdims=0),
+        np.zeros((), np.int32),
+    )
     masks = _Masks(graph, inputs, any_image, {_window(node) for node in nodes.values()})
     graph.insert_before(graph[0], [*top.nodes, masks.node])
     for layer, node in nodes.items():
@@ -98,7 +114,11 @@ def cut_image_blocks(model: ir.Model) -> list[int]:
             assert plain is not None
             node.outputs[0].replace_all_uses_with(plain, replace_graph_outputs=True)
             layers.append(int(last))
-        for side in (value.as_graph() for value in node.attributes.values() if value.type == ir.AttributeType.GRAPH):
+        for side in (
+            value.as_graph()
+            for value in node.attributes.values()
+            if value.type == ir.AttributeType.GRAPH
+        ):
             side.outputs.clear()
             side.remove(list(side), safe=True)  # they read values around them
         model.graph.remove(node, safe=True)
@@ -129,16 +149,25 @@ class _Masks:
     """
 
     def __init__(
-        self, graph: ir.Graph, inputs: dict[str | None, ir.Value], any_image: ir.Value, windows: set[int]
+        self,
+        graph: ir.Graph,
+        inputs: dict[str | None, ir.Value],
+        any_image: ir.Value,
+        windows: set[int],
     ) -> None:
         then, otherwise = _Nodes(graph, f"{_NAME}.masks"), _Nodes(graph, f"{_NAME}.nothing")
         rows, (lengths, given) = (
             inputs[IMAGE_ROWS.name],
-            (then("Unsqueeze", then("Cast", inputs[spec.name], to=_INT64), [1]) for spec in (LENGTHS, INPUT_LENGTHS)),
+            (
+                then("Unsqueeze", then("Cast", inputs[spec.name], to=_INT64), [1])
+                for spec in (LENGTHS, INPUT_LENGTHS)
+            ),
         )
         length = then("Gather", then("Shape", rows), 1)
         every = then("Unsqueeze", then("Range", 0, length, 1), [0])
-        image = then("And", then("GreaterOrEqual", rows, np.zeros((), np.int32)), then("Less", every, given))
+        image = then(
+            "And", then("GreaterOrEqual", rows, np.zeros((), np.int32)), then("Less", every, given)
+        )
         any_row = then("ReduceMax", then("Cast", image, to=_INT64), [0], keepdims=0)
         columns = then("Squeeze", then("NonZero", any_row), [0])
         index = then("Max", then("Sub", then("CumSum", any_row, 0), 1), 0)
@@ -155,7 +184,10 @@ class _Masks:
         held = then("Less", keys, then("Add", lengths, given))
         seen = then("LessOrEqual", keys, then("Unsqueeze", last, [2]))
         distance = then("Sub", then("Unsqueeze", positions, [2]), keys)
-        allowed = [then("And", seen, then("Less", distance, window)) if window else seen for window in sorted(windows)]
+        allowed = [
+            then("And", seen, then("Less", distance, window)) if window else seen
+            for window in sorted(windows)
+        ]
         made: list[tuple[ir.Value, int, ir.DataType]] = [  # value, rank, dtype
             (columns, 1, _INT64),
             (index, 1, _INT64),
@@ -172,11 +204,15 @@ class _Masks:
                 one.type, one.shape = ir.TensorType(dtype), ir.Shape([None] * rank)
                 side.append(one)
         self.node = _branch(f"{_NAME}.masks", any_image, then, otherwise, results)
-        self.columns, self.index, self.is_image, self.positions, self.total, self.held, *masks = self.node.outputs
+        self.columns, self.index, self.is_image, self.positions, self.total, self.held, *masks = (
+            self.node.outputs
+        )
         self.allowed = dict(zip(sorted(windows), masks, strict=True))
 
 
-def _see_runs(graph: ir.Graph, name: str, attention: ir.Node, any_image: ir.Value, masks: _Masks) -> None:
+def _see_runs(
+    graph: ir.Graph, name: str, attention: ir.Node, any_image: ir.Value, masks: _Masks
+) -> None:
     """Put an If behind `attention` that computes the results of image tokens anew."""
     if any(get_input(attention, slot) is not None for slot in _NOT_COMPUTED):
         raise UnsupportedModelError(
@@ -187,7 +223,8 @@ def _see_runs(graph: ir.Graph, name: str, attention: ir.Node, any_image: ir.Valu
     then, otherwise = _Nodes(graph, f"{name}.then"), _Nodes(graph, f"{name}.else")
     query = then("Cast", _queries(then, attention, masks), to=_FLOAT)
     keys, values = (
-        _read(then, attention, states, slot, masks) for states, slot in ((key, Slot.K_SCALE), (value, Slot.V_SCALE))
+        _read(then, attention, states, slot, masks)
+        for states, slot in ((key, Slot.K_SCALE), (value, Slot.V_SCALE))
     )
     keys = then("Unsqueeze", then("Transpose", keys, perm=[0, 1, 3, 2]), [2])
     values = then("Unsqueeze", then("Where", masks.held, values, 0.0), [2])
@@ -196,7 +233,9 @@ def _see_runs(graph: ir.Graph, name: str, attention: ir.Node, any_image: ir.Valu
     scores = then("Mul", then("MatMul", query, keys), float(scale))
     if cap := attention.attributes.get_float("softcap", 0.0):
         scores = then("Mul", then("Tanh", then("Div", scores, float(cap))), float(cap))
-    weights = then("Softmax", then("Where", masks.allowed[_window(attention)], scores, _LOWEST), axis=-1)
+    weights = then(
+        "Softmax", then("Where", masks.allowed[_window(attention)], scores, _LOWEST), axis=-1
+    )
     result = then("Transpose", then("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
     result = then("Reshape", result, [0, 0, attention.attributes.get_int("num_heads") * size])
     dtype = plain.dtype or attention.inputs[Slot.QUERY].dtype or _FLOAT  # type: ignore[union-attr]
@@ -227,11 +266,19 @@ def _queries(then: _Nodes, attention: ir.Node, masks: _Masks) -> ir.Value:
         part = 2 * int(tables[0].shape[1])  # type: ignore[union-attr, index, arg-type]
         options = {"num_heads": heads, "interleaved": attributes.get_int("rotary_interleaved", 0)}
         options |= {"rotary_embedding_dim": part} if part != size else {}
-        query = then("RotaryEmbedding", query, masks.positions, *tables, domain=CONTRIB_DOMAIN, **options)
-    return then("Transpose", then("Reshape", query, [0, 0, groups, heads // groups, size]), perm=[0, 2, 3, 1, 4])
+        query = then(
+            "RotaryEmbedding", query, masks.positions, *tables, domain=CONTRIB_DOMAIN, **options
+        )
+    return then(
+        "Transpose",
+        then("Reshape", query, [0, 0, groups, heads // groups, size]),
+        perm=[0, 2, 3, 1, 4],
+    )
 
 
-def _read(then: _Nodes, attention: ir.Node, states: ir.Value, slot: Slot, masks: _Masks) -> ir.Value:
+def _read(
+    then: _Nodes, attention: ir.Node, states: ir.Value, slot: Slot, masks: _Masks
+) -> ir.Value:
     """[B, KV, T', D] float32: keys or values of the buffers, up to the end of the longest row."""
     read = then("Cast", then("Slice", states, [0], masks.total, [2]), to=_FLOAT)
     scales = get_input(attention, slot)  # of an int8 cache

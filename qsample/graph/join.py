@@ -32,7 +32,9 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
     return decoder
 
 
-def prepend(model: ir.Model, front: ir.Model, replaced: Collection[str], prefix: str) -> dict[str, ir.Value]:
+def prepend(
+    model: ir.Model, front: ir.Model, replaced: Collection[str], prefix: str
+) -> dict[str, ir.Value]:
     """Put the nodes of `front` before the nodes of `model`, in place; `front` is used up, and its inner names get
     `prefix`. Inputs are joined by name, and `model` gets the ones it lacks; `front`'s outputs have new names. `model`
     must not read inputs in `replaced` from here on: the caller connects their readers. Returns, by name, the outputs of
@@ -95,7 +97,10 @@ def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:
     """Cut a decode graph off after its logits and cache, now its outputs, in place; inputs of the sampler alone go."""
     graph = model.graph
     outputs = {value.name: value for node in graph for value in node.outputs}
-    kept = [outputs[name] for name in (LOGITS.name, *(retained_name(state.name) for state in interface.cache_states))]
+    kept = [
+        outputs[name]
+        for name in (LOGITS.name, *(retained_name(state.name) for state in interface.cache_states))
+    ]
     graph.outputs[:] = kept
     needed = ancestors(kept)
     graph.remove([node for node in graph if node not in needed], safe=False)
@@ -110,7 +115,9 @@ def return_logits(model: ir.Model) -> ir.Model:
     """`model`, a decode graph, with its logits among the outputs; in place."""
     graph = model.graph
     if all(output.name != LOGITS.name for output in graph.outputs):
-        graph.outputs.append(next(value for node in graph for value in node.outputs if value.name == LOGITS.name))
+        graph.outputs.append(
+            next(value for node in graph for value in node.outputs if value.name == LOGITS.name)
+        )
     return model
 
 
@@ -157,14 +164,16 @@ def _upwards(value: ir.Value) -> Iterator[ir.Node]:
 
 def _chooses_a_position(node: ir.Node) -> bool:
     """Whether `node` takes, of states [B, S, n], those at each row's last token."""
-    along_positions = (node.op_type == "GatherElements" and node.attributes.get_int("axis", 0) == 1) or (
-        node.op_type == "GatherND" and node.attributes.get_int("batch_dims", 0) == 1
-    )
+    along_positions = (
+        node.op_type == "GatherElements" and node.attributes.get_int("axis", 0) == 1
+    ) or (node.op_type == "GatherND" and node.attributes.get_int("batch_dims", 0) == 1)
     index = node.inputs[1] if along_positions else None
     return index is not None and INPUT_LENGTHS.name in inputs_of([index])
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
     """Every value that a graph or a subgraph of it defines, inputs aside."""
-    constants = [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
+    constants = [
+        value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()
+    ]
     return constants + [value for node in graph.all_nodes() for value in node.outputs]

@@ -73,7 +73,9 @@ def gather_of_weights(node: ir.Node) -> ir.Value | None:
 
 def routers(graph: ir.Graph) -> set[ir.Node]:
     """The products that score the experts: those nearest to the values that choose them."""
-    choices = [node.inputs[Slot.ROUTER] for node in graph if is_contrib(node, OP_TYPE, QUANTIZED_OP_TYPE)]
+    choices = [
+        node.inputs[Slot.ROUTER] for node in graph if is_contrib(node, OP_TYPE, QUANTIZED_OP_TYPE)
+    ]
     choices += [node.inputs[1] for node in graph if gather_of_weights(node) is not None]
     products = {node for node in graph if node.op_type in _PRODUCTS}
     needed = ancestors(choices, products)

@@ -53,7 +53,11 @@ def offsets_of(node: ir.Node) -> Offsets | None:
         return None
     sums, offsets = producer(product.inputs[0]), product.inputs[1]
     summed = sums is not None and sums.op_type == "ReduceSum"
-    return Offsets(offsets, product, total) if summed and offsets is not None and offsets.is_initializer() else None
+    return (
+        Offsets(offsets, product, total)
+        if summed and offsets is not None and offsets.is_initializer()
+        else None
+    )
 
 
 def row_offsets_of(node: ir.Node) -> ir.Value | None:
@@ -70,7 +74,9 @@ def block_sums(before: ir.Node, states: ir.Value, size: int) -> ir.Value:
     *kept, inputs = states.shape
     assert isinstance(inputs, int)
     blocks = reshape(before, states, [*[0] * len(kept), inputs // size, size])
-    return insert(before, "ReduceSum", [blocks, _last_axis(before)], [*kept, inputs // size], {"keepdims": 0})
+    return insert(
+        before, "ReduceSum", [blocks, _last_axis(before)], [*kept, inputs // size], {"keepdims": 0}
+    )
 
 
 def in_nibbles(model: ir.Model) -> bool:
@@ -101,29 +107,46 @@ def in_nibbles(model: ir.Model) -> bool:
 def in_bytes(model: ir.Model) -> bool:
     """The inverse of `in_nibbles`, in place."""
     graph = model.graph
-    nodes: list[Any] = [node for node in graph if is_matmul_nbits(node) and str(node.name).endswith(f"_{_NIBBLES}")]
+    nodes: list[Any] = [
+        node for node in graph if is_matmul_nbits(node) and str(node.name).endswith(f"_{_NIBBLES}")
+    ]
     for node in nodes:
         twice, blocks, scales = node.inputs
         states = twice.producer().inputs[0].producer().inputs[0].producer().inputs[0]
         total = node.outputs[0].consumers()[0]
         factors = total.inputs[1].producer().inputs[1]
         zero_points = [] if factors is scales else [_zero_points(graph, scales, factors)]
-        product = _product(node, [states, blocks, scales, *zero_points], 8, 0.5, node.name.removesuffix(f"_{_NIBBLES}"))
+        product = _product(
+            node,
+            [states, blocks, scales, *zero_points],
+            8,
+            0.5,
+            node.name.removesuffix(f"_{_NIBBLES}"),
+        )
         replace_node(total, [product])
     common_passes.RemoveUnusedNodesPass()(model)
     return bool(nodes)
 
 
 def _is_slow(node: ir.Node) -> bool:
-    if not is_matmul_nbits(node) or node.attributes.get_int("bits", 4) != 8 or len(node.inputs) > 4 or not node.name:
+    if (
+        not is_matmul_nbits(node)
+        or node.attributes.get_int("bits", 4) != 8
+        or len(node.inputs) > 4
+        or not node.name
+    ):
         return False  # without a name, `in_bytes` would not find it
     scales, exact = node.inputs[2], node.attributes.get_int("accuracy_level", 0) != INT8_ACTIVATIONS
-    if scales is None or scales.shape is None or len(scales.shape) != 2:  # as FusedMatMul takes them
+    if (
+        scales is None or scales.shape is None or len(scales.shape) != 2
+    ):  # as FusedMatMul takes them
         return False
     return exact and scales.dtype == ir.DataType.FLOAT
 
 
-def _product(old: ir.Node, inputs: Sequence[ir.Value | None], bits: int, factor: float, name: str | None) -> ir.Node:
+def _product(
+    old: ir.Node, inputs: Sequence[ir.Value | None], bits: int, factor: float, name: str | None
+) -> ir.Node:
     """factor: on the inputs, and on the inputs of a block."""
     sizes = {key: int(old.attributes.get_int(key, 0) * factor) for key in ("K", "block_size")}
     attributes = {**sizes, "N": old.attributes.get_int("N", 0), "bits": bits}
@@ -138,7 +161,11 @@ def _in_turns(before: ir.Node, states: ir.Value) -> ir.Value:
     assert isinstance(inputs, int)
     apart = insert(before, "Unsqueeze", [states, _last_axis(before)], [*kept, inputs, 1])
     factors = initializer(before.graph, "low_and_high", np.array([1, 16], np.float32))
-    return reshape(before, insert(before, "Mul", [apart, factors], [*kept, inputs, 2]), [*[0] * len(kept), 2 * inputs])
+    return reshape(
+        before,
+        insert(before, "Mul", [apart, factors], [*kept, inputs, 2]),
+        [*[0] * len(kept), 2 * inputs],
+    )
 
 
 def _factors(graph: ir.Graph, scales: ir.Value, zero_points: ir.Value) -> ir.Value:
@@ -152,7 +179,9 @@ def _factors(graph: ir.Graph, scales: ir.Value, zero_points: ir.Value) -> ir.Val
         factors: Array = steps.numpy() * (_ZERO - zeros.numpy().reshape(shape).astype(np.float32))
         return factors
 
-    return _once(graph, lazy_initializer(f"{scales.name}_factors", shape, ir.DataType.FLOAT, compute))
+    return _once(
+        graph, lazy_initializer(f"{scales.name}_factors", shape, ir.DataType.FLOAT, compute)
+    )
 
 
 def _zero_points(graph: ir.Graph, scales: ir.Value, factors: ir.Value) -> ir.Value:
@@ -168,7 +197,9 @@ def _zero_points(graph: ir.Graph, scales: ir.Value, factors: ir.Value) -> ir.Val
         return np.rint(_ZERO - shift).astype(np.uint8)
 
     size = math.prod(map(int, steps.shape.numpy()))
-    return _once(graph, lazy_initializer(f"{factors.name}_zero_points", (size,), ir.DataType.UINT8, compute))
+    return _once(
+        graph, lazy_initializer(f"{factors.name}_zero_points", (size,), ir.DataType.UINT8, compute)
+    )
 
 
 def _once(graph: ir.Graph, value: ir.Value) -> ir.Value:

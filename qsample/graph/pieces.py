@@ -46,7 +46,11 @@ def pieces_of(tensor: ir.TensorProtocol) -> Iterator[Piece] | None:
     if isinstance(tensor, PiecewiseTensor):
         return tensor.pieces()
     stays = isinstance(tensor, StoredTensor | JoinedTensor | ir.ExternalTensor)
-    return _along_first_axis(tensor) if stays and len(tensor.shape) and tensor.dtype.bitwidth >= _BYTE else None
+    return (
+        _along_first_axis(tensor)
+        if stays and len(tensor.shape) and tensor.dtype.bitwidth >= _BYTE
+        else None
+    )
 
 
 def _along_first_axis(tensor: ir.TensorProtocol) -> Iterator[Piece]:
@@ -62,7 +66,12 @@ def readable(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     if isinstance(tensor, StoredTensor):
         return StoredTensor(readable(tensor.stored), tensor.name, transposed=tensor.transposed)
     if isinstance(tensor, JoinedTensor) and _has_parts(tensor):
-        return JoinedTensor([readable(part) for part in tensor.parts], tensor.axis, tensor.shape.numpy(), tensor.name)
+        return JoinedTensor(
+            [readable(part) for part in tensor.parts],
+            tensor.axis,
+            tensor.shape.numpy(),
+            tensor.name,
+        )
     return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
 
 
@@ -86,7 +95,9 @@ def read(tensor: ir.TensorProtocol, *index: slice) -> Array:
     for part in tensor.parts:
         size = int(part.shape.numpy()[tensor.axis])
         own = slice(min(max(start - before, 0), size), max(min(stop - before, size), 0))
-        if own.start < own.stop or (not found and part is tensor.parts[-1]):  # an empty part has a shape, too
+        if own.start < own.stop or (
+            not found and part is tensor.parts[-1]
+        ):  # an empty part has a shape, too
             found.append(read(part, *index[: tensor.axis], own, *index[tensor.axis + 1 :]))
         before += size
     return found[0] if len(found) == 1 else np.concatenate(found, tensor.axis)

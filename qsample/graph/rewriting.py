@@ -27,7 +27,11 @@ def operators_first() -> Iterator[None]:
     failed.fail("another operator")
 
     def match_operator_first(
-        self: SimplePatternMatcher, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any
+        self: SimplePatternMatcher,
+        model: ir.Model,
+        graph: ir.Graph | ir.Function,
+        node: ir.Node,
+        **options: Any,
     ) -> MatchResult:
         wanted = self.pattern.output_nodes[0].op_identifier()  # None if it takes several
         if wanted is not None and wanted[1] != node.op_type:

@@ -57,7 +57,9 @@ class GraphRunner:
         weights_mapped: leave float weights in the mapped file, at the cost of speed; otherwise the kernels copy them
         into another layout. Quantized weights are always copied: otherwise each call would dequantize every matrix.
         """
-        options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)
+        options = session_options(
+            NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None
+        )
         # A single block for all values of a call takes twice the memory that is in use at a time, such as weights that
         # are cast.
         options.enable_mem_pattern = not weights_mapped
@@ -71,7 +73,9 @@ class GraphRunner:
         options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights))
         self._decoder = open_session(graph, options, providers, disabled_optimizers=disabled)
         self._initial_state = ort.InferenceSession(
-            _without_cache(folder / "initial_state.onnx", interface), session_options(), providers=[CPU]
+            _without_cache(folder / "initial_state.onnx", interface),
+            session_options(),
+            providers=[CPU],
         )
         self._input_names = {node.name for node in self._decoder.get_inputs()}
         self._output_names = [output.name for output in self._decoder.get_outputs()]
@@ -81,13 +85,18 @@ class GraphRunner:
         self._caches_are_bfloat16 = "bfloat16" in self._types.values()
         self._interface = interface
         self._spec = spec or interface.decoder
-        self._caches = [cache for cache in interface.cache_states if cache.name in self._input_names]
+        self._caches = [
+            cache for cache in interface.cache_states if cache.name in self._input_names
+        ]
         self._capacity = capacity
 
     def start(self, rows: int) -> dict[str, Array]:
         """The starting state of `rows` rows, row i with seed i."""
         names = [output.name for output in self._initial_state.get_outputs()]
-        feeds = {"seed": np.arange(rows, dtype=np.int64), "capacity": np.array(self._capacity, np.int64)}
+        feeds = {
+            "seed": np.arange(rows, dtype=np.int64),
+            "capacity": np.array(self._capacity, np.int64),
+        }
         state = dict(zip(names, self._initial_state.run(names, feeds), strict=True))
         sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity}
         return state | {
@@ -96,7 +105,11 @@ class GraphRunner:
         }
 
     def step(
-        self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, Any] | None = None
+        self,
+        ids: Array,
+        lengths: Array,
+        state: dict[str, Array],
+        parameters: Mapping[str, Any] | None = None,
     ) -> dict[str, Array]:
         """Run once and move `state` on.
 
@@ -104,7 +117,9 @@ class GraphRunner:
         every row, [rows] or all values, and inputs of images; those not given are off, and temperature is 0. Returns
         every output by name; the cache's are overwritten by the next step.
         """
-        feeds = self._feeds(ids, lengths, state, {"emit": True, "temperature": 0.0} | dict(parameters or {}))
+        feeds = self._feeds(
+            ids, lengths, state, {"emit": True, "temperature": 0.0} | dict(parameters or {})
+        )
         in_place = {retained_name(cache.name): feeds[cache.name] for cache in self._caches}
         binding = self._decoder.io_binding()
         for name, array in feeds.items():
@@ -112,12 +127,16 @@ class GraphRunner:
         for name in self._output_names:
             if name in in_place:
                 array = in_place[name]
-                binding.bind_output(name, "cpu", 0, self._element(array), array.shape, array.ctypes.data)
+                binding.bind_output(
+                    name, "cpu", 0, self._element(array), array.shape, array.ctypes.data
+                )
             else:
                 binding.bind_output(name)
         self._decoder.run_with_iobinding(binding)
         outputs = zip(self._output_names, binding.get_outputs(), strict=True)
-        results = in_place | {name: value.numpy() for name, value in outputs if name not in in_place}
+        results = in_place | {
+            name: value.numpy() for name, value in outputs if name not in in_place
+        }
         for name in state:
             state[name] = results.get(retained_name(name), state[name])
         if retained_name(LENGTHS.name) not in results:
@@ -125,15 +144,28 @@ class GraphRunner:
         return results
 
     def _element(self, array: Array) -> Any:
-        return DTYPES["bfloat16"].onnx if array.dtype == np.uint16 and self._caches_are_bfloat16 else array.dtype.type
+        return (
+            DTYPES["bfloat16"].onnx
+            if array.dtype == np.uint16 and self._caches_are_bfloat16
+            else array.dtype.type
+        )
 
     def _feeds(
         self, ids: Array, lengths: Array, state: Mapping[str, Array], parameters: Mapping[str, Any]
     ) -> dict[str, Array]:
         rows = len(ids)
-        sizes = {**self._interface.sizes, BATCH: rows, SEQUENCE: ids.shape[1], CAPACITY: self._capacity}
+        sizes = {
+            **self._interface.sizes,
+            BATCH: rows,
+            SEQUENCE: ids.shape[1],
+            CAPACITY: self._capacity,
+        }
         sizes |= dict.fromkeys(ROW_AXES, 1)
-        given = {**state, "input_ids": ids.astype(np.int64), "input_lengths": lengths.astype(np.int32)}
+        given = {
+            **state,
+            "input_ids": ids.astype(np.int64),
+            "input_lengths": lengths.astype(np.int32),
+        }
         given["searched_rows"] = given[SEED.name] = np.arange(rows, dtype=np.int64)
         feeds: dict[str, Array] = {}
         for tensor in (*self._spec.inputs, *self._spec.states):
@@ -151,11 +183,19 @@ class GraphRunner:
 
 def serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
     """`model` as bytes, and the folder that its external data are named from: `folder`, or one that holds them all."""
-    values = [value for value in all_initializers(model.graph) if isinstance(value.const_value, ir.ExternalTensor)]
-    tensors = [value.const_value for value in values if isinstance(value.const_value, ir.ExternalTensor)]
+    values = [
+        value
+        for value in all_initializers(model.graph)
+        if isinstance(value.const_value, ir.ExternalTensor)
+    ]
+    tensors = [
+        value.const_value for value in values if isinstance(value.const_value, ir.ExternalTensor)
+    ]
     paths, real = [tensor.path for tensor in tensors], Path(os.path.realpath(folder))
     if any(real not in Path(os.path.realpath(path)).parents for path in paths):
-        paths = [os.path.realpath(path) for path in paths]  # ONNX Runtime opens no link that leads out
+        paths = [
+            os.path.realpath(path) for path in paths
+        ]  # ONNX Runtime opens no link that leads out
         folder = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
     for value, tensor, path in zip(values, tensors, paths, strict=True):
         value.const_value = relocated(tensor, os.path.relpath(path, folder), folder)
@@ -166,7 +206,10 @@ def serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
 
 
 def _has_quantized_weights(model: ir.Model) -> bool:
-    return any(is_matmul_nbits(node) or node.op_type == QUANTIZED_OP_TYPE for node in model.graph.all_nodes())
+    return any(
+        is_matmul_nbits(node) or node.op_type == QUANTIZED_OP_TYPE
+        for node in model.graph.all_nodes()
+    )
 
 
 def _without_cache(initial_state: Path, interface: Interface) -> bytes:

@@ -59,7 +59,10 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self._alike: dict[tuple[int, bytes], list[int]] = {}
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._file.close()
 
@@ -70,9 +73,14 @@ class WeightFile(AbstractContextManager["WeightFile"]):
 
     def take(self, model: ir.Model) -> None:
         """Move weights of more than INLINE bytes here, unless they are, and smaller ones in files to the graph."""
-        values = [value for value in all_initializers(model.graph) if not self._has(value.const_value)]
+        values = [
+            value for value in all_initializers(model.graph) if not self._has(value.const_value)
+        ]
         for value in values:
-            if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= INLINE:
+            if (
+                isinstance(value.const_value, ir.ExternalTensor)
+                and value.const_value.nbytes <= INLINE
+            ):
                 value.const_value = _in_memory(value.const_value)
         values = [value for value in values if _is_large(value.const_value)]
         with ThreadPoolExecutor(processors(), "qsample-weights") as pool:
@@ -86,14 +94,18 @@ class WeightFile(AbstractContextManager["WeightFile"]):
                 raise
 
     def _has(self, tensor: ir.TensorProtocol | None) -> bool:
-        return isinstance(tensor, ir.ExternalTensor) and os.path.abspath(tensor.path) == os.path.abspath(self.path)
+        return isinstance(tensor, ir.ExternalTensor) and os.path.abspath(
+            tensor.path
+        ) == os.path.abspath(self.path)
 
     def _reference(self, value: ir.Value, place: Place) -> ir.ExternalTensor:
         tensor = value.const_value
         assert tensor is not None
         offset, length = place
         if length != tensor.nbytes:
-            raise ValueError(f"{value.name} has {length} bytes; its dtype and shape make {tensor.nbytes}")
+            raise ValueError(
+                f"{value.name} has {length} bytes; its dtype and shape make {tensor.nbytes}"
+            )
         return ir.ExternalTensor(
             self.path.name,
             offset,
@@ -164,7 +176,9 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-Job = tuple[ir.Value, Piece, bool]  # the value, what computes a part of it, and whether any thread can do that
+Job = tuple[
+    ir.Value, Piece, bool
+]  # the value, what computes a part of it, and whether any thread can do that
 
 
 def _jobs(values: Iterable[ir.Value]) -> Iterator[Job]:
@@ -196,7 +210,9 @@ def _computed(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> Iterator[tuple[i
         yield take()
 
 
-def _by_value(results: Iterator[tuple[ir.Value, Array]]) -> Iterator[tuple[ir.Value, Iterator[Array]]]:
+def _by_value(
+    results: Iterator[tuple[ir.Value, Array]],
+) -> Iterator[tuple[ir.Value, Iterator[Array]]]:
     """Each value with its parts. Take them before the next value."""
     for value, parts in itertools.groupby(results, key=lambda result: result[0]):
         yield value, (array for _, array in parts)

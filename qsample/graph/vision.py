@@ -30,7 +30,10 @@ def compute_in_float32(model: ir.Model) -> None:
     for node in graph.all_nodes():
         if node.op_type == "Cast" and node.attributes.get_int("to", 0) == _HALF:
             node.attributes["to"] = ir.AttrInt64("to", _FLOAT)
-    for value in [*all_initializers(graph), *(output for node in graph.all_nodes() for output in node.outputs)]:
+    for value in [
+        *all_initializers(graph),
+        *(output for node in graph.all_nodes() for output in node.outputs),
+    ]:
         if value.dtype == _HALF:
             value.type = ir.TensorType(_FLOAT)
 

@@ -32,7 +32,11 @@ class JoinedTensor(ir.LazyTensor):
     __slots__ = ("axis", "parts")
 
     def __init__(
-        self, parts: Sequence[ir.TensorProtocol], axis: int, shape: Sequence[int], name: str | None = None
+        self,
+        parts: Sequence[ir.TensorProtocol],
+        axis: int,
+        shape: Sequence[int],
+        name: str | None = None,
     ) -> None:
         super().__init__(self._computed, parts[0].dtype, ir.Shape(shape), name=name)
         self.parts, self.axis = tuple(parts), axis
@@ -79,17 +83,26 @@ def _halves(tensor: ir.TensorProtocol) -> Sequence[ir.TensorProtocol] | None:
     experts, both, columns = tensor.shape.numpy()
     shape = (experts, both // 2, columns)
     if isinstance(tensor, ir.ExternalTensor):
-        parts = [_rows(tensor, number, both // 2 * columns, (1, *shape[1:])) for number in range(2 * experts)]
-        return [JoinedTensor(parts[half::2], 0, shape, f"{tensor.name}_{half}") for half in range(2)]
+        parts = [
+            _rows(tensor, number, both // 2 * columns, (1, *shape[1:]))
+            for number in range(2 * experts)
+        ]
+        return [
+            JoinedTensor(parts[half::2], 0, shape, f"{tensor.name}_{half}") for half in range(2)
+        ]
     assert isinstance(tensor, JoinedTensor)
     fitting = tensor.axis == 1 and [part.shape.numpy() for part in tensor.parts] == [shape, shape]
     return tensor.parts if fitting else None
 
 
-def _rows(tensor: ir.ExternalTensor, number: int, count: int, shape: Sequence[int]) -> ir.ExternalTensor:
+def _rows(
+    tensor: ir.ExternalTensor, number: int, count: int, shape: Sequence[int]
+) -> ir.ExternalTensor:
     """The numbers of `tensor` from `number * count` on, `count` of them."""
     size = tensor.dtype.itemsize
-    return _external(tensor, (tensor.offset or 0) + int(number * count * size), shape, f"{tensor.name}_{number}")
+    return _external(
+        tensor, (tensor.offset or 0) + int(number * count * size), shape, f"{tensor.name}_{number}"
+    )
 
 
 def _seen_as(tensor: ir.TensorProtocol, shape: Sequence[int]) -> ir.TensorProtocol:
@@ -99,14 +112,24 @@ def _seen_as(tensor: ir.TensorProtocol, shape: Sequence[int]) -> ir.TensorProtoc
     return _external(tensor, tensor.offset or 0, shape, tensor.name)
 
 
-def _external(tensor: ir.ExternalTensor, offset: int, shape: Sequence[int], name: str | None) -> ir.ExternalTensor:
+def _external(
+    tensor: ir.ExternalTensor, offset: int, shape: Sequence[int], name: str | None
+) -> ir.ExternalTensor:
     length = int(math.prod(shape) * tensor.dtype.itemsize)
     return ir.ExternalTensor(
-        tensor.location, offset, length, tensor.dtype, shape=ir.Shape(shape), name=str(name), base_dir=tensor.base_dir
+        tensor.location,
+        offset,
+        length,
+        tensor.dtype,
+        shape=ir.Shape(shape),
+        name=str(name),
+        base_dir=tensor.base_dir,
     )
 
 
-def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.Value, list[ir.Node]]:
+def write_joined(
+    graph: ir.Graph, tensor: JoinedTensor, name: str
+) -> tuple[ir.Value, list[ir.Node]]:
     """The value `name` that holds `tensor`, and its nodes, not in `graph` yet, unlike their initializers."""
     nodes: list[ir.Node] = []
     inputs = []
@@ -119,19 +142,29 @@ def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.V
             value = constant_value(part_name, part)
             graph.register_initializer(value)
         inputs.append(value)
-    nodes.append(ir.Node("", "Concat", inputs, [ir.AttrInt64("axis", tensor.axis)], name=f"{name}{_JOINED}"))
+    nodes.append(
+        ir.Node("", "Concat", inputs, [ir.AttrInt64("axis", tensor.axis)], name=f"{name}{_JOINED}")
+    )
     if tensor.joined_shape != tensor.shape.numpy():
         nodes[-1].outputs[0].name = f"{name}{_JOINED}"
         sizes = initializer(graph, f"{name}_sizes", np.array(tensor.shape.numpy(), np.int64))
-        nodes.append(ir.Node("", "Reshape", [nodes[-1].outputs[0], sizes], name=f"{name}{_RESHAPED}"))
+        nodes.append(
+            ir.Node("", "Reshape", [nodes[-1].outputs[0], sizes], name=f"{name}{_RESHAPED}")
+        )
     output = nodes[-1].outputs[0]
-    output.name, output.shape, output.type = name, ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
+    output.name, output.shape, output.type = (
+        name,
+        ir.Shape(tensor.shape.numpy()),
+        ir.TensorType(tensor.dtype),
+    )
     return output, nodes
 
 
 def read_joined(graph: ir.Graph) -> bool:
     """The inverse of `write_joined`: an initializer for each chain of its nodes. Returns whether there was a weight."""
-    joins = [node for node in graph if node.op_type == "Concat" and str(node.name).endswith(_JOINED)]
+    joins = [
+        node for node in graph if node.op_type == "Concat" and str(node.name).endswith(_JOINED)
+    ]
     modified = False
     for node in joins:  # a part comes before the whole
         parts = [tensor for value in node.inputs if (tensor := _const_value(value)) is not None]
@@ -153,7 +186,12 @@ def read_joined(graph: ir.Graph) -> bool:
 def _replace_chain(graph: ir.Graph, nodes: list[ir.Node], tensor: JoinedTensor) -> None:
     """An initializer in place of the result of the chain `nodes`; the chain reads constants alone."""
     output = nodes[-1].outputs[0]
-    read = {value for node in nodes for value in node.inputs if value is not None and value.is_initializer()}
+    read = {
+        value
+        for node in nodes
+        for value in node.inputs
+        if value is not None and value.is_initializer()
+    }
     value = constant_value(str(output.name), tensor)
     output.replace_all_uses_with(value, replace_graph_outputs=True)
     graph.remove(nodes, safe=True)
@@ -176,7 +214,9 @@ HALF: Final = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 SUFFIX: Final = "_stored"  # of the name of the initializer before a Cast
 _INLINE: Final = 1024  # bytes of a constant that stays in the graph's own file
 _FLOAT: Final = int(ir.DataType.FLOAT)
-_MOST_PARTS: Final = 45_000  # ONNX Runtime maps each separately, and Linux gives a process 65,530 maps
+_MOST_PARTS: Final = (
+    45_000  # ONNX Runtime maps each separately, and Linux gives a process 65,530 maps
+)
 
 
 class StoredTensor(ir.LazyTensor):
@@ -184,7 +224,9 @@ class StoredTensor(ir.LazyTensor):
 
     __slots__ = ("stored", "transposed")
 
-    def __init__(self, stored: ir.TensorProtocol, name: str | None, *, transposed: bool = False) -> None:
+    def __init__(
+        self, stored: ir.TensorProtocol, name: str | None, *, transposed: bool = False
+    ) -> None:
         sizes = stored.shape.numpy()
         shape = ir.Shape(sizes[::-1] if transposed else sizes)
         super().__init__(self._widened, ir.DataType.FLOAT, shape, name=name)
@@ -207,12 +249,19 @@ def rearranged(
 ) -> ir.TensorProtocol:
     """The result of `arrange` for the numbers of `tensors`, of `shape`, computed whenever it is read. `arrange` only
     moves them: if they are stored in one dtype, they stay in it."""
-    stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor) and tensor.stored.dtype in HALF]
+    stored = [
+        tensor
+        for tensor in tensors
+        if isinstance(tensor, StoredTensor) and tensor.stored.dtype in HALF
+    ]
     fixed = ir.Shape(shape)
     if len(stored) == len(tensors) and len({tensor.stored.dtype for tensor in stored}) == 1:
 
         def moved() -> ir.TensorProtocol:
-            return ir.Tensor(np.ascontiguousarray(arrange([tensor.in_own_dtype() for tensor in stored])), name=name)
+            return ir.Tensor(
+                np.ascontiguousarray(arrange([tensor.in_own_dtype() for tensor in stored])),
+                name=name,
+            )
 
         return StoredTensor(ir.LazyTensor(moved, stored[0].stored.dtype, fixed, name=name), name)
 
@@ -240,8 +289,15 @@ def narrow_weights(model: ir.Model, *, as_they_lie: bool = False) -> bool:
     Gather looks up are cast after it. as_they_lie: also leave each weight that lies in files as it lies there, with a
     Concat if the files are several, and a Transpose if the graph has it the other way round; otherwise it is written
     anew. Returns whether there was such a weight."""
-    found = [value for value in all_initializers(model.graph) if isinstance(value.const_value, StoredTensor)]
-    few = sum(len(list(parts_in_files(_as_stored(value.const_value)))) for value in found) <= _MOST_PARTS
+    found = [
+        value
+        for value in all_initializers(model.graph)
+        if isinstance(value.const_value, StoredTensor)
+    ]
+    few = (
+        sum(len(list(parts_in_files(_as_stored(value.const_value)))) for value in found)
+        <= _MOST_PARTS
+    )
     for value in found:
         in_parts = isinstance(_as_stored(value.const_value), JoinedTensor)
         _narrow(value, as_they_lie=as_they_lie and (few or not in_parts))
@@ -284,9 +340,17 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
     if half and uses:
         nodes.append(ir.Node("", "Cast", [last], [ir.AttrInt64("to", _FLOAT)], name=f"{name}_cast"))
         last = nodes[-1].outputs[0]
-        last.shape, last.type, last.name = base.shape, ir.TensorType(ir.DataType.FLOAT), f"{name}_cast"
+        last.shape, last.type, last.name = (
+            base.shape,
+            ir.TensorType(ir.DataType.FLOAT),
+            f"{name}_cast",
+        )
     if transposed and uses:
-        nodes.append(ir.Node("", "Transpose", [last], [ir.AttrInt64s("perm", (1, 0))], name=f"{name}_transpose"))
+        nodes.append(
+            ir.Node(
+                "", "Transpose", [last], [ir.AttrInt64s("perm", (1, 0))], name=f"{name}_transpose"
+            )
+        )
         last = nodes[-1].outputs[0]
     if uses:
         value.replace_all_uses_with(last, replace_graph_outputs=True)
@@ -312,9 +376,17 @@ def widen_weights(model: ir.Model) -> bool:
 def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     users = [node for node, _ in value.uses()]
     casts = [node for node in users if _is_cast(node)]
-    lookups = [node for node, index in value.uses() if _is_lookup(node, index) and _only_cast(node) is not None]
-    turned = [node for node in users if node.op_type == "Transpose"] if tensor.dtype not in HALF else []
-    if (not casts and not lookups and not turned) or len(casts) + len(lookups) + len(turned) < len(users):
+    lookups = [
+        node
+        for node, index in value.uses()
+        if _is_lookup(node, index) and _only_cast(node) is not None
+    ]
+    turned = (
+        [node for node in users if node.op_type == "Transpose"] if tensor.dtype not in HALF else []
+    )
+    if (not casts and not lookups and not turned) or len(casts) + len(lookups) + len(turned) < len(
+        users
+    ):
         return False
     name = str(value.name).removesuffix(SUFFIX)
     del graph.initializers[str(value.name)]
@@ -327,12 +399,20 @@ def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
             assert cast is not None
             output = cast.outputs[0]
             node.replace_input_with(0, wide)
-            node.outputs[0].shape, node.outputs[0].type = output.shape, ir.TensorType(ir.DataType.FLOAT)
+            node.outputs[0].shape, node.outputs[0].type = (
+                output.shape,
+                ir.TensorType(ir.DataType.FLOAT),
+            )
             output.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
             graph.remove(cast, safe=True)
         for cast in casts:
             after = [node for node, _ in cast.outputs[0].uses()]
-            if not lookups and len(casts) == 1 and len(after) == 1 and after[0].op_type == "Transpose":
+            if (
+                not lookups
+                and len(casts) == 1
+                and len(after) == 1
+                and after[0].op_type == "Transpose"
+            ):
                 _replace(graph, after[0], StoredTensor(tensor, name, transposed=True), name)
             else:
                 cast.outputs[0].replace_all_uses_with(wide, replace_graph_outputs=True)
@@ -404,7 +484,11 @@ def _replace(graph: ir.Graph, node: ir.Node, tensor: StoredTensor, name: str) ->
 
 
 def _fill(graph: ir.Graph, value: ir.Value, tensor: StoredTensor, name: str) -> None:
-    value.const_value, value.type, value.shape = tensor, ir.TensorType(ir.DataType.FLOAT), ir.Shape(tensor.shape)
+    value.const_value, value.type, value.shape = (
+        tensor,
+        ir.TensorType(ir.DataType.FLOAT),
+        ir.Shape(tensor.shape),
+    )
     if name in graph.initializers:
         value.name = f"{name}_{len(graph.initializers)}"
     graph.register_initializer(value)
@@ -412,7 +496,9 @@ def _fill(graph: ir.Graph, value: ir.Value, tensor: StoredTensor, name: str) -> 
 
 def _swapped(tensor: StoredTensor, name: str) -> ir.TensorProtocol:
     def swapped() -> ir.TensorProtocol:
-        return ir.Tensor(np.ascontiguousarray(tensor.in_own_dtype()), dtype=tensor.stored.dtype, name=name)
+        return ir.Tensor(
+            np.ascontiguousarray(tensor.in_own_dtype()), dtype=tensor.stored.dtype, name=name
+        )
 
     return ir.LazyTensor(swapped, tensor.stored.dtype, ir.Shape(tensor.shape), name=name)
 
@@ -420,7 +506,9 @@ def _swapped(tensor: StoredTensor, name: str) -> ir.TensorProtocol:
 def _cast_behind(node: ir.Node, table: ir.Value) -> None:
     """Let `node`, a Gather of float32, look up in `table`, and cast the result."""
     old = node.outputs[0]
-    new = put_behind(old, "Cast", attributes={"to": _FLOAT}, dtype=ir.DataType.FLOAT, name=f"{node.name}_cast")
+    new = put_behind(
+        old, "Cast", attributes={"to": _FLOAT}, dtype=ir.DataType.FLOAT, name=f"{node.name}_cast"
+    )
     new.name, old.name = old.name, f"{old.name}{SUFFIX}"
     old.type = ir.TensorType(table.dtype)  # type: ignore[arg-type]
     node.replace_input_with(0, table)

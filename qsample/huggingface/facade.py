@@ -27,7 +27,9 @@ def dtype_name(value: Any) -> str:
     """The short name: "float32" for torch.float32, np.dtype("float32") and the like. Raises ValueError for the rest."""
     name = _name(value)
     if name is None:
-        raise ValueError(f'dtype is {shown(value, 60)}; give "float32", "float16", "auto", or a dtype of torch')
+        raise ValueError(
+            f'dtype is {shown(value, 60)}; give "float32", "float16", "auto", or a dtype of torch'
+        )
     return name
 
 
@@ -55,9 +57,9 @@ def _name(value: Any) -> str | None:
     """The name of a dtype, or a string of any meaning; None for other objects."""
     if isinstance(value, type) and value.__module__ == "numpy":
         value = value.__name__
-    elif type(value).__module__.split(".")[0] in ("torch", "numpy") and type(value).__name__.startswith(
-        ("dtype", "Float")
-    ):
+    elif type(value).__module__.split(".")[0] in ("torch", "numpy") and type(
+        value
+    ).__name__.startswith(("dtype", "Float")):
         value = str(value)
     if not isinstance(value, str):
         return None
@@ -65,10 +67,21 @@ def _name(value: Any) -> str | None:
     return _SHORT.get(text, text)
 
 
-_OWN: Final = ("do_sample", "pad_token_id", "bos_token_id", "return_dict_in_generate", "prefill_chunk_size")
+_OWN: Final = (
+    "do_sample",
+    "pad_token_id",
+    "bos_token_id",
+    "return_dict_in_generate",
+    "prefill_chunk_size",
+)
 _FIELDS: Final = frozenset({*OFF, *UNSUPPORTED, *GENERATE, *BOOKKEEPING, *_OWN})
 # Fields of all of transformers' configurations.
-_ALWAYS: Final = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "is_encoder_decoder": False}
+_ALWAYS: Final = {
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "is_encoder_decoder": False,
+}
 
 
 class GenerationConfig(dict[str, Any]):
@@ -203,9 +216,15 @@ class ModelMethods(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises TypeError: a graph keeps its cache, and returns tokens or the last logits."""
         if self.features.sampler:
-            returns, instead = "tokens", "export with logprobs=True, top_logprobs=M or return_pdfs=True"
+            returns, instead = (
+                "tokens",
+                "export with logprobs=True, top_logprobs=M or return_pdfs=True",
+            )
         else:
-            returns, instead = "the last logits of each row", "give generate a function as logits_processor"
+            returns, instead = (
+                "the last logits of each row",
+                "give generate a function as logits_processor",
+            )
         raise TypeError(
             f"the model cannot be called, as its graph keeps the cache and returns {returns}; use generate. To see "
             f"probabilities, {instead}; for logits of a whole text, call the checkpoint's model in transformers"
@@ -225,7 +244,9 @@ class ModelMethods(ABC):
     def train(self, mode: bool = True) -> Self:
         """The model itself if mode is False. Raises ValueError for True, as a graph cannot be trained."""
         if mode:
-            raise ValueError("a package cannot be trained; train the checkpoint with transformers, and export it again")
+            raise ValueError(
+                "a package cannot be trained; train the checkpoint with transformers, and export it again"
+            )
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -258,7 +279,13 @@ class ModelMethods(ABC):
     def _check_device(self, wanted: Any) -> None:
         """wanted: "cuda:0", torch.device("cuda"), or a GPU's number. Raises ValueError if it is another."""
         name = getattr(wanted, "type", wanted)
-        name = "cuda" if isinstance(name, int) else name.split(":")[0] if isinstance(name, str) else shown(wanted)
+        name = (
+            "cuda"
+            if isinstance(name, int)
+            else name.split(":")[0]
+            if isinstance(name, str)
+            else shown(wanted)
+        )
         if name == self.device:
             return
         here = f"the model runs on {str(self.device)!r} and cannot move to {str(wanted)!r}"
@@ -268,8 +295,12 @@ class ModelMethods(ABC):
                 'transformers takes device="cpu"'
             )
         if name == "cpu":
-            raise ValueError(f'{here}; compile the checkpoint or the portable package with provider="cpu"')
-        raise ValueError(f"{here}; docs/devices.md has the devices, which compile and from_pretrained call provider=")
+            raise ValueError(
+                f'{here}; compile the checkpoint or the portable package with provider="cpu"'
+            )
+        raise ValueError(
+            f"{here}; docs/devices.md has the devices, which compile and from_pretrained call provider="
+        )
 
     def cpu(self) -> Self:
         """As `to`, with "cpu"."""

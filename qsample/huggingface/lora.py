@@ -45,10 +45,30 @@ _READ: Final = (
 # Fields that change no number: the training, and the layers; the names of the tensors also give these.
 # fan_in_fan_out follows from the layer itself.
 _WITHOUT_EFFECT: Final = (
-    *("peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library"),
+    *(
+        "peft_version",
+        "task_type",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "base_model_class",
+        "parent_library",
+    ),
     *("revision", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
-    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+    *(
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "fan_in_fan_out",
+    ),
+    *(
+        "lora_dropout",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "velora_config",
+    ),
 )
 _LARGEST_CONFIG: Final = 1 << 22  # bytes
 _LONGEST_PATH: Final = 200  # characters of the path of a module, and of a pattern
@@ -96,7 +116,9 @@ def read_config(path: Path) -> LoraConfig:
     try:
         options = read_json(path, _LARGEST_CONFIG, infinities=True)
     except ValueError as error:
-        raise QsampleError(f"{path} is not valid JSON ({error}); download the adapter again") from error
+        raise QsampleError(
+            f"{path} is not valid JSON ({error}); download the adapter again"
+        ) from error
     if not isinstance(options, dict):
         raise QsampleError(
             f"{path} holds {shown(options, 60)}, and must hold an object; give the folder of a LoRA adapter"
@@ -105,7 +127,10 @@ def read_config(path: Path) -> LoraConfig:
     return LoraConfig(
         _rank(options.get("r", 8), "r", path),
         _alpha(options.get("lora_alpha", 8), "lora_alpha", path),
-        [(key, _rank(value, f"rank_pattern[{name!r}]", path)) for name, key, value in _patterns(options, "rank", path)],
+        [
+            (key, _rank(value, f"rank_pattern[{name!r}]", path))
+            for name, key, value in _patterns(options, "rank", path)
+        ],
         [
             (key, _alpha(value, f"alpha_pattern[{name!r}]", path))
             for name, key, value in _patterns(options, "alpha", path)
@@ -136,7 +161,9 @@ def read_changes(config_path: Path, weights_path: Path, largest: int | None = No
         with TensorFile(weights_path, largest) as file:
             tensors = {name: file.read(name) for name in file.tensors}
     except (OSError, ValueError, MemoryError) as error:
-        raise QsampleError(f"{weights_path} cannot be read ({error!s:.200}); download the adapter again") from error
+        raise QsampleError(
+            f"{weights_path} cannot be read ({error!s:.200}); download the adapter again"
+        ) from error
     parts: dict[str, dict[str, Array]] = {}
     for name, tensor in sorted(tensors.items()):
         match = _PART.fullmatch(name)
@@ -144,7 +171,9 @@ def read_changes(config_path: Path, weights_path: Path, largest: int | None = No
             raise UnsupportedModelError(
                 f"{weights_path} holds {name:.200}, which does not belong to a pair of LoRA matrices; {ADVICE}"
             )
-        parts.setdefault(match["path"], {})[match["linear"] or match["embedding"] or "base"] = tensor
+        parts.setdefault(match["path"], {})[match["linear"] or match["embedding"] or "base"] = (
+            tensor
+        )
         if tensor.ndim != 2 or not _is_finite(tensor):
             dtype = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype.name
             raise QsampleError(
@@ -154,10 +183,14 @@ def read_changes(config_path: Path, weights_path: Path, largest: int | None = No
     began = time.monotonic()
     for path, found in sorted(parts.items()):
         if time.monotonic() - began > _SECONDS:
-            raise QsampleError(f"{config_path}: its patterns take more than {_SECONDS:.0f} s to match; give fewer")
+            raise QsampleError(
+                f"{config_path}: its patterns take more than {_SECONDS:.0f} s to match; give fewer"
+            )
         a, b, rank = found.get("A"), found.get("B"), config.rank_of(path)
         if (a is None) != (b is None):
-            raise QsampleError(f"{weights_path} holds matrix {'A' if b is None else 'B'} of {path} without its partner")
+            raise QsampleError(
+                f"{weights_path} holds matrix {'A' if b is None else 'B'} of {path} without its partner"
+            )
         if a is not None and b is not None and (len(a), b.shape[1]) != (rank, rank):
             raise QsampleError(
                 f"{weights_path}: the matrices of {path} are {list(a.shape)} and {list(b.shape)}, and the rank that "
@@ -165,7 +198,9 @@ def read_changes(config_path: Path, weights_path: Path, largest: int | None = No
             )
         changes.append(Change(path, a, b, found.get("base"), config.scale_of(path)))
     if all(change.a is None for change in changes):
-        raise QsampleError(f"{weights_path} holds no LoRA matrices; give the adapter that was trained")
+        raise QsampleError(
+            f"{weights_path} holds no LoRA matrices; give the adapter that was trained"
+        )
     return changes
 
 
@@ -194,7 +229,9 @@ def _check_plain(options: Mapping[str, Any], path: Path) -> None:
         raise UnsupportedModelError(
             f"{path}: an adapter of type {kind!s:.60} cannot be used here, only plain LoRA; {ADVICE}"
         )
-    asked = [name for name in sorted(options) if name not in (*_READ, *_WITHOUT_EFFECT) and options[name]]
+    asked = [
+        name for name in sorted(options) if name not in (*_READ, *_WITHOUT_EFFECT) and options[name]
+    ]
     if options.get("bias", "none") != "none":
         asked.append("bias")
     if options.get("init_lora_weights", True) not in _INITIALISATIONS:
@@ -205,18 +242,26 @@ def _check_plain(options: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[str, re.Pattern[str], Any]]:
+def _patterns(
+    options: Mapping[str, Any], kind: str, path: Path
+) -> list[tuple[str, re.Pattern[str], Any]]:
     """The patterns of ranks or alphas, each compiled: it matches the path of a module that it ends with, at a dot."""
     name = f"{kind}_pattern"
     patterns = options.get(name) or {}
     if not isinstance(patterns, dict):
-        raise QsampleError(f"{path}: {name} is {shown(patterns, 60)}; it must be an object, from patterns to numbers")
+        raise QsampleError(
+            f"{path}: {name} is {shown(patterns, 60)}; it must be an object, from patterns to numbers"
+        )
     left, compiled = _MOST_WAYS_OF_ALL - len(patterns), []  # each has one at least
     for pattern, value in patterns.items():
         try:
             ways = _ways(pattern)
             if ways > _MOST_WAYS or ways - 1 > left:
-                raise ValueError("it is not simple" if math.isinf(ways) else "there are too many ways to match it")
+                raise ValueError(
+                    "it is not simple"
+                    if math.isinf(ways)
+                    else "there are too many ways to match it"
+                )
             left -= int(ways) - 1
             compiled.append((pattern, re.compile(rf"(.*\.)?({pattern})$"), value))
         except (ValueError, re.error) as error:
@@ -239,7 +284,9 @@ def _ways(pattern: str) -> float:
 
 def _rank(value: Any, name: str, path: Path) -> int:
     if not is_integer(value, 1):
-        raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be an integer of at least 1")
+        raise QsampleError(
+            f"{path}: {name} is {shown(value, 60)}; it must be an integer of at least 1"
+        )
     return value
 
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 ImageLike: TypeAlias = "str | Path | bytes | Image | Array"
 FORMATS: Final = "PNG, JPEG, WebP or GIF"
-ACCEPTED: Final = f"give a path or the bytes of a {FORMATS} file, an image of Pillow, or uint8 [height, width, 3]"
+ACCEPTED: Final = (
+    f"give a path or the bytes of a {FORMATS} file, an image of Pillow, or uint8 [height, width, 3]"
+)
 _MOST_PIXELS: Final = 89_478_485  # Pillow warns of more
 _STARTS: Final = {
     "Png": (b"\x89PNG\r\n\x1a\n",),
@@ -40,16 +42,24 @@ _STARTS: Final = {
 class ImageLimits:
     """The largest image that is read. most_bytes: of its file. most_pixels: its width times its height."""
 
-    most_bytes: int = integer(20 << 20, 1, 1 << 31, "the most bytes of an image file, up to 2^31", help="Of a file.")
+    most_bytes: int = integer(
+        20 << 20, 1, 1 << 31, "the most bytes of an image file, up to 2^31", help="Of a file."
+    )
     most_pixels: int = integer(
-        40_000_000, 1, _MOST_PIXELS, f"the most pixels of an image, up to {_MOST_PIXELS}", help="Width times height."
+        40_000_000,
+        1,
+        _MOST_PIXELS,
+        f"the most pixels of an image, up to {_MOST_PIXELS}",
+        help="Width times height.",
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
 
 
-def read_image(image: ImageLike, limits: ImageLimits | None = None, name: str = "the image") -> Image:
+def read_image(
+    image: ImageLike, limits: ImageLimits | None = None, name: str = "the image"
+) -> Image:
     """The image in mode RGB.
 
     name: of the image in messages; a path is named besides. Raises ValueError for anything but an image within the
@@ -74,7 +84,9 @@ def read_image(image: ImageLike, limits: ImageLimits | None = None, name: str = 
     return _refuse(f"{name} is {shown(image)}, a {type(image).__name__}; {ACCEPTED}")
 
 
-def read_size(file: bytes, limits: ImageLimits | None = None, name: str = "the image") -> tuple[int, int]:
+def read_size(
+    file: bytes, limits: ImageLimits | None = None, name: str = "the image"
+) -> tuple[int, int]:
     """Width and height in the header of an image file, before any rotation; nothing is unfolded. Raises as `read_image`
     does."""
     limits = limits or ImageLimits()
@@ -87,7 +99,9 @@ def _pillow() -> Any:
     try:
         import PIL.Image
     except ImportError:
-        raise QsampleError(f"images need Pillow, which is not installed: `{install_hint('images')}`") from None
+        raise QsampleError(
+            f"images need Pillow, which is not installed: `{install_hint('images')}`"
+        ) from None
     return PIL.Image
 
 
@@ -118,19 +132,25 @@ def _content(path: str | Path, limits: ImageLimits, name: str) -> bytes:
 def _opened(data: bytes, limits: ImageLimits, name: str) -> Image:
     """A file of which the header was read. By its format's plugin: `Image.open` has a limit of its own, and warns."""
     if len(data) > limits.most_bytes:
-        _refuse(f"{name} has more than {limits.most_bytes} bytes, which are the most that are read; make it smaller")
+        _refuse(
+            f"{name} has more than {limits.most_bytes} bytes, which are the most that are read; make it smaller"
+        )
     kind = next((kind for kind, starts in _STARTS.items() if data.startswith(starts)), None)
     if kind is None or (kind == "WebP" and data[8:12] != b"WEBP"):
         _refuse(f"{name} begins with {data[:8]!r}; give a {FORMATS} file")
     import_module(f"PIL.{kind}ImagePlugin")  # registers the format
     try:
-        if kind in _SIZES:  # of formats whose plugins make room for all pixels when they open a file
+        if (
+            kind in _SIZES
+        ):  # of formats whose plugins make room for all pixels when they open a file
             _check_size(*_SIZES[kind](data), limits, name)
         file: Image = _pillow().OPEN[kind.upper()][0](io.BytesIO(data), "")
     except ArgumentError:
         raise
     except Exception as error:  # of many kinds
-        _refuse(f"{name} is a damaged {kind.upper()} file ({_said(error)}); give a whole one", error)
+        _refuse(
+            f"{name} is a damaged {kind.upper()} file ({_said(error)}); give a whole one", error
+        )
     return file
 
 
@@ -143,10 +163,15 @@ def _upright(image: Image, limits: ImageLimits, name: str) -> Image:
         image = ImageOps.exif_transpose(image)
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
-            image = pillow.alpha_composite(pillow.new("RGBA", image.size, (255, 255, 255, 255)), image)
+            image = pillow.alpha_composite(
+                pillow.new("RGBA", image.size, (255, 255, 255, 255)), image
+            )
         return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # of many kinds
-        _refuse(f"{name} cannot be decoded ({_said(error)}); give a whole file, or another format", error)
+        _refuse(
+            f"{name} cannot be decoded ({_said(error)}); give a whole file, or another format",
+            error,
+        )
 
 
 def _said(error: Exception) -> str:
@@ -177,4 +202,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     return width & 0x3FFF, height & 0x3FFF
 
 
-_SIZES: Final[dict[str, Callable[[bytes], tuple[int, int]]]] = {"Gif": _gif_size, "WebP": _webp_size}
+_SIZES: Final[dict[str, Callable[[bytes], tuple[int, int]]]] = {
+    "Gif": _gif_size,
+    "WebP": _webp_size,
+}

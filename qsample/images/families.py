@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from qsample.checks import check_fields, checked, flag, integer, is_integer, is_number, number, refuse
+from qsample.checks import (
+    check_fields,
+    checked,
+    flag,
+    integer,
+    is_integer,
+    is_number,
+    number,
+    refuse,
+)
 from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError
 
@@ -57,7 +66,11 @@ def _sides(*kinds: set[str], default: Any = MISSING) -> Any:
     accepted = ", or ".join(" and ".join(sorted(names)) for names in kinds)
 
     def check(name: str, value: Any) -> Any:
-        if not isinstance(value, Mapping) or set(value) not in kinds or not all(map(_is_size, value.values())):
+        if (
+            not isinstance(value, Mapping)
+            or set(value) not in kinds
+            or not all(map(_is_size, value.values()))
+        ):
             refuse(name, value, f"{accepted}, in pixels")
         return dict(value)
 
@@ -69,7 +82,11 @@ def _is_size(value: Any) -> bool:
 
 
 def _channels(name: str, value: Any) -> tuple[float, ...]:
-    if not isinstance(value, list | tuple) or len(value) != 3 or not all(is_number(v, -1e30, 1e30) for v in value):
+    if (
+        not isinstance(value, list | tuple)
+        or len(value) != 3
+        or not all(is_number(v, -1e30, 1e30) for v in value)
+    ):
         refuse(name, value, "a number for each of the channels red, green and blue, or None")
     return tuple(float(number) for number in value)
 
@@ -77,7 +94,8 @@ def _channels(name: str, value: Any) -> tuple[float, ...]:
 def _resolutions(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     pairs = value if isinstance(value, list | tuple) else ()
     if not 0 < len(pairs) < 1000 or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_size, pair)) for pair in pairs
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_size, pair))
+        for pair in pairs
     ):
         refuse(name, value, "pairs of height and width in pixels")
     return tuple(tuple(pair) for pair in pairs)
@@ -100,7 +118,9 @@ class Family:
     def __post_init__(self) -> None:
         check_fields(self)
         if (self.image_mean is None) != (self.image_std is None) or 0 in (self.image_std or ()):
-            raise ArgumentError("image_mean and image_std are numbers, those of image_std not 0, or both are None")
+            raise ArgumentError(
+                "image_mean and image_std are numbers, those of image_std not 0, or both are None"
+            )
 
     def layout(self, width: int, height: int) -> Layout:
         """Raises ValueError for an image that the family cannot take."""
@@ -125,7 +145,9 @@ class Family:
         tables = [table.astype(np.float32)] * 3
         if self.image_mean is not None and self.image_std is not None:
             mean, std = (np.array(each, np.float32) for each in (self.image_mean, self.image_std))
-            tables = [(table - mean[channel]) / std[channel] for channel, table in enumerate(tables)]
+            tables = [
+                (table - mean[channel]) / std[channel] for channel, table in enumerate(tables)
+            ]
         out = np.empty((3, *values.shape[:-1]), np.float32)
         for channel in range(3):
             np.take(tables[channel], values[..., channel], out=out[channel], mode="clip")
@@ -145,7 +167,9 @@ def _fitting(width: int, height: int, layout: Layout) -> Layout:
 
 def _cut(values: Array, height: int, width: int) -> list[Array]:
     """Tiles of an image, row by row."""
-    tops, lefts = (range(0, size, step) for size, step in zip(values.shape, (height, width), strict=False))
+    tops, lefts = (
+        range(0, size, step) for size, step in zip(values.shape, (height, width), strict=False)
+    )
     return [values[top : top + height, left : left + width] for top, left in product(tops, lefts)]
 
 
@@ -162,7 +186,9 @@ class Square(Family):
         Family.__post_init__(self)
         edge, crop = self.size.get("shortest_edge"), self.crop_size
         if crop is None and edge:
-            raise ArgumentError("size has a shortest_edge and crop_size is None: images would have many sizes")
+            raise ArgumentError(
+                "size has a shortest_edge and crop_size is None: images would have many sizes"
+            )
         if crop is not None and any(crop[side] > self.size.get(side, edge or 0) for side in crop):
             refuse("crop_size", dict(crop), "height and width, at most those of size")
 
@@ -199,7 +225,10 @@ class Grid(Family):
     frames: bool = flag(False)
 
     def layout(self, width: int, height: int) -> Layout:
-        block, frames = self.patch_size * self.merge_size, self.temporal_patch_size if self.frames else 1
+        block, frames = (
+            self.patch_size * self.merge_size,
+            self.temporal_patch_size if self.frames else 1,
+        )
         w, h = width, height
         if self.frames and min(w, h) < block:
             scale = max(block / h, block / w)
@@ -210,7 +239,11 @@ class Grid(Family):
                 "images",
             )
         rows, columns = round(h / block), round(w / block)
-        least, most, pixels = self.size["shortest_edge"], self.size["longest_edge"], frames * rows * columns * block**2
+        least, most, pixels = (
+            self.size["shortest_edge"],
+            self.size["longest_edge"],
+            frames * rows * columns * block**2,
+        )
         if pixels > most:
             scale = math.sqrt(frames * h * w / most)
             rows, columns = (max(1, math.floor(side / scale / block)) for side in (h, w))
@@ -218,15 +251,21 @@ class Grid(Family):
             scale = math.sqrt(least / (frames * h * w))
             rows, columns = (math.ceil(side * scale / block) for side in (h, w))
         size = rows, columns
-        return _fitting(width, height, Layout(columns * block, rows * block, rows * columns, size=size))
+        return _fitting(
+            width, height, Layout(columns * block, rows * block, rows * columns, size=size)
+        )
 
     def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:
         patch, merge, times = self.patch_size, self.merge_size, self.temporal_patch_size
         rows, columns = layout.height // patch, layout.width // patch
         values = self._resized(image, layout.width, layout.height)
         values = values.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-        numbers = self._numbers(values.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, patch * patch, 3))
-        repeated = np.broadcast_to(numbers.transpose(1, 0, 2)[:, :, None], (rows * columns, 3, times, patch * patch))
+        numbers = self._numbers(
+            values.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, patch * patch, 3)
+        )
+        repeated = np.broadcast_to(
+            numbers.transpose(1, 0, 2)[:, :, None], (rows * columns, 3, times, patch * patch)
+        )
         return repeated.reshape(rows * columns, -1), (rows, columns)
 
 
@@ -240,7 +279,10 @@ class PooledGrid(Family):
     max_soft_tokens: int = _count()
 
     def layout(self, width: int, height: int) -> Layout:
-        block, patches = self.pooling_kernel_size * self.patch_size, self.max_soft_tokens * self.pooling_kernel_size**2
+        block, patches = (
+            self.pooling_kernel_size * self.patch_size,
+            self.max_soft_tokens * self.pooling_kernel_size**2,
+        )
         scale = math.sqrt(patches * self.patch_size**2 / (width * height))
         rows, columns = math.floor(scale * height / block), math.floor(scale * width / block)
         if rows == 0:
@@ -248,13 +290,19 @@ class PooledGrid(Family):
         elif columns == 0:
             rows, columns = min(height // width, self.max_soft_tokens), 1
         size = rows, columns
-        return _fitting(width, height, Layout(columns * block, rows * block, rows * columns, size=size))
+        return _fitting(
+            width, height, Layout(columns * block, rows * block, rows * columns, size=size)
+        )
 
     def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:
         patch = self.patch_size
         rows, columns = layout.height // patch, layout.width // patch
-        values = self._resized(image, layout.width, layout.height).reshape(rows, patch, columns, patch, 3)
-        numbers = self._numbers(values.transpose(0, 2, 1, 3, 4).reshape(rows * columns, patch * patch, 3))
+        values = self._resized(image, layout.width, layout.height).reshape(
+            rows, patch, columns, patch, 3
+        )
+        numbers = self._numbers(
+            values.transpose(0, 2, 1, 3, 4).reshape(rows * columns, patch * patch, 3)
+        )
         return numbers.transpose(1, 2, 0).reshape(rows * columns, -1), (rows, columns)
 
 
@@ -280,7 +328,9 @@ class Split(Family):
             w = math.ceil(int(h * ratio) / side) * side
         if not self.do_image_splitting or (w <= side and h <= side):
             return _fitting(width, height, Layout(side, side, self.tokens))
-        return _fitting(width, height, Layout(w, h, self.tokens, (h // side, w // side), whole=True))
+        return _fitting(
+            width, height, Layout(w, h, self.tokens, (h // side, w // side), whole=True)
+        )
 
     def _fitted(self, width: int, height: int) -> tuple[int, int]:
         """The longer edge at its length, the shorter one even."""
@@ -294,7 +344,9 @@ class Split(Family):
 
         side = self.max_image_size["longest_edge"]
         # Each of transformers' steps rounds to 8 bits, so none may be left out.
-        values = self._resized(fromarray(self._resized(image, *self._fitted(*image.size))), layout.width, layout.height)
+        values = self._resized(
+            fromarray(self._resized(image, *self._fitted(*image.size))), layout.width, layout.height
+        )
         tiles = _cut(values, side, side)
         if layout.whole:
             tiles.append(self._resized(fromarray(values), side, side))
@@ -320,7 +372,9 @@ class Tiles(Family):
         tile_height, tile_width = self.size["height"], self.size["width"]
         best, rows, columns = math.inf, 1, 1
         most = range(1, self.max_patches + 1)
-        shapes = [(c, r) for c, r in product(most, most) if self.min_patches <= r * c <= self.max_patches]
+        shapes = [
+            (c, r) for c, r in product(most, most) if self.min_patches <= r * c <= self.max_patches
+        ]
         for c, r in sorted(shapes, key=math.prod):
             difference = abs(width / height - c / r)
             # Of shapes that are equally close, the one with more tiles, as long as the image has half of their pixels.
@@ -358,7 +412,11 @@ class AnyResolution(Family):
     def __post_init__(self) -> None:
         Family.__post_init__(self)
         if any(length % self.size for pair in self.image_grid_pinpoints for length in pair):
-            refuse("image_grid_pinpoints", self.image_grid_pinpoints, f"multiples of size ({self.size})")
+            refuse(
+                "image_grid_pinpoints",
+                self.image_grid_pinpoints,
+                f"multiples of size ({self.size})",
+            )
         if self.side > self.size:
             refuse("side", self.side, f"at most size ({self.size})")
 
@@ -377,7 +435,10 @@ class AnyResolution(Family):
         else:
             left = (columns - int(round(width * (lines / height), 7))) // 2
         y, x = np.arange(top, lines - top)[:, None], np.arange(left, columns - left)
-        if self.most_tiles and math.sqrt(y.size * x.size / (self.most_tiles * side**2)) > _ROUNDS_OVER:
+        if (
+            self.most_tiles
+            and math.sqrt(y.size * x.size / (self.most_tiles * side**2)) > _ROUNDS_OVER
+        ):
             raise ArgumentError(
                 f"the image has {width} x {height} pixels, which the model reads in tiles of {self.size} pixels; "
                 f"packages take about {self.most_tiles} tiles at most: make it smaller",
@@ -385,7 +446,9 @@ class AnyResolution(Family):
             )
         grid = (1 + y // side * across + x // side) * side**2 + y % side * side + x % side
         newline = np.full((len(y), 1), (1 + down * across) * side**2)
-        rows = np.concatenate([np.arange(side**2), np.concatenate([grid, newline], axis=1).reshape(-1)])
+        rows = np.concatenate(
+            [np.arange(side**2), np.concatenate([grid, newline], axis=1).reshape(-1)]
+        )
         return Layout(wide, high, len(rows), rows=rows)
 
     def pixels(self, image: Image, layout: Layout) -> tuple[Array, tuple[int, int] | None]:

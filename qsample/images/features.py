@@ -80,7 +80,9 @@ class VisionEncoder:
                 result = self._session.features(image.pixel_values, image.grid)
             except Exception as error:
                 shape = "x".join(map(str, image.pixel_values.shape))
-                raise QsampleError(f"{self._path} cannot read an image of {shape} pixel values: {error}") from error
+                raise QsampleError(
+                    f"{self._path} cannot read an image of {shape} pixel values: {error}"
+                ) from error
         features: Array = result[image.rows]
         features.setflags(write=False)
         return features

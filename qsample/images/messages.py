@@ -26,7 +26,9 @@ def _is_image(part: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(part, Mapping) and part.get("type") in IMAGES
 
 
-def images_in(messages: Sequence[Mapping[str, Any]], placeholder: str, given: Iterable[Any] = ()) -> list[Any]:
+def images_in(
+    messages: Sequence[Mapping[str, Any]], placeholder: str, given: Iterable[Any] = ()
+) -> list[Any]:
     """The images of a conversation in order, each a path, bytes, an image of Pillow or an array.
 
     A part has the image as `image`, or in transformers' other forms, `path`, `url` (data: or file:) and `base64`, or in
@@ -37,21 +39,35 @@ def images_in(messages: Sequence[Mapping[str, Any]], placeholder: str, given: It
     left, images = iter(given), []
     for index, message in enumerate(messages):
         what, content = f"chat message {index}", message.get("content")
-        for part in [content] if isinstance(content, str) else content if isinstance(content, list | tuple) else ():
+        for part in (
+            [content]
+            if isinstance(content, str)
+            else content
+            if isinstance(content, list | tuple)
+            else ()
+        ):
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str) and placeholder in text:
-                raise ValueError(f"{what} has the text {placeholder}, which stands for an image here; leave it out")
+                raise ValueError(
+                    f"{what} has the text {placeholder}, which stands for an image here; leave it out"
+                )
             if _is_image(part):
                 image = _image(what, part)
                 images.append(next(left, None) if image is None else image)
                 if images[-1] is None:
-                    raise ValueError(f"{what} has a part of type {part['type']!r} without an image; {_FORM}")
+                    raise ValueError(
+                        f"{what} has a part of type {part['type']!r} without an image; {_FORM}"
+                    )
     if rest := len(list(left)):
-        raise ValueError(f"{rest} more images were given than the messages have places; add {{'type': 'image'}} parts")
+        raise ValueError(
+            f"{rest} more images were given than the messages have places; add {{'type': 'image'}} parts"
+        )
     return images
 
 
-def with_images(messages: Iterable[Mapping[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+def with_images(
+    messages: Iterable[Mapping[str, Any]], change: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
     """A copy of a conversation, with change(image) in place of each image that a part holds. Raises ValueError as
     `images_in` does."""
 
@@ -69,13 +85,17 @@ def with_images(messages: Iterable[Mapping[str, Any]], change: Callable[[Any], A
 def _image(what: str, part: Mapping[str, Any]) -> Any:
     """The image of a part as it is given; None if it has none."""
     given: list[Any] = [
-        part[name] for name in ("image", "path", "url", "base64", "image_url") if part.get(name) is not None
+        part[name]
+        for name in ("image", "path", "url", "base64", "image_url")
+        if part.get(name) is not None
     ]
     if not given:
         return None
     value = given[0].get("url") if isinstance(part.get("image_url"), Mapping) else given[0]
     if value is None or len(given) > 1:
-        raise ValueError(f"{what} has a part of type {part['type']!r} with {shown(sorted(part))}; {_FORM}")
+        raise ValueError(
+            f"{what} has a part of type {part['type']!r} with {shown(sorted(part))}; {_FORM}"
+        )
     if not isinstance(value, str):
         return value
     if part.get("base64") is not None:
@@ -97,7 +117,9 @@ def decode_data_url(url: str, most: int | None = None) -> bytes:
     match = _DATA.match(url)
     if match is None or match[1].lower() not in MEDIA_TYPES:
         known = ", ".join(f"image/{name}" for name in MEDIA_TYPES)
-        raise ValueError(f"an image is {url[:60]!r}; give data:image/png;base64,..., of the types {known}")
+        raise ValueError(
+            f"an image is {url[:60]!r}; give data:image/png;base64,..., of the types {known}"
+        )
     return decode_base64(url[match.end() :], most)
 
 
@@ -116,4 +138,6 @@ def decode_base64(text: str, most: int | None = None) -> bytes:
 def check_base64(length: int, most: int) -> None:
     """Raise ValueError if a base64 text of `length` characters has more than `most` bytes."""
     if length * 3 > (most + 2) * 4:
-        raise ValueError(f"an image has {length * 3 // 4} bytes, and {most} are the most; give a smaller one")
+        raise ValueError(
+            f"an image has {length * 3 // 4} bytes, and {most} are the most; give a smaller one"
+        )

@@ -68,8 +68,16 @@ class ImageTexts:
         (rows, columns), run = layout.tiles, token * layout.count
         if rows * columns == 0:
             return self.single + run + self.after
-        lines = ["".join(self.of_tile(row, at, columns) + run for at in range(columns)) for row in range(rows)]
-        return self.before + self.line.join(lines) + (self.whole + run if layout.whole else "") + self.after
+        lines = [
+            "".join(self.of_tile(row, at, columns) + run for at in range(columns))
+            for row in range(rows)
+        ]
+        return (
+            self.before
+            + self.line.join(lines)
+            + (self.whole + run if layout.whole else "")
+            + self.after
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,9 @@ def _read(kind: type[Any], data: Mapping[str, Any], where: str) -> Any:
             raise ArgumentError(f"{', '.join(sorted(map(str, wrong)))[:200]} is unknown or missing")
         return kind(**data)
     except (ArgumentError, TypeError) as error:
-        raise PackageError(f"{where} in {MANIFEST_NAME}: {error!s:.300}; export the package again") from error
+        raise PackageError(
+            f"{where} in {MANIFEST_NAME}: {error!s:.300}; export the package again"
+        ) from error
 
 
 class ImageProcessor:
@@ -119,14 +129,20 @@ class ImageProcessor:
     >>> prompt = processor.prompt(ids, [image])
     """
 
-    def __init__(self, images: Mapping[str, Any], *, axial: bool = False, identity: bytes = b"") -> None:
+    def __init__(
+        self, images: Mapping[str, Any], *, axial: bool = False, identity: bytes = b""
+    ) -> None:
         """images: `Manifest.images`. axial: as in `ImageShape`. identity: of the package's vision part.
 
         Raises PackageError for images that are not as an export writes them."""
         settings: ImageSettings = _read(ImageSettings, images, "images")
         self.family: Family = _read(FAMILIES[settings.family], settings.settings, "images.settings")
         self.texts: ImageTexts = _read(ImageTexts, settings.texts, "images.texts")
-        self.placeholder, self.token, self.token_id = settings.placeholder, settings.token, settings.token_id
+        self.placeholder, self.token, self.token_id = (
+            settings.placeholder,
+            settings.token,
+            settings.token_id,
+        )
         self._axial = axial
         self._identity = identity + json.dumps(asdict(self.family), sort_keys=True).encode()
 
@@ -137,7 +153,9 @@ class ImageProcessor:
         if manifest.images is None or image is None:
             return None
         vision = sorted(
-            (name, entry.sha256) for name, entry in manifest.files.items() if name.startswith("vision.onnx")
+            (name, entry.sha256)
+            for name, entry in manifest.files.items()
+            if name.startswith("vision.onnx")
         )
         processor = cls(manifest.images, axial=image.axial, identity=repr(vision).encode())
         if processor.token_id >= package.interface.vocab_size:
@@ -146,10 +164,14 @@ class ImageProcessor:
                 f"{package.interface.vocab_size} tokens; export the package again"
             )
         if image.axial and processor.layout(64, 64).size is None:
-            raise PackageError(f"images in {MANIFEST_NAME} give no sizes for M-RoPE; export the package again")
+            raise PackageError(
+                f"images in {MANIFEST_NAME} give no sizes for M-RoPE; export the package again"
+            )
         return processor
 
-    def process(self, image: ImageLike, limits: ImageLimits | None = None, name: str = "the image") -> ProcessedImage:
+    def process(
+        self, image: ImageLike, limits: ImageLimits | None = None, name: str = "the image"
+    ) -> ProcessedImage:
         """The inputs of vision.onnx for an image, and its placeholders.
 
         name: of the image in messages. Raises ValueError for anything but an image within the limits, QsampleError
@@ -172,7 +194,8 @@ class ImageProcessor:
             raise ArgumentError(str(error).replace("the image", name, 1), error.argument) from None
         if layout.placeholders > _MOST_PLACEHOLDERS:
             raise ArgumentError(
-                f"{name} has {width} x {height} pixels: too many placeholders; make it smaller", "images"
+                f"{name} has {width} x {height} pixels: too many placeholders; make it smaller",
+                "images",
             )
         return layout
 
@@ -186,7 +209,9 @@ class ImageProcessor:
                 f"{len(images)} images were given; give one for each",
                 "images",
             )
-        return parts[0] + "".join(image.text + part for image, part in zip(images, parts[1:], strict=True))
+        return parts[0] + "".join(
+            image.text + part for image, part in zip(images, parts[1:], strict=True)
+        )
 
     def prompt(self, ids: Sequence[int] | Array, images: Sequence[ProcessedImage]) -> ImagePrompt:
         """The decoder's inputs for the images of a prompt. ids: with all placeholders, as `expand` writes them. Raises
@@ -206,7 +231,11 @@ class ImageProcessor:
         identities = tokens.copy()
         if images:
             identities[places] = np.concatenate([_identities(image) for image in images])
-        offsets = position_offsets(is_image, [image.size or (0, 0) for image in images]) if self._axial else None
+        offsets = (
+            position_offsets(is_image, [image.size or (0, 0) for image in images])
+            if self._axial
+            else None
+        )
         return ImagePrompt(tuple(images), rows, offsets, identities)
 
 

@@ -155,26 +155,40 @@ class AutoModelForCausalLM:
         if os.path.isfile(path / MANIFEST_NAME):  # False if it is too long to be a path
             package = read_package(path, trusted_keys=trusted_keys)
             if adapter is not None:
-                raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
+                raise QsampleError(
+                    f"{path} is a package, and an adapter is merged at export; export the model with it"
+                )
             reads_images = package.interface.image is not None
             if text_only and reads_images:
-                raise QsampleError(f"{path} is a package with images; leave text_only out, or give it to an export")
+                raise QsampleError(
+                    f"{path} is a package with images; leave text_only out, or give it to an export"
+                )
             if cls._images and not reads_images:
-                raise QsampleError(f"{path} is a package of text alone; open it with AutoModelForCausalLM")
+                raise QsampleError(
+                    f"{path} is a package of text alone; open it with AutoModelForCausalLM"
+                )
             if filter_order is None:
                 features = replace(features, filter_order=package.interface.features.filter_order)
             check_features(package, features, None if chosen == "auto" else chosen)
             return PackagedModel(package, provider, trusted_keys=trusted_keys).place(device_map)
         if trusted_keys is not None:
-            raise QsampleError(f"{path} is no package, and only packages are signed; leave trusted_keys out")
+            raise QsampleError(
+                f"{path} is no package, and only packages are signed; leave trusted_keys out"
+            )
         gguf = find_gguf(str(pretrained_model_name_or_path), gguf_file or file, hub)
         if cls._images and (gguf is not None or file is not None or is_decoder(path)):
-            raise QsampleError(f"{path} is a file of the language model alone; open it with AutoModelForCausalLM")
+            raise QsampleError(
+                f"{path} is a file of the language model alone; open it with AutoModelForCausalLM"
+            )
         if gguf is None and (file is not None or is_decoder(path)):
             if adapter is not None or chosen is not None:
                 given = "adapter" if adapter is not None else "dtype"
-                raise QsampleError(f"{path} is a decoder file, whose weights are as they are; leave {given} out")
-            warnings.warn(f"{path} holds a decoder file; it is used as `qsample bake` writes it", stacklevel=2)
+                raise QsampleError(
+                    f"{path} is a decoder file, whose weights are as they are; leave {given} out"
+                )
+            warnings.warn(
+                f"{path} holds a decoder file; it is used as `qsample bake` writes it", stacklevel=2
+            )
             decoder = DecoderSource(str(path), file, tokenizer, hub=hub)
             return SourceModel(decoder, features, provider).place(device_map)
         checkpoint = _checkpoint(
@@ -249,7 +263,9 @@ def bake(
 
     >>> package = qsample.bake("onnx-community/Qwen3-0.6B-ONNX", "qwen3", file="onnx/model_q4.onnx")
     """
-    hub = HubOptions(revision=revision, cache_dir=cache_dir, token=token, local_files_only=local_files_only)
+    hub = HubOptions(
+        revision=revision, cache_dir=cache_dir, token=token, local_files_only=local_files_only
+    )
     source = DecoderSource(str(path), file, tokenizer, rope, reference, hub)
     model = SourceModel(source, features or Features())
     return model.export(out, overwrite=overwrite, progress=progress)

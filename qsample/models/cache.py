@@ -37,7 +37,9 @@ LIMIT_VARIABLE: Final = "QSAMPLE_CACHE_LIMIT"
 DEFAULT_LIMIT: Final = 50 * 10**9  # bytes
 _ENTRY: Final = re.compile(r"[\w.+-]+-[0-9a-f]{16}")
 _LOCKS: Final = ".locks"  # a folder with a lock file for each entry that was ever made
-_SEAL: Final = "sealed.json"  # the manifest's sha256, and the state of all files when the entry was made
+_SEAL: Final = (
+    "sealed.json"  # the manifest's sha256, and the state of all files when the entry was made
+)
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -112,7 +114,9 @@ def open_cached(
     with ExitStack() as making:
         try:
             (folder / _LOCKS).mkdir(parents=True, exist_ok=True)
-            making.enter_context(alone(folder / _LOCKS / path.name, lambda: report(Stage.WAITING, 0.0)))
+            making.enter_context(
+                alone(folder / _LOCKS / path.name, lambda: report(Stage.WAITING, 0.0))
+            )
         except OSError as error:
             raise QsampleError(
                 f"cannot write to {folder}, the cache of compiled models ({error.strerror}); set {CACHE_VARIABLE} to "
@@ -124,9 +128,15 @@ def open_cached(
                 _delete(path)
             report(Stage.STARTING, 0.0)  # libraries take seconds to import
             with full_disk_named(folder), ScratchFolder(folder) as scratch:
-                made = scratch.new / path.name  # compile would keep a refused package next to another place
+                made = (
+                    scratch.new / path.name
+                )  # compile would keep a refused package next to another place
                 make(made)
-                seal = {"entry": path.name, "manifest": sha256_of(made / MANIFEST_NAME), "files": _states(made)}
+                seal = {
+                    "entry": path.name,
+                    "manifest": sha256_of(made / MANIFEST_NAME),
+                    "files": _states(made),
+                }
                 seal["model"] = recipe.model
                 (made / _SEAL).write_text(json.dumps(seal), "utf-8")
                 made.rename(path)
@@ -226,12 +236,17 @@ def _is_trusted(path: Path) -> bool:
     root: if others can write to the cache, they may make entries, too."""
     trusted = {path.parent.stat().st_uid, os.getuid() if hasattr(os, "getuid") else 0, 0}
     states = [one.lstat() for one in (path, *path.rglob("*"))]
-    return all((stat.S_ISREG(one.st_mode) or stat.S_ISDIR(one.st_mode)) and one.st_uid in trusted for one in states)
+    return all(
+        (stat.S_ISREG(one.st_mode) or stat.S_ISDIR(one.st_mode)) and one.st_uid in trusted
+        for one in states
+    )
 
 
 def _states(folder: Path) -> list[list[Any]]:
     """Name, size and times of the files of an entry. No program can set the last time, of any change."""
-    files = ((path.relative_to(folder).as_posix(), path.stat()) for path in sorted(folder.rglob("*")))
+    files = (
+        (path.relative_to(folder).as_posix(), path.stat()) for path in sorted(folder.rglob("*"))
+    )
     return [
         [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         for name, status in files

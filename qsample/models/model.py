@@ -30,7 +30,13 @@ from qsample.huggingface.facade import (
     is_dtype,
 )
 from qsample.models.cache import Recipe, open_cached
-from qsample.package.package import Package, Unpublished, check_not_source, check_target, copy_package
+from qsample.package.package import (
+    Package,
+    Unpublished,
+    check_not_source,
+    check_target,
+    copy_package,
+)
 from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
 from qsample.request.qefficient import read_compile, read_generate
@@ -81,12 +87,22 @@ class Model(ModelMethods):
 
     @overload
     def generate(
-        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: Literal[False], **options: Any
+        self,
+        inputs: Any = ...,
+        params: Any = ...,
+        *,
+        return_dict_in_generate: Literal[False],
+        **options: Any,
     ) -> Any: ...
 
     @overload
     def generate(
-        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: bool | None = ..., **options: Any
+        self,
+        inputs: Any = ...,
+        params: Any = ...,
+        *,
+        return_dict_in_generate: bool | None = ...,
+        **options: Any,
     ) -> GenerateOutput: ...
 
     def generate(self, inputs: Any = None, params: Any = None, **options: Any) -> Any:
@@ -99,7 +115,9 @@ class Model(ModelMethods):
         """The LoRA adapters that `load_adapter` loaded, by name."""
         return self.runtime.adapters
 
-    def load_adapter(self, adapter_name: str, path: str | Path, *, hotswap: bool = False) -> Adapter:
+    def load_adapter(
+        self, adapter_name: str, path: str | Path, *, hotswap: bool = False
+    ) -> Adapter:
         """Load a LoRA adapter, see `runtime.CausalLM.load_adapter`. Raises ValueError for a model without max_loras."""
         if not self.features.max_loras:  # before an export
             raise ValueError(NO_ADAPTERS)
@@ -148,9 +166,14 @@ class Model(ModelMethods):
             find_target(options.provider).check_installed()
         self._check_out(path, overwrite)
         with shown(progress) as report, metered(report) as meter, Destination(path) as destination:
-            exporting, compiling = meter.part(0.0, self._export_share), meter.part(self._export_share, 1.0)
+            exporting, compiling = (
+                meter.part(0.0, self._export_share),
+                meter.part(self._export_share, 1.0),
+            )
             with self._portable(options, destination.path, exporting) as source:
-                compiled = compile_package(source, destination.path, options, overwrite=overwrite, progress=compiling)
+                compiled = compile_package(
+                    source, destination.path, options, overwrite=overwrite, progress=compiling
+                )
                 return self._keep(PackagedModel(compiled, options.provider, destination.keep()))
 
     def _keep(self, compiled: PackagedModel) -> PackagedModel:
@@ -227,7 +250,10 @@ class PackagedModel(Model):
             from qsample.runtime import load
 
             self._runtime = load(
-                self.package.path, provider=self._provider, verify=False, trusted_keys=self._trusted_keys
+                self.package.path,
+                provider=self._provider,
+                verify=False,
+                trusted_keys=self._trusted_keys,
             )
         self._runtime.generation_config = self.generation_config
         return self._runtime
@@ -259,7 +285,10 @@ class SourceModel(Model):
     _export_share = 0.5
 
     def __init__(
-        self, source: CheckpointSource | DecoderSource, features: Features, provider: str | None = None
+        self,
+        source: CheckpointSource | DecoderSource,
+        features: Features,
+        provider: str | None = None,
     ) -> None:
         """source: what is exported. features: of its graph. provider: of `generate`; by default "cpu"."""
         super().__init__(provider)
@@ -324,10 +353,19 @@ class SourceModel(Model):
             QsampleError: if the cache cannot be written; and as `export` and `compile` do.
         """
         given: dict[str, Any] = {"weights": weights, "preset": preset, "ctx_len": ctx_len}
-        options = CompileOptions(**{name: value for name, value in given.items() if value is not None})  # checked first
+        options = CompileOptions(
+            **{name: value for name, value in given.items() if value is not None}
+        )  # checked first
         provider = self._provider or options.provider
-        parts = {"model": self.source.identity(), "features": asdict(self.features), "provider": provider, **given}
-        name = "-".join(filter(None, (Path(self.source.model_id).name, str(provider), weights, preset)))
+        parts = {
+            "model": self.source.identity(),
+            "features": asdict(self.features),
+            "provider": provider,
+            **given,
+        }
+        name = "-".join(
+            filter(None, (Path(self.source.model_id).name, str(provider), weights, preset))
+        )
         recipe = Recipe(name, parts, self.source.pinned().model_id)
         with shown(progress) as report:
             make = partial(self._make, provider=provider, options=options, progress=report)
@@ -343,7 +381,9 @@ class SourceModel(Model):
 
         return partial(eager_logits, self._checkpoint.load())
 
-    def _make(self, path: Path, *, provider: Any, options: CompileOptions, progress: Progress | None) -> None:
+    def _make(
+        self, path: Path, *, provider: Any, options: CompileOptions, progress: Progress | None
+    ) -> None:
         """Write the package of `cached` to `path`: compiled, or as exported for a provider that is no target."""
         from qsample.compiler.targets import find_target, target_names
         from qsample.ort.providers import execution_providers
@@ -358,9 +398,13 @@ class SourceModel(Model):
             unchanged.export(path, progress=progress)
             return
         preferred = find_target(provider).default_options
-        if "dtype" in preferred and self._checkpoint is not None and self.dtype == "float16":  # the caller chose it
+        if (
+            "dtype" in preferred and self._checkpoint is not None and self.dtype == "float16"
+        ):  # the caller chose it
             preferred = {**preferred, "dtype": "float16"}
-        unchanged.compile(path, options=options.override(provider=provider, **preferred), progress=progress)
+        unchanged.compile(
+            path, options=options.override(provider=provider, **preferred), progress=progress
+        )
 
     @property
     def runtime(self) -> CausalLM:
@@ -387,17 +431,32 @@ class SourceModel(Model):
         source = self.source
         if isinstance(source, DecoderSource):
             return None
-        options: dict[str, Any] = {"tokenizer": source.tokenizer, "adapter": source.adapter, "hub": source.hub}
+        options: dict[str, Any] = {
+            "tokenizer": source.tokenizer,
+            "adapter": source.adapter,
+            "hub": source.hub,
+        }
         if (path := source.gguf) is not None:
             file = read_model(path)
             with young_collections():
                 check_private_parts()
                 from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
-            return GgufCheckpoint(file, "/".join(filter(None, (source.model_id, source.file))), source.dtype, **options)
+            return GgufCheckpoint(
+                file,
+                "/".join(filter(None, (source.model_id, source.file))),
+                source.dtype,
+                **options,
+            )
         with young_collections():
             check_private_parts()
             from qsample.checkpoints.checkpoint import Checkpoint
-        return Checkpoint(source.model_id, source.dtype, images=source.images, text_only=source.text_only, **options)
+        return Checkpoint(
+            source.model_id,
+            source.dtype,
+            images=source.images,
+            text_only=source.text_only,
+            **options,
+        )
 
     @property
     def _described(self) -> Checkpoint | PackagedModel:
@@ -416,7 +475,14 @@ class SourceModel(Model):
             with bake_installed():
                 from qsample.exporters.foreign.bake import bake
             compare = None if self.source.reference is None else partial(self._compare, self.source)
-            return bake(self.source, path, self.features, overwrite=overwrite, compare=compare, progress=progress)
+            return bake(
+                self.source,
+                path,
+                self.features,
+                overwrite=overwrite,
+                compare=compare,
+                progress=progress,
+            )
         _ = self._checkpoint  # what is not read is refused before torch is imported
         from qsample.exporters.export import export_model
 
@@ -425,7 +491,9 @@ class SourceModel(Model):
             return export_model(path=path, overwrite=overwrite, progress=progress, **model)
 
     @contextmanager
-    def _portable(self, options: CompileOptions, destination: Path, progress: Progress | None) -> Iterator[Package]:
+    def _portable(
+        self, options: CompileOptions, destination: Path, progress: Progress | None
+    ) -> Iterator[Package]:
         """In a scratch folder, with its weights in the checkpoint's files. float16 is set before the export, because
         transformers chooses the parts of a model that stay in float32; bfloat16 is left to the compiler: no CPU could
         check it."""
@@ -447,7 +515,9 @@ class SourceModel(Model):
             with package.sources:
                 yield package
 
-    def _load(self, dtype: str | None, scratch: Path, progress: Progress | None = None) -> dict[str, Any]:
+    def _load(
+        self, dtype: str | None, scratch: Path, progress: Progress | None = None
+    ) -> dict[str, Any]:
         """The arguments of an export. dtype, scratch: as `Checkpoint.load` takes them."""
         (progress or unreported)(Stage.OPENING, 0.0)
         from qsample.checkpoints.checkpoint import transformers_generation_config
@@ -458,7 +528,10 @@ class SourceModel(Model):
         _ = checkpoint.config, checkpoint.adapter_files  # do they exist?
         changed = self._generation_config
         settings = None if changed is None else transformers_generation_config(changed)
-        tokenizer, processor = checkpoint.tokenizer, checkpoint.processor  # before the model: they fail fast
+        tokenizer, processor = (
+            checkpoint.tokenizer,
+            checkpoint.processor,
+        )  # before the model: they fail fast
         with SourceFiles() as sources:
             model = checkpoint.load(dtype, scratch, sources)
             origin = checkpoint.origin(sources)

@@ -41,14 +41,22 @@ class BoundGraph:
         number = None if replays is None else replays.number() if captured else NOT_CAPTURED
         self._binding: Any = session.io_binding()
         self._runs = {
-            wait: partial(session.run_with_iobinding, self._binding, _run_options(number, device, wait=wait))
+            wait: partial(
+                session.run_with_iobinding, self._binding, _run_options(number, device, wait=wait)
+            )
             for wait in (True, False)
         }
-        self._buffers = {name: buffers[name] for name in (*spec.input_names, *spec.output_names)}  # kept alive
+        self._buffers = {
+            name: buffers[name] for name in (*spec.input_names, *spec.output_names)
+        }  # kept alive
         # ONNX Runtime copies an input from other memory when it is bound, not when the graph runs.
         foreign = _foreign_inputs(session) if device == "cpu" else set()
-        self._copied = [name for name in spec.input_names if buffers[name].device != device or name in foreign]
-        self._staged: dict[Handle, ort.OrtValue] = {}  # parts of tensors that are bound whole, and those tensors
+        self._copied = [
+            name for name in spec.input_names if buffers[name].device != device or name in foreign
+        ]
+        self._staged: dict[
+            Handle, ort.OrtValue
+        ] = {}  # parts of tensors that are bound whole, and those tensors
         self._read, self._written = set[Handle](), set[Handle]()
         for name in spec.input_names:
             self._bind(name, buffers[name], self._read)
@@ -109,7 +117,9 @@ class DeviceThread:
     def __init__(self, name: str, processors: Collection[int] | None = None) -> None:
         """processors: that it runs on, and the threads that it starts; by default as the calling thread."""
         self._tasks: _Tasks = SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._tasks, processors), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=_work, args=(self._tasks, processors), name=name, daemon=True
+        )
         self._open = True
         self._end = weakref.finalize(self, _end, self._tasks, self._thread)
         self._thread.start()  # last: ctrl-C may end the wait for it
@@ -143,7 +153,9 @@ def _work(tasks: _Tasks, processors: Collection[int] | None) -> None:
 
 def _end(tasks: _Tasks, thread: threading.Thread) -> None:
     tasks.put(None)
-    if threading.current_thread() is not thread and thread.is_alive():  # a thread that only begins finds the task
+    if (
+        threading.current_thread() is not thread and thread.is_alive()
+    ):  # a thread that only begins finds the task
         thread.join()
 
 

@@ -48,7 +48,9 @@ class Buffer:
             return HostBuffer(owner, spec.dtype, shape, owner.data_ptr(), device, zeros)
         if device in WITHOUT_ADDRESSES:
             return Buffer.of(zeros, device)
-        owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype.onnx, *_kind_and_number(device))
+        owner = ort.OrtValue.ortvalue_from_shape_and_type(
+            shape, dtype.onnx, *_kind_and_number(device)
+        )
         owner.update_inplace(zeros)
         return Buffer(owner, spec.dtype, shape, owner.data_ptr(), device)
 
@@ -56,7 +58,10 @@ class Buffer:
     def of(array: Array, device: str) -> Buffer:
         """A copy of `array` on `device`."""
         values = np.array(array, order="C")
-        owner, dtype = ort.OrtValue.ortvalue_from_numpy(values, *_kind_and_number(device)), values.dtype.name
+        owner, dtype = (
+            ort.OrtValue.ortvalue_from_numpy(values, *_kind_and_number(device)),
+            values.dtype.name,
+        )
         if device == "cpu":  # `owner` is over the array's memory
             return HostBuffer(owner, dtype, values.shape, owner.data_ptr(), device, values)
         if device in WITHOUT_ADDRESSES:
@@ -80,7 +85,9 @@ class Buffer:
         return self._view(shape, self.address)
 
     def _view(self, shape: tuple[int, ...], address: int) -> Buffer:
-        return type(self)(self.owner, self.dtype, shape, address, self.device)  # `replace` takes three times as long
+        return type(self)(
+            self.owner, self.dtype, shape, address, self.device
+        )  # `replace` takes three times as long
 
     def read(self) -> Array:
         """A copy of the values; of a `Handle`, of the whole tensor that was allocated, whichever rows these are."""
@@ -100,19 +107,27 @@ class Buffer:
     def _part(self, index: Index) -> Buffer:
         """The contiguous memory at an index."""
         row, columns = index if isinstance(index, tuple) else (index, None)
-        first, end, _ = (slice(row, row + 1) if isinstance(row, int) else row).indices(self.shape[0])
+        first, end, _ = (slice(row, row + 1) if isinstance(row, int) else row).indices(
+            self.shape[0]
+        )
         part = self.rows(first, max(end - first, 0))
         if columns is None:
             return part
         first, end, _ = columns.indices(self.shape[1])
         step = math.prod(self.shape[2:]) * self.itemsize
-        return replace(part, shape=(1, max(end - first, 0), *self.shape[2:]), address=part.address + first * step)
+        return replace(
+            part,
+            shape=(1, max(end - first, 0), *self.shape[2:]),
+            address=part.address + first * step,
+        )
 
     def clear_row(self, row: int) -> None:
         """Write zeros over a row; on a device, from a buffer of zeros that stays there."""
         copy_on_device(_zeros(self.shape[1:], self.dtype, self.device), self.rows(row))
 
-    def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
+    def copy_row(
+        self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None
+    ) -> None:
         """Write row `source` of the tensor `of`, by default this one, over row `target`. index: a NumPy index of the
         row; nothing else has to be copied."""
         copy_on_device((of or self).rows(source), self.rows(target))
@@ -176,7 +191,9 @@ class HostBuffer(Buffer):
     def clear_row(self, row: int) -> None:
         self.values[row] = 0
 
-    def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
+    def copy_row(
+        self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None
+    ) -> None:
         self.values[target][index] = (of or self).read_row(source)[index]
 
     def read_row(self, row: int) -> Array:
@@ -209,7 +226,9 @@ class Handle(Buffer):
 
     def staged(self) -> ort.OrtValue:
         """A tensor of the part's shape."""
-        return ort.OrtValue.ortvalue_from_shape_and_type(self.shape, DTYPES[self.dtype].onnx, self.device)
+        return ort.OrtValue.ortvalue_from_shape_and_type(
+            self.shape, DTYPES[self.dtype].onnx, self.device
+        )
 
     def take(self, value: ort.OrtValue) -> ort.OrtValue:
         """Copy these rows of the tensor to `value`, and return it."""
@@ -246,7 +265,9 @@ class Handle(Buffer):
     def clear_row(self, row: int) -> None:
         self.write_columns(row, [])
 
-    def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
+    def copy_row(
+        self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None
+    ) -> None:
         given = _part_of(of or self, source)
         _part_of(self, target).put(given.take(given.staged()))
 
@@ -285,11 +306,15 @@ class RetainedState:
     a run, so that the newest values can be copied while the next run writes. Or a run over some rows writes them in
     place, and nothing is swapped."""
 
-    def __init__(self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]) -> None:
+    def __init__(
+        self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]
+    ) -> None:
         """Allocate zeros. specs: each state and its device. turns: names of the states with two buffers."""
         first = {spec.name: Buffer.allocate(spec, sizes, device) for spec, device in specs.items()}
         second = {
-            spec.name: Buffer.allocate(spec, sizes, device) if spec.name in turns else first[spec.name]
+            spec.name: Buffer.allocate(spec, sizes, device)
+            if spec.name in turns
+            else first[spec.name]
             for spec, device in specs.items()
         }
         self._sides = [first, second]
@@ -327,7 +352,11 @@ class SavedRows:
     """Copies of single rows of some states, in numbered places."""
 
     def __init__(
-        self, state: RetainedState, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], places: int
+        self,
+        state: RetainedState,
+        specs: Mapping[TensorSpec, str],
+        sizes: Mapping[str, int],
+        places: int,
     ) -> None:
         """state: holds the rows. specs: each of these states and its device."""
         self._state = state
@@ -337,7 +366,10 @@ class SavedRows:
             if places
         }
         # Bytes of a place.
-        self.nbytes = sum(math.prod(spec.shape({**sizes, BATCH: 1})) * DTYPES[spec.dtype].itemsize for spec in specs)
+        self.nbytes = sum(
+            math.prod(spec.shape({**sizes, BATCH: 1})) * DTYPES[spec.dtype].itemsize
+            for spec in specs
+        )
 
     def save(self, row: int, place: int) -> None:
         """Write the current values of a row to a place."""
@@ -360,7 +392,9 @@ class OutputRing:
     """The outputs of the newest steps, in places that take turns. A step is known by its number: it writes the place of
     that number, while the outputs of the `steps` steps before it wait to be read, together."""
 
-    def __init__(self, specs: Iterable[TensorSpec], sizes: Mapping[str, int], device: str, steps: int) -> None:
+    def __init__(
+        self, specs: Iterable[TensorSpec], sizes: Mapping[str, int], device: str, steps: int
+    ) -> None:
         """Allocate zeros. steps: most steps that are read together. With the states that take turns, a place has to be
         bound to one of their two sides, so the number of places is even."""
         self.steps = steps
@@ -401,14 +435,18 @@ class OutputRing:
         return result
 
     def _read_together(self, name: str, given: list[Buffer]) -> Array:
-        given = given + given[-1:] * (self.steps - len(given))  # the same graph and memory for any number
+        given = given + given[-1:] * (
+            self.steps - len(given)
+        )  # the same graph and memory for any number
         own = self.of(0)[name]
         if name not in self._joined:
             zeros = np.zeros((self.steps * own.shape[0], *own.shape[1:]), DTYPES[own.dtype].numpy)
             self._joined[name] = Buffer.of(zeros, own.device)
         joined = self._joined[name].reshaped(self.steps * given[0].shape[0], *own.shape[1:])
         inputs = {f"x{index}": buffer for index, buffer in enumerate(given)}
-        run_on_device(small_graphs.concatenated(DTYPES[own.dtype].onnx, len(given)), inputs, {"y": joined})
+        run_on_device(
+            small_graphs.concatenated(DTYPES[own.dtype].onnx, len(given)), inputs, {"y": joined}
+        )
         return joined.read()
 
 
@@ -425,16 +463,25 @@ def copy_on_device(source: Buffer, target: Buffer) -> None:
     if source.device in WITHOUT_ADDRESSES:
         ort.copy_tensors([source.owner], [target.owner])
     else:
-        _run_small(small_graphs.identity(DTYPES[source.dtype].onnx), source.device, {"x": source}, {"y": target})
+        _run_small(
+            small_graphs.identity(DTYPES[source.dtype].onnx),
+            source.device,
+            {"x": source},
+            {"y": target},
+        )
 
 
-def run_on_device(graph: bytes, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]) -> None:
+def run_on_device(
+    graph: bytes, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]
+) -> None:
     """Run a small graph over buffers of a single device, to its end."""
     (device,) = {buffer.device for buffer in (*inputs.values(), *outputs.values())}
     _run_small(graph, device, inputs, outputs)
 
 
-def _run_small(graph: bytes, device: str, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]) -> None:
+def _run_small(
+    graph: bytes, device: str, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]
+) -> None:
     session = _session(graph, device)
     binding = session.io_binding()
     for name, buffer in inputs.items():
@@ -458,7 +505,9 @@ def _session(graph: bytes, device: str) -> ort.InferenceSession:
         return ort.InferenceSession(graph, options)
     kind, number = _kind_and_number(device)
     chosen = [{"device_id": str(number)}] if number else None
-    return ort.InferenceSession(graph, options, providers=[_PROVIDERS[kind]], provider_options=chosen)
+    return ort.InferenceSession(
+        graph, options, providers=[_PROVIDERS[kind]], provider_options=chosen
+    )
 
 
 def _value_at(buffer: Buffer) -> ort.OrtValue:

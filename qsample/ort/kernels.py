@@ -23,7 +23,10 @@ _HIDDEN: Final = 256  # units of small experts
 _GIVEN: Final = 64  # inputs of products with an adapter, whose sizes the graph does not tell
 _MOST_INPUTS: Final = 1 << 18
 _MOST_KINDS: Final = 100
-_ROTARY: Final = (7, 8)  # the slots of GroupQueryAttention's tables that have a row for each position
+_ROTARY: Final = (
+    7,
+    8,
+)  # the slots of GroupQueryAttention's tables that have a row for each position
 # Numbers of the fields of onnx.proto.
 _MODEL_GRAPH: Final = 7
 _GRAPH_NODE, _GRAPH_CONSTANT, _GRAPH_INPUT = 1, 5, 11
@@ -124,7 +127,9 @@ _Known = list[_Operand | None]
 class _Graph:
     """Finds the products of a GraphProto. outer: the values of the graph around it."""
 
-    def __init__(self, data: Any, content: range, columns: int, outer: Mapping[str, _Operand] | None = None) -> None:
+    def __init__(
+        self, data: Any, content: range, columns: int, outer: Mapping[str, _Operand] | None = None
+    ) -> None:
         self._data, self._columns = data, columns
         self._known = dict(outer or {})
         graph = _message(data, content)
@@ -171,7 +176,9 @@ class _Graph:
     def _inside(self, parts: list[range], *numbers: int) -> list[range]:
         """The messages that a path of field numbers leads to."""
         for number in numbers:
-            parts = [inner for part in parts for inner in _parts(_message(self._data, part), number)]
+            parts = [
+                inner for part in parts for inner in _parts(_message(self._data, part), number)
+            ]
         return parts
 
     def _name(self, message: _Message, number: int) -> str:
@@ -186,10 +193,14 @@ def _folded(operator: str, constant: _Operand, attributes: tuple[bytes, ...]) ->
     """The result of a Cast or Transpose of weights; ONNX Runtime computes it when it opens a graph."""
     if operator == "Transpose":
         return replace(constant, dims=constant.dims[::-1])
-    return _Operand(constant.dims, _NAMES.get(dict(map(integer_of, attributes)).get("to", 0), ""), cast=True)
+    return _Operand(
+        constant.dims, _NAMES.get(dict(map(integer_of, attributes)).get("to", 0), ""), cast=True
+    )
 
 
-def _block_product(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product:
+def _block_product(
+    operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int
+) -> Product:
     """MatMulNBits: weights [N, blocks, bytes], scales, zero points, order of inputs (left out), bias."""
     numbers = dict(map(integer_of, attributes))
     bits, size, outputs = numbers["bits"], numbers["block_size"], _fewer(numbers["N"], columns)
@@ -198,17 +209,31 @@ def _block_product(operator: str, known: _Known, attributes: tuple[bytes, ...], 
     dtype = "float16" if scales is not None and scales.dtype == "float16" else "float32"
     kind = "" if zeros is None else zeros.dtype
     per_row = -(-blocks * bits // 8) if kind == "uint8" else blocks
-    shapes = [(outputs, blocks, size * bits // 8), (outputs * blocks,), (outputs * per_row,) if zeros else ()]
+    shapes = [
+        (outputs, blocks, size * bits // 8),
+        (outputs * blocks,),
+        (outputs * per_row,) if zeros else (),
+    ]
     shapes += [(), (outputs,)] if bias is not None else []
     others = (one for one in attributes if integer_of(one)[0] != "N")
     kept = tuple(sorted((*others, integer("N", outputs))))
-    return Product(operator, dtype, tuple(shapes), ("uint8", dtype, kind, "", dtype)[: len(shapes)], kept)
+    return Product(
+        operator, dtype, tuple(shapes), ("uint8", dtype, kind, "", dtype)[: len(shapes)], kept
+    )
 
 
-def _float_product(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product | None:
+def _float_product(
+    operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int
+) -> Product | None:
     """MatMul, FusedMatMul and Gemm with a matrix of floats that never changes, or that is an input."""
     rows, weights = known[0], known[1] if len(known) > 1 else None
-    if rows is None or weights is None or not rows.given or len(weights.dims) != 2 or weights.dtype not in _FLOATS:
+    if (
+        rows is None
+        or weights is None
+        or not rows.given
+        or len(weights.dims) != 2
+        or weights.dtype not in _FLOATS
+    ):
         return None
     transposed = dict(map(integer_of, attributes)).get("transB", 0)
     sizes = (_GIVEN, _GIVEN) if weights.given else weights.dims
@@ -216,18 +241,36 @@ def _float_product(operator: str, known: _Known, attributes: tuple[bytes, ...], 
     few = _fewer(outputs, columns)
     shape = (few, _checked(inputs)) if transposed else (_checked(inputs), few)
     kept = tuple(sorted(attributes))
-    return Product(operator, weights.dtype, (shape,), (weights.dtype,), kept, cast=weights.cast, given=weights.given)
+    return Product(
+        operator,
+        weights.dtype,
+        (shape,),
+        (weights.dtype,),
+        kept,
+        cast=weights.cast,
+        given=weights.given,
+    )
 
 
-def _experts(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Product | None:
+def _experts(
+    operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int
+) -> Product | None:
     """MoE and QMoE with two experts of few hidden units; None for layouts that no exporter here writes. columns: not
     for them."""
     numbers = dict(map(integer_of, attributes))
     quantized, bits = operator == "QMoE", numbers.get("expert_weight_bits", 0)
-    inner, last = ((2, 3, 4, 11), 5) if quantized else ((2, 3), 4)  # operands of the first product; the second matrix
+    inner, last = (
+        ((2, 3, 4, 11), 5) if quantized else ((2, 3), 4)
+    )  # operands of the first product; the second matrix
     operands = [one if one is not None and not one.given else None for one in known]
-    first, second, scales = (operands[place] if len(operands) > place else None for place in (2, last, 3))
-    if first is None or second is None or (quantized and (not numbers.get("block_size") or bits not in (4, 8))):
+    first, second, scales = (
+        operands[place] if len(operands) > place else None for place in (2, last, 3)
+    )
+    if (
+        first is None
+        or second is None
+        or (quantized and (not numbers.get("block_size") or bits not in (4, 8)))
+    ):
         return None
     dtype = first.dtype if not quantized else "float32" if scales is None else scales.dtype
     pack = 8 // bits if quantized else 1
@@ -241,21 +284,30 @@ def _experts(operator: str, known: _Known, attributes: tuple[bytes, ...], column
         elif place in inner:
             shapes.append((2, operand.dims[1] * few // hidden, *operand.dims[2:]))
         else:
-            shapes.append((2, operand.dims[1], *(-(-dim * few // hidden) for dim in operand.dims[2:])))
+            shapes.append(
+                (2, operand.dims[1], *(-(-dim * few // hidden) for dim in operand.dims[2:]))
+            )
     dtypes = tuple("" if operand is None else operand.dtype for operand in operands[2:])
     return Product(operator, dtype, tuple(shapes), dtypes, tuple(sorted(attributes)))
 
 
-def _attention(operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int) -> Attention | None:
+def _attention(
+    operator: str, known: _Known, attributes: tuple[bytes, ...], columns: int
+) -> Attention | None:
     """GroupQueryAttention with `query_seqlens` over a whole cache: only packages with guesses have it."""
     slides = dict(map(integer_of, attributes)).get("sliding_window_cache", 0)
     if slides or len(known) <= QUERY_SEQLENS or (past := known[3]) is None or len(past.dims) != 4:
         return None
-    others = [(slot, one) for slot, one in enumerate(known[:QUERY_SEQLENS]) if one is not None and slot > 6]
+    others = [
+        (slot, one)
+        for slot, one in enumerate(known[:QUERY_SEQLENS])
+        if one is not None and slot > 6
+    ]
     if any(one.given for _, one in others):
         return None
     constants = tuple(
-        (slot, (TOKENS, *one.dims[1:]) if slot in _ROTARY else one.dims, one.dtype) for slot, one in others
+        (slot, (TOKENS, *one.dims[1:]) if slot in _ROTARY else one.dims, one.dtype)
+        for slot, one in others
     )
     numbers = dict(map(integer_of, attributes))
     packed = 8 // (numbers.get("kv_cache_bit_width") or 8)  # numbers of the cache in a byte
@@ -284,5 +336,7 @@ def _checked(inputs: int) -> int:
 def integer_of(attribute: bytes) -> tuple[str, int]:
     """The name and the integer of an AttributeProto; 0 if it has none."""
     message = _message(attribute, range(len(attribute)))
-    name = [attribute[part.start : part.stop].decode("utf-8", "replace") for part in _parts(message, 1)]
+    name = [
+        attribute[part.start : part.stop].decode("utf-8", "replace") for part in _parts(message, 1)
+    ]
     return "".join(name[-1:]), [0, *_integers(message, 3)][-1]

@@ -105,7 +105,9 @@ def _anonymous_mappings() -> list[Mapping]:
     """Private memory of no file that may be written, the stacks of threads included; in order."""
     found = map(_MAPPING.match, _MAPS.read_text(encoding="utf-8", errors="replace").splitlines())
     private = [match for match in found if match and match[3] == "rw-p" and match[4] == "0"]
-    return [(int(match[1], 16), int(match[2], 16)) for match in private if match[5] in ("", "[heap]")]
+    return [
+        (int(match[1], 16), int(match[2], 16)) for match in private if match[5] in ("", "[heap]")
+    ]
 
 
 def _without(mapping: Mapping, others: Iterable[Mapping]) -> Iterator[Mapping]:
@@ -144,5 +146,7 @@ def _unchanged_mappings(path: Path) -> Iterator[Mapping]:
             match = _MAPPING.match(line)
             if match:
                 mapping = (int(match[1], 16), int(match[2], 16)) if match[5] == str(path) else None
-            elif mapping is not None and line.startswith("Anonymous:") and int(line.split()[1]) == 0:
+            elif (
+                mapping is not None and line.startswith("Anonymous:") and int(line.split()[1]) == 0
+            ):
                 yield mapping

@@ -27,7 +27,9 @@ _LARGEST: Final = 1 << 20
 # The first that is available here is loaded.
 
 
-def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool = False) -> list[str]:
+def bundle(
+    out: str | Path, packages: Sequence[str | Path], *, overwrite: bool = False
+) -> list[str]:
     """Put packages of a model into a bundle at the folder `out`, and return the names of the variants.
 
     `packages` are folders of packages with the same tokenizer and vocabulary, each for another target; a portable
@@ -41,12 +43,16 @@ def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool =
     for path, package in opened.items():
         name = variant_name(package)
         if name in variants:
-            raise PackageError(f"{variants[name].path} and {path} are both {name}; give one package for each target")
+            raise PackageError(
+                f"{variants[name].path} and {path} are both {name}; give one package for each target"
+            )
         variants[name] = package
     _check_same_model(variants)
     target = Path(os.path.realpath(out))
     _check_target(target, target, overwrite)
-    size = sum(entry.bytes for package in variants.values() for entry in package.manifest.files.values())
+    size = sum(
+        entry.bytes for package in variants.values() for entry in package.manifest.files.values()
+    )
     with scratch_for(target, size, "the bundle") as scratch:
         first: dict[str, Path] = {}  # sha256 → the file
         for name, package in variants.items():
@@ -64,7 +70,11 @@ def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool =
                     first.setdefault(entry.sha256, made)
             read_package(folder)  # what was copied is what was read
         text = (
-            json.dumps(model_package({name: package.manifest for name, package in variants.items()}), indent=2) + "\n"
+            json.dumps(
+                model_package({name: package.manifest for name, package in variants.items()}),
+                indent=2,
+            )
+            + "\n"
         )
         (scratch.new / MODEL_PACKAGE_NAME).write_text(text, encoding="utf-8")
         put_in_place(scratch, target, lambda path: _check_target(path, target, overwrite))
@@ -101,10 +111,17 @@ def package_in(path: str | Path, provider: str | Sequence[str] | None = None) ->
     elif provider is not None:
         wanted = [PORTABLE]  # the names of ONNX Runtime's providers are for portable packages
     else:
-        from qsample.ort.providers import PROVIDERS, available_providers, short_name  # which load ONNX Runtime
+        from qsample.ort.providers import (
+            PROVIDERS,
+            available_providers,
+            short_name,
+        )  # which load ONNX Runtime
 
         here = available_providers()
-        wanted = [short_name(provider) for provider in PROVIDERS if provider in here] + [PORTABLE, *variants]
+        wanted = [short_name(provider) for provider in PROVIDERS if provider in here] + [
+            PORTABLE,
+            *variants,
+        ]
     for name in wanted:
         if name in variants:
             return folder / variants[name]
@@ -121,12 +138,18 @@ def _variants(folder: Path) -> dict[str, str]:
     try:
         declared = read_json(path, _LARGEST)["components"]["decoder"]["variants"]
         found = {name: variant["variant_directory"] for name, variant in declared.items()}
-        ours = {name: place for name, place in found.items() if "qsample" in declared[name]["executor_info"]}
+        ours = {
+            name: place
+            for name, place in found.items()
+            if "qsample" in declared[name]["executor_info"]
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     for place in ours.values():
         if not isinstance(place, str) or "/" in place or problem_of_name(place):
-            raise PackageError(f"{path} names the folder {shown(place)}; a variant is a folder of the bundle itself")
+            raise PackageError(
+                f"{path} names the folder {shown(place)}; a variant is a folder of the bundle itself"
+            )
     return ours
 
 
@@ -134,9 +157,10 @@ def _check_same_model(variants: dict[str, Package]) -> None:
     (first, *others) = variants.values()
     for other in others:
         mine, its = first.manifest, other.manifest
-        if (mine.interface.vocab_size, mine.token_ids) != (its.interface.vocab_size, its.token_ids) or (
-            mine.files.get("tokenizer.json") != its.files.get("tokenizer.json")
-        ):
+        if (mine.interface.vocab_size, mine.token_ids) != (
+            its.interface.vocab_size,
+            its.token_ids,
+        ) or (mine.files.get("tokenizer.json") != its.files.get("tokenizer.json")):
             raise PackageError(
                 f"{first.path} and {other.path} have other vocabularies, tokenizers or special tokens; a bundle holds "
                 "variants of one model"

@@ -14,7 +14,9 @@ import onnxruntime as ort
 
 from qsample.checks import check_fields, checked, flag, integer, refuse
 
-FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph in bytes
+FOLDER_OF_WEIGHTS: Final = (
+    "session.model_external_initializers_file_folder_path"  # of a graph in bytes
+)
 # Kernels do not copy the weights into another layout: for a session that runs seldom, or never.
 NO_PREPACKING: Final = {"session.disable_prepacking": "1"}
 # Threads that wait for work leave the processors to other threads.
@@ -26,12 +28,15 @@ _NODES: Final = Path("/sys/devices/system/node")
 _DEVICES: Final = Path("/sys/devices")
 _OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_SHARES_OF_HYBRIDS: Final = 4  # parts of an operator for a thread, on processors with cores of two kinds
+_SHARES_OF_HYBRIDS: Final = (
+    4  # parts of an operator for a thread, on processors with cores of two kinds
+)
 
 
 def _texts(name: str, given: Any) -> dict[str, str]:
     if not isinstance(given, Mapping) or not all(
-        isinstance(key, str) and isinstance(value, str | int | float) for key, value in given.items()
+        isinstance(key, str) and isinstance(value, str | int | float)
+        for key, value in given.items()
     ):
         refuse(name, given, "a mapping of names to texts or numbers")
     return {key: str(value) for key, value in given.items()}
@@ -50,7 +55,9 @@ class SessionOptions:
 
     intra_op_num_threads: int | None = integer(None, 1, math.inf, "an integer >= 1, or None")
     provider_options: Mapping[str, str] = checked(factory=dict, check=_texts)
-    config: Mapping[str, str] = checked(factory=dict, check=lambda _, given: _texts("session_config", given))
+    config: Mapping[str, str] = checked(
+        factory=dict, check=lambda _, given: _texts("session_config", given)
+    )
     batch_invariant: bool = flag(True)
 
     def __post_init__(self) -> None:
@@ -60,7 +67,11 @@ class SessionOptions:
     def arguments(self) -> dict[str, Any]:
         """As `load` takes them."""
         threads, own = self.intra_op_num_threads, dict(self.provider_options)
-        named = {"intra_op_num_threads": threads, "provider_options": own, "session_config": dict(self.config)}
+        named = {
+            "intra_op_num_threads": threads,
+            "provider_options": own,
+            "session_config": dict(self.config),
+        }
         return {**named, "batch_invariant": self.batch_invariant}
 
 
@@ -101,7 +112,10 @@ def threads_of_parts(count: int) -> list[tuple[list[int] | None, int | None]]:
     nodes = _nodes() if hasattr(os, "sched_setaffinity") else []
     if len(nodes) < count:
         return [(None, max((chosen_threads(None) or _machine()) // count, 1))] * count
-    groups = [nodes[part * len(nodes) // count : (part + 1) * len(nodes) // count] for part in range(count)]
+    groups = [
+        nodes[part * len(nodes) // count : (part + 1) * len(nodes) // count]
+        for part in range(count)
+    ]
     processors = [[number for node in group for number in node] for group in groups]
     fewest = min(map(_cores, processors))
     return [(own, fewest) for own in processors]
@@ -110,17 +124,32 @@ def threads_of_parts(count: int) -> list[tuple[list[int] | None, int | None]]:
 def _nodes() -> list[list[int]]:
     """The processors of each NUMA node that this process may run on."""
     usable, nodes = set(_affinity() or ()), list[list[int]]()
-    for path in sorted(_NODES.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
+    for path in sorted(
+        _NODES.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
+    ):
         with suppress(OSError, ValueError):
-            ends = [list(map(int, part.split("-"))) for part in path.read_text().strip().split(",") if part]
-            nodes.append([number for one in ends for number in range(one[0], one[-1] + 1) if number in usable])
+            ends = [
+                list(map(int, part.split("-")))
+                for part in path.read_text().strip().split(",")
+                if part
+            ]
+            nodes.append(
+                [
+                    number
+                    for one in ends
+                    for number in range(one[0], one[-1] + 1)
+                    if number in usable
+                ]
+            )
     return [node for node in nodes if node]
 
 
 def most_shares(asked: int | None) -> int:
     """The most parts into which ONNX Runtime cuts an operator; asked: as for `chosen_threads`."""
     threads = chosen_threads(asked) or _from_environment() or _machine()
-    hybrid = all((_DEVICES / name).exists() for name in ("cpu_core", "cpu_atom"))  # Linux says so of Intel's
+    hybrid = all(
+        (_DEVICES / name).exists() for name in ("cpu_core", "cpu_atom")
+    )  # Linux says so of Intel's
     return threads * _SHARES_OF_HYBRIDS if hybrid and threads > 1 else threads
 
 
@@ -144,14 +173,19 @@ def _machine() -> int:
 def _cores(processors: Iterable[int] | None) -> int:
     """The number of cores of some processors, by default of all."""
     if processors is None:
-        online = [int(path.name[3:]) for path in _CPUS.glob("cpu[0-9]*") if (path / "topology").exists()]
+        online = [
+            int(path.name[3:]) for path in _CPUS.glob("cpu[0-9]*") if (path / "topology").exists()
+        ]
         processors = online or range(os.cpu_count() or 1)
     return len({_core(number) for number in processors})
 
 
 def _core(number: int) -> str:
     """A text that the processors of a core have in common."""
-    for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the name on Linux before 5.3
+    for name in (
+        "core_cpus_list",
+        "thread_siblings_list",
+    ):  # the second is the name on Linux before 5.3
         with suppress(OSError):
             return (_CPUS / f"cpu{number}" / "topology" / name).read_text().strip()
     return str(number)
@@ -182,7 +216,9 @@ def _quota(folder: Path, *, unified: bool) -> int | None:
         if unified:
             most, period = (folder / "cpu.max").read_text().split()
         else:
-            most, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            most, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
         return None if most in ("max", "-1") else max(-(-int(most) // int(period)), 1)
     except (OSError, ValueError, ZeroDivisionError):
         return None

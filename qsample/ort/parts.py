@@ -40,10 +40,18 @@ class Part:
     replays: Replays | None = None
 
     @staticmethod
-    def of(session: ort.InferenceSession, device: str, thread: DeviceThread, *, captured: bool) -> Part:
-        inputs, outputs = (tuple(map(_spec_of, side)) for side in (session.get_inputs(), session.get_outputs()))
+    def of(
+        session: ort.InferenceSession, device: str, thread: DeviceThread, *, captured: bool
+    ) -> Part:
+        inputs, outputs = (
+            tuple(map(_spec_of, side)) for side in (session.get_inputs(), session.get_outputs())
+        )
         return Part(
-            session, GraphSpec(inputs, (), outputs), device, thread, Replays(threaded=False) if captured else None
+            session,
+            GraphSpec(inputs, (), outputs),
+            device,
+            thread,
+            Replays(threaded=False) if captured else None,
         )
 
 
@@ -56,7 +64,9 @@ def hidden_states(parts: Sequence[Part]) -> set[str]:
     given = {spec.name: spec for part in parts for spec in part.spec.outputs}
     found = {name for part in parts for name in part.spec.input_names if name in given}
     for spec in map(given.__getitem__, found):
-        if spec.dtype not in DTYPES or not all(isinstance(axis, int) or axis in _AXES for axis in spec.axes):
+        if spec.dtype not in DTYPES or not all(
+            isinstance(axis, int) or axis in _AXES for axis in spec.axes
+        ):
             raise PackageError(
                 f"{spec.name:.80} of a part has dtype {spec.dtype} and shape {spec.axes}; compile the package again"
             )
@@ -68,7 +78,9 @@ class Pipeline:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts, self.hidden = parts, hidden_states(parts)
-        self.running: deque[Future[None]] = deque()  # runs that nobody waited for, of their last parts
+        self.running: deque[Future[None]] = (
+            deque()
+        )  # runs that nobody waited for, of their last parts
         self._lengths: Array | None = None  # of the rows after these
 
     def bind(self, buffers: Mapping[str, Buffer], *, captured: bool = True) -> BoundParts:
@@ -86,7 +98,11 @@ class Pipeline:
 
     def lengths(self, buffers: Mapping[str, Buffer]) -> Array:
         """The lengths of the rows after all runs under way, for a run that reads more tokens behind them."""
-        now = self._lengths if self.running and self._lengths is not None else _values(buffers[LENGTHS.name])
+        now = (
+            self._lengths
+            if self.running and self._lengths is not None
+            else _values(buffers[LENGTHS.name])
+        )
         self._lengths = now + _values(buffers[INPUT_LENGTHS.name])
         return now
 
@@ -100,7 +116,9 @@ def _values(buffer: Buffer) -> Array:
 class BoundParts:
     """The parts with every input and output bound, driven as a `BoundGraph` is."""
 
-    def __init__(self, pipeline: Pipeline, buffers: Mapping[str, Buffer], *, captured: bool) -> None:
+    def __init__(
+        self, pipeline: Pipeline, buffers: Mapping[str, Buffer], *, captured: bool
+    ) -> None:
         self._pipeline, self._captured = pipeline, captured
         self._buffers, self._changed = dict(buffers), {LENGTHS.name}
         self._lanes: list[_Lane] = []  # as many as runs can be under way, in turns
@@ -145,7 +163,12 @@ class _Lane:
     """The memory of a run: its hidden states, and inputs that are copied from another device."""
 
     def __init__(
-        self, pipeline: Pipeline, buffers: Mapping[str, Buffer], shape: tuple[int, ...], *, captured: bool
+        self,
+        pipeline: Pipeline,
+        buffers: Mapping[str, Buffer],
+        shape: tuple[int, ...],
+        *,
+        captured: bool,
     ) -> None:
         """shape: of the ids, [B, S]."""
         self.shape = shape
@@ -173,7 +196,9 @@ class _Lane:
                     memory[spec.name] = known[spec.name] = Buffer.allocate(spec, sizes, part.device)
             self._copied.append(copied)
             self._graphs.append(
-                BoundGraph(part.session, part.spec, memory, part.device, part.replays, captured=captured)
+                BoundGraph(
+                    part.session, part.spec, memory, part.device, part.replays, captured=captured
+                )
             )
 
     def on_device(self, number: int, inputs: Mapping[str, Buffer]) -> dict[str, Buffer]:

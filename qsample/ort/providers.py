@@ -66,7 +66,9 @@ PROVIDERS: Final[Mapping[str, Provider]] = {
     ),
     CPU: Provider(options={}),
     TENSORRT: Provider(
-        "gpu", ", in place of the extra cpu, and NVIDIA's TensorRT libraries bring TensorRT", fallbacks=(CUDA,)
+        "gpu",
+        ", in place of the extra cpu, and NVIDIA's TensorRT libraries bring TensorRT",
+        fallbacks=(CUDA,),
     ),
 }
 _SUFFIX: Final = "ExecutionProvider"
@@ -112,7 +114,10 @@ def check_available(providers: Sequence[str]) -> None:
 
 def is_version(least: str) -> bool:
     """Whether the installed ONNX Runtime is `least`, such as "1.32", or newer."""
-    given, needed = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (ort.__version__, least))
+    given, needed = (
+        [int(number) for number in re.findall(r"\d+", text)[:2]]
+        for text in (ort.__version__, least)
+    )
     return given >= needed
 
 
@@ -167,7 +172,9 @@ def check_manifest_options(package: Package, provider: object, chosen: Mapping[s
     compilation = package.manifest.compilation
     if compilation is None:
         return
-    allowed = {name: known.options for name, known in PROVIDERS.items() if known.options is not None}
+    allowed = {
+        name: known.options for name, known in PROVIDERS.items() if known.options is not None
+    }
     for name in _named_by(provider, compilation.provider):
         allowed.setdefault(name, {})
     unknown = [name for name in compilation.execution_providers if name not in allowed]
@@ -181,7 +188,9 @@ def check_manifest_options(package: Package, provider: object, chosen: Mapping[s
     if unknown or refused:
         providers, options = _of_installed_target(compilation.provider)
         unknown = [name for name in unknown if name not in providers]
-        refused = [name for name in refused if options.get(name) != compilation.provider_options[name]]
+        refused = [
+            name for name in refused if options.get(name) != compilation.provider_options[name]
+        ]
     if unknown:
         raise PackageError(
             f"{package.path} asks for the execution provider {unknown[0]!r:.80}, which a package may not by itself; if "
@@ -239,7 +248,9 @@ def open_session(
         session = ort.InferenceSession(model, options, **more)
     else:
         each = [chosen, *({} for _ in providers[1:])]
-        session = ort.InferenceSession(model, options, providers=list(providers), provider_options=each, **more)
+        session = ort.InferenceSession(
+            model, options, providers=list(providers), provider_options=each, **more
+        )
     if providers[0] not in session.get_providers():
         raise QsampleError(
             f"{providers[0]} is part of this onnxruntime and does not load here; the graph would run on "
@@ -270,7 +281,9 @@ def compile_context(
     compiler.compile_to_file(str(destination))
 
 
-def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]) -> None:
+def add_plugin(
+    options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]
+) -> None:
     """Put a plugin's provider into `options`, on all its devices of this machine; QsampleError if it has none. For
     OpenVINO, `provider_options` are `DEVICE`, "CPU" if it is absent, and properties of that device
     (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html)."""
@@ -279,7 +292,9 @@ def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Map
         return
     devices = plugin_devices(provider)
     if not devices:
-        raise QsampleError(f"{provider} finds no device here. docs/devices.md lists the provider's requirements")
+        raise QsampleError(
+            f"{provider} finds no device here. docs/devices.md lists the provider's requirements"
+        )
     given = dict(provider_options)
     if provider == WEBGPU:
         devices = devices[:1]  # it chooses its GPU by itself

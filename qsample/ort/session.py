@@ -117,14 +117,18 @@ class Sessions:
     def device_of(self, tensor: TensorSpec) -> str:
         """The device of an input or a state: a state is where a part computes its next value."""
         name = retained_name(tensor.name)
-        return next((part.device for part in self.parts if name in part.spec.output_names), self.device)
+        return next(
+            (part.device for part in self.parts if name in part.spec.output_names), self.device
+        )
 
     def binder(self, spec: GraphSpec) -> Callable[..., BoundGraph | BoundParts]:
         """Binds the decoder, of `spec`, to buffers by name, for one user of it at a time: `BoundGraph`'s arguments."""
         if self.parts:
             return Pipeline(self.parts).bind
         decoder, device, replays = self.decoder, self.device, self.replays
-        return lambda buffers, *, captured=True: BoundGraph(decoder, spec, buffers, device, replays, captured=captured)
+        return lambda buffers, *, captured=True: BoundGraph(
+            decoder, spec, buffers, device, replays, captured=captured
+        )
 
 
 def open_sessions(
@@ -156,7 +160,9 @@ def open_sessions(
     if compilation is not None and compilation.least_onnxruntime is not None:
         check_version(compilation.least_onnxruntime)
     files = [part.file for part in compilation.parts] if compilation is not None else []
-    threads = threads_of_parts(len(files)) if files and device == "cpu" else [(None, None)] * len(files)
+    threads = (
+        threads_of_parts(len(files)) if files and device == "cpu" else [(None, None)] * len(files)
+    )
     if files and options.intra_op_num_threads is None:
         options = replace(options, intra_op_num_threads=threads[0][1])
     interface = package.interface
@@ -190,7 +196,9 @@ def open_sessions(
     # The weights of sessions on other devices are not in this process's memory for long.
     with in_huge_pages(size) if device == "cpu" else nullcontext():
         if files:
-            parts = _open_parts(package, files, providers, options, threads, multiple, logits=logits)
+            parts = _open_parts(
+                package, files, providers, options, threads, multiple, logits=logits
+            )
             decoder, device = parts[0].session, parts[-1].device
             wanted = with_logits(interface.decoder) if logits else interface.decoder
             check_interface(_joined(parts), wanted, sizes, "the decoder in parts")
@@ -202,7 +210,11 @@ def open_sessions(
     decoders = [part.session for part in parts] or [decoder]
     for one in decoders if device == "cpu" else ():
         give_back_after(one)
-    padded = any(value.name == ROW_MULTIPLE.name for one in decoders for value in one.get_overridable_initializers())
+    padded = any(
+        value.name == ROW_MULTIPLE.name
+        for one in decoders
+        for value in one.get_overridable_initializers()
+    )
     guesses = interface.features.num_speculative_tokens > 0
     # The graph itself pads the rows of packages with guesses, and of experts.
     products = ANY_ROWS if guesses and padded else rounding.products
@@ -225,7 +237,11 @@ def open_sessions(
         tail_size=_TOKENS_ALIKE if providers[0] == CPU and rounding.experts.any else None,
         # The head sees a row of each prompt.
         joins_prompts=on_plain_cpu and products.any and rounding.experts.any,
-        ragged=on_plain_cpu and guesses and products.any and rounding.experts.any and rounding.attention,
+        ragged=on_plain_cpu
+        and guesses
+        and products.any
+        and rounding.experts.any
+        and rounding.attention,
         step_rows=rows & heads if on_plain_cpu else None,
         adapter_rows=rows & heads & rounding.adapters,
         batch_rows=rows & rounding.adapters if interface.adapters else rows,
@@ -259,7 +275,9 @@ class VisionSession:
 
 
 def open_vision(
-    package: Package, provider: str | Sequence[str] | None = None, options: SessionOptions | None = None
+    package: Package,
+    provider: str | Sequence[str] | None = None,
+    options: SessionOptions | None = None,
 ) -> VisionSession:
     """Load vision.onnx of a package that reads images, as `open_sessions` loads the decoder, and raise as it does. The
     session's threads do not wait for work: they would take processors from the decoder."""
@@ -284,11 +302,15 @@ def _rows_of_heads(package: Package, options: SessionOptions) -> int:
     """The smallest number of rows at which attention in a decode step rounds as over more rows: if a session has more
     threads than rows times attention heads, several threads share a head and add up their parts."""
     shares = most_shares(options.intra_op_num_threads)
-    heads = min((shape.num_key_value_heads for shape in package.interface.key_values), default=shares)  # or more
+    heads = min(
+        (shape.num_key_value_heads for shape in package.interface.key_values), default=shares
+    )  # or more
     return -(-shares // heads)
 
 
-def _warn_of_broken_promises(package: Package, rounding: Rounding, *, guesses: bool, padded: bool) -> None:
+def _warn_of_broken_promises(
+    package: Package, rounding: Rounding, *, guesses: bool, padded: bool
+) -> None:
     """Say what this processor's kernels, and a graph that does not pad its rows, cannot keep."""
     broken, again = [], "compile it again with this version of qsample"
     dependent = "a row's tokens may depend on its batch here: "
@@ -296,10 +318,22 @@ def _warn_of_broken_promises(package: Package, rounding: Rounding, *, guesses: b
         weights = "try other weights, or --provider web, whose activations stay in float32"
         broken.append(f"{dependent}{'; '.join(rounding.unknown)}; {weights}")
     if not rounding.experts.any and not padded:
-        broken.append(f"{dependent}this processor's kernels round an expert's only row otherwise than several; {again}")
-    one = "row" if not padded and not rounding.products.any else None if rounding.attention else "token"
+        broken.append(
+            f"{dependent}this processor's kernels round an expert's only row otherwise than several; {again}"
+        )
+    one = (
+        "row"
+        if not padded and not rounding.products.any
+        else None
+        if rounding.attention
+        else "token"
+    )
     if guesses and one is not None:
-        how = "for batches (without --batch-size 1)" if one == "row" else "on this machine; compile says whether it can"
+        how = (
+            "for batches (without --batch-size 1)"
+            if one == "row"
+            else "on this machine; compile says whether it can"
+        )
         broken.append(
             f"guesses are off here (num_speculative_tokens): this processor's kernels round one {one} otherwise than "
             f"several, and they would change tokens; {again}, {how}"
@@ -329,7 +363,11 @@ def _open_parts(
     logits: bool,
 ) -> tuple[Part, ...]:
     """The parts of the decoder, each opened by the thread that runs it: on a GPU each, or on its processors."""
-    device, captured, parts = device_of(providers), _is_captured(package, options, providers), list[Part]()
+    device, captured, parts = (
+        device_of(providers),
+        _is_captured(package, options, providers),
+        list[Part](),
+    )
     for number, (file, (processors, _)) in enumerate(zip(files, threads, strict=True)):
         place = f"{device}:{number}" if number and device != "cpu" else device
         more = {"device_id": str(number)} if number and device != "cpu" else {}
@@ -345,17 +383,27 @@ def _joined(parts: Sequence[Part]) -> Any:
     """The inputs and outputs of all parts, without the hidden states between them, as a session has them."""
     hidden, sessions = hidden_states(parts), [part.session for part in parts]
     inputs = {value.name: value for session in sessions for value in session.get_inputs()}
-    outputs = [value for session in sessions for value in session.get_outputs() if value.name not in hidden]
+    outputs = [
+        value for session in sessions for value in session.get_outputs() if value.name not in hidden
+    ]
     kept = [value for name, value in inputs.items() if name not in hidden]
     return SimpleNamespace(get_inputs=lambda: kept, get_outputs=lambda: outputs)
 
 
-def _options_of(package: Package, name: str, options: SessionOptions, providers: Sequence[str]) -> dict[str, str]:
+def _options_of(
+    package: Package, name: str, options: SessionOptions, providers: Sequence[str]
+) -> dict[str, str]:
     """The options of the first provider for the graph `name`. Those of the manifest are for the first that it names."""
     compilation = package.manifest.compilation
     compiled: Mapping[str, str] = {}
-    decodes = name == DECODER or (compilation is not None and name in [part.file for part in compilation.parts])
-    if compilation and (decodes or name == VISION) and tuple(providers[:1]) == compilation.execution_providers[:1]:
+    decodes = name == DECODER or (
+        compilation is not None and name in [part.file for part in compilation.parts]
+    )
+    if (
+        compilation
+        and (decodes or name == VISION)
+        and tuple(providers[:1]) == compilation.execution_providers[:1]
+    ):
         compiled = compilation.provider_options
     chosen = {**compiled, **options.provider_options}
     # Other graphs are not captured: they have control flow, run once, or read memory of the host, and a replay would
@@ -375,7 +423,9 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
                 f"{package.path} was compiled for {compilation.provider!r}, not {provider!r}; compile the portable "
                 f"package for {provider!r}, or leave provider out"
             )
-        providers = compilation.execution_providers if compilation else execution_providers(provider)
+        providers = (
+            compilation.execution_providers if compilation else execution_providers(provider)
+        )
     else:
         providers = tuple(provider) if isinstance(provider, Sequence) else (provider,)
         if not all(isinstance(name, str) for name in providers):
@@ -405,12 +455,16 @@ def _load(
         if logits:
             native.add_session_config_entry(FOLDER_OF_WEIGHTS, str(path.parent))
             graph = path.read_bytes() + one_more_output(LOGITS.name, DTYPES[LOGITS.dtype].onnx)
-        return open_session(graph, native, providers, _options_of(package, name, options, providers))
+        return open_session(
+            graph, native, providers, _options_of(package, name, options, providers)
+        )
     except QsampleError:
         raise
     except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
         hint = _made_by_newer(package)
-        raise PackageError(f"ONNX Runtime cannot load {package.path / name}: {error}{hint}") from error
+        raise PackageError(
+            f"ONNX Runtime cannot load {package.path / name}: {error}{hint}"
+        ) from error
 
 
 def with_logits(spec: GraphSpec) -> GraphSpec:
@@ -421,15 +475,22 @@ def with_logits(spec: GraphSpec) -> GraphSpec:
 def _made_by_newer(package: Package) -> str:
     """Advice if a newer ONNX Runtime compiled the package, whose operators this one may not know."""
     compilation = package.manifest.compilation
-    versions = {**package.manifest.versions, **(compilation.versions if compilation is not None else {})}
+    versions = {
+        **package.manifest.versions,
+        **(compilation.versions if compilation is not None else {}),
+    }
     made, here = versions.get("onnxruntime", ""), str(ort.__version__)
-    numbers = [[int(number) for number in re.findall(r"\d+", version)[:3]] for version in (made, here)]
+    numbers = [
+        [int(number) for number in re.findall(r"\d+", version)[:3]] for version in (made, here)
+    ]
     if compilation is None or numbers[0] <= numbers[1]:
         return ""
     return f"; it was compiled with onnxruntime {made} and this is {here}: install {made} or newer, or compile it here"
 
 
-def check_interface(session: Any, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
+def check_interface(
+    session: Any, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str
+) -> None:
     """Raise PackageError unless the names, dtypes and shapes of the session's tensors equal `spec`."""
     for side, values, wanted in (
         ("input", session.get_inputs(), (*spec.inputs, *spec.states)),
@@ -453,7 +514,9 @@ def check_interface(session: Any, spec: GraphSpec, sizes: Mapping[str, int], gra
                 )
 
 
-def _mismatch(value: Any, spec: TensorSpec, sizes: Mapping[str, int], *, shape_known: bool) -> str | None:
+def _mismatch(
+    value: Any, spec: TensorSpec, sizes: Mapping[str, int], *, shape_known: bool
+) -> str | None:
     """The fault of a session's input or output, or None. An output may have lost its shape to optimisation."""
     wanted_type = DTYPES[spec.dtype].onnxruntime
     if value.type != wanted_type:

@@ -25,7 +25,11 @@ def identity(onnx_type: int) -> bytes:
 @cache
 def rows(onnx_type: int) -> bytes:
     """Output y is the rows `rows` [n] int64 of x, of that element type."""
-    return model([node("Gather", ["x", "rows"], "y", axis=0)], {"x": onnx_type, "rows": _INT64}, {"y": onnx_type})
+    return model(
+        [node("Gather", ["x", "rows"], "y", axis=0)],
+        {"x": onnx_type, "rows": _INT64},
+        {"y": onnx_type},
+    )
 
 
 @cache
@@ -60,7 +64,10 @@ def one_more_output(name: str, onnx_type: int) -> bytes:
 
 
 def model(
-    nodes: Sequence[bytes], inputs: Mapping[str, int], outputs: Mapping[str, int], constants: Sequence[bytes] = ()
+    nodes: Sequence[bytes],
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    constants: Sequence[bytes] = (),
 ) -> bytes:
     """A ModelProto. inputs, outputs: name → element type. constants: of `tensor`."""
     graph = b"".join(field(1, node) for node in nodes) + field(2, b"graph")
@@ -84,7 +91,9 @@ def node(
     content += b"".join(field(2, name.encode()) for name in outputs)
     content += field(4, operator.encode())
     given = (*given, *(integer(*attribute) for attribute in attributes.items()))
-    return content + b"".join(field(5, one) for one in given) + (field(7, domain) if domain else b"")
+    return (
+        content + b"".join(field(5, one) for one in given) + (field(7, domain) if domain else b"")
+    )
 
 
 def integer(name: str, number: int) -> bytes:

@@ -32,31 +32,53 @@ class Stepper:
     written are off, everything else is zeros: so every row runs, and none emits."""
 
     def __init__(
-        self, sessions: Sessions, rows: int, capacity: int, *, captured: bool = False, logits: bool = False
+        self,
+        sessions: Sessions,
+        rows: int,
+        capacity: int,
+        *,
+        captured: bool = False,
+        logits: bool = False,
     ) -> None:
         """Allocate the memory of at least one row, with capacity T. With `captured`, runs are captured and replayed if
         the package is made for that. A capture runs the graph several times over the same inputs, so a cache that may
         not be written twice is not updated in place. `logits`: `sessions` were opened with them among the outputs."""
         interface, self._sessions = sessions.interface, sessions
         spec = with_logits(interface.decoder) if logits else interface.decoder
-        self._sizes = {**interface.sizes, BATCH: rows, SEQUENCE: 1, CAPACITY: capacity, SEARCHED: rows}
+        self._sizes = {
+            **interface.sizes,
+            BATCH: rows,
+            SEQUENCE: 1,
+            CAPACITY: capacity,
+            SEARCHED: rows,
+        }
         self._sizes |= dict.fromkeys(ROW_AXES, 1)
-        self.specs = tuple(one for one in (*spec.inputs, *spec.states) if one not in interface.cache_states)
+        self.specs = tuple(
+            one for one in (*spec.inputs, *spec.states) if one not in interface.cache_states
+        )
         self.outputs = tuple(one.name for one in spec.outputs)
-        self._buffers = {one.name: self._allocate(one) for one in (*spec.inputs, *spec.states, *spec.outputs)}
+        self._buffers = {
+            one.name: self._allocate(one) for one in (*spec.inputs, *spec.states, *spec.outputs)
+        }
         self._apart: list[str] = []  # states whose next value is in separate memory
         for state in spec.states:
             if not state.read_only:
-                in_place = state in interface.cache_states and (CAPACITY in state.axes or not captured)
+                in_place = state in interface.cache_states and (
+                    CAPACITY in state.axes or not captured
+                )
                 name = retained_name(state.name)
-                self._buffers[name] = self._buffers[state.name] if in_place else self._allocate(state)
+                self._buffers[name] = (
+                    self._buffers[state.name] if in_place else self._allocate(state)
+                )
                 self._apart += [] if in_place else [state.name]
         self.reset()
         self._bind = sessions.binder(spec)
         self._step = self._bind(self._buffers, captured=captured)
         piece = {**self._sizes, BATCH: 1, SEQUENCE: min(sessions.piece_size, capacity)}
         self._piece = Buffer.allocate(INPUT_IDS, piece, sessions.input_device)
-        self._off = {one: _off(one, piece, sessions.input_device) for one in interface.image_inputs}  # of text
+        self._off = {
+            one: _off(one, piece, sessions.input_device) for one in interface.image_inputs
+        }  # of text
         self._readers: dict[int, BoundGraph | BoundParts] = {}  # by row
 
     def reset(self) -> None:
@@ -98,11 +120,18 @@ class Stepper:
     def _reader(self, row: int, tokens: int) -> BoundGraph | BoundParts:
         """The graph over a single row that reads the first `tokens` tokens of the piece."""
         ids = self._piece.reshaped(1, tokens)
-        inputs = {INPUT_IDS.name: ids, INPUT_LENGTHS.name: Buffer.of(np.array([tokens], np.int32), ids.device)}
+        inputs = {
+            INPUT_IDS.name: ids,
+            INPUT_LENGTHS.name: Buffer.of(np.array([tokens], np.int32), ids.device),
+        }
         for spec, off in self._off.items():
-            inputs[spec.name] = off.reshaped(1, tokens, *off.shape[2:]) if SEQUENCE in spec.axes else off
+            inputs[spec.name] = (
+                off.reshaped(1, tokens, *off.shape[2:]) if SEQUENCE in spec.axes else off
+            )
         if row not in self._readers:
-            shared = {spec.name for spec in self.specs if BATCH not in spec.axes}  # the matrices of adapters
+            shared = {
+                spec.name for spec in self.specs if BATCH not in spec.axes
+            }  # the matrices of adapters
             buffers = {
                 name: buffer if name in shared else buffer.rows(row)
                 for name, buffer in self._buffers.items()
@@ -110,7 +139,9 @@ class Stepper:
             }
             # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.
             searched = Buffer.of(np.zeros(1, np.int64), ids.device)
-            self._readers[row] = self._bind(buffers | inputs | {SEARCHED_ROWS.name: searched}, captured=False)
+            self._readers[row] = self._bind(
+                buffers | inputs | {SEARCHED_ROWS.name: searched}, captured=False
+            )
         graph = self._readers[row]
         for name, buffer in inputs.items():
             graph.bind_input(name, buffer)

@@ -21,10 +21,20 @@ MODEL_PACKAGE_NAME: Final = "manifest.json"
 FORMAT_VERSION: Final = 1
 _MODEL_PACKAGE_VERSION: Final = "1.0"
 _LARGEST: Final = 2**63  # no size, count or id reaches it
-_FORMER: Final = frozenset({"verify", "weight_hash", "timing"})  # keys that only older packages have
+_FORMER: Final = frozenset(
+    {"verify", "weight_hash", "timing"}
+)  # keys that only older packages have
 # Fields whose integers are at least 1.
 _SIZES: Final = (
-    *("max_position_embeddings", "vocab_size", "num_key_value_heads", "head_dim", "shape", "ctx_len", "batch_size"),
+    *(
+        "max_position_embeddings",
+        "vocab_size",
+        "num_key_value_heads",
+        "head_dim",
+        "shape",
+        "ctx_len",
+        "batch_size",
+    ),
     *("capacity", "in_features", "out_features"),
 )
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take them for commands
@@ -145,11 +155,17 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if (self.kind == "device") != (self.compilation is not None):
-            raise ValueError(f"kind is {self.kind!r}; a device package has a compilation, a portable one has none")
+            raise ValueError(
+                f"kind is {self.kind!r}; a device package has a compilation, a portable one has none"
+            )
 
     def to_json(self) -> str:
         data = asdict(self)
-        interface, features, compilation = data["interface"], data["interface"]["features"], data["compilation"]
+        interface, features, compilation = (
+            data["interface"],
+            data["interface"]["features"],
+            data["compilation"],
+        )
         # Older versions of qsample read packages without these.
         if not features["num_speculative_tokens"]:
             del features["num_speculative_tokens"]
@@ -166,7 +182,9 @@ class Manifest:
             del interface["image"]
         if not interface["adapters"]:
             del interface["adapters"], features["max_loras"], features["max_lora_rank"]
-        return json.dumps(_without_infinities(data), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        return (
+            json.dumps(_without_infinities(data), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -174,9 +192,13 @@ class Manifest:
         try:
             data = parse_json(text)
         except ValueError as error:
-            raise PackageError(f"{MANIFEST_NAME} is not JSON ({error}); export the package again") from error
+            raise PackageError(
+                f"{MANIFEST_NAME} is not JSON ({error}); export the package again"
+            ) from error
         if not isinstance(data, dict) or not isinstance(data.get("format_version"), int):
-            raise PackageError(f"{MANIFEST_NAME} has no format_version; it is not a qsample manifest")
+            raise PackageError(
+                f"{MANIFEST_NAME} has no format_version; it is not a qsample manifest"
+            )
         _check_scalars(data, "manifest")
         # Versions come first: a newer format may well have other keys.
         if data["format_version"] != FORMAT_VERSION:
@@ -197,9 +219,13 @@ class Manifest:
         _check_names(manifest.files)
         _check_figures(manifest)
         parts = [part.file for part in manifest.compilation.parts] if manifest.compilation else []
-        missing = [name for name in (*manifest.interface.graphs, *parts) if name not in manifest.files]
+        missing = [
+            name for name in (*manifest.interface.graphs, *parts) if name not in manifest.files
+        ]
         if missing:
-            raise PackageError(f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again")
+            raise PackageError(
+                f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again"
+            )
         return manifest
 
 
@@ -215,7 +241,10 @@ def model_package(packages: Mapping[str, Manifest]) -> dict[str, Any]:
             component["variants"]["portable" if compilation is None else compilation.provider] = {
                 "variant_directory": folder,
                 "ep": compiled.execution_providers[0] if compiled else "CPUExecutionProvider",
-                "executor_info": {"ort": {"model_file": file}, "qsample": {"package": MANIFEST_NAME}},
+                "executor_info": {
+                    "ort": {"model_file": file},
+                    "qsample": {"package": MANIFEST_NAME},
+                },
             }
     return {"schema_version": _MODEL_PACKAGE_VERSION, "components": components}
 
@@ -236,10 +265,14 @@ def _check_scalars(data: Any, where: str) -> None:
     elif isinstance(data, int) and not -_LARGEST <= data < _LARGEST:
         raise PackageError(f"{where} in {MANIFEST_NAME} is an integer of more than 64 bits")
     elif isinstance(data, str) and (
-        _CONTROL.search(data.replace("\n", "") if where.startswith("manifest.images.") else data)  # texts of a prompt
+        _CONTROL.search(
+            data.replace("\n", "") if where.startswith("manifest.images.") else data
+        )  # texts of a prompt
         or any("\ud800" <= c <= "\udfff" for c in data)
     ):
-        raise PackageError(f"{where} in {MANIFEST_NAME} is {data!r:.80}, which holds control characters")
+        raise PackageError(
+            f"{where} in {MANIFEST_NAME} is {data!r:.80}, which holds control characters"
+        )
 
 
 def _commands(data: Mapping[str, Any]) -> str:
@@ -254,7 +287,10 @@ def _commands(data: Mapping[str, Any]) -> str:
     model = told("source", "model_id", "MODEL")
     if data.get("kind") != "device":
         return f"qsample {make} {model} OUT"
-    provider, ctx_len = told("compilation", "provider", "cpu"), told("compilation", "ctx_len", "4096")
+    provider, ctx_len = (
+        told("compilation", "provider", "cpu"),
+        told("compilation", "ctx_len", "4096"),
+    )
     compile_again = f"qsample compile PORTABLE OUT --provider {provider} --ctx-len {ctx_len}"
     return f"qsample {make} {model} PORTABLE && {compile_again}"
 
@@ -281,10 +317,14 @@ def _check_figures(manifest: Manifest) -> None:
     """Raise PackageError for figures that do not fit each other."""
     interface, compilation = manifest.interface, manifest.compilation
     if compilation is not None and not compilation.execution_providers:
-        raise PackageError(f"compilation.execution_providers in {MANIFEST_NAME} is empty; compile the package again")
+        raise PackageError(
+            f"compilation.execution_providers in {MANIFEST_NAME} is empty; compile the package again"
+        )
     names = interface.decoder.input_names
     if len(set(names)) < len(names):
-        raise PackageError(f"{MANIFEST_NAME} lists two states or inputs of the same name; export the package again")
+        raise PackageError(
+            f"{MANIFEST_NAME} lists two states or inputs of the same name; export the package again"
+        )
     if bool(interface.adapters) != bool(interface.features.max_loras):
         raise PackageError(
             f"max_loras in {MANIFEST_NAME} is {interface.features.max_loras}, and {len(interface.adapters)} layers "
@@ -295,7 +335,9 @@ def _check_figures(manifest: Manifest) -> None:
 def _check_names(files: Mapping[str, FileEntry]) -> None:
     for name in files:
         if problem := problem_of_name(name):
-            raise PackageError(f"{MANIFEST_NAME} lists {name!r:.120}, {problem}; do not use this package")
+            raise PackageError(
+                f"{MANIFEST_NAME} lists {name!r:.120}, {problem}; do not use this package"
+            )
     if pair := colliding_name([*files, MANIFEST_NAME]):
         raise PackageError(
             f"{MANIFEST_NAME} lists {pair[0]!r:.120} and {pair[1]!r:.120}, which are one file on some systems; do not "
@@ -312,39 +354,67 @@ def _decode(kind: Any, data: Any, where: str, field: str = "") -> Any:
     if origin in (Union, types.UnionType):
         if data is None and type(None) in arguments:
             return None
-        return _decode(next(option for option in arguments if option is not type(None)), data, where, field)
+        return _decode(
+            next(option for option in arguments if option is not type(None)), data, where, field
+        )
     if origin is Literal and data in arguments:
         return data
     if origin is tuple and isinstance(data, list):
-        return tuple(_decode(arguments[0], item, f"{where}[{i}]", field) for i, item in enumerate(data))
+        return tuple(
+            _decode(arguments[0], item, f"{where}[{i}]", field) for i, item in enumerate(data)
+        )
     if origin is Mapping and isinstance(data, dict):
-        return {key: _decode(arguments[1], value, _place(where, key), field) for key, value in data.items()}
+        return {
+            key: _decode(arguments[1], value, _place(where, key), field)
+            for key, value in data.items()
+        }
     if is_dataclass(kind) and isinstance(data, dict):
         return _decode_dataclass(kind, data, where)
     # JSON has no bool that is an int; Python has.
     if isinstance(kind, type) and type(data) is kind:
         least, most = int(field in _SIZES), _LARGEST if "bytes" in field else 2**31
-        if kind is int and isinstance(data, int) and not least <= data < most:  # before a host allocates by it
+        if (
+            kind is int and isinstance(data, int) and not least <= data < most
+        ):  # before a host allocates by it
             raise PackageError(
                 f"{where} in {MANIFEST_NAME} is {data}; it must be {least} or more, and less than {most}"
             )
         return data
-    wanted = " or ".join(map(repr, arguments)) if origin is Literal else getattr(origin or kind, "__name__", str(kind))
+    wanted = (
+        " or ".join(map(repr, arguments))
+        if origin is Literal
+        else getattr(origin or kind, "__name__", str(kind))
+    )
     raise PackageError(f"{where} in {MANIFEST_NAME} is {data!r:.80}; it must be {wanted}")
 
 
 def _decode_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
     names = [entry.name for entry in fields(kind)]
     # What has a default may be younger than the package.
-    needed = [entry.name for entry in fields(kind) if entry.default is MISSING and entry.default_factory is MISSING]
-    unknown, missing = sorted(data.keys() - {*names, *_FORMER}), [name for name in needed if name not in data]
+    needed = [
+        entry.name
+        for entry in fields(kind)
+        if entry.default is MISSING and entry.default_factory is MISSING
+    ]
+    unknown, missing = (
+        sorted(data.keys() - {*names, *_FORMER}),
+        [name for name in needed if name not in data],
+    )
     if unknown or missing:
-        problems = [f"unknown {_shown(key)}" for key in unknown[:5]] + [f"missing {key}" for key in missing]
-        raise PackageError(f"{where} in {MANIFEST_NAME} does not fit this qsample: {', '.join(problems)}")
+        problems = [f"unknown {_shown(key)}" for key in unknown[:5]] + [
+            f"missing {key}" for key in missing
+        ]
+        raise PackageError(
+            f"{where} in {MANIFEST_NAME} does not fit this qsample: {', '.join(problems)}"
+        )
     hints = get_type_hints(kind)
     try:
         return kind(
-            **{name: _decode(hints[name], data[name], f"{where}.{name}", name) for name in names if name in data}
+            **{
+                name: _decode(hints[name], data[name], f"{where}.{name}", name)
+                for name in names
+                if name in data
+            }
         )
     except ValueError as error:
         raise PackageError(f"{where} in {MANIFEST_NAME}: {error!s:.300}") from error

@@ -31,7 +31,13 @@ from qsample.package.manifest import (
     TokenIds,
     model_package,
 )
-from qsample.package.signature import SIGNATURE_NAME, Signer, TrustedKeys, check_signature, files_to_sign
+from qsample.package.signature import (
+    SIGNATURE_NAME,
+    Signer,
+    TrustedKeys,
+    check_signature,
+    files_to_sign,
+)
 
 __all__ = [
     "MANIFEST_NAME",
@@ -52,8 +58,17 @@ __all__ = [
 
 T = TypeVar("T")
 LARGEST_MANIFEST: Final = 1 << 23  # bytes; a model of a hundred layers needs 50 kB
-_CRUMBS: Final = (".DS_Store", "Thumbs.db", "desktop.ini")  # that a system's file browser leaves in any folder
-_DAMAGED: Final = (".json", ".jinja", ".onnx", ".onnx.data")  # files of a package whose manifest cannot be read
+_CRUMBS: Final = (
+    ".DS_Store",
+    "Thumbs.db",
+    "desktop.ini",
+)  # that a system's file browser leaves in any folder
+_DAMAGED: Final = (
+    ".json",
+    ".jinja",
+    ".onnx",
+    ".onnx.data",
+)  # files of a package whose manifest cannot be read
 _SLOW_FROM: Final = 100_000_000  # bytes of a portable package, whose user is told to compile it
 _OTHER_MODELS: Final = "in Python, AutoModelForCausalLM.from_pretrained opens other models"
 _READINGS: Final = 50  # of a package that is replaced while it is read; on a busy machine 10 of them may fail in a row
@@ -101,7 +116,9 @@ class Package:
         try:
             data = read_json(self.file(name), infinities=True)
         except (OSError, ValueError) as error:
-            raise PackageError(f"cannot read {self.path / name}: {error}; export the package again") from error
+            raise PackageError(
+                f"cannot read {self.path / name}: {error}; export the package again"
+            ) from error
         if not isinstance(data, dict):
             raise PackageError(f"{self.path / name} is not a JSON object; export the package again")
         return data
@@ -111,7 +128,9 @@ class Package:
         try:
             check_references(self.path, name, self.manifest.files)
         except (OSError, ValueError) as error:
-            raise PackageError(f"{self.path / name} is not an ONNX file: {error}; export the package again") from error
+            raise PackageError(
+                f"{self.path / name} is not an ONNX file: {error}; export the package again"
+            ) from error
 
     def check_not_replaced(self) -> None:
         """Raise PackageError if `path` has become another package since this one was read."""
@@ -120,7 +139,10 @@ class Package:
 
     def is_replaced(self) -> bool:
         """Whether `path` has become another package since this one was read."""
-        return self.identity not in (None, _identity(self.path, () if self.signer is None else self.manifest.files))
+        return self.identity not in (
+            None,
+            _identity(self.path, () if self.signer is None else self.manifest.files),
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -152,7 +174,9 @@ class PackageWriter:
         if outside_scratch(self.target) != self.target:
             return None
         names = (f"{self.target.name}.rejected{number or ''}" for number in itertools.count())
-        self.target = next(path for name in names if not os.path.lexists(path := self.target.with_name(name)))
+        self.target = next(
+            path for name in names if not os.path.lexists(path := self.target.with_name(name))
+        )
         return self.target
 
     def hashed(self, name: str, sha256: str) -> None:
@@ -172,7 +196,9 @@ class PackageWriter:
 
 
 @contextmanager
-def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: int = 0) -> Iterator[PackageWriter]:
+def write_package(
+    path: str | Path, *, overwrite: bool = False, required_bytes: int = 0
+) -> Iterator[PackageWriter]:
     """Write a package to `path`: all of it or nothing.
 
     The body writes into a scratch folder next to `path` (`disk.scratch`). When it ends, the files are hashed and
@@ -195,13 +221,17 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
         writer = PackageWriter(scratch.new, target)
         yield writer
         if writer.manifest is None:
-            raise PackageError("nothing was published: the writer's finish(manifest) was not called")
+            raise PackageError(
+                "nothing was published: the writer's finish(manifest) was not called"
+            )
         _seal(scratch.new, writer.manifest, writer.sha256_of)
         place = writer.target
         put_in_place(scratch, place, lambda path: check_target(path, place, overwrite))
 
 
-def read_package(path: str | Path, verify: bool = True, *, trusted_keys: TrustedKeys | None = None) -> Package:
+def read_package(
+    path: str | Path, verify: bool = True, *, trusted_keys: TrustedKeys | None = None
+) -> Package:
     """Open the package at `path`. `verify` compares every file's sha256, not only presence and sizes; so do
     `trusted_keys`, of which one has to have signed the package. Raises PackageError, with the file's name, if the
     package is not intact."""
@@ -209,7 +239,11 @@ def read_package(path: str | Path, verify: bool = True, *, trusted_keys: Trusted
 
 
 def use_package(
-    path: str | Path, use: Callable[[Package], T], *, verify: bool = True, trusted_keys: TrustedKeys | None = None
+    path: str | Path,
+    use: Callable[[Package], T],
+    *,
+    verify: bool = True,
+    trusted_keys: TrustedKeys | None = None,
 ) -> T:
     """Open the package at `path` and return `use(package)`; `use` opens its files. If the package is replaced
     meanwhile, all of it starts again, so that no manifest and no graph of the old package meets a file of the new
@@ -227,17 +261,26 @@ def use_package(
             continue
         if not package.is_replaced():
             return result
-    raise PackageError(f"{folder} is replaced over and over while it is read; wait until it is no longer written")
+    raise PackageError(
+        f"{folder} is replaced over and over while it is read; wait until it is no longer written"
+    )
 
 
 def _identity(folder: Path, files: Iterable[str] = ()) -> tuple[Version | None, ...] | None:
     """The version of the package in `folder` and of some of its files; None without a package."""
     manifest = version_of(folder / MANIFEST_NAME)
-    return None if manifest is None else (manifest, *(version_of(folder / name, changed=True) for name in files))
+    return (
+        None
+        if manifest is None
+        else (manifest, *(version_of(folder / name, changed=True) for name in files))
+    )
 
 
 def _read(
-    folder: Path, identity: tuple[Version | None, ...] | None, verify: bool, trusted_keys: TrustedKeys | None
+    folder: Path,
+    identity: tuple[Version | None, ...] | None,
+    verify: bool,
+    trusted_keys: TrustedKeys | None,
 ) -> Package:
     if not os.path.isdir(folder):
         state = "not a folder" if os.path.exists(folder) else "missing"
@@ -248,8 +291,13 @@ def _read(
     signer = None
     if trusted_keys is not None:
         identity = _identity(folder, manifest.files)
-        known = {MANIFEST_NAME: sha256, **{name: entry.sha256 for name, entry in manifest.files.items()}}
-        hashes = {name: known.get(name) or sha256_of(folder / name) for name in files_to_sign(folder)}
+        known = {
+            MANIFEST_NAME: sha256,
+            **{name: entry.sha256 for name, entry in manifest.files.items()},
+        }
+        hashes = {
+            name: known.get(name) or sha256_of(folder / name) for name in files_to_sign(folder)
+        }
         signer = check_signature(folder, hashes, trusted_keys)
     if verify or signer is not None:
         for name, entry in manifest.files.items():
@@ -258,7 +306,9 @@ def _read(
                     f"{folder / name} was altered: its sha256 is not the manifest's; export or download it again"
                 )
     for name in manifest.interface.graphs:
-        with suppress(OSError, ValueError):  # a file that is not ONNX at all is reported by its reader
+        with suppress(
+            OSError, ValueError
+        ):  # a file that is not ONNX at all is reported by its reader
             check_references(folder, name, manifest.files)
     return Package(folder, manifest, identity, signer)
 
@@ -290,7 +340,9 @@ def copy_package(package: Package, path: str | Path, *, overwrite: bool = False)
             (writer.directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(package.path / name, writer.directory / name)
             if sha256_of(writer.directory / name) != entry.sha256:
-                raise PackageError(f"{package.path / name} was altered since the package was made; export it again")
+                raise PackageError(
+                    f"{package.path / name} was altered since the package was made; export it again"
+                )
         writer.finish(package.manifest)
     return Package(Path(path).absolute(), package.manifest)
 
@@ -300,9 +352,14 @@ def check_not_source(path: str | Path, *sources: str | Path) -> None:
     else among them, such as a hub id, is ignored."""
     target = Path(os.path.realpath(path))
     for source in sources:
-        if Path(source).is_dir() and target in (origin := Path(os.path.realpath(source)), *origin.parents):
+        if Path(source).is_dir() and target in (
+            origin := Path(os.path.realpath(source)),
+            *origin.parents,
+        ):
             inside = "" if target == origin else f" has {source} in it, which"
-            raise PackageError(f"{path}{inside} is what the package is made from; choose another folder")
+            raise PackageError(
+                f"{path}{inside} is what the package is made from; choose another folder"
+            )
 
 
 def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> None:
@@ -312,7 +369,9 @@ def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> N
     paths = sorted(path for path in staging.rglob("*") if not path.is_dir())
     for path in paths:
         if path.is_symlink() or not path.is_file():
-            raise PackageError(f"{path.relative_to(staging)} is not a plain file; a package holds plain files only")
+            raise PackageError(
+                f"{path.relative_to(staging)} is not a plain file; a package holds plain files only"
+            )
     files = {}
     for path in paths:
         files[path.relative_to(staging).as_posix()] = FileEntry(sha256(path), path.stat().st_size)
@@ -321,7 +380,12 @@ def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> N
     Manifest.from_json(text)  # a published package can be read back
     (staging / MANIFEST_NAME).write_text(text, encoding="utf-8")
     if os.name == "posix":  # elsewhere a folder cannot be opened
-        for path in (*paths, staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
+        for path in (
+            *paths,
+            staging / MANIFEST_NAME,
+            *(path for path in staging.rglob("*") if path.is_dir()),
+            staging,
+        ):
             flush(path)
 
 
@@ -335,15 +399,21 @@ def check_features(package: Package, wanted: Features, dtype: str | None) -> Non
                 f"{package.path} was exported with {argument}={getattr(present, name)!r}; open it with that, or export "
                 "it again"
             )
-    numbers = [entry.name for entry in fields(Features) if isinstance(getattr(wanted, entry.name), int)]
+    numbers = [
+        entry.name for entry in fields(Features) if isinstance(getattr(wanted, entry.name), int)
+    ]
     missing = [name for name in numbers if getattr(wanted, name) > getattr(present, name)]
     missing += [f"the filter {name}" for name in wanted.filters if name not in present.filters]
     if missing:
-        raise QsampleError(f"{package.path} was exported without {', '.join(missing)}; export it again with them")
+        raise QsampleError(
+            f"{package.path} was exported without {', '.join(missing)}; export it again with them"
+        )
     held = package.interface.dtype
     if dtype not in (None, held):
         way = (
-            'compile it with provider="cuda", dtype="bfloat16"' if dtype == "bfloat16" else "export it again with that"
+            'compile it with provider="cuda", dtype="bfloat16"'
+            if dtype == "bfloat16"
+            else "export it again with that"
         )
         raise QsampleError(f"{package.path} holds {held}, not {dtype}; leave dtype out, or {way}")
 
@@ -368,7 +438,12 @@ def faster_way(package: Package) -> str | None:
 def check_target(path: Path, target: Path, overwrite: bool) -> None:
     """Raise PackageError if the file or folder at `path`, now or formerly `target`, must not be replaced."""
     check_replaceable(
-        path, target, "package", lambda folder: (folder / MANIFEST_NAME).is_file(), foreign_files, overwrite
+        path,
+        target,
+        "package",
+        lambda folder: (folder / MANIFEST_NAME).is_file(),
+        foreign_files,
+        overwrite,
     )
 
 

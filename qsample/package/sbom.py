@@ -20,9 +20,15 @@ from qsample.package.package import Package
 
 def ml_bom(package: Package) -> dict[str, Any]:
     """The document, JSON-ready."""
-    manifest, source, compilation = package.manifest, package.manifest.source, package.manifest.compilation
+    manifest, source, compilation = (
+        package.manifest,
+        package.manifest.source,
+        package.manifest.compilation,
+    )
     base, epoch = source.model_id.partition(" + ")[0], os.environ.get("SOURCE_DATE_EPOCH", "")
-    stated: dict[str, Any] = {"licenses": [{"license": {"name": source.license}}]} if source.license else {}
+    stated: dict[str, Any] = (
+        {"licenses": [{"license": {"name": source.license}}]} if source.license else {}
+    )
     checkpoint = {
         "type": "machine-learning-model",
         "bom-ref": "checkpoint",
@@ -38,7 +44,9 @@ def ml_bom(package: Package) -> dict[str, Any]:
     if compilation is not None:
         made |= {"compile:version": compilation.versions, "compile:option": compilation.options}
         figures |= (compilation.quantization or {}).get("divergence", {})
-    properties = {f"{kind}:{name}": value for kind, values in made.items() for name, value in values.items()}
+    properties = {
+        f"{kind}:{name}": value for kind, values in made.items() for name, value in values.items()
+    }
     model = {
         "type": "machine-learning-model",
         "bom-ref": "package",
@@ -51,17 +59,32 @@ def ml_bom(package: Package) -> dict[str, Any]:
                 "task": "text-generation",
                 "architectureFamily": source.model_type,
                 "modelArchitecture": source.architecture,
-                "inputs": [{"format": "token ids"}, *([{"format": "images"}] if manifest.images is not None else [])],
+                "inputs": [
+                    {"format": "token ids"},
+                    *([{"format": "images"}] if manifest.images is not None else []),
+                ],
                 "outputs": [{"format": "token ids"}],
             },
             "quantitativeAnalysis": {
-                "performanceMetrics": [{"type": name, "value": str(value)} for name, value in sorted(figures.items())]
+                "performanceMetrics": [
+                    {"type": name, "value": str(value)} for name, value in sorted(figures.items())
+                ]
             },
         },
-        "properties": [{"name": f"qsample:{key}", "value": str(value)} for key, value in sorted(properties.items())],
+        "properties": [
+            {"name": f"qsample:{key}", "value": str(value)}
+            for key, value in sorted(properties.items())
+        ],
     }
-    version = properties.get("compile:version:onnxruntime") or properties.get("version:onnxruntime", "")
-    runtime = {"type": "library", "bom-ref": "onnxruntime", "name": "onnxruntime", "version": version}
+    version = properties.get("compile:version:onnxruntime") or properties.get(
+        "version:onnxruntime", ""
+    )
+    runtime = {
+        "type": "library",
+        "bom-ref": "onnxruntime",
+        "name": "onnxruntime",
+        "version": version,
+    }
     files = _files("package", {name: entry.sha256 for name, entry in manifest.files.items()})
     tool = {"type": "application", "name": DISTRIBUTION, "version": qsample.__version__}
     document = {
@@ -70,8 +93,13 @@ def ml_bom(package: Package) -> dict[str, Any]:
         "specVersion": "1.6",
         "version": 1,
         "metadata": {"tools": {"components": [tool]}, "component": model},
-        "components": [*files, {**runtime, "purl": f"pkg:pypi/onnxruntime@{version}"} if version else runtime],
-        "dependencies": [{"ref": "package", "dependsOn": [*(file["bom-ref"] for file in files), "onnxruntime"]}],
+        "components": [
+            *files,
+            {**runtime, "purl": f"pkg:pypi/onnxruntime@{version}"} if version else runtime,
+        ],
+        "dependencies": [
+            {"ref": "package", "dependsOn": [*(file["bom-ref"] for file in files), "onnxruntime"]}
+        ],
     }
     if epoch.isdecimal():
         document["metadata"]["timestamp"] = datetime.fromtimestamp(int(epoch), UTC).isoformat()  # type: ignore[index]
@@ -81,6 +109,11 @@ def ml_bom(package: Package) -> dict[str, Any]:
 
 def _files(owner: str, hashes: Mapping[str, str]) -> list[dict[str, Any]]:
     return [
-        {"type": "file", "bom-ref": f"{owner}/{name}", "name": name, "hashes": [{"alg": "SHA-256", "content": sha256}]}
+        {
+            "type": "file",
+            "bom-ref": f"{owner}/{name}",
+            "name": name,
+            "hashes": [{"alg": "SHA-256", "content": sha256}],
+        }
         for name, sha256 in sorted(hashes.items())
     ]

@@ -21,7 +21,12 @@ SIGNATURE_NAME: Final = "model.sig"
 PASSWORD_VARIABLE: Final = "QSAMPLE_KEY_PASSWORD"
 _ACCOUNT: Final = "sigstore:"
 _LARGEST: Final = 1 << 24  # bytes; a file takes 150 of them
-_OF_GIT: Final = (".git", ".gitattributes", ".github", ".gitignore")  # which model-signing leaves out
+_OF_GIT: Final = (
+    ".git",
+    ".gitattributes",
+    ".github",
+    ".gitignore",
+)  # which model-signing leaves out
 
 # Files of public keys or of certificate authorities in PEM, folders of `.pem` files, or "sigstore:ACCOUNT,ISSUER".
 TrustedKeys = str | Path | Sequence[str | Path]
@@ -65,10 +70,14 @@ def sign(
         if private_key is None:
             config.use_sigstore_signer(use_ambient_credentials=True)
         elif certificate is None:
-            config.use_elliptic_key_signer(private_key=private_key, password=password.encode() if password else None)
+            config.use_elliptic_key_signer(
+                private_key=private_key, password=password.encode() if password else None
+            )
         else:
             config.use_certificate_signer(
-                private_key=private_key, signing_certificate=certificate, certificate_chain=certificate_chain
+                private_key=private_key,
+                signing_certificate=certificate,
+                certificate_chain=certificate_chain,
             )
         with file_aside(path) as aside:
             config.sign(folder, aside)
@@ -95,7 +104,9 @@ def check_signature(folder: Path, hashes: Mapping[str, str], trusted_keys: Trust
     found, path, library = _read(folder), folder / SIGNATURE_NAME, _library()
     keys, authorities, accounts = _read_keys(trusted_keys)
     if found is None:
-        raise PackageError(f"{folder} is not signed: it has no {SIGNATURE_NAME}; leave trusted_keys out to take it so")
+        raise PackageError(
+            f"{folder} is not signed: it has no {SIGNATURE_NAME}; leave trusted_keys out to take it so"
+        )
     signer, signed = found
     config = library.verifying.Config().set_hashing_config(_known(library, hashes))
     if signer.kind == "key" and signer.fingerprint in keys:
@@ -105,14 +116,26 @@ def check_signature(folder: Path, hashes: Mapping[str, str], trusted_keys: Trust
     elif signer.kind == "sigstore" and accounts:
         config.use_sigstore_verifier(identity=accounts[0][0], oidc_issuer=accounts[0][1])
     else:
-        raise PackageError(f"{path} is by the {signer}, which is not trusted; trusted_keys is {shown(trusted_keys)}")
+        raise PackageError(
+            f"{path} is by the {signer}, which is not trusted; trusted_keys is {shown(trusted_keys)}"
+        )
     try:
         config.verify(folder, path)
-    except Exception as error:  # ValueError for other files; InvalidSignature, errors of OpenSSL and of sigstore
-        names = {name for name, _ in signed.items() ^ hashes.items()} if isinstance(error, ValueError) else ()
+    except (
+        Exception
+    ) as error:  # ValueError for other files; InvalidSignature, errors of OpenSSL and of sigstore
+        names = (
+            {name for name, _ in signed.items() ^ hashes.items()}
+            if isinstance(error, ValueError)
+            else ()
+        )
         problem = f"{SIGNATURE_NAME} is not a valid signature by the {signer} ({_line(error)})"
         if names:
-            change = "altered" if (name := min(names)) in signed and name in hashes else "added or removed"
+            change = (
+                "altered"
+                if (name := min(names)) in signed and name in hashes
+                else "added or removed"
+            )
             problem = f"{name!r:.120} was {change} since the package was signed"
         raise PackageError(f"{folder}: {problem}; do not use this package") from error
     return signer
@@ -122,7 +145,9 @@ def files_to_sign(folder: Path) -> Iterator[str]:
     """The names of all files in `folder` but its signature and files of git. Raises PackageError for anything else."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if name.partition("/")[0] in (SIGNATURE_NAME, *_OF_GIT) or (path.is_dir() and not path.is_symlink()):
+        if name.partition("/")[0] in (SIGNATURE_NAME, *_OF_GIT) or (
+            path.is_dir() and not path.is_symlink()
+        ):
             continue
         if not path.is_file():
             raise PackageError(f"{path} is not a plain file; a signed package has no other entries")
@@ -133,7 +158,9 @@ def _library() -> Any:
     try:
         import model_signing
     except ModuleNotFoundError as error:
-        raise QsampleError(f"signatures need {error.name}, which is not installed: `{install_hint('sign')}`") from error
+        raise QsampleError(
+            f"signatures need {error.name}, which is not installed: `{install_hint('sign')}`"
+        ) from error
     return model_signing
 
 
@@ -143,8 +170,14 @@ def _known(library: Any, hashes: Mapping[str, str]) -> Any:
 
     class Known(library.hashing.Config):  # type: ignore[misc]
         def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
-            digests = {name: manifest.hashing.Digest("sha256", bytes.fromhex(one)) for name, one in hashes.items()}
-            items = [manifest.FileManifestItem(path=PurePosixPath(name), digest=one) for name, one in digests.items()]
+            digests = {
+                name: manifest.hashing.Digest("sha256", bytes.fromhex(one))
+                for name, one in hashes.items()
+            }
+            items = [
+                manifest.FileManifestItem(path=PurePosixPath(name), digest=one)
+                for name, one in digests.items()
+            ]
             return manifest.Manifest(Path(model_path).name, items, None)
 
     return Known()
@@ -155,7 +188,10 @@ def _read(folder: Path) -> tuple[Signer, dict[str, str]] | None:
     path = folder / SIGNATURE_NAME
     try:
         bundle = read_json(path, _LARGEST)
-        material, payload = bundle["verificationMaterial"], base64.b64decode(bundle["dsseEnvelope"]["payload"])
+        material, payload = (
+            bundle["verificationMaterial"],
+            base64.b64decode(bundle["dsseEnvelope"]["payload"]),
+        )
         resources = parse_json(payload.decode())["predicate"]["resources"]
         signed = {str(entry["name"]): str(entry["digest"]) for entry in resources}
         if "publicKey" in material:
@@ -177,9 +213,15 @@ def _read_keys(trusted: TrustedKeys) -> tuple[dict[str, Path], list[Path], list[
     from cryptography.hazmat.primitives import serialization
 
     given = [trusted] if isinstance(trusted, str | Path) else list(trusted)
-    accounts = [str(one).removeprefix(_ACCOUNT).split(",", 1) for one in given if str(one).startswith(_ACCOUNT)]
+    accounts = [
+        str(one).removeprefix(_ACCOUNT).split(",", 1)
+        for one in given
+        if str(one).startswith(_ACCOUNT)
+    ]
     if not given or any(len(account) < 2 for account in accounts) or len(accounts) > 1:
-        raise ValueError(f"trusted_keys is {shown(trusted)}; give PEM files, folders, or one {_ACCOUNT}ACCOUNT,ISSUER")
+        raise ValueError(
+            f"trusted_keys is {shown(trusted)}; give PEM files, folders, or one {_ACCOUNT}ACCOUNT,ISSUER"
+        )
     keys: dict[str, Path] = {}
     authorities: list[Path] = []
     for place in (Path(one) for one in given if not str(one).startswith(_ACCOUNT)):

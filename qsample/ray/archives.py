@@ -38,11 +38,17 @@ def open_archive(archive: Path | bytes) -> Path:
     The archive is a tar file, compressed or not, of a package's files or of its folder, or the bytes of such a file.
     Raises PackageError if it does not hold a package.
     """
-    user = os.getuid() if hasattr(os, "getuid") else 0  # Windows gives each user a temporary folder, and files no uid
-    root = Path(os.environ.get(CACHE_VARIABLE) or Path(tempfile.gettempdir()) / f"qsample-ray-{user}")
+    user = (
+        os.getuid() if hasattr(os, "getuid") else 0
+    )  # Windows gives each user a temporary folder, and files no uid
+    root = Path(
+        os.environ.get(CACHE_VARIABLE) or Path(tempfile.gettempdir()) / f"qsample-ray-{user}"
+    )
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     if root.stat().st_uid != user:  # in a folder that everybody may write to
-        raise PackageError(f"{root} belongs to somebody else; set {CACHE_VARIABLE} to a folder of your own")
+        raise PackageError(
+            f"{root} belongs to somebody else; set {CACHE_VARIABLE} to a folder of your own"
+        )
     target = root / _hash(archive)[:32]
     if (found := _whole(target)) is not None:
         return found
@@ -85,7 +91,10 @@ def _package_in(folder: Path) -> Path | None:
     """The folder or a folder in it that is a package; None if there is none."""
     if not folder.is_dir():
         return None
-    return next((path for path in (folder, *sorted(folder.iterdir())) if (path / MANIFEST_NAME).is_file()), None)
+    return next(
+        (path for path in (folder, *sorted(folder.iterdir())) if (path / MANIFEST_NAME).is_file()),
+        None,
+    )
 
 
 def _whole(folder: Path) -> Path | None:

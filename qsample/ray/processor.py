@@ -92,7 +92,9 @@ class QsampleProcessorConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if "seed" in self.sampling_params:
-            raise ValueError("sampling_params has a seed, which every row would get; give each row its own, or an id")
+            raise ValueError(
+                "sampling_params has a seed, which every row would get; give each row its own, or an id"
+            )
 
 
 def build_processor(
@@ -121,7 +123,11 @@ def build_processor(
         from ray.data import ActorPoolStrategy
 
         sent = ray.put(pack(config.package)) if config.send_package else None
-        least, most = config.concurrency if isinstance(config.concurrency, tuple) else (config.concurrency,) * 2
+        least, most = (
+            config.concurrency
+            if isinstance(config.concurrency, tuple)
+            else (config.concurrency,) * 2
+        )
         if ray.is_initialized():  # otherwise the first run starts it
             warn_where_full(least * config.num_cpus, ray.cluster_resources().get("CPU", 0))
         if preprocess is not None:
@@ -173,7 +179,9 @@ class EngineActor:
             path,
             config.provider,
             ctx_len=config.ctx_len,
-            intra_op_num_threads=max(1, int(config.num_cpus)),  # Ray sets OMP_NUM_THREADS to 1 for its workers
+            intra_op_num_threads=max(
+                1, int(config.num_cpus)
+            ),  # Ray sets OMP_NUM_THREADS to 1 for its workers
             session_config=NO_SPINNING,
         )
         for name, folder in config.loras.items():
@@ -194,7 +202,14 @@ class EngineActor:
         """The batch with its columns unchanged, and the generated columns."""
         import pyarrow
 
-        columns = ("prompt", "messages", "images", "sampling_params", "seed", self._config.id_column)
+        columns = (
+            "prompt",
+            "messages",
+            "images",
+            "sampling_params",
+            "seed",
+            self._config.id_column,
+        )
         needed = [name for name in dict.fromkeys(columns) if name in batch.column_names]
         rows = batch.select(needed).to_pylist() if needed else [{}] * batch.num_rows
         done = await self.generate(rows)
@@ -202,10 +217,17 @@ class EngineActor:
             "generated_tokens": pyarrow.list_(pyarrow.int64()),
             **dict.fromkeys(("seed", "num_input_tokens", "num_generated_tokens"), pyarrow.int64()),
         }
-        for name in (*_COLUMNS, *([_ERROR_COLUMN] if self._config.should_continue_on_error else [])):
+        for name in (
+            *_COLUMNS,
+            *([_ERROR_COLUMN] if self._config.should_continue_on_error else []),
+        ):
             column = pyarrow.array([row[name] for row in done], types.get(name, pyarrow.string()))
             place = batch.schema.get_field_index(name)
-            batch = batch.append_column(name, column) if place < 0 else batch.set_column(place, name, column)
+            batch = (
+                batch.append_column(name, column)
+                if place < 0
+                else batch.set_column(place, name, column)
+            )
         yield batch
 
     async def generate(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -227,7 +249,9 @@ class EngineActor:
                 raise
             return error
 
-    def _run(self, engine: Engine, requests: Sequence[tuple[Any, dict[str, Any]] | ValueError]) -> list[dict[str, Any]]:
+    def _run(
+        self, engine: Engine, requests: Sequence[tuple[Any, dict[str, Any]] | ValueError]
+    ) -> list[dict[str, Any]]:
         valid = [request for request in requests if not isinstance(request, ValueError)]
         outputs = engine.map(
             (inputs for inputs, _ in valid),
@@ -235,7 +259,9 @@ class EngineActor:
             outputs=(),
             return_errors=self._config.should_continue_on_error,
         )
-        results = [request if isinstance(request, ValueError) else next(outputs) for request in requests]
+        results = [
+            request if isinstance(request, ValueError) else next(outputs) for request in requests
+        ]
         return [self._columns(result) for result in results]
 
     def _columns(self, result: RequestOutput | Exception) -> dict[str, Any]:
@@ -253,7 +279,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items() if item is not None or name == "content"}
+        return {
+            name: _plain(item)
+            for name, item in value.items()
+            if item is not None or name == "content"
+        }
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
@@ -271,7 +301,9 @@ def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> tuple[A
         messages = with_images(messages, _image)
     inputs = _plain(row.get("prompt")) if messages in (None, []) else messages
     if inputs is None:
-        raise ValueError(f"a row has neither prompt nor messages, but {', '.join(row)}; make them in preprocess")
+        raise ValueError(
+            f"a row has neither prompt nor messages, but {', '.join(row)}; make them in preprocess"
+        )
     return inputs, options
 
 
@@ -279,7 +311,9 @@ def _images(given: Any) -> list[Any]:
     """The images of a column's value: of a list, or a single one."""
     if given is None:
         return []
-    single = isinstance(given, bytes | str | Mapping) or (isinstance(given, np.ndarray) and given.ndim == 3)
+    single = isinstance(given, bytes | str | Mapping) or (
+        isinstance(given, np.ndarray) and given.ndim == 3
+    )
     return [_image(image) for image in ([given] if single else given)]
 
 

@@ -55,7 +55,10 @@ def serve_app(
     if settings.threads is None:
         settings = replace(settings, threads=max(1, int(num_cpus)))
     if autoscaling_config is not None or num_replicas == "auto":
-        options["autoscaling_config"] = {"target_ongoing_requests": slots, **(autoscaling_config or {})}
+        options["autoscaling_config"] = {
+            "target_ongoing_requests": slots,
+            **(autoscaling_config or {}),
+        }
     if num_replicas is not None:
         options["num_replicas"] = num_replicas
     options.setdefault("max_ongoing_requests", slots + settings.max_waiting)
@@ -64,7 +67,9 @@ def serve_app(
     def build() -> FastAPI:
         return make_app(settings)
 
-    @serve.deployment(name=name, ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus}, **options)
+    @serve.deployment(
+        name=name, ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus}, **options
+    )
     @serve.ingress(build)
     class Server:
         """The application; Ray asks for its health."""
@@ -82,6 +87,9 @@ def _own_slots(path: str) -> int:
     """The slots of an engine by default: the rows that the package was compiled for, if their number is fixed."""
     try:
         compilation = read_package(path, verify=False).manifest.compilation
-    except (OSError, QsampleError):  # it may be on other machines only; otherwise the replicas report the error
+    except (
+        OSError,
+        QsampleError,
+    ):  # it may be on other machines only; otherwise the replicas report the error
         return DEFAULT_SLOTS
     return (compilation and compilation.batch_size) or DEFAULT_SLOTS

@@ -13,11 +13,21 @@ import numpy as np
 from qsample.checks import check_count, refuse
 from qsample.contract.arrays import Array
 from qsample.errors import shown, unknown
-from qsample.request.refusals import COMPILE, COMPILE_IGNORED, QAIC_CONFIG, SAMPLING_PARAMS, without_refused
+from qsample.request.refusals import (
+    COMPILE,
+    COMPILE_IGNORED,
+    QAIC_CONFIG,
+    SAMPLING_PARAMS,
+    without_refused,
+)
 from qsample.request.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 # Keys of `qaic_config` → fields of `Features`.
-_FEATURES: Final = {"include_sampler": "sampler", "return_pdfs": "probs", "include_guided_decoding": "allowed_tokens"}
+_FEATURES: Final = {
+    "include_sampler": "sampler",
+    "return_pdfs": "probs",
+    "include_guided_decoding": "allowed_tokens",
+}
 # Keys of `sampling_params` → fields of `SamplingParams`.
 _ROWS: Final = {
     "repetition_penalties": "repetition_penalty",
@@ -47,7 +57,11 @@ def read_config(config: Any) -> dict[str, Any]:
 def read_compile(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `compile`; ValueError for those that are refused. With full_batch_size, batch_size is the number
     of prompts that are read at once, and the runtime chooses that."""
-    rest = {name: value for name, value in without_refused(COMPILE, given).items() if name not in COMPILE_IGNORED}
+    rest = {
+        name: value
+        for name, value in without_refused(COMPILE, given).items()
+        if name not in COMPILE_IGNORED
+    }
     if (rows := rest.pop("full_batch_size", None)) is not None:
         rest["batch_size"] = rows
     if rest.get("num_speculative_tokens", 0) is None:
@@ -57,7 +71,9 @@ def read_compile(given: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def read_generate(inputs: Any, params: Any, given: Mapping[str, Any], features: Any) -> tuple[Any, Any, dict[str, Any]]:
+def read_generate(
+    inputs: Any, params: Any, given: Mapping[str, Any], features: Any
+) -> tuple[Any, Any, dict[str, Any]]:
     """The inputs, the params and the other arguments of `generate`, for a graph with `features`. `prompts` without
     sampling parameters are continued greedily, as by QEfficient. Raises ValueError for a wrong value."""
     rest = dict(given)
@@ -67,21 +83,31 @@ def read_generate(inputs: Any, params: Any, given: Mapping[str, Any], features: 
     for name, feature in _FEATURES.items():
         wanted, there = rest.pop(name, None), getattr(features, feature)
         if wanted is not None and wanted is not there:
-            raise ValueError(f"{name} is {shown(wanted)}, and the package has it {there}; give it to from_pretrained")
+            raise ValueError(
+                f"{name} is {shown(wanted)}, and the package has it {there}; give it to from_pretrained"
+            )
     if "generation_len" in rest:
         rest["max_new_tokens"] = rest.pop("generation_len")
     rows = rest.pop("sampling_params", None)
     if rows is not None:
         if params is not None:
             raise ValueError("params and sampling_params were given; put everything into either")
-        new: dict[str, Any] = {name: rest.pop(name) for name in ("max_new_tokens", "eos_token_id") if name in rest}
+        new: dict[str, Any] = {
+            name: rest.pop(name) for name in ("max_new_tokens", "eos_token_id") if name in rest
+        }
         params, masks = _read_rows(rows, new) if isinstance(rows, Mapping) else (rows, {})
         rest |= masks
     if "prompts" in rest:
         if inputs is not None:
-            raise ValueError("inputs and prompts were given, which are two names of the same argument; give either")
+            raise ValueError(
+                "inputs and prompts were given, which are two names of the same argument; give either"
+            )
         inputs = rest.pop("prompts")
-        if params is None and not rest.keys() & {*SAMPLING_FIELDS, "do_sample", "generation_config"}:
+        if params is None and not rest.keys() & {
+            *SAMPLING_FIELDS,
+            "do_sample",
+            "generation_config",
+        }:
             rest["do_sample"] = False
     return inputs, params, rest
 
@@ -91,17 +117,35 @@ def _read_rows(given: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Any, d
     rest = without_refused(SAMPLING_PARAMS, given)
     masks = rest.pop(_MASKS, None)
     for name in rest.keys() - _ROWS.keys():
-        raise ValueError(unknown("sampling_params has no key", name, {*_ROWS, _MASKS, *SAMPLING_PARAMS}))
+        raise ValueError(
+            unknown("sampling_params has no key", name, {*_ROWS, _MASKS, *SAMPLING_PARAMS})
+        )
     columns = {name: np.asarray(values) for name, values in rest.items() if values is not None}
     count = max((column.size for column in columns.values()), default=1)
     for name, column in columns.items():
-        if column.dtype.kind not in "iuf" or column.size not in (1, count) or column.shape[1:] not in ((), (1,)):
-            refuse(f"{name} of sampling_params", column.tolist(), f"numbers of shape [{count}, 1], a row each")
+        if (
+            column.dtype.kind not in "iuf"
+            or column.size not in (1, count)
+            or column.shape[1:] not in ((), (1,))
+        ):
+            refuse(
+                f"{name} of sampling_params",
+                column.tolist(),
+                f"numbers of shape [{count}, 1], a row each",
+            )
         if name == "top_ks":
             columns[name] = np.where(column == -1, 0, column)  # all tokens
-    cells = {_ROWS[name]: np.broadcast_to(column.ravel(), count).tolist() for name, column in columns.items()}
-    rows = [SamplingParams(**{name: cell[row] for name, cell in cells.items()}, **new) for row in range(count)]
-    return rows if count > 1 else rows[0], {} if masks is None else {"allowed_tokens": _packed(masks)}
+    cells = {
+        _ROWS[name]: np.broadcast_to(column.ravel(), count).tolist()
+        for name, column in columns.items()
+    }
+    rows = [
+        SamplingParams(**{name: cell[row] for name, cell in cells.items()}, **new)
+        for row in range(count)
+    ]
+    return rows if count > 1 else rows[0], {} if masks is None else {
+        "allowed_tokens": _packed(masks)
+    }
 
 
 def _packed(masks: Any) -> Array:

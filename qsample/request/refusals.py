@@ -20,7 +20,10 @@ class Refusal(NamedTuple):
         value = _as_builtin(value)
         if not isinstance(value, _BUILTIN):
             return value is not None
-        return not any(isinstance(value, bool) is isinstance(other, bool) and value == other for other in self.neutral)
+        return not any(
+            isinstance(value, bool) is isinstance(other, bool) and value == other
+            for other in self.neutral
+        )
 
 
 def refusals(names: str, instead: str, *neutral: Any) -> dict[str, Refusal]:
@@ -33,7 +36,8 @@ def without_refused(table: Mapping[str, Refusal], given: Mapping[str, Any]) -> d
     asked = [name for name in given if name in table and table[name].applies_to(given[name])]
     if asked:
         listed = "; ".join(
-            f"{name} is {_brief(given[name])}, which is not supported: {table[name].instead}" for name in asked
+            f"{name} is {_brief(given[name])}, which is not supported: {table[name].instead}"
+            for name in asked
         )
         raise ValueError(listed)
     return {name: value for name, value in given.items() if name not in table}
@@ -60,12 +64,19 @@ _NO_DRAFTS: Final = (
 )
 _LONGEST_NGRAM: Final = 8  # tokens that the graph compares
 _NO_ENCODER: Final = "it belongs to encoder-decoder models, and this is a decoder; leave it out"
-_NO_GUIDANCE: Final = "it belongs to classifier-free guidance, which qsample does not do; leave it out"
-_NO_INPUT: Final = "the graph takes token ids and a mask alone; take it out of the tokenizer's result"
-_NO_FORWARD: Final = "it belongs to a call of the model itself, which the graph replaces; leave it out"
+_NO_GUIDANCE: Final = (
+    "it belongs to classifier-free guidance, which qsample does not do; leave it out"
+)
+_NO_INPUT: Final = (
+    "the graph takes token ids and a mask alone; take it out of the tokenizer's result"
+)
+_NO_FORWARD: Final = (
+    "it belongs to a call of the model itself, which the graph replaces; leave it out"
+)
 _TEXT_ONLY: Final = "the model reads neither sound nor videos; leave it out"
 _PIXELS: Final = (
-    "the package makes the pixels itself; give images= with the prompt, a text or the processor's input_ids"
+    "the package makes the pixels itself; "
+    "give images= with the prompt, a text or the processor's input_ids"
 )
 _NOT_RETURNED: Final = "the graph does not return it; leave it out"
 _CACHE: Final = "the cache is part of the graph; leave it out, or bound it with ctx_len when the package is compiled"
@@ -169,19 +180,34 @@ UNSUPPORTED: Final[Mapping[str, Refusal]] = {
 
 # Of transformers' apply_chat_template.
 APPLY_CHAT_TEMPLATE: Final = {
-    **refusals("sanitize_control_tokens truncation return_assistant_tokens_mask", "leave it out", False),
-    **refusals("padding", "leave it out; generate takes prompts of different lengths", False, "do_not_pad"),
+    **refusals(
+        "sanitize_control_tokens truncation return_assistant_tokens_mask", "leave it out", False
+    ),
+    **refusals(
+        "padding", "leave it out; generate takes prompts of different lengths", False, "do_not_pad"
+    ),
     **refusals("max_length tokenizer_kwargs", "leave it out"),
 }
 
 # Notes of a GenerationConfig about itself.
-BOOKKEEPING: Final = ("transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash")
+BOOKKEEPING: Final = (
+    "transformers_version",
+    "_from_model_config",
+    "_commit_hash",
+    "_original_object_hash",
+)
 
 _WEIGHTS: Final = "weights stay mapped from their files, during the export and later; leave it out"
 _QUANTIZED: Final = 'quantize when you compile: model.compile(weights="int4") or "int8"'
-_ONE_DEVICE: Final = "compile(num_devices=N) cuts a model between layers, for N devices; leave it out"
-_DOWNLOAD: Final = "download the repository first (huggingface_hub.snapshot_download) and give its folder"
-_TRANSFORMERS: Final = "qsample loads the model itself; give the folder or hub id of a checkpoint that has it already"
+_ONE_DEVICE: Final = (
+    "compile(num_devices=N) cuts a model between layers, for N devices; leave it out"
+)
+_DOWNLOAD: Final = (
+    "download the repository first (huggingface_hub.snapshot_download) and give its folder"
+)
+_TRANSFORMERS: Final = (
+    "qsample loads the model itself; give the folder or hub id of a checkpoint that has it already"
+)
 
 # Arguments of `from_pretrained`.
 FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
@@ -197,15 +223,26 @@ FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
     **refusals("use_auth_token", "it is called token here, as in transformers today"),
     **refusals("from_tf from_flax", "save it with transformers as safetensors first", False),
     **refusals("config state_dict key_mapping fusion_config model_kwargs", _TRANSFORMERS),
-    **refusals("ignore_mismatched_sizes", "weights that do not fit are refused; leave it out", False),
+    **refusals(
+        "ignore_mismatched_sizes", "weights that do not fit are refused; leave it out", False
+    ),
     **refusals("output_loading_info", "a model that lacks weights is refused; leave it out", False),
     **refusals("return_unused_kwargs", "unknown keywords are refused; leave it out", False),
-    **refusals("adapter_name adapter_kwargs", "give adapter= the folder or hub id of the LoRA adapter", "default", {}),
+    **refusals(
+        "adapter_name adapter_kwargs",
+        "give adapter= the folder or hub id of the LoRA adapter",
+        "default",
+        {},
+    ),
     **refusals("generation_config", "give it to generate, or change model.generation_config"),
     **refusals("tqdm_class", "export and compile take progress=, a function; leave it out"),
-    **refusals("max_length max_new_tokens temperature top_k top_p do_sample", "give it to generate"),
+    **refusals(
+        "max_length max_new_tokens temperature top_k top_p do_sample", "give it to generate"
+    ),
     # QEfficient's.
-    **refusals("continuous_batching", "give True or False; rows of any package come and go", True, False),
+    **refusals(
+        "continuous_batching", "give True or False; rows of any package come and go", True, False
+    ),
     **refusals("full_batch_size", "give it to compile"),
     **refusals("max_seq_len_cached", "give compile ctx_len, the tokens that a row holds"),
     **refusals("num_hidden_layers", _TRANSFORMERS),
@@ -215,8 +252,21 @@ FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
 # These choose how transformers loads and computes, never what: any value is met by a graph with kernels and a cache of
 # its own, whose weights stay mapped from safetensors.
 IGNORED: Final = frozenset(
-    {"attn_implementation", "experts_implementation", "use_flash_attention_2", "use_kernels", "allow_all_kernels"}
-    | {"kernel_config", "low_cpu_mem_usage", "offload_folder", "offload_buffers", "offload_state_dict", "use_cache"}
+    {
+        "attn_implementation",
+        "experts_implementation",
+        "use_flash_attention_2",
+        "use_kernels",
+        "allow_all_kernels",
+    }
+    | {
+        "kernel_config",
+        "low_cpu_mem_usage",
+        "offload_folder",
+        "offload_buffers",
+        "offload_state_dict",
+        "use_cache",
+    }
     | {"use_safetensors", "weights_only", "resume_download"}
     | {"layerwise", "kv_offload"}  # QEfficient's
 )
@@ -231,21 +281,31 @@ def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> Non
 
 
 _AI100: Final = "it is an option of Cloud AI 100's compiler; leave it out"
-_ROW_LENGTH: Final = "attention reads the tokens that a row has, however long ctx_len is; leave it out"
+_ROW_LENGTH: Final = (
+    "attention reads the tokens that a row has, however long ctx_len is; leave it out"
+)
 
 # Arguments of QEfficient's `compile`.
 COMPILE: Final[Mapping[str, Refusal]] = {
-    **refusals("mxfp6_matmul", 'ONNX Runtime has no MX formats; give weights="int8" or "int4"', False),
-    **refusals("mxint8_kv_cache", 'ONNX Runtime has no MX formats; give kv_cache_dtype="int8"', False),
     **refusals(
-        "num_cores aic_num_cores", "qsample.runtime.load(path, intra_op_num_threads=...) sets the CPU's threads"
+        "mxfp6_matmul", 'ONNX Runtime has no MX formats; give weights="int8" or "int4"', False
+    ),
+    **refusals(
+        "mxint8_kv_cache", 'ONNX Runtime has no MX formats; give kv_cache_dtype="int8"', False
+    ),
+    **refusals(
+        "num_cores aic_num_cores",
+        "qsample.runtime.load(path, intra_op_num_threads=...) sets the CPU's threads",
     ),
     **refusals("onnx_path", "give from_pretrained the exported package; leave it out"),
     **refusals("compile_dir", "give path, the folder of the package"),
     **refusals("kv_cache_batch_size", "the cache has the rows of full_batch_size; leave it out"),
     **refusals("prefill_only", "the same graph reads prompts and decodes; leave it out"),
     **refusals("retain_full_kv", "the same graph reads prompts and decodes; leave it out", False),
-    **refusals("kv_cache_prefix custom_io specializations", "the contract fixes inputs and states; leave it out"),
+    **refusals(
+        "kv_cache_prefix custom_io specializations",
+        "the contract fixes inputs and states; leave it out",
+    ),
     **refusals("comp_ctx_lengths_prefill comp_ctx_lengths_decode", _ROW_LENGTH),
     **refusals("convert_to_fp16", 'give from_pretrained dtype="float16"', False),
     **refusals("aic_enable_depth_first allow_mxint8_mdp_io enable_qnn", _AI100, False),
@@ -254,21 +314,31 @@ COMPILE: Final[Mapping[str, Refusal]] = {
 # These choose how QEfficient exports, and the size of the pieces in which prompts are read. The runtime chooses that
 # itself, and no token depends on it.
 COMPILE_IGNORED: Final = frozenset(
-    {"prefill_seq_len", "prefill_seq_length", "enable_chunking", "moe_prefill_packed_chunk_size", "layerwise"}
+    {
+        "prefill_seq_len",
+        "prefill_seq_length",
+        "enable_chunking",
+        "moe_prefill_packed_chunk_size",
+        "layerwise",
+    }
     | {"layerwise_window_size", "use_onnx_subfunctions", "offload_pt_weights", "dynamo"}
 )
 # Keys of QEfficient's `qaic_config`.
 QAIC_CONFIG: Final[Mapping[str, Refusal]] = {
     **refusals(
-        "speculative_model_type", "compile(num_speculative_tokens=...) makes a package whose steps check guesses"
+        "speculative_model_type",
+        "compile(num_speculative_tokens=...) makes a package whose steps check guesses",
     ),
     **refusals("ccl_enabled", _ROW_LENGTH, False),
-    **refusals("num_kv_blocks mla_absorption", "it chooses how attention is computed there; leave it out"),
+    **refusals(
+        "num_kv_blocks mla_absorption", "it chooses how attention is computed there; leave it out"
+    ),
 }
 # Keys of QEfficient's `sampling_params`.
 SAMPLING_PARAMS: Final[Mapping[str, Refusal]] = {
     **refusals(
-        "random_numbers", "seed=... makes the numbers of each row and position in the graph; give it to generate"
+        "random_numbers",
+        "seed=... makes the numbers of each row and position in the graph; give it to generate",
     ),
     **refusals("last_accepted_output_tokens", "the graph keeps each row's tokens; leave it out"),
 }
@@ -290,18 +360,31 @@ _LAYERS: Final = (
 
 # Attributes of transformers' models.
 ABSENT: Final[Mapping[str, Refusal]] = {
-    **refusals("add_adapter set_adapter enable_adapters disable_adapters delete_adapter", _ADAPTERS),
+    **refusals(
+        "add_adapter set_adapter enable_adapters disable_adapters delete_adapter", _ADAPTERS
+    ),
     **refusals("active_adapters get_adapter_state_dict merge_and_unload", _ADAPTERS),
     **refusals("parameters", f"it has model.device and model.dtype; {_LAYERS}"),
     **refusals("named_parameters buffers named_buffers state_dict load_state_dict", _LAYERS),
-    **refusals("modules named_modules children named_children get_submodule apply model lm_head", _LAYERS),
-    **refusals("get_input_embeddings get_output_embeddings resize_token_embeddings tie_weights", _LAYERS),
-    **refusals("gradient_checkpointing_enable enable_input_require_grads zero_grad", _LAYERS),
-    **refusals("forward", "its graph is compiled already, and generate runs it; leave torch.compile out"),
-    **refusals("get_memory_footprint num_parameters", "`qsample inspect` shows the sizes of its package"),
     **refusals(
-        "compute_transition_scores", "export with logprobs=True: the output's logprobs are the scores of its tokens"
+        "modules named_modules children named_children get_submodule apply model lm_head", _LAYERS
     ),
-    **refusals("generate_batch", "qsample.runtime.Engine does continuous batching; see docs/serving.md"),
+    **refusals(
+        "get_input_embeddings get_output_embeddings resize_token_embeddings tie_weights", _LAYERS
+    ),
+    **refusals("gradient_checkpointing_enable enable_input_require_grads zero_grad", _LAYERS),
+    **refusals(
+        "forward", "its graph is compiled already, and generate runs it; leave torch.compile out"
+    ),
+    **refusals(
+        "get_memory_footprint num_parameters", "`qsample inspect` shows the sizes of its package"
+    ),
+    **refusals(
+        "compute_transition_scores",
+        "export with logprobs=True: the output's logprobs are the scores of its tokens",
+    ),
+    **refusals(
+        "generate_batch", "qsample.runtime.Engine does continuous batching; see docs/serving.md"
+    ),
     **refusals("push_to_hub", "upload its folder with huggingface_hub.upload_folder"),
 }

@@ -12,7 +12,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.checks import check_fields, checked, integer, is_integer, is_number, number, plain, refuse
+from qsample.checks import (
+    check_fields,
+    checked,
+    integer,
+    is_integer,
+    is_number,
+    number,
+    plain,
+    refuse,
+)
 from qsample.contract.tensors import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
 from qsample.disk.untrusted import read_json
 from qsample.errors import ArgumentError, shown, unknown
@@ -25,9 +34,13 @@ SEEDS: Final = 2**63  # the number of seeds, from 0 on
 DRAWN_SEEDS: Final = 2**52  # of fresh seeds: they and their successors are exact as numbers of JSON
 INT32_MAX: Final = 2**31 - 1
 FLOAT32_MAX: Final = 3.4028235e38
-SMALLEST_TOP_P: Final = 1.1754944e-38  # the least normal float32: the likeliest token alone, of any mass
+SMALLEST_TOP_P: Final = (
+    1.1754944e-38  # the least normal float32: the likeliest token alone, of any mass
+)
 _TINY: Final = SMALLEST_TOP_P
-_STRONGEST: Final = 1e6  # of a penalty: far beyond all logits, and far from numbers that they overflow with
+_STRONGEST: Final = (
+    1e6  # of a penalty: far beyond all logits, and far from numbers that they overflow with
+)
 LONGEST_TEXT: Final = 256  # characters: longer texts are neither tokens nor words to forbid
 
 _ONLY_IF_SAMPLING: Final = ("top_h",)  # transformers ignores these in a greedy search
@@ -36,7 +49,11 @@ _TOTALS: Final = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"
 
 
 def _mirostat(name: str, value: Any) -> int:
-    return int(value) if is_integer(value) and value in (0, 2) else refuse(name, value, "0 (off) or 2 (Mirostat 2.0)")
+    return (
+        int(value)
+        if is_integer(value) and value in (0, 2)
+        else refuse(name, value, "0 (off) or 2 (Mirostat 2.0)")
+    )
 
 
 def _token_id(name: str, value: Any, accepted: str) -> int:
@@ -46,18 +63,35 @@ def _token_id(name: str, value: Any, accepted: str) -> int:
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Token ids, each once; a single id counts as a list."""
     accepted = "a token id >= 0, or a list of them"
-    return tuple(dict.fromkeys(_token_id(name, item, accepted) for item in (value if _is_list(value) else (value,))))
+    return tuple(
+        dict.fromkeys(
+            _token_id(name, item, accepted) for item in (value if _is_list(value) else (value,))
+        )
+    )
 
 
 def _ids_or_texts(name: str, value: Any) -> tuple[int | str, ...] | None:
     accepted = f"a list of token ids, and of texts up to {LONGEST_TEXT} characters that are a single token, or None"
     items = _items(name, value, accepted)
-    return tuple(dict.fromkeys(item if _is_text(item) else _token_id(name, item, accepted) for item in items)) or None
+    return (
+        tuple(
+            dict.fromkeys(
+                item if _is_text(item) else _token_id(name, item, accepted) for item in items
+            )
+        )
+        or None
+    )
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...] | None:
-    items = _items(name, value, accepted := f"a list of texts of 1 to {LONGEST_TEXT} characters, or None")
-    return tuple(dict.fromkeys(items)) or None if all(map(_is_text, items)) else refuse(name, value, accepted)
+    items = _items(
+        name, value, accepted := f"a list of texts of 1 to {LONGEST_TEXT} characters, or None"
+    )
+    return (
+        tuple(dict.fromkeys(items)) or None
+        if all(map(_is_text, items))
+        else refuse(name, value, accepted)
+    )
 
 
 def _id_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -65,7 +99,9 @@ def _id_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...] | None:
     sequences = [_items(name, item, accepted) for item in _items(name, value, accepted)]
     if not all(1 <= len(sequence) <= LONGEST_MATCH for sequence in sequences):
         refuse(name, value, accepted)
-    checked = (tuple(_token_id(name, item, accepted) for item in sequence) for sequence in sequences)
+    checked = (
+        tuple(_token_id(name, item, accepted) for item in sequence) for sequence in sequences
+    )
     return tuple(dict.fromkeys(checked)) or None
 
 
@@ -76,7 +112,9 @@ def _bias(name: str, value: Any) -> dict[int, float] | None:
     for token, amount in value.items():
         token = _token_id(f"{name} (token id)", token, "an integer >= 0")
         if not is_number(amount, -FLOAT32_MAX, FLOAT32_MAX) and amount != -math.inf:
-            refuse(f"{name} of token {token}", amount, "a finite number, or -inf to forbid the token")
+            refuse(
+                f"{name} of token {token}", amount, "a finite number, or -inf to forbid the token"
+            )
         checked[token] = float(amount)
     return checked or None
 
@@ -134,10 +172,18 @@ class SamplingParams:
     >>> SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=64, seed=1)
     """
 
-    temperature: float = number(1.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = greedy)", help="0 is greedy.")
-    top_k: int = integer(0, 0, INT32_MAX, "an integer >= 0 (0 = off)", help="Keep the k likeliest tokens; 0 is off.")
+    temperature: float = number(
+        1.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = greedy)", help="0 is greedy."
+    )
+    top_k: int = integer(
+        0, 0, INT32_MAX, "an integer >= 0 (0 = off)", help="Keep the k likeliest tokens; 0 is off."
+    )
     top_p: float = number(
-        1.0, SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)", help="Keep the nucleus of this mass; 1 is off."
+        1.0,
+        SMALLEST_TOP_P,
+        1,
+        "a number > 0 and <= 1 (1 = off)",
+        help="Keep the nucleus of this mass; 1 is off.",
     )
     min_p: float = number(
         0.0,
@@ -154,7 +200,11 @@ class SamplingParams:
         help="On prompt and sampled tokens; 1 is off.",
     )
     presence_penalty: float = number(
-        0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)", help="On sampled tokens; 0 is off."
+        0.0,
+        -_STRONGEST,
+        _STRONGEST,
+        "a number from -1e6 to 1e6 (0 = off)",
+        help="On sampled tokens; 0 is off.",
     )
     frequency_penalty: float = number(
         0.0,
@@ -168,7 +218,9 @@ class SamplingParams:
         None, 0, INT32_MAX, "an integer >= 0, or None", help="No stop token before this many."
     )
     max_length: int | None = integer(None, 1, INT32_MAX, "an integer >= 1, or None")
-    max_new_tokens: int | None = integer(None, 1, INT32_MAX, "an integer >= 1, or None", help="Stop after this many.")
+    max_new_tokens: int | None = integer(
+        None, 1, INT32_MAX, "an integer >= 1, or None", help="Stop after this many."
+    )
     eos_token_id: tuple[int, ...] | None = checked(
         None,
         _token_ids,
@@ -185,7 +237,10 @@ class SamplingParams:
     )
     logit_bias: Mapping[int, float] | None = checked(None, _bias, hashed=False)
     adapter: str | None = checked(
-        None, _name, help="A LoRA adapter by its name in --lora. (default: the only one)", metavar="NAME"
+        None,
+        _name,
+        help="A LoRA adapter by its name in --lora. (default: the only one)",
+        metavar="NAME",
     )
     prompt_lookup_num_tokens: int = integer(
         0,
@@ -204,7 +259,9 @@ class SamplingParams:
     dry_multiplier: float = number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
     dry_base: float = number(1.75, 1, FLOAT32_MAX, "a finite number >= 1")
     dry_allowed_length: int = integer(2, 1, INT32_MAX, "an integer >= 1")
-    dry_penalty_last_n: int = integer(-1, -1, INT32_MAX, "an integer >= -1 (-1 = all tokens, 0 = off)")
+    dry_penalty_last_n: int = integer(
+        -1, -1, INT32_MAX, "an integer >= -1 (-1 = all tokens, 0 = off)"
+    )
     dry_sequence_breakers: tuple[int | str, ...] | None = checked(
         None,
         _ids_or_texts,
@@ -212,8 +269,12 @@ class SamplingParams:
         flag="--dry-sequence-breaker",
         repeated=str,
     )
-    penalty_last_n: int = integer(-1, -1, INT32_MAX, "an integer >= -1 (-1 = off, 0 = no token is penalized)")
-    no_repeat_ngram_size: int = integer(0, 0, LONGEST_MATCH + 1, "an integer from 0 to 65 (0 = off)")
+    penalty_last_n: int = integer(
+        -1, -1, INT32_MAX, "an integer >= -1 (-1 = off, 0 = no token is penalized)"
+    )
+    no_repeat_ngram_size: int = integer(
+        0, 0, LONGEST_MATCH + 1, "an integer from 0 to 65 (0 = off)"
+    )
     bad_words_ids: tuple[tuple[int, ...], ...] | None = checked(None, _id_sequences)
     bad_words: tuple[str, ...] | None = checked(
         None,
@@ -225,7 +286,9 @@ class SamplingParams:
     dynatemp_range: float = number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
     dynatemp_exponent: float = number(1.0, 0, FLOAT32_MAX, "a finite number >= 0")
     mirostat: int = checked(0, _mirostat, help="2 is Mirostat 2.0; 0 is off.")
-    mirostat_tau: float = number(5.0, _TINY, FLOAT32_MAX, "a finite number > 0", help="Its target surprise, in bits.")
+    mirostat_tau: float = number(
+        5.0, _TINY, FLOAT32_MAX, "a finite number > 0", help="Its target surprise, in bits."
+    )
     mirostat_eta: float = number(0.1, 0, FLOAT32_MAX, "a finite number >= 0")
     adaptive_target: float = number(-1.0, -1, 1, "a number from 0 to 1 (negative = off)")
     adaptive_decay: float = number(0.9, 0, 0.99, "a number from 0 to 0.99")
@@ -236,10 +299,14 @@ class SamplingParams:
             object.__setattr__(self, "adaptive_target", -1.0)
         least, most = self.min_new_tokens, self.max_new_tokens
         if least is not None and most is not None and least > most:
-            raise ArgumentError(f"min_new_tokens is {least}, more than max_new_tokens ({most})", "min_new_tokens")
+            raise ArgumentError(
+                f"min_new_tokens is {least}, more than max_new_tokens ({most})", "min_new_tokens"
+            )
 
     @classmethod
-    def from_generation_config(cls, config: Mapping[str, Any] | Any = None, **overrides: Any) -> SamplingParams:
+    def from_generation_config(
+        cls, config: Mapping[str, Any] | Any = None, **overrides: Any
+    ) -> SamplingParams:
         """The parameters of a model's generation_config, with `overrides` on top: fields of this class, or do_sample.
 
         The defaults of a `config` (a mapping, a path, or an object with `to_dict()`) equal transformers': greedy unless
@@ -257,7 +324,9 @@ class SamplingParams:
         config = settings_of(config)
         settings, do_sample = layered(config, overrides), _do_sample(config, overrides)
         ignored = () if do_sample else _ONLY_IF_SAMPLING
-        settings = without_refused(UNSUPPORTED, {name: settings[name] for name in settings if name not in ignored})
+        settings = without_refused(
+            UNSUPPORTED, {name: settings[name] for name in settings if name not in ignored}
+        )
         if not do_sample:
             settings |= {**dict.fromkeys(SAMPLING_FIELDS), "temperature": 0.0}
         elif settings.get("top_k") is None and "top_k" not in overrides:
@@ -268,7 +337,9 @@ class SamplingParams:
         try:
             params = cls(**wanted)
         except ValueError as error:
-            cls(**{name: value for name, value in wanted.items() if name in overrides})  # the caller's own mistake
+            cls(
+                **{name: value for name, value in wanted.items() if name in overrides}
+            )  # the caller's own mistake
             raise ValueError(f"generation_config: {error}") from None
         if do_sample and params.temperature == 0:
             raise ValueError(
@@ -279,18 +350,28 @@ class SamplingParams:
     @property
     def filters(self) -> dict[str, str]:
         """The filters that the values ask for (names of `Features.filters`), each with the field that does."""
-        return {filter_name: name for name, filter_name in _SWITCHES.items() if getattr(self, name) != OFF[name]}
+        return {
+            filter_name: name
+            for name, filter_name in _SWITCHES.items()
+            if getattr(self, name) != OFF[name]
+        }
 
     def value_of(self, parameter: str) -> Any:
         """The value that the graph reads as `parameter`, a name of the contract, before it is padded."""
-        return 0.0 if parameter == "mirostat_tau" and not self.mirostat else getattr(self, parameter)
+        return (
+            0.0 if parameter == "mirostat_tau" and not self.mirostat else getattr(self, parameter)
+        )
 
     def total_length(self, prompt_length: int, padding: int = 0) -> int:
         """The most tokens of a row in the end, prompt included; the capacity may be less. padding: tokens of the prompt
         beyond the `prompt_length` that the model reads; only `max_length` counts them, as in transformers."""
         if self.max_new_tokens is not None:
             return prompt_length + self.max_new_tokens
-        return self.max_length - padding if self.max_length is not None else prompt_length + DEFAULT_NEW_TOKENS
+        return (
+            self.max_length - padding
+            if self.max_length is not None
+            else prompt_length + DEFAULT_NEW_TOKENS
+        )
 
     def lengths(self, prompt_length: int, capacity: int, padding: int = 0) -> tuple[int, int]:
         """The contract's min_length and max_length of a row, cut to `capacity`: such a row ends with finish reason
@@ -307,24 +388,33 @@ class SamplingParams:
                 f"max_length is {total + padding} and the prompt already has {counted}; raise max_length, or give "
                 "max_new_tokens; it does not count the prompt"
             )
-        least = self.min_length - padding if self.min_new_tokens is None else prompt_length + self.min_new_tokens
+        least = (
+            self.min_length - padding
+            if self.min_new_tokens is None
+            else prompt_length + self.min_new_tokens
+        )
         return max(0, min(least, INT32_MAX)), min(total, capacity, INT32_MAX)
 
 
-OFF: Final = {entry.name: entry.default for entry in fields(SamplingParams)}  # a field that is off has its default
+OFF: Final = {
+    entry.name: entry.default for entry in fields(SamplingParams)
+}  # a field that is off has its default
 _INPUTS: Final = {spec.name: spec.meaning for specs in EXTRA_PARAMETERS.values() for spec in specs}
 # What each field does, for its doors: the flags of the command line, the description of the server's fields.
 HELP: Final[Mapping[str, str]] = {
-    entry.name: entry.metadata.get("help") or f"{_INPUTS[entry.name][:1].upper()}{_INPUTS[entry.name][1:]}."
+    entry.name: entry.metadata.get("help")
+    or f"{_INPUTS[entry.name][:1].upper()}{_INPUTS[entry.name][1:]}."
     for entry in fields(SamplingParams)
     if "help" in entry.metadata or entry.name in _INPUTS
 }
 # The fields that need a package with filters.
-FILTER_FIELDS: Final = tuple(name for name in OFF if name in {*_INPUTS, *EXTRA_PARAMETERS, "bad_words"})
+FILTER_FIELDS: Final = tuple(
+    name for name in OFF if name in {*_INPUTS, *EXTRA_PARAMETERS, "bad_words"}
+)
 # Field → the filter that it switches on: the filter of its name, or the filter that has it as its first input.
-_SWITCHES: Final = {name if name in OFF else specs[0].name: name for name, specs in EXTRA_PARAMETERS.items()} | {
-    "bad_words": "bad_words_ids"
-}
+_SWITCHES: Final = {
+    name if name in OFF else specs[0].name: name for name, specs in EXTRA_PARAMETERS.items()
+} | {"bad_words": "bad_words_ids"}
 _CHANGE_GREEDY_TOKENS: Final = ("dry", "penalty_last_n", "no_repeat_ngram_size", "bad_words_ids")
 # Fields that choose among several tokens, with the values that ask for nothing: transformers' own defaults, too.
 SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -332,7 +422,11 @@ SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
     "top_k": (0, HF_DEFAULT_TOP_K),
     "top_p": (1,),
     "min_p": (0,),
-    **{name: (OFF[name],) for name, filter_name in _SWITCHES.items() if filter_name not in _CHANGE_GREEDY_TOKENS},
+    **{
+        name: (OFF[name],)
+        for name, filter_name in _SWITCHES.items()
+        if filter_name not in _CHANGE_GREEDY_TOKENS
+    },
 }
 
 
@@ -346,7 +440,9 @@ def settings_of(config: Any) -> dict[str, Any]:
         try:
             config = read_json(file, infinities=True)
         except (OSError, ValueError) as error:
-            raise ValueError(f"generation_config is {str(path)!r}, and {file} cannot be read: {error}") from error
+            raise ValueError(
+                f"generation_config is {str(path)!r}, and {file} cannot be read: {error}"
+            ) from error
         if not isinstance(config, dict):
             raise ValueError(f"generation_config is {str(path)!r}, and {file} is not a JSON object")
     elif config is None or callable(getattr(config, "to_dict", None)):
@@ -374,17 +470,23 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 def _do_sample(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
     """Whether to sample, from do_sample and the overrides that imply it."""
     given = overrides.get("do_sample")
-    sampling = {name: plain(overrides[name]) for name in SAMPLING_FIELDS if overrides.get(name) is not None}
+    sampling = {
+        name: plain(overrides[name]) for name in SAMPLING_FIELDS if overrides.get(name) is not None
+    }
     if given is not None and not isinstance(given, bool):
         raise ValueError(f"do_sample is {shown(given)}; give True or False")
     greedy = sampling.get("temperature") == 0 and not isinstance(sampling["temperature"], bool)
     if given is False:
-        sampling = {name: value for name, value in sampling.items() if value not in SAMPLING_FIELDS[name]}
+        sampling = {
+            name: value for name, value in sampling.items() if value not in SAMPLING_FIELDS[name]
+        }
     if given is False and sampling and not greedy:
         listed = ", ".join(f"{name}={shown(value)}" for name, value in sampling.items())
         raise ValueError(f"do_sample=False chooses greedily, yet {listed} is given; drop either")
     if given is True and greedy:
-        raise ValueError("do_sample=True and temperature=0 contradict each other; temperature 0 is greedy")
+        raise ValueError(
+            "do_sample=True and temperature=0 contradict each other; temperature 0 is greedy"
+        )
     if greedy:
         return False
     return given if given is not None else bool(sampling) or bool(settings.get("do_sample"))

@@ -19,7 +19,9 @@ from qsample.huggingface.lora import ADVICE, CONFIG, WEIGHTS, Change, floats, re
 from qsample.request.refusals import NO_ADAPTERS
 
 _ROOM: Final = 1 << 26  # bytes of a file for its header, and for what this package refuses by name
-_TOO_WIDE: Final = 8  # times the largest rank: such an adapter is refused by its rank, a larger one by its size
+_TOO_WIDE: Final = (
+    8  # times the largest rank: such an adapter is refused by its rank, a larger one by its size
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +59,9 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
     if not interface.adapters:
         raise ValueError(NO_ADAPTERS)
     if not isinstance(path, str | PathLike):
-        raise ValueError(f"the path of adapter {shown(name)} is {shown(path)}; give the path of its folder")
+        raise ValueError(
+            f"the path of adapter {shown(name)} is {shown(path)}; give the path of its folder"
+        )
     folder = Path(path)
     for file in (CONFIG, WEIGHTS):
         if not os.path.isfile(folder / file):  # False for names that no file can have, too
@@ -65,7 +69,9 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
                 f"no LoRA adapter in {folder}: it has no {file}; give a folder that has {CONFIG} and {WEIGHTS}"
             )
     targets = {target.path: target for target in interface.adapters}
-    numbers = interface.features.max_lora_rank * sum(one.in_features + one.out_features for one in interface.adapters)
+    numbers = interface.features.max_lora_rank * sum(
+        one.in_features + one.out_features for one in interface.adapters
+    )
     matrices = {}
     for change in read_changes(folder / CONFIG, folder / WEIGHTS, _ROOM + _TOO_WIDE * 4 * numbers):
         target = targets.get(change.path)
@@ -78,7 +84,9 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
     return Adapter(name, folder, _sha256(matrices), matrices)
 
 
-def _fitted(target: AdapterTarget, change: Change, interface: Interface, folder: Path) -> tuple[Array, Array]:
+def _fitted(
+    target: AdapterTarget, change: Change, interface: Interface, folder: Path
+) -> tuple[Array, Array]:
     """A [r, in] and B [r, out], scaled, as the graph takes them."""
     a, b, path = change.a, change.b, folder / WEIGHTS
     assert a is not None
@@ -97,7 +105,9 @@ def _fitted(target: AdapterTarget, change: Change, interface: Interface, folder:
         )
     with np.errstate(over="ignore", invalid="ignore"):  # infinite numbers are refused below
         scaled = np.float32(change.scale) * floats(b).T
-    return _stored(floats(a), interface.dtype, target, path), _stored(scaled, interface.dtype, target, path)
+    return _stored(floats(a), interface.dtype, target, path), _stored(
+        scaled, interface.dtype, target, path
+    )
 
 
 def _stored(matrix: Array, dtype: str, target: AdapterTarget, path: Path) -> Array:

@@ -72,7 +72,9 @@ class LockStep:
         """Allocate the memory, and capture the steps of a package that is made for it.
         parameters, seeds: of each row; see `parameter_row`. No row may end before the last step. capacity: T, tokens of
         a row. adapters: of the rows, in turns."""
-        turns = [adapters[row % len(adapters)] if adapters else None for row in range(len(parameters))]
+        turns = [
+            adapters[row % len(adapters)] if adapters else None for row in range(len(parameters))
+        ]
         self._rows = list(zip(parameters, seeds, turns, strict=True))
         self._sequences: list[Sequence] = []
         self._slots = Slots(sessions, len(self._rows), capacity)
@@ -81,15 +83,21 @@ class LockStep:
         if not self._slots.prepared:
             self._slots.prepare()
         scheduler = Scheduler(len(self._rows), SchedulerConfig.of(sessions, interleave=False))
-        self._loop = DecodeLoop(self._slots, scheduler, lambda sequence: None, double_buffering=False)
+        self._loop = DecodeLoop(
+            self._slots, scheduler, lambda sequence: None, double_buffering=False
+        )
 
     def prefill(self, prompts: abc.Sequence[Array], images: abc.Sequence[_Seen] = ()) -> Array:
         """Read each row's prompt, [n] int64, and sample its first token: [B] int64. images: of each row, with their
         features."""
-        for row, (prompt, (values, seed, adapter)) in enumerate(zip(prompts, self._rows, strict=True)):
+        for row, (prompt, (values, seed, adapter)) in enumerate(
+            zip(prompts, self._rows, strict=True)
+        ):
             own, features = images[row] if images else (None, None)
             seen: dict[str, Any] = {"images": own, "image_features": features}
-            self._sequences.append(Sequence(prompt, values, seed, adapter=adapter, wanted=(), **seen))
+            self._sequences.append(
+                Sequence(prompt, values, seed, adapter=adapter, wanted=(), **seen)
+            )
             self._loop.add(self._sequences[-1])
         while not all(sequence.started for sequence in self._sequences):
             self._loop.step()
@@ -122,7 +130,12 @@ def measure(
     params: how to sample, by default greedily; stop tokens are ignored, so that every row runs to its end. adapters:
     LoRA adapters of the rows, in turns, at most the package's `max_loras`. image: width and height of a random image
     before each prompt, whose tokens are in addition to `prompt_tokens`. The numbers are at least 1."""
-    counts = {"rows": rows, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repetitions": repetitions}
+    counts = {
+        "rows": rows,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "repetitions": repetitions,
+    }
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -143,7 +156,12 @@ def measure(
     interface = model.interface
     params = for_package(interface, params or SamplingParams(temperature=0), model.tokenizer)
     endless = replace(
-        params, eos_token_id=(), min_length=0, min_new_tokens=None, max_length=capacity, max_new_tokens=None
+        params,
+        eos_token_id=(),
+        min_length=0,
+        min_new_tokens=None,
+        max_length=capacity,
+        max_new_tokens=None,
     )
     parameters = [parameter_row(interface, endless, prompt_tokens, capacity)] * rows
 
@@ -155,7 +173,9 @@ def measure(
         loop = LockStep(model.sessions, parameters, list(range(rows)), capacity, adapters)
         seen = list[_Seen]()
         if image is not None:
-            prompts, images = _with_images(model, texts, image, random)  # others: features of the same are kept
+            prompts, images = _with_images(
+                model, texts, image, random
+            )  # others: features of the same are kept
             start = time.perf_counter()
             seen += [(own, model.images.features(own)) for own in images]
             vision += [(time.perf_counter() - start) / rows] * (repetition > 0)
@@ -169,7 +189,9 @@ def measure(
             steps += taken
             drafts += loop.drafts - before
     first, step = float(np.median(first_token)), float(np.median(steps))
-    mean = float(np.mean(steps)) if drafts.num_drafts else step  # a step costs as much as it has guesses
+    mean = (
+        float(np.mean(steps)) if drafts.num_drafts else step
+    )  # a step costs as much as it has guesses
     return Measurement(
         rows=rows,
         prompt_tokens=prompt_tokens,
@@ -196,7 +218,9 @@ def _with_images(
         processed = model.images.process([pixels])
         processor, tokenizer = model.images.processor, model.tokenizer
         if processor is None or tokenizer is None:
-            raise ValueError("the package has no tokenizer, which writes the tokens of an image; leave the image out")
+            raise ValueError(
+                "the package has no tokenizer, which writes the tokens of an image; leave the image out"
+            )
         before = tokenizer.encode(processor.expand(processor.placeholder, processed))
         prompt = np.array([*before, *np.where(text == processor.token_id, 0, text)], dtype=np.int64)
         prompts.append(prompt)

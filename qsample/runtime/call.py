@@ -22,12 +22,27 @@ from qsample.text.tokenizer import Tokenizer
 
 SAMPLING: Final = frozenset({"do_sample", *OFF, *UNSUPPORTED})
 # Arguments of a Call that every caller has.
-_OWN: Final = frozenset({"attention_mask", "seed", "allowed_tokens", "stop_strings", "return_dict_in_generate"}) | {
-    *("num_return_sequences", "outputs", "images")
-}
+_OWN: Final = frozenset(
+    {"attention_mask", "seed", "allowed_tokens", "stop_strings", "return_dict_in_generate"}
+) | {*("num_return_sequences", "outputs", "images")}
 KEYWORDS: Final = _OWN | {  # in addition to SAMPLING
-    *("inputs", "params", "input_ids", "generation_config", "streamer", "prefill_chunk_size", "flush_every"),
-    *("double_buffering", "max_time", "tokenizer", "pad_token_id", "bos_token_id", "stopping_criteria"),
+    *(
+        "inputs",
+        "params",
+        "input_ids",
+        "generation_config",
+        "streamer",
+        "prefill_chunk_size",
+        "flush_every",
+    ),
+    *(
+        "double_buffering",
+        "max_time",
+        "tokenizer",
+        "pad_token_id",
+        "bos_token_id",
+        "stopping_criteria",
+    ),
     *("logits_processor", "prediction", *CHAT_OPTIONS),
 }
 # A caller's GenerationConfig may ask for these outputs. The rest of `GENERATE` may be in a model's own file.
@@ -79,7 +94,12 @@ class Call:
 
 
 def read_call(
-    inputs: Any, params: Any, keywords: Mapping[str, Any], own: Mapping[str, Any], token_ids: TokenIds, vocab_size: int
+    inputs: Any,
+    params: Any,
+    keywords: Mapping[str, Any],
+    own: Mapping[str, Any],
+    token_ids: TokenIds,
+    vocab_size: int,
 ) -> Call:
     """The arguments of a call of `generate` as a `Call`. No inputs are a single empty prompt. A keyword beats the
     caller's generation_config, and that beats `own`, the model's; neither of the two counts if `params` are given.
@@ -96,7 +116,10 @@ def read_call(
         refuse("return_dict_in_generate", return_dict, "True, False or None")
     processors = rest.pop("logits_processor", None)
     as_they_are = {name: rest.pop(name) for name in _TAKEN_AS_THEY_ARE if name in rest}
-    eos, pad = rest.get("eos_token_id", settings.get("eos_token_id")), _setting(settings, "pad_token_id")
+    eos, pad = (
+        rest.get("eos_token_id", settings.get("eos_token_id")),
+        _setting(settings, "pad_token_id"),
+    )
     ends = _ids(token_ids.eos if eos is None and "eos_token_id" not in rest else eos)
     if rest or not isinstance(params, SamplingParams):
         rows = {name: value for name, value in settings.items() if name not in _NOT_OF_A_ROW}
@@ -110,7 +133,9 @@ def read_call(
         fill=next(iter(_ids(eos)), None) if pad is None else pad,
         bos=_setting(settings, "bos_token_id"),
         chat=chat,
-        logits_processor=None if isinstance(processors, Collection) and not processors else processors,
+        logits_processor=None
+        if isinstance(processors, Collection) and not processors
+        else processors,
         stop_strings=apart["stop_strings"],
         max_time=_seconds(apart["max_time"]),
         num_return_sequences=_count(apart["num_return_sequences"]),
@@ -123,7 +148,11 @@ def _like_transformers(
     params: Any, keywords: Mapping[str, Any], own: Mapping[str, Any], vocab_size: int
 ) -> tuple[ChatOptions | None, Any, dict[str, Any], dict[str, Any]]:
     """The options of chat messages, the parameters, the settings of both generation_configs, and the other keywords."""
-    chat = {name: value for name, value in keywords.items() if name in CHAT_OPTIONS and value is not None}
+    chat = {
+        name: value
+        for name, value in keywords.items()
+        if name in CHAT_OPTIONS and value is not None
+    }
     rest = {name: value for name, value in keywords.items() if name not in CHAT_OPTIONS}
     config = rest.pop("generation_config", None)
     if callable(getattr(params, "to_dict", None)):  # transformers' second positional argument
@@ -148,11 +177,15 @@ def _sampling_params(
     for name in keywords.keys() - SAMPLING:
         if name in KEYWORDS:
             raise ValueError(f"{name} is an argument of generate, for a batch; leave it out here")
-        raise ValueError(unknown("generate has no argument", name, SAMPLING - UNSUPPORTED.keys() | KEYWORDS))
+        raise ValueError(
+            unknown("generate has no argument", name, SAMPLING - UNSUPPORTED.keys() | KEYWORDS)
+        )
     if params is None:
         return SamplingParams.from_generation_config(settings, **keywords)
     if keywords:
-        raise ValueError(f"params and {', '.join(keywords)} were given; put everything into params, or leave it out")
+        raise ValueError(
+            f"params and {', '.join(keywords)} were given; put everything into params, or leave it out"
+        )
     rows = [params] if isinstance(params, SamplingParams) else params
     if not isinstance(rows, Sequence) or not all(isinstance(row, SamplingParams) for row in rows):
         refuse("params", params, "a SamplingParams, or a list of them, for each prompt its own")
@@ -163,7 +196,9 @@ def _inputs(inputs: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
     """The prompts and their mask, in whichever argument they are given."""
     named, mask = keywords.pop("input_ids", None), keywords.pop("attention_mask", None)
     if inputs is not None and named is not None:
-        raise ValueError("inputs and input_ids were given, which are two names of the same argument; give either")
+        raise ValueError(
+            "inputs and input_ids were given, which are two names of the same argument; give either"
+        )
     inputs = named if inputs is None else inputs
     if isinstance(inputs, Mapping) and "input_ids" in inputs:
         others = without_refused(GENERATE, inputs).keys() - {"input_ids", "attention_mask"}
@@ -188,7 +223,11 @@ def _setting(settings: Mapping[str, Any], name: str) -> int | None:
 
 
 def _token_id(name: str, value: Any, vocab_size: int) -> int | None:
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", None) in (1, ()) else value
+    value = (
+        value.item()
+        if hasattr(value, "item") and getattr(value, "size", None) in (1, ())
+        else value
+    )
     if value is None:
         return None
     if not is_integer(value, 0, vocab_size - 1):
@@ -272,7 +311,9 @@ def parse_prompts(
             )
         if len(ids) == 0:
             if bos is None:
-                raise ValueError(f"prompt {index} is empty and the model has no beginning-of-text token; give a token")
+                raise ValueError(
+                    f"prompt {index} is empty and the model has no beginning-of-text token; give a token"
+                )
             ids = np.array([bos], dtype=np.int64)
             given = given if len(given) else ids
         check_token_ids(f"prompt {index}", given, vocab_size)
@@ -298,7 +339,9 @@ def _items(inputs: Any) -> Sequence[Any]:
     if hasattr(inputs, "__array__"):
         ids = _as_array(inputs)
         if ids.ndim not in (1, 2):
-            raise ValueError(f"input ids have shape {ids.shape}; give [rows, tokens], or a single row [tokens]")
+            raise ValueError(
+                f"input ids have shape {ids.shape}; give [rows, tokens], or a single row [tokens]"
+            )
         return list(np.atleast_2d(ids))
     if isinstance(inputs, str) or is_chat(inputs) or _is_ids(inputs):
         return [inputs]
@@ -308,12 +351,19 @@ def _items(inputs: Any) -> Sequence[Any]:
 
 
 def _row(
-    index: int, item: Any, tokenizer: Tokenizer | None, chat: ChatOptions | None, images: list[Any], reader: ImageReader
+    index: int,
+    item: Any,
+    tokenizer: Tokenizer | None,
+    chat: ChatOptions | None,
+    images: list[Any],
+    reader: ImageReader,
 ) -> tuple[Array, list[ProcessedImage]]:
     """The token ids of a prompt, [n] int64, and its images."""
     conversation = is_chat(item)
     if chat is not None and not conversation:
-        raise ValueError(f"{', '.join(chat.given)} go with chat messages, and another kind of prompt was given")
+        raise ValueError(
+            f"{', '.join(chat.given)} go with chat messages, and another kind of prompt was given"
+        )
     if isinstance(item, str) or conversation:
         if tokenizer is None:
             raise ValueError("the package has no tokenizer, so it takes no text; give token ids")
@@ -328,13 +378,19 @@ def _row(
             return np.array([*map(int, item)], dtype=np.int64), reader.process(images)
         except OverflowError:
             largest = shown(max(item, key=abs))
-            raise ValueError(f"prompt {index} has token id {largest}; no model has so many tokens") from None
+            raise ValueError(
+                f"prompt {index} has token id {largest}; no model has so many tokens"
+            ) from None
     raise ValueError(f"prompt {index} is {shown(item)}; {_ACCEPTED}")
 
 
 def is_chat(value: Any) -> bool:
     """Whether `value` is a conversation: a list of messages."""
-    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(item, Mapping) for item in value)
+    )
 
 
 def _is_ids(value: Any) -> bool:
@@ -346,7 +402,9 @@ def read_array(what: str, value: Any) -> Array:
     try:
         return np.asarray(value.cpu() if hasattr(value, "cpu") else value)
     except Exception as error:  # of the other library, if a tensor has no data or another layout
-        raise ValueError(f"{what} is {shown(value)}, which is not a plain array: {error}") from error
+        raise ValueError(
+            f"{what} is {shown(value)}, which is not a plain array: {error}"
+        ) from error
 
 
 def _as_array(value: Any) -> Array:
@@ -362,7 +420,9 @@ def _as_array(value: Any) -> Array:
 def _masks(attention_mask: Any, rows: Sequence[Array], texts: Sequence[bool]) -> list[Array]:
     """The tokens of each row that are read, bool."""
     if any(texts):
-        raise ValueError(f"attention_mask goes with token ids, and prompt {texts.index(True)} is text; leave it out")
+        raise ValueError(
+            f"attention_mask goes with token ids, and prompt {texts.index(True)} is text; leave it out"
+        )
     is_array = hasattr(attention_mask, "__array__") or not isinstance(attention_mask, Sequence)
     if not is_array and any(hasattr(row, "__len__") for row in attention_mask):
         masks = [read_array("attention_mask", row) for row in attention_mask]
@@ -378,11 +438,17 @@ def _masks(attention_mask: Any, rows: Sequence[Array], texts: Sequence[bool]) ->
 
 def _shape(rows: Sequence[tuple[int, ...]]) -> str:
     same = len(set(rows)) == 1
-    return str((len(rows), *rows[0])) if same else f"rows of {', '.join('x'.join(map(str, row)) for row in rows)}"
+    return (
+        str((len(rows), *rows[0]))
+        if same
+        else f"rows of {', '.join('x'.join(map(str, row)) for row in rows)}"
+    )
 
 
 def check_token_ids(what: str, ids: Array, vocab_size: int) -> None:
     """Raise ValueError, with the owner `what`, unless every id is in [0, vocab_size)."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
-        raise ValueError(f"{what} has token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{what} has token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}"
+        )

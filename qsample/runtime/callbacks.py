@@ -57,7 +57,9 @@ class AllowedTokensFn(Protocol):
 class Guide:
     """Calls a function for its sequences, and gives each sequence the mask that the function writes."""
 
-    def __init__(self, function: AllowedTokensFn, sequences: list[Sequence], mask: Array, pad_token_id: int) -> None:
+    def __init__(
+        self, function: AllowedTokensFn, sequences: list[Sequence], mask: Array, pad_token_id: int
+    ) -> None:
         """mask: [B, W] int32, all bits set, a row for each sequence. pad_token_id: the token of a row without one."""
         self._function = function
         self.sequences = sequences
@@ -70,7 +72,9 @@ class Guide:
         self._call(None)
 
     def update(
-        self, set_parameter: Callable[[Sequence, str, Array], None], read_outputs: Callable[[], None] = lambda: None
+        self,
+        set_parameter: Callable[[Sequence, str, Array], None],
+        read_outputs: Callable[[], None] = lambda: None,
     ) -> None:
         """Hand the next tokens' masks to `set_parameter`, if a token of some sequence is new to the function.
         read_outputs: reads the outputs of the newest tokens, which the function may look at."""
@@ -89,7 +93,9 @@ class Guide:
             set_parameter(sequence, ALLOWED_TOKENS.name, mask)
 
     def _call(self, step: Step | None) -> None:
-        self._function(step, self._mask.view())  # a view, so that the function cannot change its shape and dtype
+        self._function(
+            step, self._mask.view()
+        )  # a view, so that the function cannot change its shape and dtype
 
     def _step(self, emitted: Array, outputs: StepOutputs) -> Step:
         """The newest token of every sequence: the loop reads guided sequences after each token."""
@@ -104,7 +110,9 @@ class Guide:
 class StepOutputs(Mapping[str, Array]):
     """The optional outputs of a step by name, [B, ...], 0 for rows without a token."""
 
-    def __init__(self, tokens: Mapping[int, tuple[Sequence, int]], rows: int, read: Callable[[], None]) -> None:
+    def __init__(
+        self, tokens: Mapping[int, tuple[Sequence, int]], rows: int, read: Callable[[], None]
+    ) -> None:
         """tokens: of each row that got one, its sequence and the number of the token. read: reads what was not read."""
         self._tokens, self._rows = tokens, rows
         self._read: Callable[[], None] | None = read
@@ -119,11 +127,15 @@ class StepOutputs(Mapping[str, Array]):
         if self._read is not None:
             self._read()
         elif any(len(sequence.outputs) <= number for sequence, number in given.values()):
-            raise RuntimeError("the outputs of a step were not read; look at them within the call that gets the step")
+            raise RuntimeError(
+                "the outputs of a step were not read; look at them within the call that gets the step"
+            )
         found: dict[str, Array] = {}
         for row, (sequence, number) in given.items():
             for name, value in sequence.outputs[number].items():
-                found.setdefault(name, np.zeros((self._rows, *value.shape), value.dtype))[row] = value
+                found.setdefault(name, np.zeros((self._rows, *value.shape), value.dtype))[row] = (
+                    value
+                )
         return found
 
     def __getitem__(self, name: str) -> Array:
@@ -162,7 +174,9 @@ class _Callback:
 
     def __call__(self, *arrays: Array | None) -> Array:
         """The result of the function for copies of `arrays`, as an array; None stays None."""
-        result = self.function(*(None if array is None else self._shown(array.copy()) for array in arrays))
+        result = self.function(
+            *(None if array is None else self._shown(array.copy()) for array in arrays)
+        )
         return np.asarray(result.detach().cpu() if hasattr(result, "detach") else result)
 
     def _shown(self, array: Array) -> Any:
@@ -178,8 +192,13 @@ def _callbacks(name: str, given: Any, expected: str) -> list[_Callback]:
     several = list(given) if isinstance(given, Iterable) else [given]
     for function in several:
         if not callable(function):
-            raise ValueError(f"{name} has a {type(function).__name__}; give {expected}, or a list of them")
-    return [_Callback(function, _of_transformers(given) or _of_transformers(function)) for function in several]
+            raise ValueError(
+                f"{name} has a {type(function).__name__}; give {expected}, or a list of them"
+            )
+    return [
+        _Callback(function, _of_transformers(given) or _of_transformers(function))
+        for function in several
+    ]
 
 
 def _of_transformers(value: Any) -> bool:
@@ -199,7 +218,9 @@ class LogitsProcessors:
                 f"include_sampler=False, which returns them, or {INSTEAD}"
             )
         processors = _callbacks(
-            "logits_processor", given, "a function of (input_ids, scores) that returns the scores to sample from"
+            "logits_processor",
+            given,
+            "a function of (input_ids, scores) that returns the scores to sample from",
         )
         _check_order(sequences, interface)
         own = [processors] if len(sequences) == 1 else [_copies(processors) for _ in sequences]
@@ -228,7 +249,10 @@ class LogitsProcessors:
 
 def _copies(processors: list[_Callback]) -> list[_Callback]:
     try:
-        return [replace(processor, function=copy.deepcopy(processor.function)) for processor in processors]
+        return [
+            replace(processor, function=copy.deepcopy(processor.function))
+            for processor in processors
+        ]
     except Exception as error:
         raise ValueError(
             f"logits_processor cannot be copied for every row ({error}); generate each prompt on its own"
@@ -239,9 +263,13 @@ def _check_order(sequences: abc.Sequence[Sequence], interface: Interface) -> Non
     """Raise ValueError if processors would not see the logits that they see in transformers."""
     features = interface.features
     if features.logprobs or features.top_logprobs:
-        raise ValueError("logits_processor changes the logits that the package's logprobs are of; export without them")
+        raise ValueError(
+            "logits_processor changes the logits that the package's logprobs are of; export without them"
+        )
     for name, off in _BEFORE.items():
-        values = [sequence.parameters[name] for sequence in sequences if name in sequence.parameters]
+        values = [
+            sequence.parameters[name] for sequence in sequences if name in sequence.parameters
+        ]
         if any(np.any(np.asarray(value) != off) for value in values):
             raise ValueError(
                 f"logits_processor and {name} were given: transformers applies {name} first, and the graph after it; "
@@ -255,16 +283,22 @@ class BatchEnd:
     criteria: a callable of ([B, n] token ids, None), prompts and padding included, that returns a bool, or a bool for
     each row; or a list of them. max_time: seconds from now on. pad: token id after a row that has ended."""
 
-    def __init__(self, criteria: Any, max_time: float | None, sequences: abc.Sequence[Sequence], pad: int) -> None:
+    def __init__(
+        self, criteria: Any, max_time: float | None, sequences: abc.Sequence[Sequence], pad: int
+    ) -> None:
         self._criteria = _callbacks(
-            "stopping_criteria", criteria, "a function of (input_ids, scores) that returns whether rows end"
+            "stopping_criteria",
+            criteria,
+            "a function of (input_ids, scores) that returns whether rows end",
         )
         self._deadline = None if max_time is None else time.perf_counter() + max_time
         self._sequences = sequences
         self._live = list(sequences)
         self._pad = pad
 
-    def update(self, leave: Callable[[Sequence], None], deliver: Callable[[Sequence], None]) -> None:
+    def update(
+        self, leave: Callable[[Sequence], None], deliver: Callable[[Sequence], None]
+    ) -> None:
         """Look at the tokens that were sampled since the last call, a token of every row at a time: `deliver` takes the
         next token of a sequence, `leave` takes a sequence out of the loop."""
         while True:
@@ -295,4 +329,6 @@ class BatchEnd:
                     f"{len(rows)} rows"
                 )
             rows |= answer.reshape(-1)
-        return {id(sequence): bool(row) for sequence, row in zip(self._sequences, rows, strict=True)}
+        return {
+            id(sequence): bool(row) for sequence, row in zip(self._sequences, rows, strict=True)
+        }

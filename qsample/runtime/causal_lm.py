@@ -88,11 +88,18 @@ def load(
     >>> model.generate("In the beginning", max_new_tokens=16, temperature=0.8, seed=1).texts
     """
     check_count("image_cache_bytes", image_cache_bytes, 0)
-    options = SessionOptions(intra_op_num_threads, provider_options or {}, session_config or {}, batch_invariant)
+    options = SessionOptions(
+        intra_op_num_threads, provider_options or {}, session_config or {}, batch_invariant
+    )
 
     def opened(package: Package) -> CausalLM:
         _check_ctx_len(package, ctx_len)
-        arguments = {"provider": provider, "ctx_len": ctx_len, "verify": verify, "trusted_keys": trusted_keys}
+        arguments = {
+            "provider": provider,
+            "ctx_len": ctx_len,
+            "verify": verify,
+            "trusted_keys": trusted_keys,
+        }
         arguments |= options.arguments | {"image_cache_bytes": image_cache_bytes}
         sessions = open_sessions(package, provider, options)
         open_vision = partial(VisionEncoder, package, image_cache_bytes, provider, options)
@@ -142,7 +149,9 @@ class CausalLM(ModelMethods):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._loaded_with is None:
-            raise TypeError("this model was not opened by qsample.runtime.load, so no path says how to open it again")
+            raise TypeError(
+                "this model was not opened by qsample.runtime.load, so no path says how to open it again"
+            )
         settings = dict(self.generation_config)
         return _reopen, (self.package.path, _fingerprint(self.package), self._loaded_with, settings)
 
@@ -165,12 +174,22 @@ class CausalLM(ModelMethods):
 
     @overload
     def generate(
-        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: Literal[False], **options: Any
+        self,
+        inputs: Any = ...,
+        params: Any = ...,
+        *,
+        return_dict_in_generate: Literal[False],
+        **options: Any,
     ) -> Any: ...
 
     @overload
     def generate(
-        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: bool | None = ..., **options: Any
+        self,
+        inputs: Any = ...,
+        params: Any = ...,
+        *,
+        return_dict_in_generate: bool | None = ...,
+        **options: Any,
     ) -> GenerateOutput: ...
 
     def generate(
@@ -235,7 +254,12 @@ class CausalLM(ModelMethods):
         if self._advice is not None:
             warnings.warn(self._advice, stacklevel=2)
             self._advice = None
-        named = {"attention_mask": attention_mask, "images": images, "seed": seed, "allowed_tokens": allowed_tokens}
+        named = {
+            "attention_mask": attention_mask,
+            "images": images,
+            "seed": seed,
+            "allowed_tokens": allowed_tokens,
+        }
         named |= {"stop_strings": stop_strings, "return_dict_in_generate": return_dict_in_generate}
         call = self.read(inputs, params, **options, **named)
         sequences, guide = self.prepare(call)
@@ -250,7 +274,11 @@ class CausalLM(ModelMethods):
             processors = LogitsProcessors(call.logits_processor, sequences, self.interface)
         slots = min(len(sequences), self.batch_size or len(sequences))
         if guide is not None or end is not None:
-            follow = "a function for allowed_tokens follows" if guide else "stopping_criteria and max_time follow"
+            follow = (
+                "a function for allowed_tokens follows"
+                if guide
+                else "stopping_criteria and max_time follow"
+            )
             self._check_together(sequences, slots, f"{follow} a single batch")
         if streamer is not None:
             check_streamer(streamer, len(sequences))
@@ -259,14 +287,19 @@ class CausalLM(ModelMethods):
         if guide is not None:
             guide.start()
         config = SchedulerConfig.of(
-            self.sessions, flush_every=flush_every, prefill_chunk_size=prefill_chunk_size, interleave=False
+            self.sessions,
+            flush_every=flush_every,
+            prefill_chunk_size=prefill_chunk_size,
+            interleave=False,
         )
         capacity = self.capacity(max(sequence.max_length for sequence in sequences))
         device = self._take_slots(slots, capacity, flush_every)
         device.process_logits = processors
         # A `BatchEnd` takes the tokens, so that none is handed on after the end.
         deliver = partial(hand_on, streamer, None) if end is None else lambda sequence: None
-        loop = DecodeLoop(device, Scheduler(slots, config), deliver, double_buffering=double_buffering)
+        loop = DecodeLoop(
+            device, Scheduler(slots, config), deliver, double_buffering=double_buffering
+        )
         timing = run(loop, sequences, streamer, guide, end)
         if self.sessions.replays is not None:
             for slot in range(slots):
@@ -284,28 +317,36 @@ class CausalLM(ModelMethods):
 
     def _check_together(self, sequences: abc.Sequence[Sequence], slots: int, reason: str) -> None:
         """Raise ValueError unless all sequences can run at once."""
-        adapters = {sequence.adapter.sha256 for sequence in sequences if sequence.adapter is not None}
+        adapters = {
+            sequence.adapter.sha256 for sequence in sequences if sequence.adapter is not None
+        }
         most = self.features.max_loras
         if slots < len(sequences):
             raise ValueError(
                 f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; {reason}"
             )
         if most < len(adapters):
-            raise ValueError(f"{len(adapters)} adapters were given and the package takes {most} at once; {reason}")
+            raise ValueError(
+                f"{len(adapters)} adapters were given and the package takes {most} at once; {reason}"
+            )
 
     def read(self, inputs: Any = None, params: Any = None, **options: Any) -> Call:
         """A `Call` of the arguments of `generate` and the generation_config. Raises ValueError for a wrong argument."""
         if options.get("stop_strings") is None:
             options.pop("stop_strings", None)
         token_ids = self.package.manifest.token_ids
-        return read_call(inputs, params, options, self.generation_config, token_ids, self.interface.vocab_size)
+        return read_call(
+            inputs, params, options, self.generation_config, token_ids, self.interface.vocab_size
+        )
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The loaded LoRA adapters by name."""
         return MappingProxyType(self._adapters)
 
-    def load_adapter(self, adapter_name: str, path: str | Path, *, hotswap: bool = False) -> Adapter:
+    def load_adapter(
+        self, adapter_name: str, path: str | Path, *, hotswap: bool = False
+    ) -> Adapter:
         """Load a LoRA adapter, for requests that name it. It may be done while requests run.
 
         Args:
@@ -323,7 +364,9 @@ class CausalLM(ModelMethods):
         adapter = read_adapter(adapter_name, path, self.interface)
         if hotswap:
             self._adapters[adapter_name] = adapter
-        elif self._adapters.setdefault(adapter_name, adapter) is not adapter:  # it was loaded meanwhile
+        elif (
+            self._adapters.setdefault(adapter_name, adapter) is not adapter
+        ):  # it was loaded meanwhile
             raise _taken(adapter_name)
         return adapter
 
@@ -331,9 +374,13 @@ class CausalLM(ModelMethods):
         """Forget the LoRA adapter `adapter_name`; requests that run with it go on. ValueError for an unknown name."""
         if not isinstance(adapter_name, str) or self._adapters.pop(adapter_name, None) is None:
             there = ", ".join([*self._adapters]) or "none"
-            raise ValueError(f"adapter_name is {shown(adapter_name)}; give the name of a loaded adapter: {there}")
+            raise ValueError(
+                f"adapter_name is {shown(adapter_name)}; give the name of a loaded adapter: {there}"
+            )
 
-    def prepare(self, call: Call, capacity: int | None = None) -> tuple[list[Sequence], Guide | None]:
+    def prepare(
+        self, call: Call, capacity: int | None = None
+    ) -> tuple[list[Sequence], Guide | None]:
         """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a function. capacity:
         tokens of a slot; by default the need of the longest sequence. Raises ValueError for a wrong argument."""
         return make_sequences(
@@ -377,7 +424,9 @@ class CausalLM(ModelMethods):
         """
         path = Path(path)
         if path.is_dir() or not path.absolute().parent.is_dir():
-            raise PackageError(f"cannot write {path}; give the path of a file in an existing folder")
+            raise PackageError(
+                f"cannot write {path}; give the path of a file in an existing folder"
+            )
         pieces = Pieces.of(self.sessions)
         prompt, common, count = self._common_beginning(inputs, options, pieces)
         if not count:
@@ -387,7 +436,9 @@ class CausalLM(ModelMethods):
             )
         capacity = self.capacity(count + 1)
         if count >= capacity:
-            raise ValueError(f"the prompt has {common} tokens, and a row of this package holds {capacity}")
+            raise ValueError(
+                f"the prompt has {common} tokens, and a row of this package holds {capacity}"
+            )
         features = None if prompt.images is None else self.images.features(prompt.images)
         own = find_adapter(adapter, self._adapters, self.interface)
         slots = Slots(self.sessions, 1, capacity)
@@ -403,17 +454,25 @@ class CausalLM(ModelMethods):
             slots.prefill(0, ids, emit=False, wait=piece.stop == count, images=images)
         signature = signature_of(self.package, self.sessions)
         sha256 = "" if own is None else own.sha256
-        write_prefix(path, signature, prompt.identities[:count], slots.unload(0, 0, count), adapter=sha256)
+        write_prefix(
+            path, signature, prompt.identities[:count], slots.unload(0, 0, count), adapter=sha256
+        )
         stages.finish()
         return count
 
-    def _common_beginning(self, inputs: Any, options: Mapping[str, Any], pieces: Pieces) -> tuple[Prompt, int, int]:
+    def _common_beginning(
+        self, inputs: Any, options: Mapping[str, Any], pieces: Pieces
+    ) -> tuple[Prompt, int, int]:
         """A prompt, the number of its tokens that do not depend on later chat messages, and those in whole pieces."""
 
         def read(inputs: Any, **more: Any) -> Prompt:
             call = self.read(inputs, max_new_tokens=1, **options, **more)
             prompts = parse_prompts(
-                call, self.tokenizer, self.interface.vocab_size, self.package.manifest.token_ids.bos, self.images
+                call,
+                self.tokenizer,
+                self.interface.vocab_size,
+                self.package.manifest.token_ids.bos,
+                self.images,
             )
             if len(prompts) != 1:
                 raise ValueError(f"{len(prompts)} prompts were given; save them one by one")
@@ -425,7 +484,8 @@ class CausalLM(ModelMethods):
         role = "assistant" if inputs[-1].get("role") == "user" else "user"
         # Of any two texts that begin with different letters.
         one, other = (
-            read([*inputs, {"role": role, "content": text}], add_generation_prompt=False) for text in ("A", "7")
+            read([*inputs, {"role": role, "content": text}], add_generation_prompt=False)
+            for text in ("A", "7")
         )
         both = other.identities, one.identities
         return one, shared_prefix(*both), shared_pieces(*both, pieces)
@@ -466,7 +526,9 @@ def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
             "portable package again, or leave ctx_len out"
         )
     if manifest.max_position_embeddings is not None and ctx_len > manifest.max_position_embeddings:
-        raise ValueError(f"ctx_len is {ctx_len}; the model knows {manifest.max_position_embeddings} positions at most")
+        raise ValueError(
+            f"ctx_len is {ctx_len}; the model knows {manifest.max_position_embeddings} positions at most"
+        )
 
 
 def _fingerprint(package: Package) -> str:
@@ -474,7 +536,9 @@ def _fingerprint(package: Package) -> str:
     return hashlib.sha256(package.manifest.to_json().encode()).hexdigest()
 
 
-def _reopen(path: Path, wanted: str, arguments: Mapping[str, Any], generation_config: Mapping[str, Any]) -> CausalLM:
+def _reopen(
+    path: Path, wanted: str, arguments: Mapping[str, Any], generation_config: Mapping[str, Any]
+) -> CausalLM:
     """`load` the package of a pickled model again. Raises PackageError unless its fingerprint is the `wanted` one."""
     try:
         package = read_package(path, verify=False)

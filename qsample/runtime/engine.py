@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.checks import check_count, checked_timeout
-from qsample.errors import EngineClosedError, Failure, QsampleError, QueueFullError, RequestFailedError, shown
+from qsample.errors import (
+    EngineClosedError,
+    Failure,
+    QsampleError,
+    QueueFullError,
+    RequestFailedError,
+    shown,
+)
 from qsample.request.sampling_params import SEEDS, SamplingParams
 from qsample.runtime.call import Call
 from qsample.runtime.callbacks import INSTEAD, Guide
@@ -31,7 +38,11 @@ from qsample.runtime.sequence import Sequence
 DEFAULT_SLOTS: Final = 8  # if neither the caller nor the package chooses
 _CTX_LEN: Final = 4096  # likewise; less if the model knows fewer positions
 
-_NO_FAULT_OF_A_PROMPT: Final[tuple[type[Exception], ...]] = (EngineClosedError, ImportError, MemoryError)
+_NO_FAULT_OF_A_PROMPT: Final[tuple[type[Exception], ...]] = (
+    EngineClosedError,
+    ImportError,
+    MemoryError,
+)
 
 
 class Engine:
@@ -90,7 +101,9 @@ class Engine:
         check_count("saved_states", saved_states, 0)
         most = model.batch_size
         if slots is not None and most is not None and slots > most:
-            raise ValueError(f"slots is {slots} and the package was compiled for {most} rows at most; compile it again")
+            raise ValueError(
+                f"slots is {slots} and the package was compiled for {most} rows at most; compile it again"
+            )
         if prefix_cache_dir is not None and reuse_sampled_tokens:
             raise ValueError(
                 "prefix_cache_dir keeps tokens that were read, and reuse_sampled_tokens continues from sampled tokens, "
@@ -100,7 +113,9 @@ class Engine:
         if prefixes or prefix_cache_dir is not None:
             if isinstance(prefixes, str | Path):
                 raise ValueError(f"prefixes is {shown(prefixes)}; give a list of files")
-            stored = StoredPrefixes(model.package, model.sessions, prefixes, prefix_cache_dir, prefix_cache_bytes)
+            stored = StoredPrefixes(
+                model.package, model.sessions, prefixes, prefix_cache_dir, prefix_cache_bytes
+            )
         self._stored = stored
         self.slots = slots or most or DEFAULT_SLOTS
         self.max_waiting = max_waiting
@@ -115,15 +130,27 @@ class Engine:
             saved_states=saved_states,
             reuse_sampled=reuse_sampled_tokens,
         )
-        device = Slots(model.sessions, self.slots, self.capacity, saved_states=saved_states, flush_every=flush_every)
+        device = Slots(
+            model.sessions,
+            self.slots,
+            self.capacity,
+            saved_states=saved_states,
+            flush_every=flush_every,
+        )
         loop = DecodeLoop(
-            device, Scheduler(self.slots, config), self._deliver, double_buffering=double_buffering, stored=stored
+            device,
+            Scheduler(self.slots, config),
+            self._deliver,
+            double_buffering=double_buffering,
+            stored=stored,
         )
         self._prefixes = loop.prefixes
         self._changed = threading.Condition()  # guards the next six
         self._requests: dict[Sequence, Request] = {}  # until they end
         self._added: list[Sequence] = []
-        self._telling = False  # a request that ended is being finished; it is not among them any more
+        self._telling = (
+            False  # a request that ended is being finished; it is not among them any more
+        )
         self._closed = False
         self._draining = False
         self._failure: Failure | None = None
@@ -137,7 +164,9 @@ class Engine:
         self._loop: DecodeLoop | None = loop
         self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread must not be inside the graph when the interpreter goes
+        atexit.register(
+            self.close
+        )  # a thread must not be inside the graph when the interpreter goes
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._requests)} requests"
@@ -182,10 +211,14 @@ class Engine:
         EngineClosedError if the engine takes no requests any more, or in a fork of the engine's process.
         """
         if options.get("num_return_sequences") not in (None, 1):
-            raise ValueError("add_request adds one request; add_requests takes num_return_sequences")
+            raise ValueError(
+                "add_request adds one request; add_requests takes num_return_sequences"
+            )
         options |= {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
         call = self._model.read(inputs, params, **{**options, "num_return_sequences": 1})
-        return self.add(call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned)[0]
+        return self.add(
+            call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned
+        )[0]
 
     def add_requests(
         self,
@@ -212,8 +245,12 @@ class Engine:
             allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. An exception of a function ends all.
         """
         options |= {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
-        call = self._model.read(inputs, params, **options, num_return_sequences=num_return_sequences)
-        return self.add(call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned)
+        call = self._model.read(
+            inputs, params, **options, num_return_sequences=num_return_sequences
+        )
+        return self.add(
+            call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned
+        )
 
     def map(
         self,
@@ -245,7 +282,11 @@ class Engine:
         ...     print(output.text)
         """
         raised = _NO_FAULT_OF_A_PROMPT if return_errors else (Exception,)
-        pairs = ((prompt, {}) for prompt in prompts) if each is None else zip(prompts, each, strict=True)
+        pairs = (
+            ((prompt, {}) for prompt in prompts)
+            if each is None
+            else zip(prompts, each, strict=True)
+        )
         pending: deque[Request | Exception] = deque()
 
         def next_output() -> RequestOutput | Exception:
@@ -263,7 +304,9 @@ class Engine:
             for index, (prompt, own) in enumerate(pairs):
                 seeded = {} if seed is None else {"seed": (seed + index) % SEEDS}
                 try:
-                    pending.append(self.add_request(prompt, **{"params": params, **options, **seeded, **own}))
+                    pending.append(
+                        self.add_request(prompt, **{"params": params, **options, **seeded, **own})
+                    )
                 except Exception as error:
                     pending.append(error)
                     if isinstance(error, raised):
@@ -278,7 +321,12 @@ class Engine:
                     request.cancel()
 
     def add(
-        self, call: Call, *, timeout: float | None = None, priority: int = 0, cancel_if_abandoned: bool = True
+        self,
+        call: Call,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        cancel_if_abandoned: bool = True,
     ) -> list[Request]:
         """Add the requests of a call with a single prompt, all of them or none, with the arguments and errors of
         `add_request`. call: from `CausalLM.read`, or made by the caller."""
@@ -286,7 +334,9 @@ class Engine:
         if self.closed:
             raise self._closed_error()
         if call.stopping_criteria is not None:
-            raise ValueError("stopping_criteria are for generate; cancel() ends a request of an engine")
+            raise ValueError(
+                "stopping_criteria are for generate; cancel() ends a request of an engine"
+            )
         if call.logits_processor is not None:
             raise ValueError(f"logits_processor is for generate; {INSTEAD}")
         sequences, guide = self._model.prepare(call, self.capacity)
@@ -294,23 +344,36 @@ class Engine:
         if len(sequences) != count:
             raise ValueError(f"{len(sequences) // count} prompts were given; add them one by one")
         if not isinstance(priority, int):
-            raise ValueError(f"priority is {shown(priority)}; give an integer, the lowest for those that go first")
+            raise ValueError(
+                f"priority is {shown(priority)}; give an integer, the lowest for those that go first"
+            )
         seconds = checked_timeout(timeout)
         if count > most:
-            raise ValueError(f"num_return_sequences is {count} and this engine takes {most}; raise max_waiting")
+            raise ValueError(
+                f"num_return_sequences is {count} and this engine takes {most}; raise max_waiting"
+            )
         if guide is not None:
             guide.start()
         requests = [
-            Request(one, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(cancel_if_abandoned))
+            Request(
+                one,
+                self._cancelled.append,
+                self._check_waiting,
+                cancel_if_abandoned=bool(cancel_if_abandoned),
+            )
             for one in sequences
         ]
         with self._changed:
-            room = self._changed.wait_for(lambda: self.closed or len(self._requests) + count <= most, seconds)
+            room = self._changed.wait_for(
+                lambda: self.closed or len(self._requests) + count <= most, seconds
+            )
             if self.closed:
                 raise self._closed_error()
             if not room:
                 taken = f"{self.slots} requests run and {self.max_waiting} wait, which is all that this engine takes"
-                raise QueueFullError(f"{taken}; try again later, give a longer timeout, or raise max_waiting")
+                raise QueueFullError(
+                    f"{taken}; try again later, give a longer timeout, or raise max_waiting"
+                )
             for sequence, request in zip(sequences, requests, strict=True):
                 sequence.priority = priority
                 if guide is not None:
@@ -334,7 +397,9 @@ class Engine:
                 self._changed.notify_all()
             raise
         with self._changed:
-            self._added += [one for one in sequences if one in self._requests]  # the engine may have closed
+            self._added += [
+                one for one in sequences if one in self._requests
+            ]  # the engine may have closed
             self._changed.notify_all()
 
     @property
@@ -349,7 +414,9 @@ class Engine:
         running = [sequence for sequence, request in requests if request.running]
         waiting = [sequence for sequence, request in requests if not request.running]
         counts = self.slots, self.max_waiting, len(running), len(waiting)
-        return EngineStats(*counts, _adapters_of(running), _adapters_of(waiting), replace(self._prefixes))
+        return EngineStats(
+            *counts, _adapters_of(running), _adapters_of(waiting), replace(self._prefixes)
+        )
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no requests any more, and wait until the added requests have ended; then `close` it. Returns whether
@@ -373,7 +440,9 @@ class Engine:
         atexit.unregister(self.close)  # not where ctrl-C ended the wait
 
     def __reduce__(self) -> Any:
-        raise TypeError("an Engine cannot be pickled; pickle its model, and make an engine of that there")
+        raise TypeError(
+            "an Engine cannot be pickled; pickle its model, and make an engine of that there"
+        )
 
     def _check_waiting(self) -> None:
         """Raise if the engine's thread could not end the wait."""
@@ -387,7 +456,9 @@ class Engine:
             )
 
     def _closed_error(self) -> QsampleError:
-        return (self._failure or Failure(EngineClosedError, "the engine is closed; make a new one")).error()
+        return (
+            self._failure or Failure(EngineClosedError, "the engine is closed; make a new one")
+        ).error()
 
     # From here on, the engine's thread.
 
@@ -399,7 +470,9 @@ class Engine:
                     loop.step()
         except BaseException as error:  # no reader may be left waiting
             self._failure = Failure.of(
-                EngineClosedError, "the engine ended because its graph failed ({}); make a new one", error
+                EngineClosedError,
+                "the engine ended because its graph failed ({}); make a new one",
+                error,
             )
         with self._changed:
             self._closed = True
@@ -413,7 +486,9 @@ class Engine:
     def _take_changes(self, loop: DecodeLoop) -> bool:
         """Wait for something to do, and bring the loop up to date. False if the engine is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._added or self._cancelled or loop.busy)
+            self._changed.wait_for(
+                lambda: self._closed or self._added or self._cancelled or loop.busy
+            )
             if self._closed:
                 return False
             # These first: a request that is cancelled was added before, and is then among the added or in the loop, or
@@ -425,7 +500,10 @@ class Engine:
                 self._deadlines[sequence] = self._requests[sequence].added_at + sequence.max_time
             loop.add(sequence)
         now = time.perf_counter()
-        late = sorted((one for one, end in self._deadlines.items() if end <= now), key=self._deadlines.__getitem__)
+        late = sorted(
+            (one for one, end in self._deadlines.items() if end <= now),
+            key=self._deadlines.__getitem__,
+        )
         for reason, ending in ((CANCELLED, cancelled), (TIME, late)):
             for sequence in ending:
                 if sequence in self._requests:  # it has not ended meanwhile
@@ -466,4 +544,6 @@ class Engine:
 
 
 def _adapters_of(sequences: abc.Iterable[Sequence]) -> tuple[str, ...]:
-    return tuple(sorted({sequence.adapter.name for sequence in sequences if sequence.adapter is not None}))
+    return tuple(
+        sorted({sequence.adapter.name for sequence in sequences if sequence.adapter is not None})
+    )

@@ -28,7 +28,9 @@ def images_of_prompts(images: Any, prompts: int) -> list[list[Any]]:
     several = isinstance(images, _LIST)
     if images is None or (several and not images):
         return [[] for _ in range(prompts)]
-    if prompts == 1 and not (several and all(one is None or isinstance(one, _LIST) for one in images)):
+    if prompts == 1 and not (
+        several and all(one is None or isinstance(one, _LIST) for one in images)
+    ):
         return [list(images) if several else [images]]
     if not several or len(images) != prompts:
         given = f"a list of {len(images)}" if several else f"a single {type(images).__name__}"
@@ -45,7 +47,9 @@ class ImageReader:
     processor: None for packages that read text only. limits: of an image, before it is decoded; they may be replaced.
     """
 
-    def __init__(self, package: Package | None = None, open_vision: Callable[[], VisionEncoder] | None = None) -> None:
+    def __init__(
+        self, package: Package | None = None, open_vision: Callable[[], VisionEncoder] | None = None
+    ) -> None:
         """package: by default a package that reads text only. open_vision: called for the first image; by default,
         vision.onnx is opened as `VisionEncoder` does."""
         self.processor = None if package is None else ImageProcessor.of(package)
@@ -124,7 +128,9 @@ class ImageReader:
         with self._opening:
             if self._encoder is None:
                 assert self._package is not None
-                self._encoder = self._open_vision() if self._open_vision else VisionEncoder(self._package)
+                self._encoder = (
+                    self._open_vision() if self._open_vision else VisionEncoder(self._package)
+                )
             return self._encoder
 
 

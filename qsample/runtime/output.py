@@ -91,7 +91,9 @@ class GenerateOutput:
         """An item of the sequences; a field, if `index` is its name, as in transformers' ModelOutput."""
         if isinstance(index, str):
             if index not in GenerateOutput.__annotations__:
-                raise KeyError(f"{index!r}; the fields are {', '.join(GenerateOutput.__annotations__)}")
+                raise KeyError(
+                    f"{index!r}; the fields are {', '.join(GenerateOutput.__annotations__)}"
+                )
             return getattr(self, index)
         return self.sequences[index]
 
@@ -117,7 +119,9 @@ class _ArrayOutput(GenerateOutput, np.ndarray):  # type: ignore[misc]  # each ha
     def __array_finalize__(self, source: Any) -> None:
         vars(self).update(vars(source) if isinstance(source, GenerateOutput) else {})
 
-    def __array_wrap__(self, result: Array, context: Any = None, return_scalar: bool = False) -> Any:
+    def __array_wrap__(
+        self, result: Array, context: Any = None, return_scalar: bool = False
+    ) -> Any:
         plain = np.asarray(result)
         return plain[()] if return_scalar else plain
 
@@ -189,7 +193,11 @@ def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[s
 
 
 def run(
-    loop: DecodeLoop, sequences: list[Sequence], streamer: Streamer | None, guide: Guide | None, end: BatchEnd | None
+    loop: DecodeLoop,
+    sequences: list[Sequence],
+    streamer: Streamer | None,
+    guide: Guide | None,
+    end: BatchEnd | None,
 ) -> Timing:
     """Run every sequence to its end. The streamer follows the only sequence, the guide writes masks between steps, and
     `end` ends sequences before the graph does."""

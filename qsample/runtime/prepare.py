@@ -15,7 +15,14 @@ import numpy as np
 from qsample.checks import plain, refuse
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import ALLOWED_TOKENS, DRAFT_IDS, MASK_WORDS, PAD_STOP_ID, PROMPT_LOOKUP, SEED
+from qsample.contract.tensors import (
+    ALLOWED_TOKENS,
+    DRAFT_IDS,
+    MASK_WORDS,
+    PAD_STOP_ID,
+    PROMPT_LOOKUP,
+    SEED,
+)
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
 from qsample.request.sampling_params import DRAWN_SEEDS, OFF, SEEDS, SamplingParams
@@ -42,7 +49,9 @@ def make_sequences(
     if call.tokenizer is not None:
         tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)
     bos = token_ids.bos if call.bos is None else call.bos
-    prompts = parse_prompts(call, tokenizer, interface.vocab_size, bos, reader, holes=not interface.recurrent)
+    prompts = parse_prompts(
+        call, tokenizer, interface.vocab_size, bos, reader, holes=not interface.recurrent
+    )
     params = _params_of_prompts(call.params, len(prompts))
     count = call.num_return_sequences
     for index, own in enumerate(params):
@@ -72,16 +81,32 @@ def make_sequences(
         mask = None if masks is None else masks[row]
         try:
             parameters = parameter_row(
-                interface, own, len(prompt.ids), room, token_ids.eos, padding=prompt.padding, allowed_tokens=mask
+                interface,
+                own,
+                len(prompt.ids),
+                room,
+                token_ids.eos,
+                padding=prompt.padding,
+                allowed_tokens=mask,
             )
         except ValueError as error:
             if len(prompts) == 1:
                 raise
             raise ValueError(f"prompt {row // count}: {error}") from None
         if guided and PROMPT_LOOKUP.name in parameters:
-            parameters[PROMPT_LOOKUP.name] = np.array(0, np.int32)  # the function has to see each token before the next
-        text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT:].tolist(), stops)
-        more: Any = {"max_time": call.max_time, "adapter": chosen[id(params[row // count])], "wanted": wanted}
+            parameters[PROMPT_LOOKUP.name] = np.array(
+                0, np.int32
+            )  # the function has to see each token before the next
+        text = (
+            None
+            if tokenizer is None
+            else GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT:].tolist(), stops)
+        )
+        more: Any = {
+            "max_time": call.max_time,
+            "adapter": chosen[id(params[row // count])],
+            "wanted": wanted,
+        }
         more["prediction"] = None if expected is None or guided else Prediction(expected)
         more["images"] = prompt.images
         sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, **more))
@@ -96,12 +121,22 @@ def _wanted(outputs: Any, interface: Interface) -> tuple[str, ...]:
     there = tuple(spec.name for spec in interface.token_outputs)
     if outputs is None:
         return there
-    if isinstance(outputs, str) or not isinstance(outputs, abc.Collection) or not set(outputs) <= set(there):
-        refuse("outputs", outputs, f"a list of the package's optional outputs, which are {', '.join(there) or 'none'}")
+    if (
+        isinstance(outputs, str)
+        or not isinstance(outputs, abc.Collection)
+        or not set(outputs) <= set(there)
+    ):
+        refuse(
+            "outputs",
+            outputs,
+            f"a list of the package's optional outputs, which are {', '.join(there) or 'none'}",
+        )
     return tuple(name for name in there if name in outputs)
 
 
-def _expected_tokens(prediction: Any, interface: Interface, tokenizer: Tokenizer | None, prompts: int) -> Array | None:
+def _expected_tokens(
+    prediction: Any, interface: Interface, tokenizer: Tokenizer | None, prompts: int
+) -> Array | None:
     """[n] int64; None without a prediction. Raises ValueError."""
     if prediction is None:
         return None
@@ -114,25 +149,35 @@ def _expected_tokens(prediction: Any, interface: Interface, tokenizer: Tokenizer
         raise ValueError(f"prediction is given with {prompts} prompts; it is for a single prompt")
     if isinstance(prediction, str):
         if tokenizer is None:
-            raise ValueError("prediction is a text, and the package has no tokenizer; give token ids, or tokenizer")
+            raise ValueError(
+                "prediction is a text, and the package has no tokenizer; give token ids, or tokenizer"
+            )
         prediction = tokenizer.encode(prediction, add_special_tokens=False)
     ids = read_array("prediction", prediction)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(f"prediction is {ids.dtype} {ids.shape}; give a text, or a list of token ids")
+        raise ValueError(
+            f"prediction is {ids.dtype} {ids.shape}; give a text, or a list of token ids"
+        )
     ids = ids.astype(np.int64)
     check_token_ids("prediction", ids, interface.vocab_size)
     return ids
 
 
-def _params_of_prompts(params: SamplingParams | abc.Sequence[SamplingParams], prompts: int) -> list[SamplingParams]:
+def _params_of_prompts(
+    params: SamplingParams | abc.Sequence[SamplingParams], prompts: int
+) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * prompts
     if len(params) != prompts:
-        raise ValueError(f"{len(params)} SamplingParams were given for {prompts} prompts; give one, or {prompts}")
+        raise ValueError(
+            f"{len(params)} SamplingParams were given for {prompts} prompts; give one, or {prompts}"
+        )
     return list(params)
 
 
-def find_adapter(name: str | None, adapters: abc.Mapping[str, Adapter], interface: Interface) -> Adapter | None:
+def find_adapter(
+    name: str | None, adapters: abc.Mapping[str, Adapter], interface: Interface
+) -> Adapter | None:
     """The loaded adapter with that name; None for no name. Raises ArgumentError for an unknown name."""
     found = adapters.get(name) if isinstance(name, str) else None
     if name is None or found is not None:
@@ -140,9 +185,8 @@ def find_adapter(name: str | None, adapters: abc.Mapping[str, Adapter], interfac
     if not interface.adapters:
         remedy = "the package was exported without adapters; export the model with max_loras (--max-loras)"
     else:
-        remedy = (
-            f"{', '.join(sorted([*adapters])[:20]) or 'none'} is loaded; load it with load_adapter, or name another"
-        )
+        loaded = ", ".join(sorted(adapters)[:20]) or "none"
+        remedy = f"{loaded} is loaded; load it with load_adapter, or name another"
     raise ArgumentError(f"adapter is {shown(name)}, and {remedy}", "adapter")
 
 
@@ -192,7 +236,15 @@ def _fresh_seed() -> int:
 
 # Inputs that are not the value of a single field of SamplingParams.
 _MADE_APART: Final = frozenset(
-    {"stop_ids", "logit_bias_ids", "logit_bias", "min_length", "max_length", ALLOWED_TOKENS.name, DRAFT_IDS.name}
+    {
+        "stop_ids",
+        "logit_bias_ids",
+        "logit_bias",
+        "min_length",
+        "max_length",
+        ALLOWED_TOKENS.name,
+        DRAFT_IDS.name,
+    }
     | {SEED.name}
 )
 
@@ -219,8 +271,12 @@ def parameter_row(
             if len(spec.axes) == 1:
                 row[spec.name] = np.dtype(spec.dtype).type(value)
             else:
-                row[spec.name] = _ids(spec.name, value or (), interface.vocab_size, sequences=len(spec.axes) == 3)
-    row["min_length"], row["max_length"] = map(np.int32, params.lengths(prompt_length, capacity, padding))
+                row[spec.name] = _ids(
+                    spec.name, value or (), interface.vocab_size, sequences=len(spec.axes) == 3
+                )
+    row["min_length"], row["max_length"] = map(
+        np.int32, params.lengths(prompt_length, capacity, padding)
+    )
     stops = default_stops if params.eos_token_id is None else params.eos_token_id
     row["stop_ids"] = _ids("eos_token_id", stops, interface.vocab_size)
     if interface.features.logit_bias:
@@ -233,11 +289,15 @@ def parameter_row(
         everything = np.full(interface.sizes[MASK_WORDS], -1, dtype=np.int32)
         row[ALLOWED_TOKENS.name] = everything if allowed_tokens is None else allowed_tokens
     elif allowed_tokens is not None:
-        raise ValueError("allowed_tokens needs a package that was exported with allowed_tokens=True")
+        raise ValueError(
+            "allowed_tokens needs a package that was exported with allowed_tokens=True"
+        )
     return row
 
 
-def _ids(name: str, values: abc.Sequence[Any], vocab_size: int, *, sequences: bool = False) -> Array:
+def _ids(
+    name: str, values: abc.Sequence[Any], vocab_size: int, *, sequences: bool = False
+) -> Array:
     """Token ids [n], or sequences of them [q, l], each with -1 before its beginning; at least one column, int32."""
     rows = values if sequences else [(value,) for value in values]
     array = np.full((max(1, len(rows)), max([1, *map(len, rows)])), PAD_STOP_ID, dtype=np.int32)
@@ -269,7 +329,9 @@ def check_features(interface: Interface, params: SamplingParams) -> None:
         )
 
 
-def for_package(interface: Interface, params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+def for_package(
+    interface: Interface, params: SamplingParams, tokenizer: Tokenizer | None
+) -> SamplingParams:
     """`params` with token ids for the texts of `bad_words` and `dry_sequence_breakers`. A word is forbidden at the
     beginning of a text, and after a space if that does not end with the same tokens. Raises ValueError for a feature
     that the package lacks, a text without a tokenizer, and a breaker that is not a single token."""
@@ -280,7 +342,9 @@ def for_package(interface: Interface, params: SamplingParams, tokenizer: Tokeniz
         return params
     if tokenizer is None:
         name = "bad_words" if words else "dry_sequence_breakers"
-        raise ValueError(f"{name} has texts, and the package has no tokenizer; give token ids, or tokenizer")
+        raise ValueError(
+            f"{name} has texts, and the package has no tokenizer; give token ids, or tokenizer"
+        )
     encode = partial(tokenizer.encode, add_special_tokens=False)
     ids = {text: encode(text) for text in texts}
     for text, tokens in ids.items():
@@ -298,4 +362,6 @@ def for_package(interface: Interface, params: SamplingParams, tokenizer: Tokeniz
         if spaced[-len(alone) :] != alone:
             forbidden.append(tuple(spaced))
     singles = tuple(ids[item][0] if isinstance(item, str) else item for item in breakers)
-    return replace(params, dry_sequence_breakers=singles, bad_words_ids=tuple(forbidden), bad_words=None)
+    return replace(
+        params, dry_sequence_breakers=singles, bad_words_ids=tuple(forbidden), bad_words=None
+    )

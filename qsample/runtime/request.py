@@ -178,7 +178,9 @@ class Request:
         self._feed.readers[reader] = None
         try:
             if not self._feed.wait(reader, None, seconds):
-                raise TimeoutError(f"the request has not ended after {timeout} seconds; it goes on, or cancel() it")
+                raise TimeoutError(
+                    f"the request has not ended after {timeout} seconds; it goes on, or cancel() it"
+                )
         finally:
             self._feed.readers.pop(reader, None)  # it has not given up
         return self._feed.result()
@@ -225,7 +227,9 @@ class Request:
         try:
             outcome: RequestOutput | Failure = self._make_output(reason)
         except BaseException as error:  # a tokenizer's
-            outcome = Failure.of(RequestFailedError, "the request's text cannot be decoded ({})", error)
+            outcome = Failure.of(
+                RequestFailedError, "the request's text cannot be decoded ({})", error
+            )
         self._end(outcome)
 
     def fail(self, failure: Failure) -> None:
@@ -236,7 +240,9 @@ class Request:
         self._feed.end(outcome)
         callbacks, self._callbacks = self._callbacks, []
         for function in callbacks:
-            with suppress(BaseException):  # SystemExit, and warnings that are errors: other requests go on
+            with suppress(
+                BaseException
+            ):  # SystemExit, and warnings that are errors: other requests go on
                 self._call(function)
 
     def _make_output(self, reason: str) -> RequestOutput:
@@ -263,18 +269,28 @@ class Request:
         try:
             function(self)
         except BaseException as error:
-            warnings.warn(f"a callback of a request raised {shown(error, 200)}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"a callback of a request raised {shown(error, 200)}", RuntimeWarning, stacklevel=2
+            )
             if not isinstance(error, Exception):
                 raise
 
-    def _publish(self, tokens: list[int], text: str, outputs: list[Mapping[str, Array]] | None = None) -> None:
+    def _publish(
+        self, tokens: list[int], text: str, outputs: list[Mapping[str, Array]] | None = None
+    ) -> None:
         certain = None if self._sequence.text is None else text
-        self._feed.put(Delta(tokens, certain, time.perf_counter() - self.added_at, _stacked(outputs or [])))
+        self._feed.put(
+            Delta(tokens, certain, time.perf_counter() - self.added_at, _stacked(outputs or []))
+        )
 
 
 def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
     """The outputs of several tokens by name, a row each."""
-    return {name: np.stack([output[name] for output in outputs]) for name in outputs[0]} if outputs else {}
+    return (
+        {name: np.stack([output[name] for output in outputs]) for name in outputs[0]}
+        if outputs
+        else {}
+    )
 
 
 class _Feed:
@@ -284,7 +300,9 @@ class _Feed:
     Changed without a lock: readers are garbage collected at any time, also while this thread holds the lock. abandoned:
     called when the last reader gives up."""
 
-    def __init__(self, check_waiting: Callable[[], None], abandoned: Callable[[], None] | None) -> None:
+    def __init__(
+        self, check_waiting: Callable[[], None], abandoned: Callable[[], None] | None
+    ) -> None:
         self.deltas: list[Delta] = []
         self.outcome: RequestOutput | Failure | None = None
         self.changed = threading.Condition()
@@ -306,7 +324,9 @@ class _Feed:
         self.changed.notify_all()
         for reader, loop in self.readers.copy().items():
             if loop is not None:
-                with suppress(BaseException):  # most likely the loop was closed, so nothing waits there any more
+                with suppress(
+                    BaseException
+                ):  # most likely the loop was closed, so nothing waits there any more
                     loop.call_soon_threadsafe(reader.set)
 
     def result(self) -> RequestOutput:

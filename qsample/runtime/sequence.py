@@ -15,7 +15,9 @@ from qsample.images.prompt import ImagePrompt
 from qsample.runtime.adapters import Adapter
 from qsample.text.generated_text import GeneratedText
 
-_NGRAMS: Final = range(8, 1, -1)  # tokens that have to be the same before guesses go on elsewhere; the most first
+_NGRAMS: Final = range(
+    8, 1, -1
+)  # tokens that have to be the same before guesses go on elsewhere; the most first
 
 
 class Prediction:
@@ -35,13 +37,21 @@ class Prediction:
         row's new tokens so far; each call gets the tokens of the call before, and more."""
         for count in range(self._seen + 1, len(sampled) + 1):
             place = self._place
-            if place is not None and place < len(self._tokens) and self._tokens[place] == sampled[count - 1]:
+            if (
+                place is not None
+                and place < len(self._tokens)
+                and self._tokens[place] == sampled[count - 1]
+            ):
                 self._place = self._last = place + 1
             else:
                 self._place = self._find(sampled[:count])
         self._seen = len(sampled)
         guesses = self._tokens[:0] if self._place is None else self._tokens[self._place :][:most]
-        return guesses.astype(DRAFT_IDS.dtype) if len(guesses) else np.array([DRAFT_IDS.off], DRAFT_IDS.dtype)
+        return (
+            guesses.astype(DRAFT_IDS.dtype)
+            if len(guesses)
+            else np.array([DRAFT_IDS.off], DRAFT_IDS.dtype)
+        )
 
     def _find(self, sampled: list[int]) -> int | None:
         """The place after the longest end of `sampled`, of a length in _NGRAMS, that is among the expected tokens, or
@@ -76,7 +86,9 @@ class DraftStats:
         return DraftStats(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, earlier: DraftStats) -> DraftStats:
-        return DraftStats(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
+        return DraftStats(
+            *(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True))
+        )
 
     @property
     def tokens_per_step(self) -> float:

@@ -38,7 +38,9 @@ def adjusted_logits(call: Call) -> Tensor:
     """The logits that filters and the argmax see, [B, V] float32."""
     logits, chosen = call["logits"], call.features
     if chosen.allowed_tokens:
-        logits = _mask_disallowed(logits, call["allowed_tokens"], call.vocab, narrow=call.for_webgpu)
+        logits = _mask_disallowed(
+            logits, call["allowed_tokens"], call.vocab, narrow=call.for_webgpu
+        )
     if chosen.logit_bias:
         logits = _add_bias(logits, call["logit_bias_ids"], call["logit_bias"], call.vocab)
     past = None
@@ -55,7 +57,9 @@ def _mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narr
     """Set the logits of tokens that the bitmask, [B, ceil(V / 32)] int32, forbids to -inf. narrow: with integers of 32
     bits; that takes the CPU twice as long."""
     # A table with a row for each byte, because bit shifts have no kernel on some execution providers.
-    bits = np.unpackbits(np.arange(_BYTE_VALUES, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    bits = np.unpackbits(
+        np.arange(_BYTE_VALUES, dtype=np.uint8)[:, None], axis=1, bitorder="little"
+    )
     masks = constant(np.where(bits == 1, 0, -np.inf).astype(np.float32))
     mask = op("Gather", masks, (_bytes_narrow if narrow else _bytes)(allowed_tokens)).reshape(0, -1)
     return logits + (mask.columns(0, vocab) if vocab % (_BYTE_BITS * _WORD_BYTES) else mask)
@@ -109,12 +113,18 @@ def _penalized(call: Call, seen: Tensor, ids: Tensor, newest: Tensor | None) -> 
     newest: of `_newest_counts`; None: no row has `penalty_last_n`.
     The ids cover every non-zero count, because sampled tokens are in the history, too; duplicates get the same value.
     Repetition is Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, by sign: l * r if l < 0, else l / r."""
-    output_counts, (repetition, presence, frequency) = call["output_counts"], call.columns(*_PENALTIES)
+    output_counts, (repetition, presence, frequency) = (
+        call["output_counts"],
+        call.columns(*_PENALTIES),
+    )
     counts = output_counts.gather(ids)
     if newest is not None:
         found = newest.gather(ids if call.captured else minimum(ids, size(newest, 1) - 1))
         on = call["penalty_last_n"].unsqueeze() >= 0
-        repetition, counts = where(on & found.equals(0.0), 1.0, repetition), where(on, found, counts)
+        repetition, counts = (
+            where(on & found.equals(0.0), 1.0, repetition),
+            where(on, found, counts),
+        )
     seen = where(seen < 0, seen * repetition, seen / repetition)
     return seen - (frequency * counts + presence * minimum(counts, 1.0))
 
@@ -161,7 +171,9 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
         ids, values = with_stops()
         return ids, values
     ids, values = branch(
-        (off & long_enough).all(), nothing, lambda: branch(long_enough.all(), without_stops, with_stops)
+        (off & long_enough).all(),
+        nothing,
+        lambda: branch(long_enough.all(), without_stops, with_stops),
     )
     return ids, values
 
@@ -173,7 +185,9 @@ def _forbid(call: Call, logits: Tensor, past: Past) -> Tensor:
         size = call["no_repeat_ngram_size"]
         given = (logits,)
         (logits,) = call.branch(
-            size > 0, lambda: (forbid_repeated_ngrams(*given, past, size.unsqueeze()),), lambda: given
+            size > 0,
+            lambda: (forbid_repeated_ngrams(*given, past, size.unsqueeze()),),
+            lambda: given,
         )
     return logits
 
@@ -205,7 +219,9 @@ class Past:
         how many columns come before the newest token; their content means nothing."""
         back = indices(count) if isinstance(count, int) else op("Range", 0, count, 1)
         places = self.lengths - 1 + ahead - back.unsqueeze(0)
-        return self.tokens.gather(op("Clip", places, 0, op("Squeeze", size(self.tokens, 1)) - 1)), places >= 0
+        return self.tokens.gather(
+            op("Clip", places, 0, op("Squeeze", size(self.tokens, 1)) - 1)
+        ), places >= 0
 
     def matches(self, longest: Tensor) -> Tensor:
         """m(i), [B, h] float32: 0 from the newest token on, at most `longest` [B, 1] int64, up to LONGEST_MATCH."""
@@ -235,7 +251,11 @@ def dry(logits: Tensor, past: Past, row: Mapping[str, Tensor]) -> Tensor:
     penalized. `dry_multiplier` 0, `dry_base` below 1 and `dry_penalty_last_n` 0 switch it off. `row` has DRY's inputs
     by name, [B, 1] each and `dry_sequence_breakers` [B, D].
     """
-    multiplier, base, breakers = row["dry_multiplier"], row["dry_base"], row["dry_sequence_breakers"]
+    multiplier, base, breakers = (
+        row["dry_multiplier"],
+        row["dry_base"],
+        row["dry_sequence_breakers"],
+    )
     last_n, allowed = row["dry_penalty_last_n"], row["dry_allowed_length"].to(FLOAT)
     end, there = past.end(LONGEST_MATCH)
     unbroken = (~_is_among(end, breakers) & there).to(FLOAT)
@@ -287,4 +307,6 @@ def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
 
 def forbid(logits: Tensor, ids: Tensor, forbidden: Tensor) -> Tensor:
     """Add -inf at `ids` [B, h] int64, in [0, V), that are `forbidden` [B, h] bool."""
-    return logits.scatter(ids, where(forbidden, constant(np.array(-np.inf, np.float32)), 0.0), reduction="add")
+    return logits.scatter(
+        ids, where(forbidden, constant(np.array(-np.inf, np.float32)), 0.0), reduction="add"
+    )

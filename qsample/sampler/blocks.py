@@ -16,7 +16,9 @@ import numpy as np
 
 from qsample.sampler.tensor import Tensor, axis_size, maximum, op, size, top
 
-FLOOR: Final = -3e38  # stands for a masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38
+FLOOR: Final = (
+    -3e38
+)  # stands for a masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38
 # ONNX Runtime's sums of rows whose size 16 divides do not depend on a row's place in memory; other shapes do.
 ALIGNMENT: Final = 16
 _BEST_SIZE: Final = 128
@@ -86,7 +88,9 @@ def take_blocks(values: Tensor, chosen: Tensor, *, replayed: bool) -> Tensor:
     if not replayed:
         return op("GatherND", values, chosen.unsqueeze(), batch_dims=1)
     first = op("Range", 0, op("Squeeze", size(values, 0)), 1) * axis_size(values, 1)
-    return op("Gather", values.reshape(-1, axis_size(values, 2)), chosen + first.unsqueeze(), axis=0)
+    return op(
+        "Gather", values.reshape(-1, axis_size(values, 2)), chosen + first.unsqueeze(), axis=0
+    )
 
 
 def take_block(values: Tensor, chosen: Tensor, *, replayed: bool) -> Tensor:

@@ -21,7 +21,11 @@ _IR_VERSION: Final = 10
 
 
 def build_sampler(
-    interface: Interface, pad_token_id: int, *, num_candidates: int = CANDIDATES, for_webgpu: bool = False
+    interface: Interface,
+    pad_token_id: int,
+    *,
+    num_candidates: int = CANDIDATES,
+    for_webgpu: bool = False,
 ) -> ir.Model:
     """The sampler and its states, by `interface.sampler`: a step of every row, from the logits on.
 
@@ -52,13 +56,18 @@ def new_graph(interface: Interface, spec: GraphSpec) -> tuple[ir.Graph, dict[str
 
 
 def _value(interface: Interface, spec: TensorSpec) -> ir.Value:
-    shape = ir.Shape([interface.sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.axes])
+    shape = ir.Shape(
+        [interface.sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.axes]
+    )
     dtype = ir.DataType.FLOAT if spec.dtype == "float32" else ir.DataType[spec.dtype.upper()]
     return ir.Value(name=spec.name, shape=shape, type=ir.TensorType(dtype))
 
 
 def set_outputs(
-    graph: ir.Graph, interface: Interface, outputs: Sequence[TensorSpec], found: Mapping[str, Tensor]
+    graph: ir.Graph,
+    interface: Interface,
+    outputs: Sequence[TensorSpec],
+    found: Mapping[str, Tensor],
 ) -> None:
     """Let `found` be the graph's outputs, under their names, and give everything else a unique name."""
     for spec in outputs:

@@ -51,7 +51,9 @@ class Call:
         capacity, capacity32: T, [1] int64 and int32.
     """
 
-    def __init__(self, interface: Interface, inputs: Mapping[str, Tensor], *, for_webgpu: bool = False) -> None:
+    def __init__(
+        self, interface: Interface, inputs: Mapping[str, Tensor], *, for_webgpu: bool = False
+    ) -> None:
         self.interface, self.inputs, self.features = interface, inputs, interface.features
         self.for_webgpu = for_webgpu
         self.vocab, self.captured = interface.vocab_size, interface.captured
@@ -74,7 +76,9 @@ class Call:
         """Inputs as columns, [B, 1]."""
         return [self.inputs[name].unsqueeze() for name in names]
 
-    def branch(self, needed: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]) -> Tensors:
+    def branch(
+        self, needed: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]
+    ) -> Tensors:
         """`then()` if some row needs it (`needed`, bool), else `otherwise()`; without control flow, always `then()`."""
         return then() if self.captured else branch(needed.any(), then, otherwise)
 
@@ -98,7 +102,9 @@ class Call:
         start, lengths = self.start.unsqueeze(), self["input_lengths"].unsqueeze()
         old, new = count_up(length), count_up(size(self["input_ids"], 1))
         before = start + lengths - count
-        return concat((old >= before) & (old < start), (new >= lengths - count) & (new < lengths)).to(FLOAT)
+        return concat(
+            (old >= before) & (old < start), (new >= lengths - count) & (new < lengths)
+        ).to(FLOAT)
 
     def row_tokens(self) -> Tensor:
         """Each row's tokens in their places, this call's inputs included: [B, T] int64."""

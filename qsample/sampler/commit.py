@@ -34,7 +34,9 @@ _LEAST_SHARE: Final = 2.0**-126
 def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     """By the states' names. A row that does not run, or finds no token, keeps everything but its status."""
     emitted = draw.emitted
-    advance = op("Xor", call.running, op("Xor", call.sampling, emitted))  # runs, and is not asked in vain
+    advance = op(
+        "Xor", call.running, op("Xor", call.sampling, emitted)
+    )  # runs, and is not asked in vain
     lengths = where(advance, call.total, call.start)
     new = advance & call.start.equals(0)
 
@@ -43,7 +45,9 @@ def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
         "lengths": lengths,
         "status": next_status(call, draw),
         "tokens": next_tokens(call, call.total.unsqueeze(), draw.token, column, lengths, new),
-        "output_counts": call["output_counts"].scatter(draw.token, column.to(FLOAT), reduction="add"),
+        "output_counts": call["output_counts"].scatter(
+            draw.token, column.to(FLOAT), reduction="add"
+        ),
     }
     return states | filter_states(call, draw)
 
@@ -67,7 +71,9 @@ def filter_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     return states
 
 
-def next_tokens(call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
+def next_tokens(
+    call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor
+) -> Tensor:
     """The state `tokens`, with the tokens `drawn` [B, n] int64 at the places `at` [B, n] int32 if `emitted` [B, n]
     bool. lengths: [B] int32, `call.total` in rows that record their inputs, else `call.start`. new: [B] bool, rows that
     record inputs from position 0 on."""
@@ -126,7 +132,9 @@ def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
     """`next_ids` and the outputs of the features, by name."""
     chosen, emitted = call.features, draw.emitted.unsqueeze()
     # A row that emits nothing has token 0.
-    found = {"next_ids": draw.token if pad_token_id == 0 else where(emitted, draw.token, pad_token_id)}
+    found = {
+        "next_ids": draw.token if pad_token_id == 0 else where(emitted, draw.token, pad_token_id)
+    }
     if chosen.logprobs or chosen.top_logprobs:
         split = blocks.split(call["logits"], call.vocab, block_size(call.vocab))
         shares = normalizer(split)

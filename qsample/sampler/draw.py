@@ -34,7 +34,17 @@ from qsample.sampler.call import Call, Columns
 from qsample.sampler.philox import uniforms
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
 from qsample.sampler.search import Search
-from qsample.sampler.tensor import FLOAT, Tensor, Tensors, constant, constants, maximum, minimum, op, where
+from qsample.sampler.tensor import (
+    FLOAT,
+    Tensor,
+    Tensors,
+    constant,
+    constants,
+    maximum,
+    minimum,
+    op,
+    where,
+)
 
 _LEAST_REACH = 2.0**-126
 
@@ -86,13 +96,21 @@ class _RandomRows:
     """The random rows of one call. greedy: [B, 1] int64, the token of all other rows."""
 
     def __init__(
-        self, call: Call, split: Blocks, largest: Tensor, random: Tensor, greedy: Tensor, num_candidates: int
+        self,
+        call: Call,
+        split: Blocks,
+        largest: Tensor,
+        random: Tensor,
+        greedy: Tensor,
+        num_candidates: int,
     ) -> None:
         self._call, self._split, self._largest, self._greedy = call, split, largest, greedy
         self._random = random
         self._num_candidates = min(num_candidates, call.vocab)
         chosen = (*filters.ALWAYS, *call.features.filters)
-        self._filters = [step for step in filters.ORDERS[call.features.filter_order] if step.__name__ in chosen]
+        self._filters = [
+            step for step in filters.ORDERS[call.features.filter_order] if step.__name__ in chosen
+        ]
         # Before top-k, the entropy counts the whole vocabulary, and the candidates do not know it.
         self._dynamic_first = call.uses("dynatemp") and call.features.filter_order == HUGGING_FACE
         self._small = filters.has_small_top_k(call, num_candidates)
@@ -125,7 +143,9 @@ class _RandomRows:
         *found, unsettled = call.branch(tried, from_candidates, not_tried)
 
         def from_vocabulary(*left_out: filters.Filter) -> Tensors:
-            return self._from_vocabulary(found, unsettled, [step for step in self._filters if step not in left_out])
+            return self._from_vocabulary(
+                found, unsettled, [step for step in self._filters if step not in left_out]
+            )
 
         if call.captured:
             return from_vocabulary()
@@ -135,7 +155,9 @@ class _RandomRows:
         def without_top_k() -> Tensors:
             unfiltered = [step for step in self._filters if step is not filters.temperature]
             return call.branch(
-                unsettled & filtered, partial(from_vocabulary, filters.top_k), partial(from_vocabulary, *unfiltered)
+                unsettled & filtered,
+                partial(from_vocabulary, filters.top_k),
+                partial(from_vocabulary, *unfiltered),
             )
 
         def all_of_it() -> Tensors:
@@ -146,7 +168,9 @@ class _RandomRows:
     def _from_candidates(self, tried: Tensor, total: Tensor) -> Tensors:
         """The results of rows that the candidates settle; and which random rows they do not, [B] bool."""
         row = Columns(self._numbers)
-        values, ids = blocks.top_candidates(self._split, self._num_candidates, replayed=self._call.captured)
+        values, ids = blocks.top_candidates(
+            self._split, self._num_candidates, replayed=self._call.captured
+        )
         small = self._small.unsqueeze()
         x = maximum(values - row["maximum"], FLOOR)
         if self._call.captured:  # a masked token's value may be close to a low maximum
@@ -157,10 +181,14 @@ class _RandomRows:
         token, *more = self._results(pool)
         return where(settled, token, self._greedy), *more, self._random & ~settled.squeeze()
 
-    def _from_vocabulary(self, found: Sequence[Tensor], unsettled: Tensor, chosen: Sequence[filters.Filter]) -> Tensors:
+    def _from_vocabulary(
+        self, found: Sequence[Tensor], unsettled: Tensor, chosen: Sequence[filters.Filter]
+    ) -> Tensors:
         rows = unsettled.unsqueeze()
         pool = self._filtered(self._vocabulary(rows), chosen)
-        return tuple(where(rows, new, old) for new, old in zip(self._results(pool), found, strict=True))
+        return tuple(
+            where(rows, new, old) for new, old in zip(self._results(pool), found, strict=True)
+        )
 
     def _filtered(self, pool: Pool, chosen: Sequence[filters.Filter]) -> Pool:
         row = Columns(self._numbers)
@@ -215,7 +243,13 @@ class _RandomRows:
         call, streams = self._call, {NOISE.name: NOISE_STREAM}
         if call.uses("xtc"):
             streams[XTC_NOISE.name] = XTC_STREAM
-        return dict(zip(streams, uniforms(call["seed"], call.position(), list(streams.values())), strict=True))
+        return dict(
+            zip(
+                streams,
+                uniforms(call["seed"], call.position(), list(streams.values())),
+                strict=True,
+            )
+        )
 
     def _add_shared_numbers(self) -> None:
         """Numbers that filters read in addition to a row's parameters, and that are the same for both pools."""
@@ -229,7 +263,11 @@ class _RandomRows:
         if self._dynamic_first:
 
             def dynamic() -> Tensors:
-                return (filters.dynamic_temperature(self._before(filters.temperature), Columns(numbers)),)
+                return (
+                    filters.dynamic_temperature(
+                        self._before(filters.temperature), Columns(numbers)
+                    ),
+                )
 
             on = self._random & (call["dynatemp_range"] > 0)
             (temperature,) = call.branch(on, dynamic, lambda: tuple(call.columns("temperature")))

@@ -35,7 +35,9 @@ def temperature(pool: Pool, row: Parameters) -> None:
 
 def dynamic_temperature(pool: Pool, row: Parameters) -> Tensor:
     """A temperature that follows the entropy of the tokens that are left, [B, 1]: llama.cpp's `temp_ext`."""
-    t, spread = (minimum(row[name], _LARGEST_TEMPERATURE) for name in ("temperature", "dynatemp_range"))
+    t, spread = (
+        minimum(row[name], _LARGEST_TEMPERATURE) for name in ("temperature", "dynatemp_range")
+    )
     count = pool.count()
     entropy = op("Clip", pool.entropy() / log(maximum(count, 2.0)), 0.0, 1.0)
     low, high = maximum(t - spread, 0.0), t + spread
@@ -106,7 +108,9 @@ def xtc(pool: Pool, row: Parameters) -> None:
     applies = (row["xtc_uniform"] < row["xtc_probability"]) & (threshold <= 0.5)
     # A token without weight reaches no threshold, or it would stay as the only one.
     reaches = (pool.weights >= pool.row(maximum(threshold * pool.total(), _LEAST_WEIGHT))).to(FLOAT)
-    least = pool.least(maximum(pool.x, FLOOR) * reaches)  # x is at most 0, and 0 stands for the other tokens
+    least = pool.least(
+        maximum(pool.x, FLOOR) * reaches
+    )  # x is at most 0, and 0 stands for the other tokens
     pool.keep(pool.x <= where(pool.row(applies), least, 0.0), top_stays=False)
 
 

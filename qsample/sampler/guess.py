@@ -75,21 +75,39 @@ from qsample.sampler.tensor import (
 
 _COLUMNS, _PACKED, _PLACES, _WIDTH = "columns", "packed", "places", "width"
 STEP_IDS = TensorSpec("step_ids", "int64", (BATCH, _COLUMNS), "input_ids and guesses, right-padded")
-READ = TensorSpec("step_lengths", "int32", (BATCH,), "tokens of step_ids that a row reads; 0: an idle row")
-SEQLENS_K = TensorSpec("step_seqlens_k", "int32", (BATCH,), "index of the last key that a row has after the step")
-TOKENS_AT = TensorSpec("step_pack", "int64", (1, _PACKED, 2), "row and column in step_ids of each token of the model")
-PADDED_AT = TensorSpec("step_pad", "int64", (BATCH, _COLUMNS, 2), "0, and which token of the model each of step_ids is")
+READ = TensorSpec(
+    "step_lengths", "int32", (BATCH,), "tokens of step_ids that a row reads; 0: an idle row"
+)
+SEQLENS_K = TensorSpec(
+    "step_seqlens_k", "int32", (BATCH,), "index of the last key that a row has after the step"
+)
+TOKENS_AT = TensorSpec(
+    "step_pack", "int64", (1, _PACKED, 2), "row and column in step_ids of each token of the model"
+)
+PADDED_AT = TensorSpec(
+    "step_pad", "int64", (BATCH, _COLUMNS, 2), "0, and which token of the model each of step_ids is"
+)
 POSITIONS = TensorSpec("step_positions", "int64", (BATCH, _COLUMNS), "of step_ids in their rows")
-LAST_AT = TensorSpec("step_choice", "int64", (_PLACES,), "the tokens of the model after which one is drawn")
+LAST_AT = TensorSpec(
+    "step_choice", "int64", (_PLACES,), "the tokens of the model after which one is drawn"
+)
 PLACE_ROWS = TensorSpec("step_rows", "int64", (_PLACES,), "the row of each draw")
-PLACE_COLUMNS = TensorSpec("step_columns", "int64", (_PLACES,), "how many guesses precede each draw")
-PLACES = TensorSpec("step_places", "int64", (BATCH, _WIDTH), "the draw after 0, 1, … guesses of a row")
+PLACE_COLUMNS = TensorSpec(
+    "step_columns", "int64", (_PLACES,), "how many guesses precede each draw"
+)
+PLACES = TensorSpec(
+    "step_places", "int64", (BATCH, _WIDTH), "the draw after 0, 1, … guesses of a row"
+)
 GUESS_IDS = TensorSpec("step_guesses", "int64", (BATCH, _WIDTH), "the guesses, -1 after them")
 VERIFIED = (STEP_IDS, PLACE_ROWS, PLACE_COLUMNS, PLACES, GUESS_IDS)  # that the verifier reads
 OUTPUTS = (STEP_IDS, READ, SEQLENS_K, TOKENS_AT, PADDED_AT, POSITIONS, LAST_AT, *VERIFIED[1:])
 
 _LEVELS: Final = (2, 4, 8)  # tokens of a match
-_PRIORS: Final = (1, 3, 15)  # right guesses that a match of each level counts as, next to _MISSES wrong ones
+_PRIORS: Final = (
+    1,
+    3,
+    15,
+)  # right guesses that a match of each level counts as, next to _MISSES wrong ones
 _MISSES: Final = 2
 _JUDGED: Final = 7  # places before the newest token at which lookup is judged
 # Steps of one token that a further token costs with 1, 2, 3, 4 and more rows that guess: the model reads its weights
@@ -123,11 +141,15 @@ def build_drafter(interface: Interface, *, packed: bool) -> ir.Model:
     with building(graph):
         running = inputs["status"].equals(RUNNING) & (inputs["input_lengths"] > 0)
         guesses = _guesses(interface, inputs, running)
-        set_outputs(graph, interface, spec.outputs, _layout(inputs, running, guesses, packed=packed))
+        set_outputs(
+            graph, interface, spec.outputs, _layout(inputs, running, guesses, packed=packed)
+        )
     return finished(graph)
 
 
-def _layout(inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, packed: bool) -> dict[str, Tensor]:
+def _layout(
+    inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, packed: bool
+) -> dict[str, Tensor]:
     """OUTPUTS. running: [B] bool. guesses: [B, g] int64, -1 after the last of each row."""
     count = (guesses >= 0).to(INT64).sum(keep=False)
     ids = concat(inputs["input_ids"], maximum(guesses, 0))
@@ -138,8 +160,12 @@ def _layout(inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, p
     start = stride.cumsum(exclusive=True)
 
     draws = count + 1
-    found = _rounded_up(op("NonZero", op("Range", 0, op("Squeeze", width) + 1, 1) < draws.unsqueeze()), inputs)
-    rows, column = (op("Squeeze", part, [0]) for part in (op("Slice", found, [i], [i + 1], [0]) for i in (0, 1)))
+    found = _rounded_up(
+        op("NonZero", op("Range", 0, op("Squeeze", width) + 1, 1) < draws.unsqueeze()), inputs
+    )
+    rows, column = (
+        op("Squeeze", part, [0]) for part in (op("Slice", found, [i], [i + 1], [0]) for i in (0, 1))
+    )
     first = start + computed - draws  # a row's token after which the first is drawn
     end = op("Expand", np.array([[-1]]), op("Concat", size(ids, 0), np.array([1]), axis=0))
     stop = (stride - 1).unsqueeze()
@@ -150,10 +176,16 @@ def _layout(inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, p
         READ.name: read.to(INT32),
         # The attention copies only so many keys of an idle row to an output in other memory. It takes no row without a
         # key, and none whose padding leaves its buffer.
-        SEQLENS_K.name: (where(read > 0, lengths + read, maximum(minimum(lengths, room), 1)) - 1).to(INT32),
-        TOKENS_AT.name: op("Transpose", _rounded_up(op("NonZero", inside), inputs), perm=[1, 0]).unsqueeze(0),
+        SEQLENS_K.name: (
+            where(read > 0, lengths + read, maximum(minimum(lengths, room), 1)) - 1
+        ).to(INT32),
+        TOKENS_AT.name: op(
+            "Transpose", _rounded_up(op("NonZero", inside), inputs), perm=[1, 0]
+        ).unsqueeze(0),
         PADDED_AT.name: op(
-            "Pad", (start.unsqueeze() + minimum(columns, stop)).unsqueeze(), np.array([0, 0, 1, 0, 0, 0])
+            "Pad",
+            (start.unsqueeze() + minimum(columns, stop)).unsqueeze(),
+            np.array([0, 0, 1, 0, 0, 0]),
         ),
         POSITIONS.name: inputs["lengths"].to(INT64).unsqueeze() + columns,
         LAST_AT.name: first.rows(rows) + column,
@@ -222,7 +254,9 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
     return branch(op("And", wanted.any(), op("Squeeze", single)), some, none)[0]
 
 
-def _looked_up(inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, most: int) -> Tensors:
+def _looked_up(
+    inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, most: int
+) -> Tensors:
     """Guesses [B, G] int64, and how many of each row are worth their time: [B] int32. For steps of one token. A text is
     compared with the last tokens of the row, in windows of 2, then 4, then 8 tokens: each is made of two windows of
     half its size. Of the longest matches, the newest counts. What follows it is guessed, and if that ends, is repeated
@@ -235,13 +269,19 @@ def _looked_up(inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, 
     text = where(at.equals(newest), inputs["input_ids"], text)  # [B, P]
 
     reach, judged = _JUDGED + _LEVELS[-1], _JUDGED + 1
-    places = newest - constant(np.arange(reach - 1, -1, -1, dtype=np.int32))  # [B, reach], the newest last
+    places = newest - constant(
+        np.arange(reach - 1, -1, -1, dtype=np.int32)
+    )  # [B, reach], the newest last
     ends = where(places >= 0, text.gather(maximum(places, 0).to(INT64)), -1)
-    windows = ends.unsqueeze(2).equals(text.unsqueeze(1))  # [B, reach, P]: each place, each token of the text
+    windows = ends.unsqueeze(2).equals(
+        text.unsqueeze(1)
+    )  # [B, reach, P]: each place, each token of the text
     source, level = places.columns(0, judged) * 0 - 1, places.columns(0, judged) * 0
     for index, length in enumerate(_LEVELS, 1):
         windows = _longer(windows, length // 2)
-        last = op("Slice", windows, [-judged], [_END], [1])  # the matches that end at a judged place
+        last = op(
+            "Slice", windows, [-judged], [_END], [1]
+        )  # the matches that end at a judged place
         end = op("Slice", at, [length - 1], [_END], [0])
         earlier = end < places.columns(reach - judged, reach).unsqueeze()
         found = where(last & earlier, end, -1).max(keep=False)
@@ -294,13 +334,18 @@ def build_verifier(interface: Interface, pad_token_id: int) -> ir.Model:
     with building(graph):
         # A row that reads nothing is idle, as one that ended is.
         idle = inputs["input_lengths"] < 1
-        rows = {**inputs, "status": where(idle, constant(np.array(STOPPED, np.int32)), inputs["status"])}
+        rows = {
+            **inputs,
+            "status": where(idle, constant(np.array(STOPPED, np.int32)), inputs["status"]),
+        }
         call, at_place = Call(plain, rows), Call(plain, _Places(plain, rows))
         drawn = draw(at_place, adjusted_logits(at_place), CANDIDATES)
         statuses = next_status(at_place, drawn)
 
         place, guesses = inputs[PLACES.name], inputs[GUESS_IDS.name]
-        token, emitted, status = (values.rows(place) for values in (drawn.token.squeeze(), drawn.emitted, statuses))
+        token, emitted, status = (
+            values.rows(place) for values in (drawn.token.squeeze(), drawn.emitted, statuses)
+        )
         goes_on = emitted & token.equals(guesses) & status.equals(RUNNING)  # no token is -1
         reached = (~goes_on).to(INT32).cumsum(exclusive=True).equals(0)
         kept = reached & emitted
@@ -315,21 +360,31 @@ def build_verifier(interface: Interface, pad_token_id: int) -> ir.Model:
             LENGTHS.name: lengths + more,
             STATUS.name: where(call.running, status.gather(last).squeeze(), inputs["status"]),
             TOKENS.name: next_tokens(call, at, token, kept, lengths, new),
-            OUTPUT_COUNTS.name: inputs[OUTPUT_COUNTS.name].scatter(token, kept.to(FLOAT), reduction="add"),
+            OUTPUT_COUNTS.name: inputs[OUTPUT_COUNTS.name].scatter(
+                token, kept.to(FLOAT), reduction="add"
+            ),
         }
-        for name, state in filter_states(at_place, drawn).items():  # rows whose state changes have no guesses
+        for name, state in filter_states(
+            at_place, drawn
+        ).items():  # rows whose state changes have no guesses
             states[name] = state.rows(place.columns(0, 1).squeeze())
 
-        newest = where((count > 0).unsqueeze(), token.gather(more.unsqueeze().to(INT64)), pad_token_id)
+        newest = where(
+            (count > 0).unsqueeze(), token.gather(more.unsqueeze().to(INT64)), pad_token_id
+        )
         checked = (guesses >= 0).to(INT32).sum(keep=False)
         found = {NEXT_IDS.name: newest, NUM_NEW.name: count, NUM_DRAFT_TOKENS.name: checked}
         found[NEW_IDS.name] = _in_columns(interface, where(kept, token, pad_token_id), pad_token_id)
         for name, value in results(at_place, drawn, pad_token_id).items():
             if name == LOGPROBS.name:
-                found[name] = _in_columns(interface, where(kept, value.squeeze().rows(place), 0.0), 0.0)
+                found[name] = _in_columns(
+                    interface, where(kept, value.squeeze().rows(place), 0.0), 0.0
+                )
             elif name != NEXT_IDS.name:
                 nothing = NO_TOKEN if value.dtype == INT32 else 0.0
-                found[name] = _in_columns(interface, where(kept.unsqueeze(), value.rows(place), nothing), nothing)
+                found[name] = _in_columns(
+                    interface, where(kept.unsqueeze(), value.rows(place), nothing), nothing
+                )
         found |= {retained_name(name): state for name, state in states.items()}
         set_outputs(graph, interface, spec.results, found)
     return finished(graph)

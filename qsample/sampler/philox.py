@@ -41,7 +41,9 @@ _MULTIPLIER_DIGITS: Final = ((3, 5, -1, 2, 1, 5, 2, -3, 1), (-9, 6, -3, 9, -2, -
 _AGAIN: Final = 2 * _DIGITS
 _OTHERS: Final = 4 * _DIGITS
 _STATE: Final = 6 * _DIGITS
-_PASSED: Final = 16**3  # the place in the table of XORs from which the digits 0 to 15 stand for themselves
+_PASSED: Final = (
+    16**3
+)  # the place in the table of XORs from which the digits 0 to 15 stand for themselves
 
 
 def noise_buffer(seed: Tensor, capacity: Tensor, stream: int) -> Tensor:
@@ -62,10 +64,16 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensors:
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for round_ in range(_ROUNDS):
         if round_ > 0:
-            k0, k1 = (op("Mod", k + step, 2**32) for k, step in zip((k0, k1), _WEYL_INCREMENTS, strict=True))
+            k0, k1 = (
+                op("Mod", k + step, 2**32)
+                for k, step in zip((k0, k1), _WEYL_INCREMENTS, strict=True)
+            )
         high0, low0 = _multiply(c0, _MULTIPLIERS[0])
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c2 = (op("BitwiseXor", op("BitwiseXor", high, c), k) for high, c, k in ((high1, c1, k0), (high0, c3, k1)))
+        c0, c2 = (
+            op("BitwiseXor", op("BitwiseXor", high, c), k)
+            for high, c, k in ((high1, c1, k0), (high0, c3, k1))
+        )
         c1, c3 = low1, low0
     return c0, c1, c2, c3
 
@@ -73,17 +81,23 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensors:
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     """The high and low 32 bits of the 64-bit product, by halves of the multiplier so that nothing exceeds 2**49."""
     upper, lower = word * (multiplier >> 16), word * (multiplier & 0xFFFF)
-    return (upper + lower / 2**16) / 2**16, op("Mod", op("Mod", upper, 2**16) * 2**16 + lower, 2**32)
+    return (upper + lower / 2**16) / 2**16, op(
+        "Mod", op("Mod", upper, 2**16) * 2**16 + lower, 2**32
+    )
 
 
 def uniforms(seed: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensors:
     """A number of each row from each stream, 0 to 15: [B, 1] float32 in [0, 1). All streams share their nodes: each
     adds B rows. seed: [B] int64, any value; only the split into digits computes in int64. position: [B] int32 >= 0."""
     products = _product_matrix()
-    first = np.concatenate([products[:_DIGITS], products[_AGAIN : _AGAIN + _DIGITS], np.zeros_like(products[:1])])
+    first = np.concatenate(
+        [products[:_DIGITS], products[_AGAIN : _AGAIN + _DIGITS], np.zeros_like(products[:1])]
+    )
     fractions = np.zeros((_STATE, _WORDS))
     for word, column in enumerate((0, _OTHERS, _DIGITS, _OTHERS + _DIGITS)):
-        fractions[column + 2 : column + _DIGITS, word] = 16.0 ** np.arange(2 - _DIGITS, 0)  # 24 of the 32 bits
+        fractions[column + 2 : column + _DIGITS, word] = 16.0 ** np.arange(
+            2 - _DIGITS, 0
+        )  # 24 of the 32 bits
     xors = np.bitwise_xor.reduce(np.indices((16, 16, 16)).reshape(3, -1))
 
     table, later = _constant([*xors, *range(16)]), _constant(products)
@@ -96,7 +110,11 @@ def uniforms(seed: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> T
     which_word = op("Gather", digits, [2 * _DIGITS], axis=1)
     numbers = op("MatMul", state, _constant(fractions)).gather(which_word)
     count = len(streams)
-    return operator("Split", numbers, axis=0, num_outputs=count, outputs=count) if count > 1 else (numbers,)
+    return (
+        operator("Split", numbers, axis=0, num_outputs=count, outputs=count)
+        if count > 1
+        else (numbers,)
+    )
 
 
 class _Columns(NamedTuple):
@@ -134,7 +152,9 @@ class _Columns(NamedTuple):
         for number in range(2):
             for place in range(_GROUP + 1, self.carries + 1):
                 first = _group(place)
-                matrix[self.carry(number, first), self.carry(number, place)] = -(16.0 ** (first - place))
+                matrix[self.carry(number, first), self.carry(number, place)] = -(
+                    16.0 ** (first - place)
+                )
         return matrix
 
     def leave_digit(self, matrix: Array, number: int, place: int, column: int, weight: int) -> None:
@@ -205,7 +225,9 @@ def _keys(seed: Tensor, streams: Sequence[int]) -> Tensors:
     # After the digits comes the seed mod 1: a place for the stream.
     units = _constant([16**place for place in range(2 * _DIGITS)] + [1], np.int64)
     seeds = seed.unsqueeze()
-    quotients = (seeds - op("Mod", seeds, units)) / units  # exact: Div would round negative numbers up
+    quotients = (
+        seeds - op("Mod", seeds, units)
+    ) / units  # exact: Div would round negative numbers up
     digits = op("Mod", quotients, _constant([16] * 2 * _DIGITS + [1], np.int64)).to(FLOAT)
 
     increments = np.zeros((_ROUNDS, len(streams), 1, 2 * _DIGITS + 1))
@@ -226,7 +248,9 @@ def _keys(seed: Tensor, streams: Sequence[int]) -> Tensors:
     indices[-1, [0, _AGAIN]] = 16  # the stream is c1; the first round XORs it as it is
     passed = np.repeat([0, _PASSED], [_OTHERS, _STATE - _OTHERS])
 
-    sums = _carry(op("MatMul", summands, _constant(matrix)), _constant(_KEYS.carries_matrix), groups=2)
+    sums = _carry(
+        op("MatMul", summands, _constant(matrix)), _constant(_KEYS.carries_matrix), groups=2
+    )
     keys = op("Gemm", sums, _constant(indices), _constant(passed))
     return operator("Split", keys, axis=0, num_outputs=_ROUNDS, outputs=_ROUNDS)
 

@@ -39,7 +39,12 @@ VERSION: Final = "2"
 NO_TOKEN: Final = -1
 _BATCH: Final = "batch"
 _LARGEST: Final = 2**31 - 1
-_ROW_CONTROLS: Final = (("temperature", "float32"), ("top_k", "int64"), ("top_p", "float32"), ("min_p", "float32"))
+_ROW_CONTROLS: Final = (
+    ("temperature", "float32"),
+    ("top_k", "int64"),
+    ("top_p", "float32"),
+    ("min_p", "float32"),
+)
 _ROW_STATES: Final = (("seed", "int64"), ("counter", "int64"), ("active", "bool"), ("done", "bool"))
 
 
@@ -49,7 +54,10 @@ def _rows(name: str, dtype: str, *axes: str | int) -> TensorSpec:
 
 def sampler_ports(vocab_axes: tuple[str | int, ...] = (VOCAB,)) -> GraphSpec:
     """The tensors of `build_token_sampler`. vocab_axes: of the logits after the batch."""
-    inputs = (_rows("logits", "float32", *vocab_axes), *(_rows(*row) for row in (*_ROW_CONTROLS, *_ROW_STATES)))
+    inputs = (
+        _rows("logits", "float32", *vocab_axes),
+        *(_rows(*row) for row in (*_ROW_CONTROLS, *_ROW_STATES)),
+    )
     return GraphSpec(inputs, (), (_rows("token", "int64"), _rows("next_counter", "int64")))
 
 
@@ -66,7 +74,12 @@ TERMINATION_PORTS: Final = GraphSpec(
     (_rows("done", "bool"), _rows("next_active", "bool"), TensorSpec("continue", "bool", (1,), "")),
 )
 STATE_UPDATE_PORTS: Final = GraphSpec(
-    (_rows("current", "int64", 1), _rows("update", "int64", 1), _rows("active", "bool"), _rows("done", "bool")),
+    (
+        _rows("current", "int64", 1),
+        _rows("update", "int64", 1),
+        _rows("active", "bool"),
+        _rows("done", "bool"),
+    ),
     (),
     (_rows("next", "int64", 1),),
 )
@@ -93,7 +106,9 @@ class _Call(Call):
         return self._position.to(INT32)
 
 
-def build_token_sampler(vocab_size: int, *, positions: bool = False, control_flow: bool = True) -> ir.Model:
+def build_token_sampler(
+    vocab_size: int, *, positions: bool = False, control_flow: bool = True
+) -> ir.Model:
     """The component `onnx-genai.token-sampler@2`, with the tensors of `sampler_ports`.
 
     A row with temperature 0 or less, or top_k 1, gets the first of its largest logits. Otherwise temperature, top-k (0
@@ -130,11 +145,17 @@ def build_termination() -> ir.Model:
     with building(graph):
         ids, active = inputs["eos_ids"], inputs["active"]
         columns = op("Range", 0, op("Squeeze", size(ids, 1)), 1)
-        ends = ids.equals(inputs["tokens"].unsqueeze()) & (columns < inputs["eos_lengths"].unsqueeze())
+        ends = ids.equals(inputs["tokens"].unsqueeze()) & (
+            columns < inputs["eos_lengths"].unsqueeze()
+        )
         ended = op("ReduceSum", ends.to(FLOAT), [-1], keepdims=0) > 0
         full = inputs["iteration"] + 1 >= inputs["max_iterations"]
         next_active = active & ~(ended | full)
-        some = op("ReduceMax", op("Concat", next_active.to(INT32), constant(np.zeros(1, np.int32)), axis=0), keepdims=1)
+        some = op(
+            "ReduceMax",
+            op("Concat", next_active.to(INT32), constant(np.zeros(1, np.int32)), axis=0),
+            keepdims=1,
+        )
         found = {"done": ~next_active, "next_active": next_active, "continue": some > 0}
         set_outputs(graph, interface, TERMINATION_PORTS.outputs, found)
     return finished(graph)

@@ -45,7 +45,9 @@ class Pool(ABC):
         self._weights: Tensor | None = None
         self._passed: Tensor | None = None  # of the filters since then
         self._kept: Tensor | None = None  # 1 for each token that passed all of them, 0 for the rest
-        self._before: tuple[Tensor, Tensor] | None = None  # the weights and their total before `reweigh`
+        self._before: tuple[Tensor, Tensor] | None = (
+            None  # the weights and their total before `reweigh`
+        )
 
     @property
     def all_weights(self) -> Tensor:
@@ -59,7 +61,9 @@ class Pool(ABC):
         """The same, but 0 for tokens that were taken away."""
         self._apply()
         if self._weights is None:
-            self._weights = self.all_weights if self._kept is None else self.all_weights * self._kept
+            self._weights = (
+                self.all_weights if self._kept is None else self.all_weights * self._kept
+            )
         return self._weights
 
     def heat(self, inverse_temperature: Tensor) -> None:
@@ -235,11 +239,15 @@ class Vocabulary(Pool):
         return self.row(self._search.by_count(self.x, k.to(FLOAT), self._searched & (k > 0)))
 
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
-        lowest = self._lowest if keys is None and self._lowest is not None else share * 0.0 - _LOWEST_KEY
+        lowest = (
+            self._lowest if keys is None and self._lowest is not None else share * 0.0 - _LOWEST_KEY
+        )
         highest = constants(share, 0.0) if keys is None else keys.max(-2, -1).squeeze()
         keys = self.x if keys is None else keys
         return self.row(
-            self._search.by_weight(keys, self.weights, share, (lowest, highest), self._searched & (share < 1))
+            self._search.by_weight(
+                keys, self.weights, share, (lowest, highest), self._searched & (share < 1)
+            )
         )
 
     def draw(self, uniform: Tensor) -> Tensor:
@@ -252,7 +260,9 @@ class Vocabulary(Pool):
         u_high = (u + _ROUNDS_TO_8_BITS) - _ROUNDS_TO_8_BITS
         total_high = high.sum()
         target_low = (u - u_high) * total_high + u * low.sum()
-        beyond = (u_high * total_high - high.cumsum(exclusive=True)) + (target_low - low.cumsum(exclusive=True))
+        beyond = (u_high * total_high - high.cumsum(exclusive=True)) + (
+            target_low - low.cumsum(exclusive=True)
+        )
 
         # The last block that begins at or before the target: a block of weight 0 begins together with the next. In rows
         # without weight, which draw nothing, the padding of the sums does so as well.

@@ -59,7 +59,12 @@ class Search:
         self._listed, self._skipped = listed, skipped
 
     def by_weight(
-        self, keys: Tensor, weights: Tensor, share: Tensor, ends: tuple[Tensor, Tensor], searched: Tensor
+        self,
+        keys: Tensor,
+        weights: Tensor,
+        share: Tensor,
+        ends: tuple[Tensor, Tensor],
+        searched: Tensor,
     ) -> Tensor:
         """The smallest key whose strictly larger keys weigh less than `share` of the whole: [B, 1] float32.
 
@@ -74,7 +79,9 @@ class Search:
         float32. keys, searched: as in `by_weight`; the largest key is 0."""
         return self._find(searched, _Bracket.of_counts, keys, count)
 
-    def _find(self, searched: Tensor, begin: Callable[..., _Bracket], keys: Tensor, *given: Tensor) -> Tensor:
+    def _find(
+        self, searched: Tensor, begin: Callable[..., _Bracket], keys: Tensor, *given: Tensor
+    ) -> Tensor:
         listed = self._listed
         if listed is None:
             return where(searched, _interpolate(begin(keys, *given), searched), EVERYTHING)
@@ -82,14 +89,20 @@ class Search:
         def found() -> Tensors:
             # A number of blocks that needs no padding in each sum.
             own, *more = (value.rows(listed) for value in (keys, *given))
-            more = [_with_more_blocks(value, 0.0) if len(value.shape) == 3 else value for value in more]
+            more = [
+                _with_more_blocks(value, 0.0) if len(value.shape) == 3 else value for value in more
+            ]
             threshold = _cut(begin(_with_more_blocks(own, FLOOR), *more))
             none = constants(searched, EVERYTHING)
-            return (where(searched, none.scatter(listed.unsqueeze(), threshold, axis=0), EVERYTHING),)
+            return (
+                where(searched, none.scatter(listed.unsqueeze(), threshold, axis=0), EVERYTHING),
+            )
 
         if not self._skipped:
             return found()[0]
-        return branch(op("Squeeze", size(listed, 0)) > 0, found, lambda: (constants(searched, EVERYTHING),))[0]
+        return branch(
+            op("Squeeze", size(listed, 0)) > 0, found, lambda: (constants(searched, EVERYTHING),)
+        )[0]
 
 
 def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
@@ -104,7 +117,13 @@ class _Bracket:
     below 0. The excess is by how much the keys above a number weigh more than is wanted."""
 
     def __init__(
-        self, keys: Tensor, weights: Tensor | None, wanted: Tensor, low: Tensor, high: Tensor, at_low: Tensor
+        self,
+        keys: Tensor,
+        weights: Tensor | None,
+        wanted: Tensor,
+        low: Tensor,
+        high: Tensor,
+        at_low: Tensor,
     ) -> None:
         self.keys = keys.unsqueeze(1)
         self.weights = None if weights is None else weights.unsqueeze(1)
@@ -116,7 +135,9 @@ class _Bracket:
         self.high = where(at_low < 0, low, high)
 
     @staticmethod
-    def of_weights(keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, highest: Tensor) -> _Bracket:
+    def of_weights(
+        keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, highest: Tensor
+    ) -> _Bracket:
         sums = block_sums(weights)
         wanted = sums * maximum(share, 1e-30)
         return _Bracket(keys, weights, wanted, lowest, highest, total(sums - wanted))
@@ -213,8 +234,19 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
 
     none = bracket.low * 0.0
     everything = none + float(axis_size(bracket.keys, 2) * axis_size(bracket.keys, 3))
-    begin = (bracket.low, bracket.high, bracket.at_low, bracket.at_high, bracket.at_high, everything, none, none)
-    low, high, _, _, excess, count_low, count_high, _ = loop(_MOST_PIVOTS, searched.any(), begin, step)
+    begin = (
+        bracket.low,
+        bracket.high,
+        bracket.at_low,
+        bracket.at_high,
+        bracket.at_high,
+        everything,
+        none,
+        none,
+    )
+    low, high, _, _, excess, count_low, count_high, _ = loop(
+        _MOST_PIVOTS, searched.any(), begin, step
+    )
     return low, high, excess, ~many(count_low, count_high)
 
 
@@ -230,7 +262,10 @@ def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
     expected = sums.last() * (bracket.at_high / (bracket.at_high - bracket.at_low))
     rank = (sums < expected).to(FLOAT).sum()
     last = axis_size(first, 1) - 1
-    ends = (op("Clip", rank + margin, 0.0, float(last)).to(INT64) for margin in (-_SAMPLE_MARGIN, _SAMPLE_MARGIN))
+    ends = (
+        op("Clip", rank + margin, 0.0, float(last)).to(INT64)
+        for margin in (-_SAMPLE_MARGIN, _SAMPLE_MARGIN)
+    )
     upper, lower = (keys.gather(end) for end in ends)
     return upper, lower
 

@@ -21,7 +21,12 @@ import onnx.shape_inference
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
+FLOAT, INT32, INT64, BOOL = (
+    ir.DataType.FLOAT,
+    ir.DataType.INT32,
+    ir.DataType.INT64,
+    ir.DataType.BOOL,
+)
 
 _END = 2**31 - 1  # of an axis of any size
 
@@ -44,19 +49,31 @@ class _Builder(GraphBuilder):
             return  # `branch` and `loop` say what their results are
         inputs = tuple(None if value is None else _known(value) for value in node.inputs)
         attributes = tuple(
-            ir.serde.serialize_attribute(attribute).SerializeToString() for attribute in node.attributes.values()
+            ir.serde.serialize_attribute(attribute).SerializeToString()
+            for attribute in node.attributes.values()
         )
         inferred = _inferred(node.op_type, node.version or 0, inputs, attributes, len(node.outputs))
         for output, (dtype, sizes) in zip(node.outputs, inferred, strict=True):
-            output.type, output.shape = ir.TensorType(dtype), None if sizes is None else ir.Shape(sizes)
+            output.type, output.shape = (
+                ir.TensorType(dtype),
+                None if sizes is None else ir.Shape(sizes),
+            )
 
 
 def _known(value: ir.Value) -> _Known:
     """What inference knows of an input."""
     constant, shape = value.const_value, value.shape
     assert value.dtype is not None, value
-    sizes = None if shape is None else tuple(size if isinstance(size, int) else size.value for size in shape)
-    return value.dtype, sizes, None if constant is None or constant.size > _CONSTANT else constant.tobytes()
+    sizes = (
+        None
+        if shape is None
+        else tuple(size if isinstance(size, int) else size.value for size in shape)
+    )
+    return (
+        value.dtype,
+        sizes,
+        None if constant is None or constant.size > _CONSTANT else constant.tobytes(),
+    )
 
 
 @functools.lru_cache(maxsize=10_000)  # a sampler with everything has 2,500 nodes, of 700 kinds
@@ -70,9 +87,14 @@ def _inferred(
     """The dtype and the sizes of each output, by ONNX's inference for the operator."""
     names = ["" if known is None else f"input_{index}" for index, known in enumerate(inputs)]
     given = {name: known for name, known in zip(names, inputs, strict=True) if known is not None}
-    types = {name: onnx.helper.make_tensor_type_proto(dtype, sizes) for name, (dtype, sizes, _) in given.items()}
+    types = {
+        name: onnx.helper.make_tensor_type_proto(dtype, sizes)
+        for name, (dtype, sizes, _) in given.items()
+    }
     constants = {
-        name: onnx.helper.make_tensor(name, dtype, [size for size in sizes if isinstance(size, int)], content, raw=True)
+        name: onnx.helper.make_tensor(
+            name, dtype, [size for size in sizes if isinstance(size, int)], content, raw=True
+        )
         for name, (dtype, sizes, content) in given.items()
         if content is not None and sizes is not None
     }
@@ -85,7 +107,9 @@ def _inferred(
     return [
         (
             ir.DataType(found[result].tensor_type.elem_type),
-            None if shape is None else tuple(size if isinstance(size, int) else size.value for size in shape),
+            None
+            if shape is None
+            else tuple(size if isinstance(size, int) else size.value for size in shape),
         )
         for result, shape in zip(results, shapes, strict=True)
     ]
@@ -109,7 +133,9 @@ Binary: TypeAlias = "Callable[[Tensor, Operand], Tensor]"
 
 def _binary(op_type: str) -> tuple[Binary, Binary]:
     """The method of an operator with two operands, and the same with the operands swapped."""
-    return lambda self, other: op(op_type, self, other), lambda self, other: op(op_type, other, self)
+    return lambda self, other: op(op_type, self, other), lambda self, other: op(
+        op_type, other, self
+    )
 
 
 class Tensor:
@@ -200,7 +226,9 @@ class Tensor:
         """The rows `indices` [R] int64 along the first axis."""
         return op("Gather", self, indices, axis=0)
 
-    def scatter(self, indices: Tensor, updates: Tensor, *, axis: int = 1, reduction: str = "none") -> Tensor:
+    def scatter(
+        self, indices: Tensor, updates: Tensor, *, axis: int = 1, reduction: str = "none"
+    ) -> Tensor:
         return op("ScatterElements", self, indices, updates, axis=axis, reduction=reduction)
 
 
@@ -214,7 +242,9 @@ def operator(op_type: str, *inputs: Any, outputs: int, **attributes: Any) -> Ten
     """A node with several outputs."""
     builder = _builder.get()
     given = [_operand(value) for value in inputs]
-    result = builder.call_op(op_type, given, attributes, version=builder.op.version, outputs=outputs)
+    result = builder.call_op(
+        op_type, given, attributes, version=builder.op.version, outputs=outputs
+    )
     values = [result] if isinstance(result, ir.Value) else result
     return tuple(Tensor(value) for value in values)
 
@@ -270,7 +300,9 @@ def concat(*parts: Tensor) -> Tensor:
 
 def top(values: Tensor, count: int, *, largest: bool = True) -> tuple[Tensor, Tensor]:
     """The `count` largest (or smallest) along the last axis, in order, and their int64 indices; of ties the lowest."""
-    found, indices = operator("TopK", values, [count], axis=-1, largest=int(largest), sorted=1, outputs=2)
+    found, indices = operator(
+        "TopK", values, [count], axis=-1, largest=int(largest), sorted=1, outputs=2
+    )
     return found, indices
 
 
@@ -297,7 +329,9 @@ def size(tensor: Tensor, axis: int) -> Tensor:
     return op("Shape", tensor, start=axis, end=axis + 1)
 
 
-def branch(condition: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]) -> Tensors:
+def branch(
+    condition: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]
+) -> Tensors:
     """`then()` if `condition` (scalar bool) holds, else `otherwise()`: an `If` that computes only that side."""
     sides = [_subgraph(name, function) for name, function in (("then", then), ("else", otherwise))]
     attributes = {"then_branch": sides[0], "else_branch": sides[1]}
@@ -307,7 +341,9 @@ def branch(condition: Tensor, then: Callable[[], Tensors], otherwise: Callable[[
     return results
 
 
-def loop(most: int, condition: Tensor, states: Tensors, step: Callable[..., tuple[Tensor, Tensors]]) -> Tensors:
+def loop(
+    most: int, condition: Tensor, states: Tensors, step: Callable[..., tuple[Tensor, Tensors]]
+) -> Tensors:
     """Repeat `step` while `condition` (scalar bool) holds, at most `most` times, or not at all: a `Loop`. `step` gets
     the number of the repetition (scalar int64) and the states, and gives the next condition and states."""
     number = ir.Value(name="number", type=ir.TensorType(INT64), shape=ir.Shape([]))
@@ -325,15 +361,23 @@ def loop(most: int, condition: Tensor, states: Tensors, step: Callable[..., tupl
     return results
 
 
-def _subgraph(name: str, function: Callable[[], Tensors], inputs: Sequence[ir.Value] = ()) -> ir.Graph:
+def _subgraph(
+    name: str, function: Callable[[], Tensors], inputs: Sequence[ir.Value] = ()
+) -> ir.Graph:
     """The nodes that `function` adds as a separate graph; a result from outside passes through an Identity."""
     parent = _builder.get()
-    graph = ir.Graph(list(inputs), [], nodes=[], opset_imports=dict(parent.graph.opset_imports), name=name)
+    graph = ir.Graph(
+        list(inputs), [], nodes=[], opset_imports=dict(parent.graph.opset_imports), name=name
+    )
     token = _builder.set(_Builder(graph, parent=parent))
     try:
         for result in function():
             producer = result.value.producer()
-            own = producer is not None and producer.graph is graph and result.value not in graph.outputs
+            own = (
+                producer is not None
+                and producer.graph is graph
+                and result.value not in graph.outputs
+            )
             graph.outputs.append(result.value if own else op("Identity", result).value)
     finally:
         _builder.reset(token)
@@ -343,7 +387,10 @@ def _subgraph(name: str, function: Callable[[], Tensors], inputs: Sequence[ir.Va
 def _common_shape(values: Sequence[ir.Value]) -> ir.Shape | None:
     """The shape of all: an axis in which they differ has no size."""
     shapes = [value.shape for value in values]
-    if any(shape is None for shape in shapes) or len({len(shape) for shape in shapes if shape is not None}) != 1:
+    if (
+        any(shape is None for shape in shapes)
+        or len({len(shape) for shape in shapes if shape is not None}) != 1
+    ):
         return None
     sizes = zip(*(list(shape) for shape in shapes if shape is not None), strict=True)
     return ir.Shape([axis[0] if len(set(axis)) == 1 else None for axis in sizes])

@@ -18,5 +18,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in __all__:
-        return getattr(import_module(f"qsample.serve.{'app' if name == 'make_app' else 'settings'}"), name)
+        return getattr(
+            import_module(f"qsample.serve.{'app' if name == 'make_app' else 'settings'}"), name
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

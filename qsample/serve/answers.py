@@ -31,7 +31,11 @@ class Answers:
     """The answers to an HTTP request, ordered by prompt."""
 
     def __init__(
-        self, model: ServedModel, body: GenerationRequest, metrics: Metrics, choices: Sequence[Choice]
+        self,
+        model: ServedModel,
+        body: GenerationRequest,
+        metrics: Metrics,
+        choices: Sequence[Choice],
     ) -> None:
         self._model = model
         self._body = body
@@ -82,7 +86,13 @@ class Answers:
             for prompt in scored:
                 guide = ForcedTokens(prompt[1:])
                 self._scoring.append(
-                    model.add(prompt[:1], scoring_params(len(prompt)), allowed_tokens=guide, outputs=ranked, **options)
+                    model.add(
+                        prompt[:1],
+                        scoring_params(len(prompt)),
+                        allowed_tokens=guide,
+                        outputs=ranked,
+                        **options,
+                    )
                 )
             options |= {"outputs": wanted, "stop_strings": body.stop} | (
                 {} if prediction is None else {"prediction": prediction}
@@ -90,7 +100,9 @@ class Answers:
             if images:
                 options["images"] = list(images)
             for row, seed, own in zip(rows, seeds, guides, strict=False):
-                self._requests.append(model.add(row, params, seed=seed, allowed_tokens=own, **options))
+                self._requests.append(
+                    model.add(row, params, seed=seed, allowed_tokens=own, **options)
+                )
         except BaseException:
             self.cancel()
             raise
@@ -103,14 +115,18 @@ class Answers:
         """The finished answers. Raises ApiError if an answer failed."""
         try:
             await self._score()
-            outputs = [_checked(await request) for request in self._requests] or self._empty_outputs()
+            outputs = [
+                _checked(await request) for request in self._requests
+            ] or self._empty_outputs()
         except BaseException:
             self.cancel()
             raise
         return self._document(outputs)
 
     def _document(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        choices = [choice.whole(output) for choice, output in zip(self._choices, outputs, strict=True)]
+        choices = [
+            choice.whole(output) for choice, output in zip(self._choices, outputs, strict=True)
+        ]
         first = self._choices[0]
         head = {**self._head, "object": first.kind, **first.outer()}
         return {**head, "choices": choices, "usage": self._usage(outputs)}
@@ -152,7 +168,9 @@ class Answers:
         self._outer = {}
         if self._counts:
             if usage is None and self._always_counts:
-                prompts = sum(request.prompt_tokens for request in self._requests[:: self._body.choices])
+                prompts = sum(
+                    request.prompt_tokens for request in self._requests[:: self._body.choices]
+                )
                 usage = _total(prompts, self._sampled)
             document["usage"] = usage
         return b"data: " + self._beginning + b"," + json_bytes(document)[1:] + b"\n\n"
@@ -171,7 +189,11 @@ class Answers:
         for number, prompt in enumerate(self._prompts if self._body.scores_prompt else ()):
             output = _checked(await next(left)) if len(prompt) > 1 else None
             if output is not None and output.finish_reason == "time":
-                raise ApiError(504, "the prompt was not scored in the time that an answer may take", code="timeout")
+                raise ApiError(
+                    504,
+                    "the prompt was not scored in the time that an answer may take",
+                    code="timeout",
+                )
             for choice in self._choices[number * count : (number + 1) * count]:
                 choice.scores = PromptScores(prompt, {} if output is None else output.outputs)
 
@@ -185,11 +207,16 @@ class Answers:
         ]
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        firsts = outputs[:: self._body.choices]  # a prompt is counted once, however many answers it has
+        firsts = outputs[
+            :: self._body.choices
+        ]  # a prompt is counted once, however many answers it has
         prompt = sum(output.usage.prompt_tokens for output in firsts)
         completion = sum(output.usage.completion_tokens for output in outputs)
         cached = sum(output.usage.cached_tokens for output in firsts)
-        usage: dict[str, Any] = {**_total(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+        usage: dict[str, Any] = {
+            **_total(prompt, completion),
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
         if self._model.interface.features.num_speculative_tokens:
             drafts = sum((output.usage.drafts for output in outputs), NO_DRAFTS)
             usage["completion_tokens_details"] = {
@@ -257,14 +284,24 @@ async def _merged(requests: Sequence[Request]) -> AsyncIterator[tuple[int, Delta
 def _checked(output: RequestOutput) -> RequestOutput:
     """Raise ApiError for a failed answer."""
     if output.finish_reason == "invalid":
-        raise ApiError(500, "the model gave NaN or infinite logits, or no token was allowed", code="invalid_logits")
-    if output.finish_reason == "cancelled":  # by the end of its engine: a client that left reads no answer
+        raise ApiError(
+            500,
+            "the model gave NaN or infinite logits, or no token was allowed",
+            code="invalid_logits",
+        )
+    if (
+        output.finish_reason == "cancelled"
+    ):  # by the end of its engine: a client that left reads no answer
         raise ApiError(503, "the server is shutting down; try again", code="server_shutdown")
     return output
 
 
 def _total(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 def scoring_params(tokens: int) -> SamplingParams:

@@ -27,7 +27,12 @@ from qsample.errors import DISTRIBUTION
 from qsample.images.prompt import ProcessedImage
 from qsample.serve import documents, page
 from qsample.serve.answers import Answers
-from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
+from qsample.serve.chats import (
+    ChatCompletionRequest,
+    ChatPrompt,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from qsample.serve.choices import ChatChoice, CompletionChoice
 from qsample.serve.http import (
     MESSAGES_PATH,
@@ -47,7 +52,12 @@ from qsample.serve.images import MediaReader, take_addresses
 from qsample.serve.messages import CountTokensRequest, MessageAnswers, MessagesRequest
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel, ServedModels
-from qsample.serve.requests import CompletionRequest, GenerationRequest, LoadLoraRequest, UnloadLoraRequest
+from qsample.serve.requests import (
+    CompletionRequest,
+    GenerationRequest,
+    LoadLoraRequest,
+    UnloadLoraRequest,
+)
 from qsample.serve.responses import ResponseAnswers, ResponsesRequest
 from qsample.serve.settings import ServeSettings
 from qsample.text.tokenizer import LONG_TEXT
@@ -66,11 +76,15 @@ _ABSENT: Final = (
 )
 _LONG_TEXTS: Final = 2  # that are encoded at once
 _SEEN_AT_ONCE: Final = 2  # requests whose images are decoded or computed
-_PREDICTED: Final = 32  # characters that a token of a prediction may have; the rest of the text is left out
+_PREDICTED: Final = (
+    32  # characters that a token of a prediction may have; the rest of the text is left out
+)
 _WRITTEN: Final = 2**16  # items of a list that become JSON at once: Python's lock is held meanwhile
 # For the description alone: the middleware `ApiKeys` looks at keys.
 _KEY: Final = Depends(HTTPBearer(auto_error=False, description="An API key of this server."))
-_DOCS_PACKAGE: Final = "fastapi_offline"  # it brings the files of Swagger UI; FastAPI loads them from the internet
+_DOCS_PACKAGE: Final = (
+    "fastapi_offline"  # it brings the files of Swagger UI; FastAPI loads them from the internet
+)
 
 
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
@@ -92,7 +106,13 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
         server.close()
 
     server = _Server(settings)
-    app = FastAPI(title="qsample", version=qsample.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="qsample",
+        version=qsample.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.router.route_class = JsonRoute
     server.add_routes(app)
     add_error_handlers(app)
@@ -131,14 +151,18 @@ class _Server:
         self._encoding = asyncio.Semaphore(_LONG_TEXTS)
         self._loading = asyncio.Lock()  # of an adapter
         self._media = MediaReader(
-            settings.max_image_bytes, settings.allowed_media_domains, settings.allowed_local_media_path
+            settings.max_image_bytes,
+            settings.allowed_media_domains,
+            settings.allowed_local_media_path,
         )
         # Decoding takes memory, vision.onnx all cores: the others wait, and the event loop goes on.
         self._seeing = ThreadPoolExecutor(_SEEN_AT_ONCE, thread_name_prefix="qsample-images")
 
     def most_body(self) -> int:
         """Bytes of a request."""
-        return self._settings.most_body(images=any(model.reads_images for model in self.models or ()))
+        return self._settings.most_body(
+            images=any(model.reads_images for model in self.models or ())
+        )
 
     def add_routes(self, app: FastAPI) -> None:
         app.add_api_route("/", page.page, include_in_schema=False)
@@ -163,7 +187,9 @@ class _Server:
             ("POST", "/detokenize", self.detokenize, documents.TEXT),
         ):
             error = documents.MESSAGE_ERROR if path.startswith(MESSAGES_PATH) else documents.ERROR
-            text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+            text: dict[int | str, dict[str, Any]] = {
+                200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
+            }
             app.add_api_route(
                 path,
                 endpoint,
@@ -172,13 +198,28 @@ class _Server:
                 response_model=document,
                 response_class=Response if document is None else JSONResponse,
                 responses={**(text if document is None else {}), "4XX": {"model": error}},
-                dependencies=[_KEY] if self._settings.api_keys and path not in WITHOUT_A_KEY else [],
+                dependencies=[_KEY]
+                if self._settings.api_keys and path not in WITHOUT_A_KEY
+                else [],
             )
-        for path, endpoint in (("/", page.page), ("/health", self.health), ("/v1/models", self.list_models)):
-            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)  # load balancers ask so
-        app.add_api_route("/ping", self.health, methods=["GET", "POST"], include_in_schema=False)  # Amazon SageMaker's
+        for path, endpoint in (
+            ("/", page.page),
+            ("/health", self.health),
+            ("/v1/models", self.list_models),
+        ):
+            app.add_api_route(
+                path, endpoint, methods=["HEAD"], include_in_schema=False
+            )  # load balancers ask so
+        app.add_api_route(
+            "/ping", self.health, methods=["GET", "POST"], include_in_schema=False
+        )  # Amazon SageMaker's
         for path in _ABSENT.split():
-            app.add_api_route(f"/v1/{path}", self.absent, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+            app.add_api_route(
+                f"/v1/{path}",
+                self.absent,
+                methods=["GET", "POST", "DELETE"],
+                include_in_schema=False,
+            )
 
     async def docs(self) -> Response:
         """The endpoints, to read and to try, without files from the internet."""
@@ -213,9 +254,13 @@ class _Server:
 
     async def list_models(self) -> Response:
         """The models and adapters by name."""
-        return json_response({"object": "list", "data": [_described(model) for model in self._served().served]})
+        return json_response(
+            {"object": "list", "data": [_described(model) for model in self._served().served]}
+        )
 
-    async def show_model(self, name: Annotated[str, PathField(description="A served name.")]) -> Response:
+    async def show_model(
+        self, name: Annotated[str, PathField(description="A served name.")]
+    ) -> Response:
         """A model; all models if the path ends with a slash."""
         if not name:
             return await self.list_models()
@@ -224,7 +269,11 @@ class _Server:
     async def complete(self, body: CompletionRequest) -> Response:
         """Continue a text, or several."""
         model = self._served().find(body.model)
-        make_guide, params, prompts = model.guides(body.form), model.sampling_params(body), body.prompts
+        make_guide, params, prompts = (
+            model.guides(body.form),
+            model.sampling_params(body),
+            body.prompts,
+        )
         model.check_count(len(prompts) * body.requests)  # before a million of them are encoded
         for prompt in prompts:
             model.check_without_image(prompt)
@@ -258,7 +307,9 @@ class _Server:
     async def count_tokens(self, body: CountTokensRequest) -> Response:
         """The number of tokens of a conversation, tools included."""
         model, chat = self._served().find(body.model), body.chat
-        return json_response({"input_tokens": len((await self._encode_chat(model, chat, chat.offers_tools))[0])})
+        return json_response(
+            {"input_tokens": len((await self._encode_chat(model, chat, chat.offers_tools))[0])}
+        )
 
     async def _converse(
         self, body: ChatCompletionRequest, given: ResponsesRequest | MessagesRequest | None = None
@@ -267,13 +318,19 @@ class _Server:
         model = self._served().find(body.model)
         make_guide, params = model.guides(body.form), model.sampling_params(body)
         model.check_count(body.requests)
-        prompt, images = await self._encode_chat(model, body, body.offers_tools, check=model.check_length)
+        prompt, images = await self._encode_chat(
+            model, body, body.offers_tools, check=model.check_length
+        )
         model.check_room(prompt)
         if images:
             if body.scores_prompt:
-                text = "the log-probabilities of a prompt with images are not computed; leave it out"
+                text = (
+                    "the log-probabilities of a prompt with images are not computed; leave it out"
+                )
                 raise ApiError(400, text, param="prompt_logprobs")
-            model.check_places(body.requests)  # before vision.onnx runs for an answer that gets none
+            model.check_places(
+                body.requests
+            )  # before vision.onnx runs for an answer that gets none
             images = await self._see(model, images)
         expected = None
         if body.prediction is not None and model.interface.features.num_speculative_tokens:
@@ -287,20 +344,26 @@ class _Server:
         else:
             choices = [ChatChoice(index, model, body, prompt) for index in range(body.choices)]
             answers = Answers(model, body, self._metrics, choices)
-        await answers.start([prompt], params, make_guide, self._settings.request_timeout, expected, images)
+        await answers.start(
+            [prompt], params, make_guide, self._settings.request_timeout, expected, images
+        )
         return await _response(answers, body)
 
     async def load_adapter(self, body: LoadLoraRequest) -> Response:
         """Serve a LoRA adapter under a name, if the server allows it."""
         self._check_loading()
-        load = partial(self._served().load_adapter, body.lora_name, body.lora_path, body.base_model_name)
+        load = partial(
+            self._served().load_adapter, body.lora_name, body.lora_path, body.base_model_name
+        )
 
         async def alone() -> None:
             async with self._loading:
                 await asyncio.to_thread(load, replaced=body.load_inplace)
 
         await asyncio.shield(asyncio.create_task(alone()))  # a client that leaves does not end it
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")  # vLLM's words
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        )  # vLLM's words
 
     async def unload_adapter(self, body: UnloadLoraRequest) -> Response:
         """Serve a LoRA adapter no more, if the server allows it."""
@@ -311,7 +374,9 @@ class _Server:
 
     def _check_loading(self) -> None:
         if self._settings.lora_dir is None:
-            raise ApiError(404, "this server loads no adapters for its clients; start it with --lora-dir")
+            raise ApiError(
+                404, "this server loads no adapters for its clients; start it with --lora-dir"
+            )
 
     async def absent(self, request: Request) -> Response:
         """An OpenAI endpoint for another kind of model, or for stored objects."""
@@ -338,7 +403,10 @@ class _Server:
                 lists["token_strs"] = [model.token_texts.of(token)[0] for token in ids]
             parts = [json_bytes({"count": len(ids), "max_model_len": model.max_model_len})[:-1]]
             for name, items in lists.items():
-                pieces = (json_bytes(items[start : start + _WRITTEN])[1:-1] for start in range(0, len(ids), _WRITTEN))
+                pieces = (
+                    json_bytes(items[start : start + _WRITTEN])[1:-1]
+                    for start in range(0, len(ids), _WRITTEN)
+                )
                 parts.append(b',"%b":[%b]' % (name.encode(), b",".join(pieces)))
             return Response(b"".join([*parts, b"}"]), media_type="application/json")
 
@@ -349,16 +417,26 @@ class _Server:
         model = self._served().find(body.model)
         model.check_ids(body.tokens)
         decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return json_response({"prompt": await asyncio.to_thread(decode) if len(body.tokens) > LONG_TEXT else decode()})
+        return json_response(
+            {
+                "prompt": await asyncio.to_thread(decode)
+                if len(body.tokens) > LONG_TEXT
+                else decode()
+            }
+        )
 
     def _served(self) -> ServedModels:
         assert self.models is not None  # the application has started
         return self.models
 
-    async def _encode(self, model: ServedModel, prompts: Sequence[str | list[int]], special: bool) -> list[list[int]]:
+    async def _encode(
+        self, model: ServedModel, prompts: Sequence[str | list[int]], special: bool
+    ) -> list[list[int]]:
         def encode() -> list[list[int]]:
             return [
-                model.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+                model.tokenizer.encode(prompt, add_special_tokens=special)
+                if isinstance(prompt, str)
+                else prompt
                 for prompt in prompts
             ]
 
@@ -371,16 +449,23 @@ class _Server:
             return await asyncio.to_thread(encode)
 
     async def _encode_chat(
-        self, model: ServedModel, body: ChatPrompt, with_tools: bool, check: Callable[[str], object] = str
+        self,
+        model: ServedModel,
+        body: ChatPrompt,
+        with_tools: bool,
+        check: Callable[[str], object] = str,
     ) -> tuple[list[int], list[ProcessedImage]]:
         """The tokens of a conversation, and its images. check: looks at its text before it is encoded."""
         template = body.chat_template or ""
         if "{" in template and not self._settings.trust_request_chat_template:
             text = (
-                "this server takes no chat templates of clients; name a template of the package, or start the server "
+                "this server takes no chat templates of clients; name a template of the package, "
+                "or start the server with --trust-request-chat-template"
             )
-            raise ApiError(400, text + "with --trust-request-chat-template", param="chat_template")
-        messages, addresses = take_addresses(body.template_messages, self._settings.limit_images_per_prompt)
+            raise ApiError(400, text, param="chat_template")
+        messages, addresses = take_addresses(
+            body.template_messages, self._settings.limit_images_per_prompt
+        )
         model.check_images(messages, addresses)
         render = partial(model.render_chat, messages, body.template_options(with_tools=with_tools))
         # A template is a program of the model; on the event loop, a slow template would delay everybody.
@@ -396,14 +481,18 @@ class _Server:
             loop = asyncio.get_running_loop()
             images = await loop.run_in_executor(self._seeing, model.process_images, files)
             text = model.with_placeholders(text, images)
-        return (await self._encode(model, [text], False))[0], images  # the template spells the special tokens out
+        return (await self._encode(model, [text], False))[
+            0
+        ], images  # the template spells the special tokens out
 
     async def _see(self, model: ServedModel, images: list[ProcessedImage]) -> list[ProcessedImage]:
         """The images with their features."""
         began = time.monotonic()
         loop = asyncio.get_running_loop()
         seen = await loop.run_in_executor(self._seeing, model.model.images.seen, images)
-        self._metrics.count_images(model.base, [len(image.rows) for image in seen], time.monotonic() - began)
+        self._metrics.count_images(
+            model.base, [len(image.rows) for image in seen], time.monotonic() - began
+        )
         return seen
 
     def close(self) -> None:
@@ -417,7 +506,11 @@ def _docs_folder() -> Path | None:
 
 
 async def _response(answers: Answers, body: GenerationRequest) -> Response:
-    return EventStream(answers.events(), answers.cancel) if body.stream else json_response(await answers.whole())
+    return (
+        EventStream(answers.events(), answers.cancel)
+        if body.stream
+        else json_response(await answers.whole())
+    )
 
 
 def _described(model: ServedModel) -> dict[str, Any]:

@@ -66,13 +66,18 @@ class ChatPrompt(Body):
     @property
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as templates take them: the arguments of calls are objects, in OpenAI's API texts."""
-        return [with_objects(message) if "tool_calls" in message else message for message in self.messages]
+        return [
+            with_objects(message) if "tool_calls" in message else message
+            for message in self.messages
+        ]
 
     def template_options(self, *, with_tools: bool = True) -> ChatOptions:
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []] if with_tools else []
+        tools = (
+            [tool.model_dump(exclude_none=True) for tool in self.tools or []] if with_tools else []
+        )
         return ChatOptions(
             tools=tools or None,
             documents=self.documents,
@@ -98,7 +103,11 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
 
 
 class ChatCompletionRequest(ChatPrompt, GenerationRequest):
@@ -135,7 +144,9 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         if len(names) != len(set(names)):
             raise ValueError("tools has two functions with the same name")
         if self.demanded_function is not None and self.demanded_function not in names:
-            raise ValueError(f"tool_choice names {self.demanded_function!r:.70}, which is not among tools")
+            raise ValueError(
+                f"tool_choice names {self.demanded_function!r:.70}, which is not among tools"
+            )
         if self.tool_choice == "required" and not names:
             raise ValueError('tool_choice is "required" and the request has no tools')
         if self.top_logprobs and not self.logprobs:
@@ -169,7 +180,10 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     @property
     def tool_parameters(self) -> dict[str, Any]:
         """The JSON schema of each function's arguments, by name."""
-        return {tool.function.name: {"type": "object", **(tool.function.parameters or {})} for tool in self.tools or []}
+        return {
+            tool.function.name: {"type": "object", **(tool.function.parameters or {})}
+            for tool in self.tools or []
+        }
 
     def _given_form(self) -> Form | None:
         """Demanded calls have a form as well: a function's arguments, or a list of names and arguments."""
@@ -177,7 +191,9 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         if not self.demands_calls:
             return form
         if form is not None:
-            raise ApiError(400, "response_format and tool_choice both constrain the answer; give either")
+            raise ApiError(
+                400, "response_format and tool_choice both constrain the answer; give either"
+            )
         if self.demanded_function is not None:
             return Form("json_schema", self.tool_parameters[self.demanded_function])
         return Form("call" if self.parallel_tool_calls is False else "calls", self.tool_parameters)

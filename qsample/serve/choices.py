@@ -41,12 +41,18 @@ class PromptScores:
             ranked: dict[int, tuple[float, int | None]] = {}
             if ids is not None and values is not None:
                 pairs = zip(ids[place].tolist(), values[place].tolist(), strict=True)
-                ranked = {other: (value, rank) for rank, (other, value) in enumerate(pairs, start=1)}
+                ranked = {
+                    other: (value, rank) for rank, (other, value) in enumerate(pairs, start=1)
+                }
             own = ranked.get(token, (float(self.outputs[LOGPROBS.name][place, 0]), None))
             entries = {**dict(list(ranked.items())[:top]), token: own}
             found.append(
                 {
-                    str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": texts.of(other)[0]}
+                    str(other): {
+                        "logprob": _finite(value),
+                        "rank": rank,
+                        "decoded_token": texts.of(other)[0],
+                    }
                     for other, (value, rank) in entries.items()
                 }
             )
@@ -62,7 +68,9 @@ class Choice(ABC):
     prefix: ClassVar[str]
     content: ClassVar[str]
 
-    def __init__(self, index: int, model: ServedModel, body: GenerationRequest, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, index: int, model: ServedModel, body: GenerationRequest, prompt: Sequence[int]
+    ) -> None:
         self._index = index
         self._model = model
         self._top = body.top
@@ -106,7 +114,12 @@ class Choice(ABC):
         ended the answer, None for the model's end of text, or "timeout"."""
         stopped = output.finish_reason == "stop"
         reason: str | int | None = output.stop_string if stopped else None
-        if stopped and reason is None and output.token_ids and output.token_ids[-1] not in self._model.ends:
+        if (
+            stopped
+            and reason is None
+            and output.token_ids
+            and output.token_ids[-1] not in self._model.ends
+        ):
             reason = output.token_ids[-1]
         if output.finish_reason == "time":
             reason = "timeout"
@@ -119,7 +132,9 @@ class ChatChoice(Choice):
     kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     content = "delta"
 
-    def __init__(self, index: int, model: ServedModel, body: ChatCompletionRequest, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, index: int, model: ServedModel, body: ChatCompletionRequest, prompt: Sequence[int]
+    ) -> None:
         super().__init__(index, model, body, prompt)
         self._shows_thoughts = body.include_reasoning
         # A constrained answer contains no thoughts, and a message that is continued is past them.
@@ -129,7 +144,9 @@ class ChatChoice(Choice):
         if body.demands_calls:
             self._tools = DemandedCalls(body.demanded_function, body.tool_parameters)
         elif body.offers_tools:
-            self._tools = ToolReader(model.tool_format, body.tool_parameters, body.parallel_tool_calls is not False)
+            self._tools = ToolReader(
+                model.tool_format, body.tool_parameters, body.parallel_tool_calls is not False
+            )
         self._thoughts = ""  # so far, shown or not
         self._calls = False  # whether the answer has any
 
@@ -193,7 +210,12 @@ class ChatChoice(Choice):
     def _change(self, thoughts: str, text: str, calls: ToolCalls) -> Event:
         """Thoughts in vLLM's field and in its former field (many clients read that), the text, and parts of calls."""
         shown = thoughts if self._shows_thoughts else ""
-        parts = {"reasoning": shown, "reasoning_content": shown, "content": text, "tool_calls": calls}
+        parts = {
+            "reasoning": shown,
+            "reasoning_content": shown,
+            "content": text,
+            "tool_calls": calls,
+        }
         return {name: part for name, part in parts.items() if part}
 
     def _chunk(self, delta: Event) -> Event:
@@ -209,7 +231,9 @@ class ChatChoice(Choice):
         content = []
         for index, token in enumerate(delta.token_ids):
             others = [entry(*pair) for pair in _likeliest(delta.outputs, index, self._top)]
-            content.append(entry(token, delta.outputs[LOGPROBS.name][index, 0]) | {"top_logprobs": others})
+            content.append(
+                entry(token, delta.outputs[LOGPROBS.name][index, 0]) | {"top_logprobs": others}
+            )
         return {"content": content, "refusal": None}
 
 
@@ -220,7 +244,12 @@ class CompletionChoice(Choice):
     prefix, content = "cmpl", "text"
 
     def __init__(
-        self, index: int, model: ServedModel, body: CompletionRequest, prompt: Sequence[int], echo: str | None
+        self,
+        index: int,
+        model: ServedModel,
+        body: CompletionRequest,
+        prompt: Sequence[int],
+        echo: str | None,
     ) -> None:
         """echo: the prompt's text in front of the answer, if the request asks for it."""
         super().__init__(index, model, body, prompt)
@@ -256,7 +285,12 @@ class CompletionChoice(Choice):
 
     def _of_prompt(self) -> Event | None:
         """The log-probabilities of the prompt in front of the answer's; the first token has none."""
-        if self._top is None or self._echo is None or self.scores is None or not self.scores.token_ids:
+        if (
+            self._top is None
+            or self._echo is None
+            or self.scores is None
+            or not self.scores.token_ids
+        ):
             return None
         texts, (first, *others) = self._model.token_texts, self.scores.token_ids
         start = {
@@ -265,7 +299,9 @@ class CompletionChoice(Choice):
             "top_logprobs": [None] if self._top else None,
             "text_offset": [0],
         }
-        joined: Event = added(start, self._logprobs(others, self.scores.outputs, texts.width(first)))
+        joined: Event = added(
+            start, self._logprobs(others, self.scores.outputs, texts.width(first))
+        )
         return joined
 
     def _logprobs(self, tokens: Sequence[int], outputs: Mapping[str, Array], offset: int) -> Event:
@@ -280,7 +316,10 @@ class CompletionChoice(Choice):
         alternatives: list[dict[str, float]] | None = None
         if self._top:
             alternatives = [
-                {texts.of(int(token))[0]: _finite(value) for token, value in _likeliest(outputs, index, self._top)}
+                {
+                    texts.of(int(token))[0]: _finite(value)
+                    for token, value in _likeliest(outputs, index, self._top)
+                }
                 | {strings[index]: values[index]}
                 for index in range(len(tokens))
             ]
@@ -302,7 +341,9 @@ def added(first: Any, second: Any) -> Any:
     return first + second if isinstance(first, str | list) else second
 
 
-def _likeliest(outputs: Mapping[str, Array], index: int, top: int | None) -> list[tuple[int, float]]:
+def _likeliest(
+    outputs: Mapping[str, Array], index: int, top: int | None
+) -> list[tuple[int, float]]:
     """The likeliest tokens in a token's place, with their log-probabilities."""
     if not top:
         return []

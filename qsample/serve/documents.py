@@ -58,7 +58,9 @@ MESSAGE: Final = _document(
     **dict.fromkeys(("stop_reason", "stop_sequence"), _OPTIONAL),
     usage=dict[str, int],
 )
-TOKEN_COUNT: Final = _document("TokenCount", "A number. input_tokens: of the conversation.", input_tokens=int)
+TOKEN_COUNT: Final = _document(
+    "TokenCount", "A number. input_tokens: of the conversation.", input_tokens=int
+)
 MODEL: Final = _document(
     "Model",
     """A model, or an adapter. id: its served name. object: what it is. created: when it was loaded, in seconds since
@@ -69,7 +71,12 @@ MODEL: Final = _document(
     parent=_OPTIONAL,
     capabilities=dict[str, bool],
 )
-MODELS: Final = _document("Models", 'object: "list". data: the models.', object=str, data=list[MODEL])  # type: ignore[valid-type]
+MODELS: Final = _document(
+    "Models",
+    'object: "list". data: the models.',
+    object=str,
+    data=list[MODEL],  # type: ignore[valid-type]
+)
 TOKENS: Final = _document(
     "Tokens",
     """count: of the tokens. max_model_len: tokens of a prompt and its answer. tokens: their ids. token_strs: their
@@ -80,11 +87,19 @@ TOKENS: Final = _document(
 )
 TEXT: Final = _document("Text", "prompt: the text of the tokens.", prompt=str)
 HEALTH: Final = _document(
-    "Health", 'status: "ok" or "error". ended: models whose engines have ended.', status=str, ended=_OPTIONAL
+    "Health",
+    'status: "ok" or "error". ended: models whose engines have ended.',
+    status=str,
+    ended=_OPTIONAL,
 )
 VERSION: Final = _document("Version", "version: of qsample.", version=str)
 _ERROR_ABOUT: Final = "error: message, with the remedy; type; "
-ERROR: Final = _document("Error", _ERROR_ABOUT + "param, the field; code, a word for it.", error=dict[str, Any])
+ERROR: Final = _document(
+    "Error", _ERROR_ABOUT + "param, the field; code, a word for it.", error=dict[str, Any]
+)
 MESSAGE_ERROR: Final = _document(
-    "MessageError", f'type: "error". {_ERROR_ABOUT}as Anthropic has it.', type=str, error=dict[str, str]
+    "MessageError",
+    f'type: "error". {_ERROR_ABOUT}as Anthropic has it.',
+    type=str,
+    error=dict[str, str],
 )

@@ -68,14 +68,18 @@ def grammar_of(form: Form) -> str:
         texts = (json.dumps(choice, ensure_ascii=False) for choice in value)
         return _made(LLMatcher.grammar_from_lark, "start: " + " | ".join(texts))
     if kind in ("call", "calls"):
-        return _made(lambda: LLMatcher.grammar_from_lark(_list_of_calls(value, several=kind == "calls")))
+        return _made(
+            lambda: LLMatcher.grammar_from_lark(_list_of_calls(value, several=kind == "calls"))
+        )
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the schema is not valid JSON: {error}") from None
     if value is not True and not isinstance(value, dict):
-        raise ApiError(400, f"the schema is {json.dumps(value):.60}; give an object, or true for any JSON")
+        raise ApiError(
+            400, f"the schema is {json.dumps(value):.60}; give an object, or true for any JSON"
+        )
     schema = {} if value is True else value
     return _made(lambda: LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON))
 
@@ -173,7 +177,9 @@ class Trial:
     """Tells whether grammars can be compiled, one at a time, in a process that begins with the first; each may take
     `seconds`. `tokenizer` returns the arguments of the model's llguidance.LLTokenizer."""
 
-    def __init__(self, tokenizer: Callable[[], TokenizerArguments], seconds: float = SECONDS) -> None:
+    def __init__(
+        self, tokenizer: Callable[[], TokenizerArguments], seconds: float = SECONDS
+    ) -> None:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
@@ -260,7 +266,9 @@ class Grammars:
             compiled = await asyncio.shield(compiling)  # another request may wait for it
         except BaseException:
             # The next request tries again; a cancelled request leaves the work to the requests that wait.
-            failed = compiling.done() and (compiling.cancelled() or compiling.exception() is not None)
+            failed = compiling.done() and (
+                compiling.cancelled() or compiling.exception() is not None
+            )
             left = not compiling.done() and self._waiting[grammar] == 1
             if (failed or left) and self._kept.get(grammar) is compiling:
                 del self._kept[grammar]
@@ -277,7 +285,9 @@ class Grammars:
     def compiled(self, form: Form) -> Compiled:
         """A form's grammar, compiled on this thread and without limits, for a user of this machine. Raises ApiError if
         it is invalid."""
-        return compile_grammar(grammar_of(form), self._llguidance_tokenizer(), self._model.interface.vocab_size)
+        return compile_grammar(
+            grammar_of(form), self._llguidance_tokenizer(), self._model.interface.vocab_size
+        )
 
     def _compile(self, grammar: str) -> Compiled:
         trial = self._trials.get()
@@ -289,7 +299,9 @@ class Grammars:
             self._trials.put(trial)
         if reason is not None:
             raise refused(reason)
-        return compile_grammar(grammar, self._llguidance_tokenizer(), self._model.interface.vocab_size)
+        return compile_grammar(
+            grammar, self._llguidance_tokenizer(), self._model.interface.vocab_size
+        )
 
     def _llguidance_tokenizer(self) -> Any:
         from llguidance import LLTokenizer
@@ -299,14 +311,18 @@ class Grammars:
                 try:
                     self._tokenizer = LLTokenizer(**self._tokenizer_arguments())
                 except ValueError as error:
-                    raise ApiError(400, f"this model's tokenizer cannot follow a grammar: {error!s:.200}") from None
+                    raise ApiError(
+                        400, f"this model's tokenizer cannot follow a grammar: {error!s:.200}"
+                    ) from None
             return self._tokenizer
 
     def _tokenizer_arguments(self) -> TokenizerArguments:
         assert self._model.tokenizer is not None  # see `ServedModel.guides`
         ends = list(self._model.package.manifest.token_ids.eos)
         return TokenizerArguments(
-            tokenizer=self._model.tokenizer.to_json(), n_vocab=self._model.interface.vocab_size, eos_token=ends
+            tokenizer=self._model.tokenizer.to_json(),
+            n_vocab=self._model.interface.vocab_size,
+            eos_token=ends,
         )
 
     def close(self) -> None:

@@ -44,7 +44,12 @@ _TYPES: Final = {
     429: "rate_limit_error",
 }
 MESSAGES_PATH: Final = "/v1/messages"
-_ANTHROPICS: Final = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+_ANTHROPICS: Final = {
+    **_TYPES,
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 # Arguments of the Python API → fields of requests with another name.
 _FIELDS: Final = {
     "adapter": "model",
@@ -53,19 +58,36 @@ _FIELDS: Final = {
     "stop_strings": "stop",
 }
 WITHOUT_A_KEY: Final = frozenset(
-    ("/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json", "/redoc", "/favicon.ico")
+    (
+        "/",
+        "/health",
+        "/ping",
+        "/version",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/redoc",
+        "/favicon.ico",
+    )
 )
 _UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}  # parts of pydantic's paths
 _LOG: Final = logging.getLogger("uvicorn.error")  # the server's
 _RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again after some tokens
 # JSON leaves these as they are, and clients that read a stream with a function such as Python's splitlines end a line
 # at them.
-_LINE_ENDS: Final = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
+_LINE_ENDS: Final = str.maketrans(
+    {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+)
 _LONG_BODY: Final = 2**16  # bytes; parsing more takes milliseconds
 _TEXT_BODY: Final = 2**22  # bytes; longer bodies have images
 _BODIES_AT_ONCE: Final = 32  # of the largest size, up to that size
 _LONG_AT_ONCE: Final = 16  # of a larger size; a body is held until its answer ends
-_STRUCTURE: Final = (b",", b"[", b"{", b"\\")  # what makes a body slow to parse; base64 has none of it
+_STRUCTURE: Final = (
+    b",",
+    b"[",
+    b"{",
+    b"\\",
+)  # what makes a body slow to parse; base64 has none of it
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _SHOWN_PATH: Final = 200  # characters
 _REASON: Final = "qsample.reason"  # why a request is refused; in its scope
@@ -80,7 +102,9 @@ def json_bytes(value: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """An answer with `value` as its body."""
     return Response(json_bytes(value), status, headers, "application/json")
 
@@ -111,12 +135,21 @@ class ApiError(QsampleError):
         if path.startswith(MESSAGES_PATH):
             kind = _ANTHROPICS.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": str(self),
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; `Exchanges` counts the error by its code, or its type."""
         scope[_REASON] = self.code or self.kind
-        await json_response(self.body(_path_of(scope)), self.status, self.headers)(scope, receive, send)
+        await json_response(self.body(_path_of(scope)), self.status, self.headers)(
+            scope, receive, send
+        )
 
 
 def _path_of(scope: Scope) -> str:
@@ -132,7 +165,9 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case QueueFullError():
             return ApiError(429, text, code="rate_limit_exceeded", headers=_RETRY_AFTER)
-        case RequestFailedError(__cause__=ApiError() as cause):  # of a function that came with the request
+        case RequestFailedError(
+            __cause__=ApiError() as cause
+        ):  # of a function that came with the request
             return cause
         case RequestFailedError():
             return ApiError(500, text, code="request_failed")
@@ -170,10 +205,16 @@ def add_error_handlers(app: FastAPI) -> None:
             404: f"{request.url.path} does not exist here; /docs lists the endpoints",
             405: f"{request.url.path} does not take {request.method}; /docs lists the methods",
         }
-        return ApiError(error.status_code, texts.get(error.status_code, str(error.detail)), headers=error.headers)
+        return ApiError(
+            error.status_code,
+            texts.get(error.status_code, str(error.detail)),
+            headers=error.headers,
+        )
 
     async def invalid(request: Request, error: Exception) -> Any:
-        assert isinstance(error, RequestValidationError)  # `JsonRoute` finds all but a body that is not JSON
+        assert isinstance(
+            error, RequestValidationError
+        )  # `JsonRoute` finds all but a body that is not JSON
         return _of_validation(error.errors()[0], ("body",))
 
     for kind, handler in (
@@ -192,12 +233,16 @@ def _of_validation(first: Mapping[str, Any], prefix: Sequence[str] = ()) -> ApiE
         return ApiError(400, f"{name} is {message}", param=name, code=kind)
     name = ".".join(path)
     if kind == "extra_forbidden":
-        return ApiError(400, f"{name} is not known here; leave it out", param=name, code="unknown_parameter")
+        return ApiError(
+            400, f"{name} is not known here; leave it out", param=name, code="unknown_parameter"
+        )
     if not name:
         if kind == "value_error":
             return ApiError(400, message)
         state = "empty" if kind == "missing" else "not a JSON object"
-        return ApiError(400, f"the body is {state}; send a JSON object with Content-Type: application/json")
+        return ApiError(
+            400, f"the body is {state}; send a JSON object with Content-Type: application/json"
+        )
     if kind == "missing":
         return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
     value = first.get("input")
@@ -228,7 +273,9 @@ class JsonRoute(APIRoute):
                 if len(body) < _LONG_BODY:
                     return _parsed(body, model)
                 # On a single thread: the parser holds Python's lock, and the event loop gets it after each body.
-                return await asyncio.get_running_loop().run_in_executor(_PARSER, _parsed, body, model)
+                return await asyncio.get_running_loop().run_in_executor(
+                    _PARSER, _parsed, body, model
+                )
 
         async def handle(given: Request) -> Response:
             request = JsonRequest(given.scope, given.receive)
@@ -275,7 +322,9 @@ class EventStream(StreamingResponse):
             self._end()
 
 
-_PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="qsample-json")  # its thread begins with the first body
+_PARSER: Final = ThreadPoolExecutor(
+    1, thread_name_prefix="qsample-json"
+)  # its thread begins with the first body
 
 
 def _parsed(body: bytes, model: type[BaseModel]) -> BaseModel:
@@ -322,7 +371,9 @@ class ApiKeys:
             # Every key is compared, so that the time does not reveal a key that was nearly right.
             if sum(hmac.compare_digest(hashed, known) for known in self._keys) == 0:
                 text = "send an API key of this server, Authorization: Bearer KEY"
-                error = ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                error = ApiError(
+                    401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                )
                 await error(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -353,7 +404,11 @@ class Exchanges:
     """
 
     def __init__(
-        self, app: ASGIApp, paths: frozenset[str], count: Callable[[str, int, str], object], log: logging.Logger | None
+        self,
+        app: ASGIApp,
+        paths: frozenset[str],
+        count: Callable[[str, int, str], object],
+        log: logging.Logger | None,
     ) -> None:
         """`paths`: counted by their names; every other path is "other". `count`: called with a path, a status and a
         reason, empty without an error. `log`: gets a line for each request."""
@@ -386,7 +441,14 @@ class Exchanges:
             if self._log is not None and self._log.isEnabledFor(logging.INFO):
                 client = _shown(":".join(map(str, scope.get("client") or ("-",))))
                 request = f'"{scope["method"]} {_shown(scope["path"])}"'  # without the query: it may hold a secret
-                self._log.info("%s %s %d %.3fs %s", client, request, status, time.monotonic() - began, request_id)
+                self._log.info(
+                    "%s %s %d %.3fs %s",
+                    client,
+                    request,
+                    status,
+                    time.monotonic() - began,
+                    request_id,
+                )
 
 
 def _shown(text: str) -> str:
@@ -435,5 +497,7 @@ class BodyLimit:
 
     def _error(self) -> ApiError:
         return ApiError(
-            413, f"the body has more than {self._most()} bytes, this server's limit", code="request_too_large"
+            413,
+            f"the body has more than {self._most()} bytes, this server's limit",
+            code="request_too_large",
         )

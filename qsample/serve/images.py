@@ -38,10 +38,14 @@ _HEAD: Final = 2**16  # bytes of an answer beside its image
 _PIECE: Final = 2**16
 _HTTPS: Final = 443
 _TARGET: Final = re.compile(r"/[!-~]*")
-_NAT64: Final = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: an IPv4 address in its last 32 bits
+_NAT64: Final = ipaddress.ip_network(
+    "64:ff9b::/96"
+)  # RFC 6052: an IPv4 address in its last 32 bits
 
 
-def take_addresses(messages: Sequence[Mapping[str, Any]], most: int) -> tuple[list[dict[str, Any]], list[str]]:
+def take_addresses(
+    messages: Sequence[Mapping[str, Any]], most: int
+) -> tuple[list[dict[str, Any]], list[str]]:
     """The messages with {"type": "image"} for each image, and the images' addresses in order.
 
     A body's part is OpenAI's {"type": "image_url", "image_url": {"url": ..., "detail": ...}} and no other: the forms of
@@ -56,24 +60,34 @@ def take_addresses(messages: Sequence[Mapping[str, Any]], most: int) -> tuple[li
         if isinstance(part, dict) and part.get("type") in IMAGES
     ]
     if len(parts) > most:
-        raise _refused(f"the request has {len(parts)} images, and this server takes {most}; give fewer")
+        raise _refused(
+            f"the request has {len(parts)} images, and this server takes {most}; give fewer"
+        )
     addresses = [_address(part) for part in parts]
     bare = {id(part) for part in parts}
     taken = [dict(message) for message in messages]
     for message in taken if parts else ():
         if isinstance(content := message.get("content"), list):
-            message["content"] = [{"type": IMAGES[0]} if id(part) in bare else part for part in content]
+            message["content"] = [
+                {"type": IMAGES[0]} if id(part) in bare else part for part in content
+            ]
     return taken, addresses
 
 
 def _address(part: Mapping[str, Any]) -> str:
     given: Any = part.get("image_url")
     given = {"url": given} if isinstance(given, str) else given
-    if part["type"] != "image_url" or not isinstance(given, dict) or not isinstance(given.get("url"), str):
+    if (
+        part["type"] != "image_url"
+        or not isinstance(given, dict)
+        or not isinstance(given.get("url"), str)
+    ):
         form = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
         raise _refused(f"a part of type {part['type']!r} has no image_url with a url; give {form}")
     if (detail := given.get("detail")) not in (None, *_DETAILS):
-        raise _refused(f"the detail of an image is {shown(detail)}; give one of {', '.join(_DETAILS)}")
+        raise _refused(
+            f"the detail of an image is {shown(detail)}; give one of {', '.join(_DETAILS)}"
+        )
     return str(given["url"])
 
 
@@ -91,7 +105,9 @@ class MediaReader:
     domains: Sequence[str] = ()
     folder: str | None = None
     resolve: Callable[[str], Awaitable[list[str]]] = field(default_factory=lambda: _resolve)
-    connect: Callable[..., Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = asyncio.open_connection
+    connect: Callable[..., Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = (
+        asyncio.open_connection
+    )
     context: ssl.SSLContext | None = None
     _fetches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
@@ -126,9 +142,13 @@ class MediaReader:
                 async with asyncio.timeout(_SECONDS):
                     return await self._fetch(address)
             except TimeoutError:
-                raise _refused(f"{address:.100} did not come within {_SECONDS:g} seconds; send a data URL") from None
+                raise _refused(
+                    f"{address:.100} did not come within {_SECONDS:g} seconds; send a data URL"
+                ) from None
             except (OSError, ssl.SSLError, httptools.HttpParserError, ValueError) as error:
-                raise _refused(f"{address:.100} cannot be fetched ({type(error).__name__}); send a data URL") from None
+                raise _refused(
+                    f"{address:.100} cannot be fetched ({type(error).__name__}); send a data URL"
+                ) from None
 
     def _path(self, address: str) -> Path:
         """Of a file: address below `folder`."""
@@ -138,14 +158,18 @@ class MediaReader:
             text = "this server reads no files for its clients; send a data URL, or start it with "
             raise _refused(text + "--allowed-local-media-path")
         if parts.netloc not in ("", "localhost") or ".." in path.split("/") or "\0" in path:
-            raise _refused("an image's file: address has another host, or .. in its path; give the file's own path")
+            raise _refused(
+                "an image's file: address has another host, or .. in its path; give the file's own path"
+            )
         return Path(path)
 
     def _read_file(self, address: str) -> bytes:
         assert self.folder is not None
         real = os.path.realpath(self._path(address))
         # Whatever is wrong, the answer is the same: it tells nothing of the files elsewhere.
-        error = _refused(f"{address:.100} is no plain file of at most {self.most_bytes} bytes below the allowed folder")
+        error = _refused(
+            f"{address:.100} is no plain file of at most {self.most_bytes} bytes below the allowed folder"
+        )
         if not Path(real).is_relative_to(os.path.realpath(self.folder)):
             raise error
         try:
@@ -163,16 +187,24 @@ class MediaReader:
             parts = urlsplit(address)
             port = parts.port
         except ValueError:
-            raise _refused(f"an image's address is {address[:100]!r}, which is none; send a data URL") from None
+            raise _refused(
+                f"an image's address is {address[:100]!r}, which is none; send a data URL"
+            ) from None
         if not self.domains:
             text = "this server fetches no images; send a data URL, or start it with --allowed-media-domains"
-            raise _refused(f"an image's address is {address[:100]!r}, and {text} {parts.hostname or 'HOST'}")
+            raise _refused(
+                f"an image's address is {address[:100]!r}, and {text} {parts.hostname or 'HOST'}"
+            )
         allowed = parts.scheme == "https" and port in (None, _HTTPS) and parts.username is None
         if not allowed or parts.hostname not in self.domains:
             known = ", ".join(self.domains)
-            raise _refused(f"an image's address is {address[:100]!r}; this server fetches https addresses of {known}")
+            raise _refused(
+                f"an image's address is {address[:100]!r}; this server fetches https addresses of {known}"
+            )
         if not _TARGET.fullmatch(_target(parts)):
-            raise _refused(f"an image's address is {address[:100]!r}; write other characters as %XX")
+            raise _refused(
+                f"an image's address is {address[:100]!r}; write other characters as %XX"
+            )
         return parts
 
     async def _fetch(self, address: str) -> bytes:
@@ -180,7 +212,9 @@ class MediaReader:
         for _ in range(_REDIRECTS + 1):
             parts = self._host(address)
             if parts.hostname != first:
-                raise _refused(f"{first} sends the server to another host, {parts.hostname}; give that address")
+                raise _refused(
+                    f"{first} sends the server to another host, {parts.hostname}; give that address"
+                )
             status, headers, body = await self._get(str(first), _target(parts))
             if status in _MOVED and b"location" in headers:
                 address = urljoin(address, headers[b"location"].decode("latin-1"))
@@ -207,7 +241,9 @@ class MediaReader:
                 parser.feed_data(piece)
                 received += len(piece)
                 if received > self.most_bytes + _HEAD or len(answer.body) > self.most_bytes:
-                    raise _refused(f"an image of {host} has more than {self.most_bytes} bytes; give a smaller one")
+                    raise _refused(
+                        f"an image of {host} has more than {self.most_bytes} bytes; give a smaller one"
+                    )
         finally:
             writer.close()
         if not answer.whole and answer.headers.keys() & {b"content-length", b"transfer-encoding"}:

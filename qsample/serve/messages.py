@@ -21,7 +21,11 @@ from qsample.serve.parsers import ToolCalls
 from qsample.serve.refusals import MESSAGE_TOOL, MESSAGES
 from qsample.serve.requests import Body, Count, GenerationRequest, JsonSchema, ResponseFormat, Texts
 
-_CHOICES: Final[dict[str, Any]] = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in OpenAI's words
+_CHOICES: Final[dict[str, Any]] = {
+    "auto": "auto",
+    "any": "required",
+    "none": "none",
+}  # of tools, in OpenAI's words
 # Who writes which blocks, and what these have to have.
 _BLOCKS: Final = {
     "user": ("text", "image", "tool_result"),
@@ -111,7 +115,9 @@ def _messages_of(value: Any) -> list[dict[str, Any]]:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in _BLOCKS:
             raise ValueError(f"message {place} has no role; give {', '.join(_BLOCKS)}")
-        messages += _of_blocks(role, _blocks_of(message.get("content"), f"message {place}", *_BLOCKS[role]), place)
+        messages += _of_blocks(
+            role, _blocks_of(message.get("content"), f"message {place}", *_BLOCKS[role]), place
+        )
     return messages
 
 
@@ -128,7 +134,9 @@ def _blocks_of(content: Any, owner: str, *known: str) -> list[dict[str, Any]]:
         for name, type_ in _FIELDS[kind].items():
             if not isinstance(block.get(name), type_):
                 given = "a text" if type_ is str else "an object"
-                raise ValueError(f"{owner} has a block of type {kind!r} without {name}; give {given}")
+                raise ValueError(
+                    f"{owner} has a block of type {kind!r} without {name}; give {given}"
+                )
     return content
 
 
@@ -145,10 +153,14 @@ def _of_blocks(role: str, blocks: list[dict[str, Any]], place: int) -> list[dict
                 parts.append(block)
             case {"type": "tool_result", "tool_use_id": call}:
                 owner = f"message {place}"
-                content = _content_of(_blocks_of(block.get("content", ""), owner, "text", "image"), owner)
+                content = _content_of(
+                    _blocks_of(block.get("content", ""), owner, "text", "image"), owner
+                )
                 results.append({"role": "tool", "tool_call_id": call, "content": content})
             case {"type": "tool_use", "id": call, "name": name, "input": given}:
-                calls.append({"id": call, "type": "function", "function": {"name": name, "arguments": given}})
+                calls.append(
+                    {"id": call, "type": "function", "function": {"name": name, "arguments": given}}
+                )
             case {"type": "thinking", "thinking": thought}:
                 thoughts += thought
     said = _content_of(parts, f"message {place}") if parts or not calls else None
@@ -177,7 +189,9 @@ def _address_of(source: dict[str, Any], owner: str) -> str:
         case {"type": "url", "url": str(address)}:
             return address
     form = '{"type": "base64", "media_type": "image/png", "data": "..."}'
-    raise ValueError(f"{owner} has an image with a source of type {source.get('type')!r:.60}; give {form}")
+    raise ValueError(
+        f"{owner} has an image with a source of type {source.get('type')!r:.60}; give {form}"
+    )
 
 
 class CountTokensRequest(GenerationRequest):
@@ -190,10 +204,19 @@ class CountTokensRequest(GenerationRequest):
     refusals = MESSAGES
     example = ChatCompletionRequest.example
 
-    messages: Annotated[list[dict[str, Any]], PlainValidator(_messages_of, json_schema_input_type=list[dict[str, Any]])]
-    system: Annotated[str, PlainValidator(_text_of, json_schema_input_type=str | list[dict[str, Any]])] | None = None
+    messages: Annotated[
+        list[dict[str, Any]],
+        PlainValidator(_messages_of, json_schema_input_type=list[dict[str, Any]]),
+    ]
+    system: (
+        Annotated[str, PlainValidator(_text_of, json_schema_input_type=str | list[dict[str, Any]])]
+        | None
+    ) = None
     tools: (
-        Annotated[list[Annotated[MessageTool, BeforeValidator(_only_client_tools)]], Field(fail_fast=True)] | None
+        Annotated[
+            list[Annotated[MessageTool, BeforeValidator(_only_client_tools)]], Field(fail_fast=True)
+        ]
+        | None
     ) = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -211,28 +234,45 @@ class CountTokensRequest(GenerationRequest):
     @cached_property
     def chat(self) -> ChatCompletionRequest:
         """The same as a chat completion. An assistant's message at the end is continued."""
-        same = {name: getattr(self, name) for name in self.model_fields_set if name in GenerationRequest.model_fields}
-        choice, config = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()
+        same = {
+            name: getattr(self, name)
+            for name in self.model_fields_set
+            if name in GenerationRequest.model_fields
+        }
+        choice, config = (
+            self.tool_choice or ToolChoice(type="auto"),
+            self.output_config or OutputConfig(),
+        )
         same_in_tools = {"name", "description", "strict"}
         tools = [
-            Function.model_construct(**tool.model_dump(include=same_in_tools), parameters=tool.input_schema)
+            Function.model_construct(
+                **tool.model_dump(include=same_in_tools), parameters=tool.input_schema
+            )
             for tool in self.tools or []
         ]
         thinking, kwargs = self.thinking, dict(self.chat_template_kwargs or {})
         if thinking is not None and thinking.type == "disabled":
             kwargs.setdefault("enable_thinking", False)
         schema = JsonSchema(schema=config.format.schema_) if config.format is not None else None
-        named = NamedTool(function=NamedFunction(name=choice.name)) if choice.name is not None else None
+        named = (
+            NamedTool(function=NamedFunction(name=choice.name)) if choice.name is not None else None
+        )
         last = self.messages[-1]
         return ChatCompletionRequest.model_construct(
             **same,
-            messages=[*([] if self.system is None else [{"role": "system", "content": self.system}]), *self.messages],
+            messages=[
+                *([] if self.system is None else [{"role": "system", "content": self.system}]),
+                *self.messages,
+            ],
             stop=self.stop_sequences,
-            response_format=ResponseFormat(type="json_schema", json_schema=schema) if schema else None,
+            response_format=ResponseFormat(type="json_schema", json_schema=schema)
+            if schema
+            else None,
             tools=[Tool(function=function) for function in tools] or None,
             tool_choice=named or (_CHOICES[choice.type] if tools or choice.type == "any" else None),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
-            include_reasoning=thinking is None or (thinking.type != "disabled" and thinking.display != "omitted"),
+            include_reasoning=thinking is None
+            or (thinking.type != "disabled" and thinking.display != "omitted"),
             reasoning_effort=config.effort,
             continue_final_message=last["role"] == "assistant" and "tool_calls" not in last,
             chat_template=self.chat_template,
@@ -255,8 +295,17 @@ class MessageChoice(ChatChoice):
     def __init__(self, model: ServedModel, body: MessagesRequest, prompt: Sequence[int]) -> None:
         super().__init__(0, model, body.chat, prompt)
         self._limit = body.max_tokens
-        known = {"id": f"msg_{body.request_id or uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-        open_: Event = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(len(prompt), 0, 0)}
+        known = {
+            "id": f"msg_{body.request_id or uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+        }
+        open_: Event = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(len(prompt), 0, 0),
+        }
         self._message: Event = {**known, "model": model.name, **open_}
         self._blocks: list[Event] = []
         self._pieces: list[str] | None = None  # of the open block, the last one
@@ -272,12 +321,18 @@ class MessageChoice(ChatChoice):
         reason, sequence, usage = "max_tokens", None, output.usage
         if output.finish_reason == "stop":
             sequence = None if self._calls else output.stop_string
-            reason = "tool_use" if self._calls else "end_turn" if sequence is None else "stop_sequence"
+            reason = (
+                "tool_use" if self._calls else "end_turn" if sequence is None else "stop_sequence"
+            )
         elif output.finish_reason == "length" and usage.completion_tokens < self._limit:
             reason = "model_context_window_exceeded"
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         counts = _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        return [*events, {"type": "message_delta", "delta": delta, "usage": counts}, {"type": "message_stop"}]
+        return [
+            *events,
+            {"type": "message_delta", "delta": delta, "usage": counts},
+            {"type": "message_stop"},
+        ]
 
     def whole(self, output: RequestOutput) -> Event:
         self.piece(output)
@@ -289,27 +344,44 @@ class MessageChoice(ChatChoice):
 
     def _written(self, thoughts: str, text: str, calls: ToolCalls) -> list[Event]:
         shown = thoughts if self._shows_thoughts else ""
-        events = self._write({"type": "thinking", "thinking": "", "signature": ""}, "thinking", shown)
+        events = self._write(
+            {"type": "thinking", "thinking": "", "signature": ""}, "thinking", shown
+        )
         events += self._write({"type": "text", "text": ""}, "text", text)
         for call in calls:
             begun = {"id": call["id"], "name": call["function"]["name"]} if "id" in call else {}
             events += self._write(
-                {"type": "tool_use", **begun, "input": {}}, "input_json", call["function"]["arguments"]
+                {"type": "tool_use", **begun, "input": {}},
+                "input_json",
+                call["function"]["arguments"],
             )
         return events
 
     def _write(self, block: Event, kind: str, text: str) -> list[Event]:
         """The events of a part of a block: of the open block if it has the same type, and a call does not begin."""
         events: list[Event] = []
-        if "id" in block or (text and (self._pieces is None or self._blocks[-1]["type"] != block["type"])):
+        if "id" in block or (
+            text and (self._pieces is None or self._blocks[-1]["type"] != block["type"])
+        ):
             events = self._close()
             self._blocks.append(block)
             self._pieces = []
-            events.append({"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block})
+            events.append(
+                {
+                    "type": "content_block_start",
+                    "index": len(self._blocks) - 1,
+                    "content_block": block,
+                }
+            )
         if text and self._pieces is not None:
             self._pieces.append(text)
-            delta = {"type": f"{kind}_delta", "partial_json" if kind == "input_json" else kind: text}
-            events.append({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})
+            delta = {
+                "type": f"{kind}_delta",
+                "partial_json" if kind == "input_json" else kind: text,
+            }
+            events.append(
+                {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+            )
         return events
 
     def _close(self) -> list[Event]:
@@ -317,7 +389,10 @@ class MessageChoice(ChatChoice):
             return []
         block, text = self._blocks[-1], "".join(self._pieces)
         kind, self._pieces = block["type"], None
-        self._blocks[-1] = {**block, **({"input": _input_of(text)} if kind == "tool_use" else {kind: text})}
+        self._blocks[-1] = {
+            **block,
+            **({"input": _input_of(text)} if kind == "tool_use" else {kind: text}),
+        }
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
 
@@ -339,5 +414,7 @@ def _input_of(arguments: str) -> dict[str, Any]:
 class MessageAnswers(NamedEvents):
     """The answer to a request of `/v1/messages`."""
 
-    def __init__(self, model: ServedModel, body: MessagesRequest, metrics: Metrics, prompt: list[int]) -> None:
+    def __init__(
+        self, model: ServedModel, body: MessagesRequest, metrics: Metrics, prompt: list[int]
+    ) -> None:
         super().__init__(model, body.chat, metrics, [MessageChoice(model, body, prompt)])

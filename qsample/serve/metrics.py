@@ -33,18 +33,34 @@ class Metrics:
             return Counter(f"qsample:{name}", meaning, [_MODEL, *labels], registry=registry)
 
         def histogram(name: str, meaning: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(f"qsample:{name}", meaning, [_MODEL], registry=registry, buckets=buckets)
+            return Histogram(
+                f"qsample:{name}", meaning, [_MODEL], registry=registry, buckets=buckets
+            )
 
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens that were read or found, of requests that ended.")
-        self._cached_tokens = counter("prefix_cache_hits", "Prompt tokens that a slot held already.")
-        self._queried_tokens = counter("prefix_cache_queries", "Prompt tokens that were looked for in slots.")
-        self._drafts = counter("spec_decode_num_drafts", "Steps of requests that checked guessed tokens.")
+        self._prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens that were read or found, of requests that ended."
+        )
+        self._cached_tokens = counter(
+            "prefix_cache_hits", "Prompt tokens that a slot held already."
+        )
+        self._queried_tokens = counter(
+            "prefix_cache_queries", "Prompt tokens that were looked for in slots."
+        )
+        self._drafts = counter(
+            "spec_decode_num_drafts", "Steps of requests that checked guessed tokens."
+        )
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Guessed tokens.")
-        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right.")
-        self._scored_tokens = counter("prompt_tokens_scored", "Prompt tokens whose log-probability was computed.")
+        self._accepted_tokens = counter(
+            "spec_decode_num_accepted_tokens", "Guessed tokens that were right."
+        )
+        self._scored_tokens = counter(
+            "prompt_tokens_scored", "Prompt tokens whose log-probability was computed."
+        )
         self._images = counter("prompt_images", "Images of prompts.")
         self._image_tokens = counter("prompt_image_tokens", "Prompt tokens that stand for images.")
-        self._vision = histogram("image_encoder_seconds", "Seconds to the features of a prompt's images.")
+        self._vision = histogram(
+            "image_encoder_seconds", "Seconds to the features of a prompt's images."
+        )
         self._ended = counter("request_success", "Requests that ended, by why.", "finished_reason")
         self._failed = counter("request_failure", "Requests that ended with an error.")
         self._exchanges = Counter(
@@ -57,7 +73,9 @@ class Metrics:
         self._queue = histogram("request_queue_time_seconds", "Seconds to a slot.")
         self._whole = histogram("e2e_request_latency_seconds", "Seconds to the end.")
         self._token = histogram(
-            "request_time_per_output_token_seconds", "Mean seconds between the tokens of a request.", _SECONDS_A_TOKEN
+            "request_time_per_output_token_seconds",
+            "Mean seconds between the tokens of a request.",
+            _SECONDS_A_TOKEN,
         )
         self._tokens = _SampledTokens()
         registry.register(_Engines(models))
@@ -80,7 +98,9 @@ class Metrics:
 
     def follow_scoring(self, model: str, request: Request) -> None:
         """Count the tokens of a request that scores a prompt, and samples none of them."""
-        request.add_done_callback(lambda ended: self._scored_tokens.labels(model).inc(ended.completion_tokens))
+        request.add_done_callback(
+            lambda ended: self._scored_tokens.labels(model).inc(ended.completion_tokens)
+        )
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text form."""
@@ -119,8 +139,12 @@ class _Engines(Collector):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily("qsample:num_requests_running", "Requests in slots.", labels=[_MODEL])
-        waiting = GaugeMetricFamily("qsample:num_requests_waiting", "Requests without a slot.", labels=[_MODEL])
+        running = GaugeMetricFamily(
+            "qsample:num_requests_running", "Requests in slots.", labels=[_MODEL]
+        )
+        waiting = GaugeMetricFamily(
+            "qsample:num_requests_waiting", "Requests without a slot.", labels=[_MODEL]
+        )
         slots = GaugeMetricFamily("qsample:num_slots", "Slots.", labels=[_MODEL])
         loras = GaugeMetricFamily(
             "qsample:lora_requests_info",
@@ -163,7 +187,9 @@ class _SampledTokens(Collector):
             counts = self._ended.copy()
             for request, model in self._running.items():
                 counts[model] += request.completion_tokens
-        family = CounterMetricFamily("qsample:generation_tokens", "Sampled tokens.", labels=[_MODEL])
+        family = CounterMetricFamily(
+            "qsample:generation_tokens", "Sampled tokens.", labels=[_MODEL]
+        )
         for model, count in counts.items():
             family.add_metric([model], count)
         yield family

@@ -37,7 +37,9 @@ _OF_CONFIG: Final = (
     "prompt_lookup_num_tokens",
     *FILTER_FIELDS,
 )
-_MARK_TOKENS: Final = 32  # more than the longest mark around thoughts has, even in single characters
+_MARK_TOKENS: Final = (
+    32  # more than the longest mark around thoughts has, even in single characters
+)
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNKNOWN: Final = "\ufffd"
 
@@ -71,9 +73,13 @@ class ServedModel:
         self.defaults = {"temperature": 1.0}
         if settings.generation_config == "auto":
             config = self.model.generation_config
-            self.defaults |= {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
+            self.defaults |= {
+                name: config[name] for name in _OF_CONFIG if config.get(name) is not None
+            }
         if settings.speculative_config is not None:
-            self.defaults["prompt_lookup_num_tokens"] = wanted = settings.speculative_config["num_speculative_tokens"]
+            self.defaults["prompt_lookup_num_tokens"] = wanted = settings.speculative_config[
+                "num_speculative_tokens"
+            ]
             if wanted > (most := self.interface.features.num_speculative_tokens):
                 remedy = f"ask for at most {most}" if most else "leave it out"
                 raise ValueError(
@@ -85,9 +91,13 @@ class ServedModel:
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
         self.grammars = Grammars(self.model)
-        self._longest_token = None if self.model.tokenizer is None else self.model.tokenizer.characters_per_token()
+        self._longest_token = (
+            None if self.model.tokenizer is None else self.model.tokenizer.characters_per_token()
+        )
         if self.interface.features.logprobs and self.model.tokenizer is not None:
-            _ = self.token_texts  # now: a large tokenizer.json takes half a second, and every request would wait
+            _ = (
+                self.token_texts
+            )  # now: a large tokenizer.json takes half a second, and every request would wait
         for lora, folder in settings.loras.items():
             self.model.load_adapter(lora, folder)
         self.engine = Engine(  # last: it has a thread
@@ -117,7 +127,8 @@ class ServedModel:
         """Raises ApiError for a package without a tokenizer."""
         if self.model.tokenizer is None:
             raise ApiError(
-                400, f"the package of {self.name!r} has no tokenizer: it takes prompts of token ids on /v1/completions"
+                400,
+                f"the package of {self.name!r} has no tokenizer: it takes prompts of token ids on /v1/completions",
             )
         return self.model.tokenizer
 
@@ -158,7 +169,9 @@ class ServedModel:
         fields = {**self.defaults, **request.sampling_fields()}
         if "max_new_tokens" not in fields:
             limit = request.default_limit
-            fields |= {"max_length": self.max_model_len} if limit is None else {"max_new_tokens": limit}
+            fields |= (
+                {"max_length": self.max_model_len} if limit is None else {"max_new_tokens": limit}
+            )
         if "logit_bias" in fields and not self.interface.features.logit_bias:
             raise without_feature("logit_bias", "logit_bias")
         if request.ignore_eos or request.stop_token_ids:
@@ -171,7 +184,9 @@ class ServedModel:
         asked = [] if request.top is None else [(request.top_field, request.top)]
         if request.scores_prompt:
             asked.append(
-                ("echo", 0) if request.prompt_logprobs is None else ("prompt_logprobs", request.prompt_logprobs)
+                ("echo", 0)
+                if request.prompt_logprobs is None
+                else ("prompt_logprobs", request.prompt_logprobs)
             )
         features = self.interface.features
         for param, top in asked:
@@ -179,7 +194,8 @@ class ServedModel:
                 raise without_feature("logprobs", param)
             if self.model.tokenizer is None:
                 text = (
-                    "log-probabilities come with the texts of tokens, and this package has no tokenizer; leave them out"
+                    "log-probabilities come with the texts of tokens, "
+                    "and this package has no tokenizer; leave them out"
                 )
                 raise ApiError(400, text, param=param)
             if top > features.top_logprobs:
@@ -190,7 +206,9 @@ class ServedModel:
                     param=param,
                 )
         if request.scores_prompt and not features.allowed_tokens:
-            raise without_feature("allowed_tokens", asked[-1][0], ", which log-probabilities of a prompt need")
+            raise without_feature(
+                "allowed_tokens", asked[-1][0], ", which log-probabilities of a prompt need"
+            )
 
     def guides(self, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
         """A function that makes the guides of answers in this form; None for any text. Raises ApiError if answers of
@@ -203,7 +221,9 @@ class ServedModel:
         if self.model.tokenizer is None:
             raise ApiError(400, f"this package has no tokenizer{needed}")
         if not self.model.package.manifest.token_ids.eos:
-            raise ApiError(400, "this model has no stop token, with which an answer that follows a schema ends")
+            raise ApiError(
+                400, "this model has no stop token, with which an answer that follows a schema ends"
+            )
         if importlib.util.find_spec("llguidance") is None:
             text = f"this server lacks llguidance{needed}; its machine needs the extra serve of {DISTRIBUTION}"
             raise ApiError(501, text, code="missing_module")
@@ -213,7 +233,9 @@ class ServedModel:
         """Raise ApiError if `count` answers can never have places at once."""
         most = self.engine.slots + self.engine.max_waiting
         if count > most:
-            raise ApiError(400, f"{count} answers were requested at once, and this server takes {most}")
+            raise ApiError(
+                400, f"{count} answers were requested at once, and this server takes {most}"
+            )
 
     def check_places(self, count: int) -> None:
         """Raise QueueFullError unless `count` places are free. They stay free until the event loop goes on, because
@@ -221,7 +243,9 @@ class ServedModel:
         stats = self.engine.stats()
         taken, most = stats.running + stats.waiting, stats.slots + stats.max_waiting
         if taken + count > most:
-            raise QueueFullError(f"{taken} of {most} places are taken and {count} were requested; try again later")
+            raise QueueFullError(
+                f"{taken} of {most} places are taken and {count} were requested; try again later"
+            )
 
     def check_room(self, prompt: Sequence[int], tokens: int = 1) -> None:
         """Raise ApiError unless a slot has room for a prompt and `tokens` tokens of an answer."""
@@ -310,9 +334,15 @@ class ServedModel:
         most = self.interface.vocab_size
         wrong = next((token for token in ids if token >= most), None)
         if wrong is not None:
-            raise ApiError(400, f"{wrong} is not a token of this model, which has 0 to {most - 1}", param="prompt")
+            raise ApiError(
+                400,
+                f"{wrong} is not a token of this model, which has 0 to {most - 1}",
+                param="prompt",
+            )
 
-    def add(self, prompt: list[int], params: SamplingParams, *, priority: int = 0, **options: Any) -> Request:
+    def add(
+        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, **options: Any
+    ) -> Request:
         """A request to the engine, without waiting for room; `options`: fields of `Call`. Every token is read, the
         padding token too: a single prompt has no padding, and a text may spell that token. An empty prompt begins a
         text. Raises ApiError if the adapter has been unloaded meanwhile."""
@@ -320,7 +350,9 @@ class ServedModel:
             if self.adapter not in self.model.adapters:
                 raise unknown_model(self.adapter, [self.base])
             params = replace(params, adapter=self.adapter)
-        return self.engine.add(Call(inputs=[prompt], params=params, **options), timeout=0, priority=priority)[0]
+        return self.engine.add(
+            Call(inputs=[prompt], params=params, **options), timeout=0, priority=priority
+        )[0]
 
     def close(self) -> None:
         self.grammars.close()
@@ -363,7 +395,9 @@ class ServedModels:
             raise unknown_model(name, self._models, param=param)
         return self._models[name]
 
-    def load_adapter(self, name: str, path: str, base: str | None = None, *, replaced: bool = False) -> None:
+    def load_adapter(
+        self, name: str, path: str, base: str | None = None, *, replaced: bool = False
+    ) -> None:
         """Serve the adapter in a folder below the settings' `lora_dir` as `name`; running requests keep their adapter.
 
         It belongs to the model `base`, or by default to the first. With `replaced`, it may take the place of that
@@ -391,7 +425,11 @@ class ServedModels:
         the name."""
         there = self._models.get(name)
         if there is not None and (there.adapter is None or there.base != replaced):
-            remedy = "give another lora_name" if there.adapter is None else "give another, or load_inplace: true"
+            remedy = (
+                "give another lora_name"
+                if there.adapter is None
+                else "give another, or load_inplace: true"
+            )
             raise ApiError(400, f"{name!r:.100} is served already; {remedy}", param="lora_name")
         loaded, most = len(self._models) - len(list(self)), self._settings.max_cpu_loras
         if there is None and loaded >= most:
@@ -407,7 +445,9 @@ class ServedModels:
         try:
             files = [Path(entry) for entry in os.scandir(folder)]
             inside = not leads_out(folder, [root]) and not os.path.samefile(folder, root)
-            inside = inside and all(file.is_file() and not leads_out(file, [root]) for file in files)
+            inside = inside and all(
+                file.is_file() and not leads_out(file, [root]) for file in files
+            )
         except (OSError, ValueError):  # ValueError: no path at all
             inside = False
         if not inside:
@@ -427,12 +467,15 @@ def without_feature(name: str, param: str | None = None, use: str = "") -> ApiEr
     """The answer to a request for a feature that the package lacks. `use`: a clause about the feature."""
     option = f"--{name.replace('_', '-')}"
     text = (
-        f"this package was exported without {name}{use}; export it with --for-serving, which brings all that requests"
+        f"this package was exported without {name}{use}; export it with --for-serving, "
+        f"which brings all that requests ask for, or with {option}"
     )
-    return ApiError(400, f"{text} ask for, or with {option}", param=param)
+    return ApiError(400, text, param=param)
 
 
-def unknown_model(name: str, there: Iterable[str], kind: str = "model", param: str = "model") -> ApiError:
+def unknown_model(
+    name: str, there: Iterable[str], kind: str = "model", param: str = "model"
+) -> ApiError:
     """The answer to a request for a model that is not served; `there`: the served names."""
     text = f"the {kind} {name!r:.100} does not exist here; there is {', '.join(map(repr, there)) or 'none'}"
     return ApiError(404, text, param=param, code="model_not_found")
@@ -446,7 +489,9 @@ class TokenTexts:
         self._tokenizer = model.tokenizer
         described = json.loads(self._tokenizer.to_json())  # the file may have been replaced
         self._byte_level = '"ByteLevel"' in json.dumps(described.get("decoder"))
-        pieces: dict[int, str] = {entry["id"]: entry["content"] for entry in described.get("added_tokens") or []}
+        pieces: dict[int, str] = {
+            entry["id"]: entry["content"] for entry in described.get("added_tokens") or []
+        }
         vocabulary: Any = (described.get("model") or {}).get("vocab") or {}
         if isinstance(vocabulary, dict):
             pieces = {number: piece for piece, number in vocabulary.items()} | pieces
@@ -455,7 +500,9 @@ class TokenTexts:
         self._added = {entry["id"] for entry in described.get("added_tokens") or []}
         self._pieces = pieces
         # Some decoders drop a blank at the start of a text; so a token is shown as it is after another token.
-        self._anchor = next((token for token in pieces if token not in self._added and self._decode([token])), None)
+        self._anchor = next(
+            (token for token in pieces if token not in self._added and self._decode([token])), None
+        )
         self.of = lru_cache(maxsize=2**16)(self._of)
 
     def width(self, token: int) -> int:
@@ -488,7 +535,11 @@ class TokenTexts:
 def _byte_table() -> dict[str, int]:
     """GPT-2's printable characters for bytes (Radford et al. 2019; openai/gpt-2, encoder.py): printable bytes stand for
     themselves, the other bytes for the code points from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
     return table | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -31,4 +31,6 @@ async def script(name: str) -> Response:
     if name not in _SCRIPTS:
         raise HTTPException(404)
     # What a system says of the type differs, and without no-cache a browser may keep an older version's script.
-    return FileResponse(_SCRIPTS[name], media_type="text/javascript", headers={"Cache-Control": "no-cache"})
+    return FileResponse(
+        _SCRIPTS[name], media_type="text/javascript", headers={"Cache-Control": "no-cache"}
+    )

@@ -34,7 +34,9 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 }
 
 
-def find_reasoning_format(name: str | None, is_shown: Callable[[str], bool]) -> ReasoningFormat | None:
+def find_reasoning_format(
+    name: str | None, is_shown: Callable[[str], bool]
+) -> ReasoningFormat | None:
     """The format `name` of REASONING_FORMATS; None without a name: then thoughts stay in the answer. Raises ValueError
     unless the model's texts can contain both marks (`is_shown`)."""
     if name is None:
@@ -153,7 +155,9 @@ def _xml_pairs(text: str, tools: Mapping[str, Any]) -> list[Call]:
     calls = []
     for body in _bodies(text, "<tool_call>", "</tool_call>"):
         name = body.partition("<arg_key>")[0].strip()
-        values = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
+        values = re.findall(
+            r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL
+        )
         calls.append(_typed(name, [(key.strip(), value) for key, value in values], tools))
     return calls
 
@@ -169,7 +173,9 @@ def _deepseek(text: str, tools: Mapping[str, Any]) -> list[Call]:
     calls = []
     for body in _bodies(text, _deepseek_mark("call_begin"), _deepseek_mark("call_end")):
         kind, _, rest = body.partition(_deepseek_mark("sep"))
-        name, _, arguments = rest.partition("\n") if kind.strip() == "function" else (kind, "", rest)
+        name, _, arguments = (
+            rest.partition("\n") if kind.strip() == "function" else (kind, "", rest)
+        )
         arguments = arguments.strip().removeprefix("```json").removesuffix("```")
         calls.append(_call({"name": name.strip(), "arguments": json.loads(arguments)}))
     return calls
@@ -178,7 +184,10 @@ def _deepseek(text: str, tools: Mapping[str, Any]) -> list[Call]:
 def _pythonic(text: str, tools: Mapping[str, Any]) -> list[Call]:
     """[name(key=value), ...], of Llama 4 and other models."""
     try:
-        tree = ast.parse(text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>"), mode="eval").body
+        tree = ast.parse(
+            text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>"),
+            mode="eval",
+        ).body
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError("not a list of calls") from error
     calls = []
@@ -211,13 +220,23 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     "qwen3_coder": ToolFormat(("<tool_call>",), (), _xml_function, ("<function=",)),
     "glm45": ToolFormat(("<tool_call>",), (), _xml_pairs, ("<arg_key>",)),
     "deepseek_v3": ToolFormat(
-        (_deepseek_mark("calls_begin"),), (), _deepseek, (_deepseek_mark("calls_begin"),), _DEEPSEEK_HEAD
+        (_deepseek_mark("calls_begin"),),
+        (),
+        _deepseek,
+        (_deepseek_mark("calls_begin"),),
+        _DEEPSEEK_HEAD,
     ),
     "hermes": ToolFormat(("<tool_call>",), (), _hermes, ("<tool_call>",), _HERMES_HEAD),
-    "mistral": ToolFormat(("[TOOL_CALLS]",), ('[{"name"', '[{"arguments"'), _json, ("[TOOL_CALLS]",), _JSON_HEAD),
+    "mistral": ToolFormat(
+        ("[TOOL_CALLS]",), ('[{"name"', '[{"arguments"'), _json, ("[TOOL_CALLS]",), _JSON_HEAD
+    ),
     "llama4_pythonic": ToolFormat(("<|python_start|>",), ("[",), _pythonic, ("<|python_start|>",)),
     "llama3_json": ToolFormat(
-        ("<|python_tag|>",), ('{"name"', '{"type"', '{"function"'), _json, ('"parameters"',), _JSON_HEAD
+        ("<|python_tag|>",),
+        ('{"name"', '{"type"', '{"function"'),
+        _json,
+        ('"parameters"',),
+        _JSON_HEAD,
     ),
 }
 # Of answers that a grammar constrained to a list of calls.
@@ -227,12 +246,18 @@ _DEMANDED: Final = ToolFormat((), ("[",), _json, (), _JSON_HEAD)
 def find_tool_format(name: str | None, template: str) -> ToolFormat:
     """The format `name`; by default the format that a chat template teaches, or else Hermes'."""
     if name is None:
-        known = (key for key, form in TOOL_FORMATS.items() if any(text in template for text in form.in_template))
+        known = (
+            key
+            for key, form in TOOL_FORMATS.items()
+            if any(text in template for text in form.in_template)
+        )
         name = next(known, "hermes")
     return TOOL_FORMATS[name]
 
 
-ToolCalls = list[dict[str, Any]]  # OpenAI's, or parts of them: of an index, the texts of arguments follow each other
+ToolCalls = list[
+    dict[str, Any]
+]  # OpenAI's, or parts of them: of an index, the texts of arguments follow each other
 
 
 @dataclass(slots=True)
@@ -269,11 +294,15 @@ class ToolReader:
             if any(mark.startswith(bare) for mark in self.format.at_start):
                 return ""
             self._at_start = False
-        place = min((at for mark in self.format.marks if (at := self._text.find(mark)) >= 0), default=None)
+        place = min(
+            (at for mark in self.format.marks if (at := self._text.find(mark)) >= 0), default=None
+        )
         if place is not None:
             self._calling = True
         else:
-            place = len(self._text) - max((_open_end(self._text, mark) for mark in self.format.marks), default=0)
+            place = len(self._text) - max(
+                (_open_end(self._text, mark) for mark in self.format.marks), default=0
+            )
         certain, self._text = self._text[:place], self._text[place:]
         return certain
 
@@ -290,7 +319,10 @@ class ToolReader:
                     break
                 self._text, self._open = self._text[head.end() :], _Object()
             end = self._open.end(self._text)
-            part, self._text = self._text[:end], self._text[len(self._text) if end is None else end :]
+            part, self._text = (
+                self._text[:end],
+                self._text[len(self._text) if end is None else end :],
+            )
             if end is not None:
                 self._open = None
             if begins:
@@ -317,7 +349,11 @@ class ToolReader:
         if calls and all(name in self.tools for name, _ in calls):
             return "", [self._begin(call) for call in (calls if self.parallel else calls[:1])]
         marks = (*self.format.marks, *_CLOSING, "{", "[", '"id"')
-        is_cut = self._begun and not calls and any(rest.startswith(mark) or mark.startswith(rest) for mark in marks)
+        is_cut = (
+            self._begun
+            and not calls
+            and any(rest.startswith(mark) or mark.startswith(rest) for mark in marks)
+        )
         return "" if is_cut else self._text, []
 
 
@@ -432,7 +468,9 @@ def _typed(name: str, values: list[tuple[str, str]], tools: Mapping[str, Any]) -
             try:
                 arguments[key] = json.loads(text)
             except ValueError:
-                arguments[key] = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+                arguments[key] = {"True": True, "False": False, "None": None}.get(
+                    text.strip(), text
+                )
     return _call({"name": name, "arguments": arguments})
 
 

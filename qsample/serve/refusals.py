@@ -20,13 +20,21 @@ _BOTH: Final[Refusals] = {
     **refusals("use_beam_search early_stopping", _NO_BEAMS, False),
     "length_penalty": Refusal(_NO_BEAMS, (1,)),
     "skip_special_tokens": Refusal("return_token_ids returns special tokens, too", (True,)),
-    "spaces_between_special_tokens": Refusal(_LEAVE_OUT, (True, False)),  # answers contain no special tokens
+    "spaces_between_special_tokens": Refusal(
+        _LEAVE_OUT, (True, False)
+    ),  # answers contain no special tokens
     "include_stop_str_in_output": Refusal("stop_reason has the stop string", (False,)),
     "truncate_prompt_tokens": Refusal("cut the prompt yourself; /tokenize counts its tokens"),
-    "allowed_token_ids": Refusal("guided_choice, guided_regex and guided_grammar constrain an answer"),
+    "allowed_token_ids": Refusal(
+        "guided_choice, guided_regex and guided_grammar constrain an answer"
+    ),
     "logits_processors": Refusal("a server runs no programs of its clients", ([],)),
-    "return_tokens_as_token_ids": Refusal("return_token_ids returns them next to the text", (False,)),
-    "cache_salt": Refusal("requests share cached prompts; start a server for each group that must not"),
+    "return_tokens_as_token_ids": Refusal(
+        "return_token_ids returns them next to the text", (False,)
+    ),
+    "cache_salt": Refusal(
+        "requests share cached prompts; start a server for each group that must not"
+    ),
     **refusals("kv_transfer_params vllm_xargs", _LEAVE_OUT, {}),
     "repetition_detection": Refusal("frequency_penalty keeps an answer from repeating itself"),
     "thinking_token_budget": Refusal("max_tokens bounds thoughts and answer together"),
@@ -34,14 +42,18 @@ _BOTH: Final[Refusals] = {
     "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),
     "guided_decoding_backend": Refusal("llguidance does it; leave it out", ("auto", "guidance")),
     "guided_whitespace_pattern": Refusal(_ONE_LINE),
-    "samplers": Refusal("a package has a fixed order of filters, which --filter-order of export chooses"),
+    "samplers": Refusal(
+        "a package has a fixed order of filters, which --filter-order of export chooses"
+    ),
     "min_keep": Refusal("each filter keeps at least a token; leave it out", (0,)),
 }
 CHAT: Final[Refusals] = {
     **_BOTH,
     "audio": Refusal("the model writes text; leave it out"),
     "functions": Refusal("give tools, which have taken their place", ([],)),
-    "function_call": Refusal("give tools and tool_choice, which have taken its place", ("none", "auto")),
+    "function_call": Refusal(
+        "give tools and tool_choice, which have taken its place", ("none", "auto")
+    ),
     "web_search_options": Refusal("search yourself, and put the results into messages"),
     "moderation": Refusal(_LEAVE_OUT),
     "echo": Refusal("put the message in front of the answer yourself", (False,)),
@@ -50,9 +62,17 @@ CHAT: Final[Refusals] = {
 COMPLETIONS: Final[Refusals] = {**_BOTH, "prompt_embeds": Refusal("give texts or token ids", ([],))}
 RESPONSES: Final[Refusals] = {
     **_BOTH,
-    **refusals("previous_response_id conversation", "nothing is stored here; send the whole conversation in input"),
-    "store": Refusal("nothing is stored here; give store: false, and send the whole conversation each time", (False,)),
-    "background": Refusal("nothing is stored here; wait for the answer, or give stream: true", (False,)),
+    **refusals(
+        "previous_response_id conversation",
+        "nothing is stored here; send the whole conversation in input",
+    ),
+    "store": Refusal(
+        "nothing is stored here; give store: false, and send the whole conversation each time",
+        (False,),
+    ),
+    "background": Refusal(
+        "nothing is stored here; wait for the answer, or give stream: true", (False,)
+    ),
     **refusals("background_options moderation access_programs", _LEAVE_OUT),
     "prompt": Refusal("no prompts are stored here; give instructions and input"),
     "max_tool_calls": Refusal("this server runs no tools itself; leave it out"),
@@ -84,7 +104,9 @@ MESSAGE_TOOL: Final[Refusals] = {
 STRUCTURED_OUTPUTS: Final[Refusals] = {
     # llguidance has no fallback, and blanks are always as json.dumps writes them.
     **refusals("disable_fallback disable_any_whitespace", _LEAVE_OUT, True, False),
-    "disable_additional_properties": Refusal("give additionalProperties: false in the schema", (False,)),
+    "disable_additional_properties": Refusal(
+        "give additionalProperties: false in the schema", (False,)
+    ),
     "whitespace_pattern": Refusal(_ONE_LINE),
     "structural_tag": Refusal("give tools, or a grammar"),
 }

@@ -26,7 +26,14 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
-from qsample.request.sampling_params import DRAWN_SEEDS, FILTER_FIELDS, HELP, OFF, SEEDS, SMALLEST_TOP_P
+from qsample.request.sampling_params import (
+    DRAWN_SEEDS,
+    FILTER_FIELDS,
+    HELP,
+    OFF,
+    SEEDS,
+    SMALLEST_TOP_P,
+)
 from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.serve.refusals import COMPLETIONS, STRUCTURED_OUTPUTS, Refusals
@@ -40,12 +47,22 @@ MOST_BIASES: Final = 1024
 MOST_STOP_STRINGS: Final = 64
 MOST_STOP_CHARACTERS: Final = 2048  # of all of them
 MOST_PROMPTS: Final = 2**16  # of a request; few servers take that number at once
-MOST_NAME: Final = 256  # characters of an adapter's name, a label of a metric, and of an id, which each event has
+MOST_NAME: Final = (
+    256  # characters of an adapter's name, a label of a metric, and of an id, which each event has
+)
 MOST_PATH: Final = 4096
 MOST_FIELDS: Final = 256  # of an object; pydantic notes an error for each that is not known
 # Fields that have the same name in `SamplingParams`.
 _SAME_NAME: Final = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ),
     "prompt_lookup_num_tokens",
     *FILTER_FIELDS,
 )
@@ -157,7 +174,9 @@ else:
     FilterFields = create_model(
         "FilterFields",
         __base__=Body,
-        **{name: ((_Items if OFF[name] is None else Number) | None, None) for name in FILTER_FIELDS},
+        **{
+            name: ((_Items if OFF[name] is None else Number) | None, None) for name in FILTER_FIELDS
+        },
     )
 
 
@@ -179,7 +198,9 @@ class GenerationRequest(FilterFields):
     user, store, metadata, service_tier, safety_identifier, prompt_cache_key, prompt_cache_retention: ignored.
     """
 
-    default_limit: ClassVar[int | None] = None  # tokens of an answer; None: all that fit into the context
+    default_limit: ClassVar[int | None] = (
+        None  # tokens of an answer; None: all that fit into the context
+    )
     top_field: ClassVar[str]  # the field of `top`
 
     model: StrictStr | None = None
@@ -201,10 +222,16 @@ class GenerationRequest(FilterFields):
     repetition_penalty: Penalty | None = Field(
         None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
-    penalty_last_n: Number | None = Field(None, validation_alias=AliasChoices("penalty_last_n", "repeat_last_n"))
-    prompt_lookup_num_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_SPECULATIVE_TOKENS)] | None = None
+    penalty_last_n: Number | None = Field(
+        None, validation_alias=AliasChoices("penalty_last_n", "repeat_last_n")
+    )
+    prompt_lookup_num_tokens: (
+        Annotated[StrictInt, Field(ge=0, le=MOST_SPECULATIVE_TOKENS)] | None
+    ) = None
     min_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(None, max_length=MOST_STOPS)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(
+        None, max_length=MOST_STOPS
+    )
     ignore_eos: StrictBool = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | StrictStr | None = None
@@ -261,10 +288,16 @@ class GenerationRequest(FilterFields):
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationRequest:
-        if not self.stream and self.stream_options is not None and any(self.stream_options.model_dump().values()):
+        if (
+            not self.stream
+            and self.stream_options is not None
+            and any(self.stream_options.model_dump().values())
+        ):
             raise ValueError("stream_options is for streams; leave it out, or give stream: true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs come with a whole answer; leave out stream, or give echo and logprobs")
+            raise ValueError(
+                "prompt_logprobs come with a whole answer; leave out stream, or give echo and logprobs"
+            )
         if self.best_of is not None and self.best_of != self.choices:
             raise ValueError("best_of is not done here; give n alone")
         return self
@@ -303,12 +336,16 @@ class GenerationRequest(FilterFields):
     def sampling_fields(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the request sets, except for stop tokens and seeds."""
         fields = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
-        fields |= {name: max(fields[name], least) for name, least in _LEAST.items() if name in fields}
+        fields |= {
+            name: max(fields[name], least) for name, least in _LEAST.items() if name in fields
+        }
         if self.limit:
             fields["max_new_tokens"] = self.limit
         if self.min_tokens:
             fields["min_new_tokens"] = self.min_tokens
-        biases = {int(token): float(amount) for token, amount in (self.logit_bias or {}).items() if amount}
+        biases = {
+            int(token): float(amount) for token, amount in (self.logit_bias or {}).items() if amount
+        }
         return fields | ({"logit_bias": biases} if biases else {})  # which not every package takes
 
     def seeds(self) -> list[int]:
@@ -328,9 +365,14 @@ class GenerationRequest(FilterFields):
         return form
 
     def _given_form(self) -> Form | None:
-        wanted, given = self.response_format, self.structured_outputs or StructuredOutputs.model_validate({})
+        wanted, given = (
+            self.response_format,
+            self.structured_outputs or StructuredOutputs.model_validate({}),
+        )
         forms = [
-            Form("json_schema", wanted.json_schema.schema_ if wanted and wanted.json_schema else None),
+            Form(
+                "json_schema", wanted.json_schema.schema_ if wanted and wanted.json_schema else None
+            ),
             Form("json_schema", self.guided_json),
             Form("json_schema", given.json_),
             Form("regex", self.guided_regex),
@@ -344,7 +386,10 @@ class GenerationRequest(FilterFields):
         if given.json_object or (wanted and wanted.type == "json_object"):
             forms.append(Form("json_schema", {"type": "object"}))
         if len(forms) > 1:
-            raise ApiError(400, "the answer is constrained by several fields; give one schema, grammar or choice")
+            raise ApiError(
+                400,
+                "the answer is constrained by several fields; give one schema, grammar or choice",
+            )
         return forms[0] if forms else None
 
 
@@ -352,11 +397,17 @@ def _check_prompt(value: Any) -> Any:
     """A text or token ids, or several of either. By hand: pydantic takes seconds to try a union on a million ids."""
     if isinstance(value, list) and len(value) > MOST_PROMPTS and not isinstance(value[0], int):
         raise ValueError(f"it has {len(value)} prompts; give at most {MOST_PROMPTS} in a request")
-    if isinstance(value, str) or _are_ids(value) or (isinstance(value, list) and all(map(_are_ids, value))):
+    if (
+        isinstance(value, str)
+        or _are_ids(value)
+        or (isinstance(value, list) and all(map(_are_ids, value)))
+    ):
         return value
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
-    raise ValueError(f"give a text, a list of token ids from 0 to {MOST_TOKENS}, or a list of either")
+    raise ValueError(
+        f"give a text, a list of token ids from 0 to {MOST_TOKENS}, or a list of either"
+    )
 
 
 def _are_ids(value: Any) -> bool:
@@ -367,7 +418,9 @@ def _are_ids(value: Any) -> bool:
 
 Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
-    PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    PlainValidator(
+        _check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    ),
 ]
 
 
@@ -376,7 +429,9 @@ class LoadLoraRequest(Body):
     `lora_dir`. load_inplace: replace a loaded adapter of that name. base_model_name: the model that it changes, by
     default the first."""
 
-    lora_name: StrictStr = Field(min_length=1, max_length=MOST_NAME, pattern=r"^[^\x00-\x1f\x7f,]+$")
+    lora_name: StrictStr = Field(
+        min_length=1, max_length=MOST_NAME, pattern=r"^[^\x00-\x1f\x7f,]+$"
+    )
     lora_path: StrictStr = Field(min_length=1, max_length=MOST_PATH)
     load_inplace: StrictBool = False
     base_model_name: StrictStr | None = None
@@ -410,7 +465,9 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         if self.suffix:
-            raise ValueError("suffix is not done here: the model writes the continuation of a prompt")
+            raise ValueError(
+                "suffix is not done here: the model writes the continuation of a prompt"
+            )
         if self.max_tokens == 0 and self.min_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens} and max_tokens 0; leave out either")
         return self
@@ -429,5 +486,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
         if not prompt:
-            raise ValueError("prompt is an empty list; give a text, token ids, or several of either")
+            raise ValueError(
+                "prompt is an empty list; give a text, token ids, or several of either"
+            )
         return list(prompt)

@@ -33,7 +33,12 @@ from qsample.serve.requests import Body, Count, GenerationRequest, JsonSchema, R
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _ROLES: Final = ("user", "assistant", "system", "developer")
-_TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # part → its field
+_TEXTS: Final = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "refusal": "refusal",
+}  # part → its field
 
 
 def _only_functions(tool: Any) -> Any:
@@ -97,26 +102,40 @@ def _messages_of(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"item {place} is not an object")
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thoughts = "".join(_text_of(part, place, {"reasoning_text": "text"}) for part in item.get("content") or ())
+            thoughts = "".join(
+                _text_of(part, place, {"reasoning_text": "text"})
+                for part in item.get("content") or ()
+            )
             continue
         if kind == "message":
             if item.get("role") not in _ROLES:
                 raise ValueError(f"item {place} has no role; give {', '.join(_ROLES)}")
-            messages.append({"role": item["role"], "content": _content_of(item.get("content"), place)})
+            messages.append(
+                {"role": item["role"], "content": _content_of(item.get("content"), place)}
+            )
         elif kind == "function_call":
             last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
             if last is None:
                 messages.append(last := {"role": "assistant", "content": None})
-            function = {"name": _string(item, "name", place), "arguments": _string(item, "arguments", place)}
+            function = {
+                "name": _string(item, "name", place),
+                "arguments": _string(item, "arguments", place),
+            }
             call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
             last.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = _content_of(item.get("output"), place)
-            messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
+            messages.append(
+                {"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output}
+            )
         elif kind == "item_reference":
-            raise ValueError(f"item {place} refers to a stored item, and nothing is stored here; send the item itself")
+            raise ValueError(
+                f"item {place} refers to a stored item, and nothing is stored here; send the item itself"
+            )
         else:
-            raise ValueError(f"item {place} is of type {kind!r:.60}, which this server does not know; leave it out")
+            raise ValueError(
+                f"item {place} is of type {kind!r:.60}, which this server does not know; leave it out"
+            )
         if thoughts is not None and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = thoughts
         thoughts = None
@@ -133,7 +152,9 @@ def _content_of(content: Any, place: int) -> str | list[dict[str, Any]]:
     if not any(_is_image(part) for part in content):
         return "\n".join(_text_of(part, place, _TEXTS) for part in content)
     return [
-        _image_of(part, place) if _is_image(part) else {"type": "text", "text": _text_of(part, place, _TEXTS)}
+        _image_of(part, place)
+        if _is_image(part)
+        else {"type": "text", "text": _text_of(part, place, _TEXTS)}
         for part in content
     ]
 
@@ -144,7 +165,9 @@ def _is_image(part: Any) -> bool:
 
 def _image_of(part: Mapping[str, Any], place: int) -> dict[str, Any]:
     if not isinstance(url := part.get("image_url"), str):
-        raise ValueError(f"item {place} has an input_image without image_url; give data:image/png;base64,...")
+        raise ValueError(
+            f"item {place} has an input_image without image_url; give data:image/png;base64,..."
+        )
     return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail")}}
 
 
@@ -152,7 +175,9 @@ def _text_of(part: Any, place: int, fields: Mapping[str, str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(fields[kind]) if isinstance(kind, str) and kind in fields else None
     if not isinstance(text, str):
-        raise ValueError(f"item {place} has a part of type {kind!r:.60}; give input_text or input_image")
+        raise ValueError(
+            f"item {place} has a part of type {kind!r:.60}; give input_text or input_image"
+        )
     return text
 
 
@@ -179,14 +204,16 @@ class ResponsesRequest(GenerationRequest):
     example = '{"input": "In the beginning", "max_output_tokens": 24}'
 
     input: Annotated[
-        list[dict[str, Any]], PlainValidator(_messages_of, json_schema_input_type=str | list[dict[str, Any]])
+        list[dict[str, Any]],
+        PlainValidator(_messages_of, json_schema_input_type=str | list[dict[str, Any]]),
     ]
     instructions: StrictStr | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
     tools: Annotated[list[_Function], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunctionTool | None, BeforeValidator(_only_functions)
+        Literal["none", "auto", "required"] | NamedFunctionTool | None,
+        BeforeValidator(_only_functions),
     ] = None
     parallel_tool_calls: StrictBool | None = None
     include: Annotated[list[_Included], Field(fail_fast=True)] | None = None
@@ -209,12 +236,21 @@ class ResponsesRequest(GenerationRequest):
     @cached_property
     def chat(self) -> ChatCompletionRequest:
         """The same as a chat completion."""
-        same = {name: getattr(self, name) for name in self.model_fields_set if name in GenerationRequest.model_fields}
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        same = {
+            name: getattr(self, name)
+            for name in self.model_fields_set
+            if name in GenerationRequest.model_fields
+        }
+        system = (
+            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        )
         form = self.text.format if self.text is not None else None
-        schema = JsonSchema(schema=form.schema_ or {}) if form and form.type == "json_schema" else None
+        schema = (
+            JsonSchema(schema=form.schema_ or {}) if form and form.type == "json_schema" else None
+        )
         tools = [
-            Tool(function=Function.model_construct(**tool.model_dump(exclude={"type"}))) for tool in self.tools or []
+            Tool(function=Function.model_construct(**tool.model_dump(exclude={"type"})))
+            for tool in self.tools or []
         ]
         choice = self.tool_choice
         if isinstance(choice, NamedFunctionTool):
@@ -237,7 +273,11 @@ class ResponsesRequest(GenerationRequest):
     def described(self, params: SamplingParams) -> dict[str, Any]:
         """The fields that an answer repeats. params: of the answer, defaults included."""
         text, choice = self.text or TextOptions(), self.tool_choice
-        form = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
+        form = (
+            {"type": "text"}
+            if text.format is None
+            else text.format.model_dump(by_alias=True, exclude_none=True)
+        )
         if form["type"] != "json_schema":
             form = {"type": form["type"]}
         return {
@@ -245,11 +285,19 @@ class ResponsesRequest(GenerationRequest):
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
+            "reasoning": {
+                "effort": self.reasoning.effort if self.reasoning else None,
+                "summary": None,
+            },
             "temperature": params.temperature,
             "text": {"format": form, "verbosity": text.verbosity or "medium"},
-            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunctionTool) else choice or "auto",
-            "tools": [{"strict": None, "parameters": None, **tool.model_dump()} for tool in self.tools or []],
+            "tool_choice": choice.model_dump()
+            if isinstance(choice, NamedFunctionTool)
+            else choice or "auto",
+            "tools": [
+                {"strict": None, "parameters": None, **tool.model_dump()}
+                for tool in self.tools or []
+            ],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": params.top_p,
             "user": self.user,
@@ -270,7 +318,11 @@ class ResponseChoice(ChatChoice):
     prefix = "resp"
 
     def __init__(
-        self, model: ServedModel, body: ResponsesRequest, prompt: Sequence[int], response: Mapping[str, Any]
+        self,
+        model: ServedModel,
+        body: ResponsesRequest,
+        prompt: Sequence[int],
+        response: Mapping[str, Any],
     ) -> None:
         """response: the fields of the whole answer that its request decides."""
         super().__init__(0, model, body.chat, prompt)
@@ -282,7 +334,9 @@ class ResponseChoice(ChatChoice):
         self._writing: str | None = None  # the type of the open item
 
     def start(self) -> list[Event]:
-        return [self._whole_event(kind, status="in_progress") for kind in ("created", "in_progress")]
+        return [
+            self._whole_event(kind, status="in_progress") for kind in ("created", "in_progress")
+        ]
 
     def piece(self, delta: Delta | RequestOutput) -> list[Event]:
         parts = self._put(delta.text or "")
@@ -300,7 +354,10 @@ class ResponseChoice(ChatChoice):
         tokens = self._model.tokenizer.encode(self._thoughts, add_special_tokens=False)
         usage = {
             "input_tokens": output.usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": output.usage.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": output.usage.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": output.usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": len(tokens)},
             "total_tokens": output.usage.prompt_tokens + output.usage.completion_tokens,
@@ -323,7 +380,10 @@ class ResponseChoice(ChatChoice):
     def failed(self, error: ApiError) -> list[Event]:
         failure = {"code": "server_error", "message": str(error)}
         told = {"code": error.code, "message": str(error), "param": error.param}
-        return [{"type": "error", **told}, self._whole_event("failed", status="failed", error=failure)]
+        return [
+            {"type": "error", **told},
+            self._whole_event("failed", status="failed", error=failure),
+        ]
 
     def _whole_event(self, kind: str, **fields: Any) -> Event:
         """An event with the response as it is now."""
@@ -340,7 +400,12 @@ class ResponseChoice(ChatChoice):
             return []
         events = [] if kind == self._writing else [*self._close("completed"), *self._open(kind)]
         self._pieces.append(text)
-        delta = {"type": f"response.{_PARTS[kind]}.delta", **self._place(), "delta": text, **self._taken(kind)}
+        delta = {
+            "type": f"response.{_PARTS[kind]}.delta",
+            **self._place(),
+            "delta": text,
+            **self._taken(kind),
+        }
         return [*events, delta]
 
     def _taken(self, kind: str) -> Event:
@@ -362,7 +427,10 @@ class ResponseChoice(ChatChoice):
         }
         self._writing, self._pieces = kind, []
         added = self._added(item)
-        return [added, {"type": "response.content_part.added", **self._place(), "part": self._part("", [])}]
+        return [
+            added,
+            {"type": "response.content_part.added", **self._place(), "part": self._part("", [])},
+        ]
 
     def _close(self, status: str) -> list[Event]:
         if self._writing is None:
@@ -390,7 +458,9 @@ class ResponseChoice(ChatChoice):
             events = self._close("completed")
             self._writing, self._pieces = _CALL, []
             known = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-            events.append(self._added({"id": _id("fc"), "type": _CALL, "status": "in_progress", **known}))
+            events.append(
+                self._added({"id": _id("fc"), "type": _CALL, "status": "in_progress", **known})
+            )
         if not function["arguments"]:
             return events
         self._pieces.append(function["arguments"])
@@ -402,15 +472,27 @@ class ResponseChoice(ChatChoice):
 
     def _added(self, item: Event) -> Event:
         self._items.append(item)
-        return {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": item}
+        return {
+            "type": "response.output_item.added",
+            "output_index": len(self._items) - 1,
+            "item": item,
+        }
 
     def _done(self, **fields: Any) -> Event:
         """The last item, with its last fields; events before keep the item as it was."""
         self._items[-1] = item = {**self._items[-1], **fields}
-        return {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+        return {
+            "type": "response.output_item.done",
+            "output_index": len(self._items) - 1,
+            "item": item,
+        }
 
     def _place(self) -> Event:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        return {
+            "item_id": self._items[-1]["id"],
+            "output_index": len(self._items) - 1,
+            "content_index": 0,
+        }
 
     def _part(self, text: str, entries: list[dict[str, Any]]) -> Event:
         if self._writing == "reasoning":
@@ -422,7 +504,12 @@ class ResponseAnswers(NamedEvents):
     """The answer to a request of `/v1/responses`."""
 
     def __init__(
-        self, model: ServedModel, body: ResponsesRequest, metrics: Metrics, params: SamplingParams, prompt: list[int]
+        self,
+        model: ServedModel,
+        body: ResponsesRequest,
+        metrics: Metrics,
+        params: SamplingParams,
+        prompt: list[int],
     ) -> None:
         """Arguments as for `Answers`; `params` and `prompt` are the answer's."""
         response = {

@@ -26,7 +26,9 @@ from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
 MOST_HEAD: Final = 2**16  # bytes of a request's line and headers; uvicorn's number for h11
 SECONDS: Final = 60.0  # in which a request has to arrive, or a new connection to send one
-_SLICE: Final = 2**14  # bytes that are parsed at once; asyncio's pieces may hold thousands of pipelined requests
+_SLICE: Final = (
+    2**14
+)  # bytes that are parsed at once; asyncio's pieces may hold thousands of pipelined requests
 _PIPELINED: Final = 16  # requests of a connection that wait for earlier answers
 _OVERHEAD: Final = 16  # bytes on the wire for a byte of a body, in chunks of a byte
 _BACKLOG: Final = 2048  # connections that wait to be accepted; uvicorn's number
@@ -37,7 +39,8 @@ _LOGGING: Final = {
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "loggers": {
-        name: {"handlers": ["stderr"], "level": "INFO", "propagate": False} for name in ("uvicorn", ACCESS_LOG)
+        name: {"handlers": ["stderr"], "level": "INFO", "propagate": False}
+        for name in ("uvicorn", ACCESS_LOG)
     },
 }
 _LAST_WORDS: Final = 5  # seconds for the last events of answers; slow readers are cut off then
@@ -86,7 +89,9 @@ def run(
         logging.getLogger(ACCESS_LOG).setLevel(logging.getLogger("uvicorn.error").level)
         _raise_open_files()
         port = listening.getsockname()[1]
-        ready(f"http{'' if ssl_certfile is None else 's'}://{f'[{host}]' if ':' in host else host}:{port}")
+        ready(
+            f"http{'' if ssl_certfile is None else 's'}://{f'[{host}]' if ':' in host else host}:{port}"
+        )
         _Server(config, models, settings.drain_timeout).run(sockets=[listening])
 
 
@@ -168,13 +173,21 @@ def limited_protocol(
 
         def _refuse(self, status: bytes, reason: str) -> None:
             refused(int(status[:3]), reason)
-            if self.cycle is None or self.cycle.response_complete:  # otherwise an answer is on its way
-                self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            if (
+                self.cycle is None or self.cycle.response_complete
+            ):  # otherwise an answer is on its way
+                self.transport.write(
+                    b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+                )
             self.transport.close()
 
         def close_late(self, now: float) -> None:
             """Close the connection if its request is overdue."""
-            answers = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+            answers = (
+                self.cycle is not None
+                and not self.cycle.more_body
+                and not self.cycle.response_complete
+            )
             if self.began is not None and now - self.began > seconds and not answers:
                 refused(0, "request_too_slow")
                 self.transport.abort()
@@ -213,7 +226,9 @@ def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
         except OSError as error:  # ssl's, too
             reason = str(error)
     given = f"ssl_certfile {shown(certfile)}, ssl_keyfile {shown(keyfile)}"
-    raise QsampleError(f"cannot serve https with {given} ({reason}); give PEM files of a certificate and its plain key")
+    raise QsampleError(
+        f"cannot serve https with {given} ({reason}); give PEM files of a certificate and its plain key"
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -223,4 +238,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         # create_server appends the address to the reason; getaddrinfo has other numbers and texts.
         reason = str(error.strerror).partition(" (while")[0]
-        raise QsampleError(f"cannot listen on {host}, port {port} ({reason}); give another host or port") from None
+        raise QsampleError(
+            f"cannot listen on {host}, port {port} ({reason}); give another host or port"
+        ) from None

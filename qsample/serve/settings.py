@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from qsample.checks import check_fields, checked, choice, flag, integer, is_integer, is_number, refuse
+from qsample.checks import (
+    check_fields,
+    checked,
+    choice,
+    flag,
+    integer,
+    is_integer,
+    is_number,
+    refuse,
+)
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
 from qsample.errors import shown
 from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS
@@ -52,13 +61,19 @@ def _guesses(name: str, config: Any) -> Any:
     """VLLM's settings of n-gram speculation."""
     accepted = '{"method": "ngram", "num_speculative_tokens": n}'
     if not isinstance(config, Mapping) or config.get("method") != "ngram":
-        raise ValueError(f"{name} is {shown(config)}; tokens are guessed by prompt lookup: give {accepted}")
+        raise ValueError(
+            f"{name} is {shown(config)}; tokens are guessed by prompt lookup: give {accepted}"
+        )
     names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
     if others := config.keys() - {"method", *names}:
         raise ValueError(f"{name} has {', '.join(sorted(map(repr, others)))}; give {accepted}")
     for key in names:
-        if (key == names[0] or key in config) and not is_integer(config.get(key), 1, MOST_SPECULATIVE_TOKENS):
-            raise ValueError(f'{name} has "{key}": {shown(config.get(key))}; give 1 to {MOST_SPECULATIVE_TOKENS}')
+        if (key == names[0] or key in config) and not is_integer(
+            config.get(key), 1, MOST_SPECULATIVE_TOKENS
+        ):
+            raise ValueError(
+                f'{name} has "{key}": {shown(config.get(key))}; give 1 to {MOST_SPECULATIVE_TOKENS}'
+            )
     return config
 
 
@@ -85,10 +100,16 @@ class ServeSettings:
     chat_template: str | None = None
     loras: Mapping[str, str] = checked(factory=dict)
     session_config: Mapping[str, str] = checked(factory=dict)
-    slots: int | None = integer(None, *_COUNT, help="Requests that run at once. (default: the package's batch, or 8)")
-    max_waiting: int = integer(256, 0, math.inf, "an integer >= 0", help="Requests that wait; the next gets 429.")
+    slots: int | None = integer(
+        None, *_COUNT, help="Requests that run at once. (default: the package's batch, or 8)"
+    )
+    max_waiting: int = integer(
+        256, 0, math.inf, "an integer >= 0", help="Requests that wait; the next gets 429."
+    )
     prefill_chunk_size: int | None = integer(
-        None, *_COUNT, help="Prompt tokens between two steps of other requests. (default: all of a prompt)"
+        None,
+        *_COUNT,
+        help="Prompt tokens between two steps of other requests. (default: all of a prompt)",
     )
     api_keys: tuple[str, ...] = checked(
         (), _texts, repeated=str, flag="--api-key",
@@ -110,14 +131,18 @@ class ServeSettings:
         help="Clients may call the server by this name, * for any; may be repeated. (default: any; localhost and "
         "addresses if it listens for this machine alone)",
     )  # fmt: skip
-    trust_request_chat_template: bool = flag(False, help="Clients may send chat templates, which are programs.")
+    trust_request_chat_template: bool = flag(
+        False, help="Clients may send chat templates, which are programs."
+    )
     generation_config: Literal["openai", "auto"] = choice(
         "openai",
         ("openai", "auto"),
         help="What requests leave out has defaults of: openai; auto: the model's generation_config.",
     )
     tool_call_parser: str | None = choice(
-        None, TOOL_FORMATS, help="Format of tool calls. (default: the format that the chat template teaches)"
+        None,
+        TOOL_FORMATS,
+        help="Format of tool calls. (default: the format that the chat template teaches)",
     )
     reasoning_parser: str | None = choice(
         None,
@@ -139,31 +164,53 @@ class ServeSettings:
     )
     prefix_cache_bytes: int = integer(8 << 30, *_COUNT, help="Most bytes of that folder.")
     lora_dir: str | None = checked(
-        None, _folder, metavar="DIR", help="Clients may load the adapters below it, and unload any. (default: none)"
+        None,
+        _folder,
+        metavar="DIR",
+        help="Clients may load the adapters below it, and unload any. (default: none)",
     )
-    max_cpu_loras: int = integer(64, *_COUNT, help="Most adapters in memory; a batch has the package's number of them.")
+    max_cpu_loras: int = integer(
+        64, *_COUNT, help="Most adapters in memory; a batch has the package's number of them."
+    )
     request_timeout: float | None = checked(
         None, _seconds, help="Seconds an answer may take; then it is cut off. (default: any)"
     )
-    drain_timeout: float = checked(30.0, _seconds, help="Seconds that running requests get on SIGTERM and ctrl-C.")
-    limit_images_per_prompt: int = integer(8, 0, math.inf, "an integer >= 0", help="Images of a request.")
+    drain_timeout: float = checked(
+        30.0, _seconds, help="Seconds that running requests get on SIGTERM and ctrl-C."
+    )
+    limit_images_per_prompt: int = integer(
+        8, 0, math.inf, "an integer >= 0", help="Images of a request."
+    )
     max_image_bytes: int = integer(20 * 2**20, *_COUNT, help="Bytes of an image's file.")
     max_image_pixels: int = integer(40_000_000, *_COUNT, help="Pixels of an image.")
     image_cache_mib: int = integer(
-        256, 0, math.inf, "an integer >= 0", help="MiB of image features to keep, for images that come again."
+        256,
+        0,
+        math.inf,
+        "an integer >= 0",
+        help="MiB of image features to keep, for images that come again.",
     )
     allowed_media_domains: tuple[str, ...] = checked(
         (), _domains, repeated=str, metavar="HOST",
         help="Fetch the images of this host, over https; may be repeated. (default: none, data URLs alone)",
     )  # fmt: skip
     allowed_local_media_path: str | None = checked(
-        None, _folder, metavar="DIR", help="Read images of file: addresses below this folder. (default: none)"
+        None,
+        _folder,
+        metavar="DIR",
+        help="Read images of file: addresses below this folder. (default: none)",
     )
     max_body_bytes: int | None = integer(
-        None, *_COUNT, help=f"Bytes of a request. (default: {_BODY >> 20} MiB; with images {_IMAGE_BODY >> 20} MiB)"
+        None,
+        *_COUNT,
+        help=f"Bytes of a request. (default: {_BODY >> 20} MiB; with images {_IMAGE_BODY >> 20} MiB)",
     )
-    spinning: bool = flag(False, help="Threads wait busily: faster for a single stream, slower for many.")
-    access_log: bool = flag(True, flag="--access-log/--no-access-log", help="Log each HTTP request.")
+    spinning: bool = flag(
+        False, help="Threads wait busily: faster for a single stream, slower for many."
+    )
+    access_log: bool = flag(
+        True, flag="--access-log/--no-access-log", help="Log each HTTP request."
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -173,11 +220,18 @@ class ServeSettings:
             raise ValueError("models has an empty name; give NAME=PACKAGE")
         if not isinstance(self.loras, Mapping):
             refuse("loras", self.loras, "a mapping from served names to adapters' folders")
-        for name, remedy in (("prefixes", "prefix_cache_dir, or one model"), ("loras", "lora_dir, or one model")):
+        for name, remedy in (
+            ("prefixes", "prefix_cache_dir, or one model"),
+            ("loras", "lora_dir, or one model"),
+        ):
             if getattr(self, name) and len(self.models) > 1:
-                raise ValueError(f"{name} are of one package, and several are served; give {remedy}")
+                raise ValueError(
+                    f"{name} are of one package, and several are served; give {remedy}"
+                )
         if any(not key.strip() for key in self.api_keys):
-            raise ValueError("api_keys has an empty key; give another, or none for a server without keys")
+            raise ValueError(
+                "api_keys has an empty key; give another, or none for a server without keys"
+            )
 
     def most_body(self, images: bool) -> int:
         """Bytes of a request. images: whether a served model reads them."""

@@ -51,19 +51,29 @@ _RANGE: Final = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 _PIECE: Final = 1 << 20  # bytes of a file in memory
 
 
-class WebServer(ThreadingTCPServer):  # an HTTPServer may take seconds to look up the name of its address
+class WebServer(
+    ThreadingTCPServer
+):  # an HTTPServer may take seconds to look up the name of its address
     """Serves the page at /, and the package's files at /package/. port 0 takes a free port. Raises QsampleError if the
     page is not built, the package does not run in browsers, or the address cannot be used."""
 
     daemon_threads = allow_reuse_address = True
 
-    def __init__(self, package: Package, host: str = "127.0.0.1", port: int = 8080, page: Path = PAGE) -> None:
+    def __init__(
+        self, package: Package, host: str = "127.0.0.1", port: int = 8080, page: Path = PAGE
+    ) -> None:
         check_built(page)
         check_package(package)
-        pages = {f"/{path.relative_to(page).as_posix()}": path for path in page.rglob("*") if path.is_file()}
+        pages = {
+            f"/{path.relative_to(page).as_posix()}": path
+            for path in page.rglob("*")
+            if path.is_file()
+        }
         names = (MANIFEST_NAME, *package.manifest.files)
         # By the path of an address: a file, and the folder that it may not lead out of, if it becomes a link.
-        self.files = {path: (page, file) for path, file in (pages | {"/": pages["/index.html"]}).items()}
+        self.files = {
+            path: (page, file) for path, file in (pages | {"/": pages["/index.html"]}).items()
+        }
         self.files |= {PACKAGE_PATH + name: (package.path, package.path / name) for name in names}
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.is_local = is_loopback(host)
@@ -71,7 +81,9 @@ class WebServer(ThreadingTCPServer):  # an HTTPServer may take seconds to look u
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise QsampleError(f"cannot listen on {host}, port {port} ({reason}); give another host or port") from None
+            raise QsampleError(
+                f"cannot listen on {host}, port {port} ({reason}); give another host or port"
+            ) from None
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -96,7 +108,9 @@ def check_package(package: Package) -> None:
             "package, or a package that is compiled for web or webgpu"
         )
     if not package.interface.features.sampler:
-        raise QsampleError(f"{package.path} was exported without its sampler; export it with the sampler in its graph")
+        raise QsampleError(
+            f"{package.path} was exported without its sampler; export it with the sampler in its graph"
+        )
     if not package.has("tokenizer.json"):
         raise QsampleError(
             f"{package.path} has no tokenizer.json, which the page needs; export the model with its tokenizer"
@@ -111,10 +125,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.server.is_local and not is_allowed(self.headers.get("Host", "")):
-            return self.send_error(403, explain="this server answers to localhost and to addresses only")
+            return self.send_error(
+                403, explain="this server answers to localhost and to addresses only"
+            )
         root, file = self.server.files.get(unquote(_path(self.path)), (None, None))
         try:
-            opened = None if root is None or file is None or leads_out(file, [root]) else open_plain(file)
+            opened = (
+                None
+                if root is None or file is None or leads_out(file, [root])
+                else open_plain(file)
+            )
         except (OSError, ValueError):  # removed since the server started, or a pipe
             opened = None
         if file is None or opened is None:
@@ -130,7 +150,9 @@ class _Handler(BaseHTTPRequestHandler):
         tag, size = f'"{about.st_size:x}-{about.st_mtime_ns:x}"', about.st_size
         headers = {"Content-Type": kind, "ETag": tag, "Accept-Ranges": "bytes"}
         first, end, status = 0, size, HTTPStatus.OK
-        asked = _RANGE.fullmatch(self.headers.get("Range", ""))  # several ranges in a request get the whole file
+        asked = _RANGE.fullmatch(
+            self.headers.get("Range", "")
+        )  # several ranges in a request get the whole file
         if tag in self.headers.get("If-None-Match", ""):
             status, end = HTTPStatus.NOT_MODIFIED, 0
         elif asked and any(asked.groups()) and self.headers.get("If-Range", tag) == tag:
@@ -138,16 +160,28 @@ class _Handler(BaseHTTPRequestHandler):
             first = int(asked[1]) if asked[1] else max(0, size - int(asked[2]))
             end = min(size, int(asked[2]) + 1) if asked[1] and asked[2] else size
             if first < end:
-                status, headers["Content-Range"] = HTTPStatus.PARTIAL_CONTENT, f"bytes {first}-{end - 1}/{size}"
+                status, headers["Content-Range"] = (
+                    HTTPStatus.PARTIAL_CONTENT,
+                    f"bytes {first}-{end - 1}/{size}",
+                )
             else:
-                status, headers["Content-Range"] = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"bytes */{size}"
+                status, headers["Content-Range"] = (
+                    HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+                    f"bytes */{size}",
+                )
         self.send_response(status)
-        length = size if status == HTTPStatus.NOT_MODIFIED else max(0, end - first)  # of the file that 304 stands for
+        length = (
+            size if status == HTTPStatus.NOT_MODIFIED else max(0, end - first)
+        )  # of the file that 304 stands for
         for name, value in (headers | {"Content-Length": str(length)}).items():
             self.send_header(name, value)
         self.end_headers()
         opened.seek(first)
-        while first < end and self.command != "HEAD" and (piece := opened.read(min(_PIECE, end - first))):
+        while (
+            first < end
+            and self.command != "HEAD"
+            and (piece := opened.read(min(_PIECE, end - first)))
+        ):
             self.wfile.write(piece)
             first += len(piece)
 

@@ -26,11 +26,22 @@ TEMPLATE_FOLDER: Final = "additional_chat_templates"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
-_MARK: Final = "[qsample: the message goes on here] "  # its last space shows whether the template trims
+_MARK: Final = (
+    "[qsample: the message goes on here] "  # its last space shows whether the template trims
+)
 # Names of the thoughts of a model before its answer; templates read the first, older hosts write the rest.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-IMAGES: Final = ("image", "image_url", "input_image")  # types of parts that hold an image; templates know the first
-_WITH_TEXT: Final = ("system", "developer", "user", "assistant")  # other roles may have any JSON: a tool's result
+IMAGES: Final = (
+    "image",
+    "image_url",
+    "input_image",
+)  # types of parts that hold an image; templates know the first
+_WITH_TEXT: Final = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+)  # other roles may have any JSON: a tool's result
 _DEEPEST: Final = 100
 _FORM: Final = 'give a list of {"role": "user", "content": "..."}'
 _SAFE_JINJA: Final = (3, 1, 6)  # older sandboxes can be escaped
@@ -72,7 +83,9 @@ class ChatOptions:
     documents: Sequence[Mapping[str, Any]] | None = checked(None, _documents)
     chat_template: str | None = instance(str, "a text", None)
     add_generation_prompt: bool | None = flag(None)
-    continue_final_message: bool | str = instance(bool | str, "True, False or the name of a field", False)
+    continue_final_message: bool | str = instance(
+        bool | str, "True, False or the name of a field", False
+    )
     chat_template_kwargs: Mapping[str, Any] = instance(
         Mapping, 'a mapping, such as {"enable_thinking": False}', factory=dict
     )
@@ -93,7 +106,11 @@ class ChatOptions:
     def given(self) -> list[str]:
         """The names of the options that are not at their defaults."""
         default = type(self)()
-        return [item.name for item in fields(self) if getattr(self, item.name) != getattr(default, item.name)]
+        return [
+            item.name
+            for item in fields(self)
+            if getattr(self, item.name) != getattr(default, item.name)
+        ]
 
 
 CHAT_OPTIONS: Final = frozenset(item.name for item in fields(ChatOptions))
@@ -103,16 +120,25 @@ class ChatTemplates:
     """A package's Jinja templates by name, and the special tokens that they may spell."""
 
     def __init__(
-        self, templates: Any, special_tokens: Mapping[str, str] | None = None, text_only: str | None = "the model"
+        self,
+        templates: Any,
+        special_tokens: Mapping[str, str] | None = None,
+        text_only: str | None = "the model",
     ) -> None:
         """templates: a text, texts by name, or the list of a tokenizer_config.json; None for none. text_only: who reads
         text only, for errors; None = messages may have images."""
         if isinstance(templates, list):
-            named = (entry for entry in templates if isinstance(entry, Mapping) and isinstance(entry.get("name"), str))
+            named = (
+                entry
+                for entry in templates
+                if isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
+            )
             templates = {entry["name"]: entry.get("template") for entry in named}
         elif not isinstance(templates, Mapping):
             templates = {_DEFAULT: templates}
-        self.templates: Mapping[str, str] = {name: text for name, text in templates.items() if isinstance(text, str)}
+        self.templates: Mapping[str, str] = {
+            name: text for name, text in templates.items() if isinstance(text, str)
+        }
         self.special_tokens = dict(special_tokens or {})
         self.text_only = text_only
         self._reads = lru_cache(maxsize=64)(self._find_whether_read)
@@ -126,9 +152,15 @@ class ChatTemplates:
             folder, _, file = name.partition("/")
             if folder == TEMPLATE_FOLDER and file.endswith(".jinja"):
                 files[file.removesuffix(".jinja")] = name
-        templates: Any = {name: _read(package, file) for name, file in files.items()} or config.get("chat_template")
+        templates: Any = {name: _read(package, file) for name, file in files.items()} or config.get(
+            "chat_template"
+        )
         reads_images = package.interface.image is not None
-        return cls(templates, _special_tokens(config), None if reads_images else f"the package {package.path.name}")
+        return cls(
+            templates,
+            _special_tokens(config),
+            None if reads_images else f"the package {package.path.name}",
+        )
 
     def source(self, chat_template: str | None = None, *, tools: bool = False) -> str:
         """The text of a template: of the given text or name, otherwise the default for prompts with or without `tools`.
@@ -155,7 +187,9 @@ class ChatTemplates:
             )
         return self.templates[_DEFAULT]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
+    ) -> str:
         """The prompt for `messages`, see `check_messages`. A template that does not read parts of text gets them joined
         by line breaks; it writes `ImageProcessor.placeholder` for an image. Raises ImportError without jinja2, and
         ValueError if the messages or the template are wrong."""
@@ -167,11 +201,15 @@ class ChatTemplates:
             "tools": plain("tools", options.tools),
             "documents": plain("documents", options.documents),
         }
-        conversation = [self._fitted(source, message) for message in check_messages(messages, self.text_only)]
+        conversation = [
+            self._fitted(source, message) for message in check_messages(messages, self.text_only)
+        ]
         goes_on = options.continue_final_message
         if not goes_on:
             ask = options.add_generation_prompt
-            return _render(source, conversation, {**variables, "add_generation_prompt": ask is None or ask})
+            return _render(
+                source, conversation, {**variables, "add_generation_prompt": ask is None or ask}
+            )
         end = _open_end(conversation[-1], goes_on if isinstance(goes_on, str) else "content")
         text = _render(source, conversation, {**variables, "add_generation_prompt": False})
         before, mark, after = text.rpartition(_MARK.rstrip())
@@ -187,9 +225,15 @@ class ChatTemplates:
         content, role = message.get("content"), message["role"]
         if is_parts(content) and not self._reads(source, role, True):
             if any("text" not in part for part in content):
-                raise ValueError("a message has an image, and the chat template reads text only; give another template")
+                raise ValueError(
+                    "a message has an image, and the chat template reads text only; give another template"
+                )
             return {**message, "content": "\n".join(part["text"] for part in content)}
-        if isinstance(content, str) and not self._reads(source, role, False) and self._reads(source, role, True):
+        if (
+            isinstance(content, str)
+            and not self._reads(source, role, False)
+            and self._reads(source, role, True)
+        ):
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
 
@@ -197,7 +241,10 @@ class ChatTemplates:
         """Whether the template prints the content of a role's message, given as parts or as a text. It is rendered,
         because nothing else sees through macros, filters and tests of a type alike."""
         probe = "qsample-probe"
-        message: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": probe}] if parts else probe}
+        message: dict[str, Any] = {
+            "role": role,
+            "content": [{"type": "text", "text": probe}] if parts else probe,
+        }
         user: dict[str, Any] = {"role": "user", "content": "x"}
         conversation = [user, message]
         if role == "user":
@@ -208,9 +255,15 @@ class ChatTemplates:
             function = {"name": "f", "arguments": {}}
             call = {"id": "call00000", "type": "function", "function": function}
             message |= {"tool_call_id": call["id"], "name": function["name"]}
-            conversation = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, message]
+            conversation = [
+                user,
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                message,
+            ]
         try:
-            text = _render(source, conversation, {**self.special_tokens, "add_generation_prompt": False})
+            text = _render(
+                source, conversation, {**self.special_tokens, "add_generation_prompt": False}
+            )
         except ValueError:
             return False
         # Parts that were printed as a list were not read.
@@ -240,7 +293,9 @@ def _render(source: str, messages: list[dict[str, Any]], variables: Mapping[str,
         text: str = template.render(**variables, messages=messages)
     except Exception as error:  # raised by a template, or by Python for its expressions
         kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
-        raise ValueError(f"the model's chat template refuses these messages: {kind}{error!s:.300}") from error
+        raise ValueError(
+            f"the model's chat template refuses these messages: {kind}{error!s:.300}"
+        ) from error
     return text
 
 
@@ -275,10 +330,14 @@ def plain(what: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, float | np.floating):
         return float(value)
     if isinstance(value, Mapping):
-        return {plain(what, key, depth + 1): plain(what, item, depth + 1) for key, item in value.items()}
+        return {
+            plain(what, key, depth + 1): plain(what, item, depth + 1) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [plain(what, item, depth + 1) for item in value]
-    raise ValueError(f"{what} holds a {type(value).__name__}; give text, numbers, lists and mappings, as JSON has them")
+    raise ValueError(
+        f"{what} holds a {type(value).__name__}; give text, numbers, lists and mappings, as JSON has them"
+    )
 
 
 def check_messages(messages: Any, text_only: str | None = None) -> list[dict[str, Any]]:
@@ -299,8 +358,12 @@ def _message(index: int, given: Any, text_only: str | None) -> dict[str, Any]:
     message = {name: value for name, value in given.items() if value is not None}
     if "content" in message:
         message["content"] = _content(what, message["role"], message["content"], text_only)
-    elif message["role"] != "assistant" or len(message) == 1:  # an assistant may have called tools, or only thought
-        raise ValueError(f"{what} ({message['role']}) has no content; give a text, or parts of type text")
+    elif (
+        message["role"] != "assistant" or len(message) == 1
+    ):  # an assistant may have called tools, or only thought
+        raise ValueError(
+            f"{what} ({message['role']}) has no content; give a text, or parts of type text"
+        )
     message = plain(what, message)
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is not None:
@@ -309,7 +372,9 @@ def _message(index: int, given: Any, text_only: str | None) -> dict[str, Any]:
 
 
 def _content(what: str, role: str, content: Any, text_only: str | None) -> Any:
-    if isinstance(content, list | tuple) and all(isinstance(part, str) or _is_part(part) for part in content):
+    if isinstance(content, list | tuple) and all(
+        isinstance(part, str) or _is_part(part) for part in content
+    ):
         return [_part(what, part, text_only) for part in content]
     if isinstance(content, str) or role not in _WITH_TEXT:
         return content
@@ -328,7 +393,9 @@ def _part(what: str, part: Any, text_only: str | None) -> Any:
     if part["type"] in IMAGES and text_only is None:
         return {"type": IMAGES[0]}
     if part["type"] != "text" or not isinstance(part.get("text"), str):
-        known = "give parts of text or images" if text_only is None else f"{text_only} reads text only"
+        known = (
+            "give parts of text or images" if text_only is None else f"{text_only} reads text only"
+        )
         text = '{"type": "text", "text": "..."}'
         raise ValueError(f"{what} has a part of type {shown(part['type'])}; {known}: {text}")
     return part
@@ -336,7 +403,9 @@ def _part(what: str, part: Any, text_only: str | None) -> Any:
 
 def is_parts(content: Any) -> TypeGuard[list[dict[str, Any]]]:
     """Whether the content of a checked message is a list of parts."""
-    return isinstance(content, list) and len(content) > 0 and all(_is_part(part) for part in content)
+    return (
+        isinstance(content, list) and len(content) > 0 and all(_is_part(part) for part in content)
+    )
 
 
 @lru_cache(maxsize=32)
@@ -391,4 +460,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's filter escapes HTML, and models were not trained on that."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -17,7 +17,9 @@ import numpy as np
 from qsample.errors import shown
 from qsample.text.tokenizer import Tokenizer, check_text
 
-_MOST_CHARACTERS: Final = 65_536  # of all stop strings of a row; each takes a few hundred bytes of memory, once
+_MOST_CHARACTERS: Final = (
+    65_536  # of all stop strings of a row; each takes a few hundred bytes of memory, once
+)
 
 
 def check_stop_strings(value: Any) -> tuple[str, ...]:
@@ -25,8 +27,12 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     strings = (value,) if isinstance(value, str) else value
-    if not isinstance(strings, Sequence) or not all(isinstance(item, str) and item for item in strings):
-        raise ValueError(f"stop_strings is {shown(value)}; give a string that is not empty, or a list of them")
+    if not isinstance(strings, Sequence) or not all(
+        isinstance(item, str) and item for item in strings
+    ):
+        raise ValueError(
+            f"stop_strings is {shown(value)}; give a string that is not empty, or a list of them"
+        )
     characters = sum(map(len, strings))
     if characters > _MOST_CHARACTERS:
         raise ValueError(
@@ -125,21 +131,32 @@ class StopStrings:
                 certain.append(character)
             self.match = automaton.complete[self._state]
             if self.match is not None:
-                certain.append(automaton.spelled[self._state][: automaton.size[self._state] - len(self.match)])
+                certain.append(
+                    automaton.spelled[self._state][: automaton.size[self._state] - len(self.match)]
+                )
                 self._state = 0
                 break
         return "".join(certain)
 
     def end(self) -> str:
         """The text that was held back, as no more text comes."""
-        held, self._state = self._automaton.spelled[self._state][: self._automaton.size[self._state]], 0
+        held, self._state = (
+            self._automaton.spelled[self._state][: self._automaton.size[self._state]],
+            0,
+        )
         return held
 
 
 _REPLACEMENT: Final = "\ufffd"  # an incomplete multi-byte character decodes to it
-_INCOMPLETE: Final = 3  # most bytes of an incomplete character, each a separate U+FFFD with byte fallback
-PROMPT_CONTEXT: Final = 8  # prompt tokens that decide how the first new token is spelled, with or without a space
-_MOST_TOKENS: Final = 32  # decoded for a new token: beyond that, all but the last half are forgotten
+_INCOMPLETE: Final = (
+    3  # most bytes of an incomplete character, each a separate U+FFFD with byte fallback
+)
+PROMPT_CONTEXT: Final = (
+    8  # prompt tokens that decide how the first new token is spelled, with or without a space
+)
+_MOST_TOKENS: Final = (
+    32  # decoded for a new token: beyond that, all but the last half are forgotten
+)
 
 
 class IncrementalDecoder:
@@ -147,7 +164,9 @@ class IncrementalDecoder:
     incomplete multi-byte character, of three bytes at most, so the work for any token is bounded. With byte fallback, a
     later byte token can make a whole run of them invalid; text that was already returned stays as it was."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         """prompt: the tokens before the first new token; they are not repeated in the text."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -225,7 +244,9 @@ def _known(given: str, text: str) -> int:
 class GeneratedText:
     """The text of a row as its tokens come, cut off before its first stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()
+    ) -> None:
         """prompt: as for `IncrementalDecoder`."""
         self._decoder = IncrementalDecoder(tokenizer, prompt)
         self._stops = StopStrings(stop_strings)
@@ -267,7 +288,9 @@ class Streamer(Protocol):
 def check_streamer(streamer: object, rows: int) -> None:
     """Raise ValueError if `streamer` lacks the protocol's methods, or there are several rows."""
     if rows != 1:
-        raise ValueError(f"a streamer follows a single prompt, and {rows} were given; generate each on its own")
+        raise ValueError(
+            f"a streamer follows a single prompt, and {rows} were given; generate each on its own"
+        )
     if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
         raise ValueError(f"streamer is {shown(streamer)}; give an object with put(value) and end()")
 
@@ -292,7 +315,9 @@ class TextStreamer:
         the sampled tokens up to the first of them, as `generate` cuts its texts. Raises ValueError without a
         tokenizer."""
         if tokenizer is None:
-            raise ValueError("a TextStreamer needs a tokenizer, and the package has none; stream token ids instead")
+            raise ValueError(
+                "a TextStreamer needs a tokenizer, and the package has none; stream token ids instead"
+            )
         self._tokenizer = tokenizer
         self._file = file
         self._skip_prompt = skip_prompt
@@ -317,7 +342,11 @@ class TextStreamer:
 
     def end(self) -> None:
         """Write the text that was held back, and a newline; the streamer can then be used again."""
-        rest = self._stops.put(self._decoder.end()) + self._stops.end() if self._decoder is not None else ""
+        rest = (
+            self._stops.put(self._decoder.end()) + self._stops.end()
+            if self._decoder is not None
+            else ""
+        )
         self._decoder, self._stops = None, StopStrings(self._stop_strings)
         self._write(rest + "\n")
 

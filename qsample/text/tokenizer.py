@@ -24,7 +24,17 @@ LONG_TEXT: Final = 20_000
 # follows the first byte of any character, and the first of them follows every later byte.
 _CONTINUING: Final = (("<0x80>", "Ģ"), ("<0xB0>", "°"))
 _COMPOSED: Final = 4  # characters that composing may make a single one of
-_KEEPING: Final = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
+_KEEPING: Final = {
+    "NFC",
+    "NFD",
+    "NFKC",
+    "NFKD",
+    "Lowercase",
+    "Prepend",
+    "ByteLevel",
+    "Metaspace",
+    "Digits",
+}
 
 
 class Tokenizer:
@@ -39,7 +49,9 @@ class Tokenizer:
         # A prompt is read as it is, without the settings that training code left in the file.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._special = {
+            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+        }
         self._chat_templates = chat_templates or ChatTemplates(None)
 
     @classmethod
@@ -66,7 +78,9 @@ class Tokenizer:
         check_text("a text", text)
         try:
             if len(text) > LONG_TEXT:
-                ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+                ids: list[int] = self._tokenizer.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )[0].ids
             else:
                 ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except BaseException as error:
@@ -78,7 +92,9 @@ class Tokenizer:
         tokens = [int(token) for token in ids]
         try:
             if len(tokens) > LONG_TEXT:
-                text: str = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)[0]
+                text: str = self._tokenizer.decode_batch(
+                    [tokens], skip_special_tokens=skip_special_tokens
+                )[0]
             else:
                 text = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
@@ -108,11 +124,15 @@ class Tokenizer:
     def _byte_token(self, spellings: Sequence[str]) -> int | None:
         """The token of a byte, which alone is no text; None if none of the spellings is such a token."""
         ids = (self._tokenizer.token_to_id(spelling) for spelling in spellings)
-        return next((token for token in ids if token is not None and self.decode([token]) == "\ufffd"), None)
+        return next(
+            (token for token in ids if token is not None and self.decode([token]) == "\ufffd"), None
+        )
 
     def is_skipped(self, token: int, *, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` leaves `token` out wherever it stands: a special token, or an id without a token."""
-        return (skip_special_tokens and token in self._special) or self._tokenizer.id_to_token(int(token)) is None
+        return (skip_special_tokens and token in self._special) or self._tokenizer.id_to_token(
+            int(token)
+        ) is None
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
@@ -122,19 +142,27 @@ class Tokenizer:
 
     @chat_template.setter
     def chat_template(self, value: str | Mapping[str, str] | None) -> None:
-        self._chat_templates = ChatTemplates(value, self._chat_templates.special_tokens, self._chat_templates.text_only)
+        self._chat_templates = ChatTemplates(
+            value, self._chat_templates.special_tokens, self._chat_templates.text_only
+        )
 
-    def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: Sequence[Any] | None = None
+    ) -> str:
         """The text of the template of `encode_chat` with these options. Raises ValueError without a template."""
         return self._chat_templates.source(chat_template, tools=tools is not None)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
+    ) -> list[int]:
         """Token ids of a conversation, up to the assistant's answer unless `options` say otherwise. Raises ValueError
         without a chat template, and if the messages do not fit it."""
         # The template spells the special tokens out.
         return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
+    ) -> str:
         """The text of a conversation; raises as `encode_chat` does."""
         return self._chat_templates.render(messages, options)
 
@@ -148,8 +176,11 @@ class Tokenizer:
         vocabulary = model.get("vocab") or {}
         steps = [*_steps(description.get("normalizer")), *_steps(description.get("pre_tokenizer"))]
         kinds = [step["type"] for step in steps]
-        has_bytes = ("ByteLevel" in kinds and all(piece in vocabulary for piece in ByteLevel.alphabet())) or (
-            model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+        has_bytes = (
+            "ByteLevel" in kinds and all(piece in vocabulary for piece in ByteLevel.alphabet())
+        ) or (
+            model.get("byte_fallback")
+            and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
         )
         strips = any(token["lstrip"] or token["rstrip"] for token in added)  # any number of blanks
         if model["type"] != "BPE" or not has_bytes or strips or not all(map(_keeps_all, steps)):
@@ -179,7 +210,9 @@ class Tokenizer:
         """
         kwargs = without_refused(APPLY_CHAT_TEMPLATE, kwargs)
         if return_tensors not in (None, "np"):
-            raise ValueError(f'return_tensors is {shown(return_tensors)}; give "np", or None for lists')
+            raise ValueError(
+                f'return_tensors is {shown(return_tensors)}; give "np", or None for lists'
+            )
         options = ChatOptions(
             tools=tools,
             documents=documents,
@@ -188,20 +221,35 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             chat_template_kwargs=kwargs,
         )
-        batched = isinstance(conversation, list | tuple) and conversation and isinstance(conversation[0], list | tuple)
-        texts = [self._chat_templates.render(chat, options) for chat in (conversation if batched else [conversation])]
+        batched = (
+            isinstance(conversation, list | tuple)
+            and conversation
+            and isinstance(conversation[0], list | tuple)
+        )
+        texts = [
+            self._chat_templates.render(chat, options)
+            for chat in (conversation if batched else [conversation])
+        ]
         if not tokenize:
             return texts if batched else texts[0]
         ids: Any = [self.encode(text, add_special_tokens=False) for text in texts]
         if return_tensors is not None:
             if len({*map(len, ids)}) > 1:
-                raise ValueError("return_tensors needs conversations of the same length; leave it out for lists")
+                raise ValueError(
+                    "return_tensors needs conversations of the same length; leave it out for lists"
+                )
             ids = np.array(ids, dtype=np.int64)
         elif not batched:
             ids = ids[0]
         if not return_dict:
             return ids
-        ones = np.ones_like(ids) if return_tensors else [[1] * len(row) for row in ids] if batched else [1] * len(ids)
+        ones = (
+            np.ones_like(ids)
+            if return_tensors
+            else [[1] * len(row) for row in ids]
+            if batched
+            else [1] * len(ids)
+        )
         return {"input_ids": ids, "attention_mask": ones}
 
 
@@ -235,21 +283,31 @@ def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Toke
     if not isinstance(backend, _Tokenizer):
         if own is not None and callable(getattr(given, "decode", None)):
             return own
-        raise ValueError(f"tokenizer is a {type(given).__name__}; give a fast tokenizer of transformers")
+        raise ValueError(
+            f"tokenizer is a {type(given).__name__}; give a fast tokenizer of transformers"
+        )
     size = backend.get_vocab_size(with_added_tokens=True)
     if size > vocab_size:
-        raise ValueError(f"tokenizer has {size} tokens and the model {vocab_size}; give the model's own")
+        raise ValueError(
+            f"tokenizer has {size} tokens and the model {vocab_size}; give the model's own"
+        )
     if own is not None:
         return own
-    templates = ChatTemplates(getattr(given, "chat_template", None), getattr(given, "special_tokens_map", None))
-    return Tokenizer(_Tokenizer.from_str(backend.to_str()), templates)  # a copy, because Tokenizer changes it
+    templates = ChatTemplates(
+        getattr(given, "chat_template", None), getattr(given, "special_tokens_map", None)
+    )
+    return Tokenizer(
+        _Tokenizer.from_str(backend.to_str()), templates
+    )  # a copy, because Tokenizer changes it
 
 
 def _raise_failure(what: str, error: BaseException) -> None:
     """Raise PackageError for a fault of a tokenizer.json: the Rust library raises a plain Exception for it, or panics
     with a BaseException. Return for anything else: a wrong argument, a KeyboardInterrupt."""
     of_an_argument = isinstance(error, OverflowError | TypeError)
-    if (isinstance(error, Exception) and not of_an_argument) or type(error).__name__ == "PanicException":
+    if (isinstance(error, Exception) and not of_an_argument) or type(
+        error
+    ).__name__ == "PanicException":
         text = " ".join(str(error).split())
         raise PackageError(f"{what}: {text:.300}; export the package again") from error
 

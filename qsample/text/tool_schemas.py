@@ -34,11 +34,15 @@ def tool_schema(tool: Any) -> Mapping[str, Any]:
     if isinstance(tool, Mapping):
         return tool
     if not (inspect.isfunction(tool) or inspect.ismethod(tool)):
-        raise ValueError(f"tools has {shown(tool)}; give JSON schemas, or functions with annotations and a docstring")
+        raise ValueError(
+            f"tools has {shown(tool)}; give JSON schemas, or functions with annotations and a docstring"
+        )
     name = tool.__name__
     documentation = inspect.getdoc(tool)
     if not documentation:
-        raise ValueError(f"the tool {name} has no docstring; describe it in a docstring, or give a JSON schema")
+        raise ValueError(
+            f"the tool {name} has no docstring; describe it in a docstring, or give a JSON schema"
+        )
     sections = _sections(documentation)
     told = _arguments(sections["Args"])
     try:
@@ -52,7 +56,9 @@ def tool_schema(tool: Any) -> Mapping[str, Any]:
             continue
         if argument not in hints or argument not in told:
             missing = "annotation" if argument not in hints else "line in the docstring's Args"
-            raise ValueError(f"the argument {argument} of the tool {name} has no {missing}; add it, or give a schema")
+            raise ValueError(
+                f"the argument {argument} of the tool {name} has no {missing}; add it, or give a schema"
+            )
         properties[argument] = _described(
             _schema(f"the argument {argument} of the tool {name}", hints[argument]), told[argument]
         )
@@ -80,7 +86,9 @@ def _described(schema: dict[str, Any], text: str) -> dict[str, Any]:
         try:
             values = json.loads(choices[1])
         except ValueError as error:
-            raise ValueError(f"the choices in {text!r:.60} are not a JSON list; write (choices: [1, 2])") from error
+            raise ValueError(
+                f"the choices in {text!r:.60} are not a JSON list; write (choices: [1, 2])"
+            ) from error
         schema["enum"] = [value.strip() if isinstance(value, str) else value for value in values]
         text = text[: choices.start()].strip()
     return schema | {"description": text}
@@ -102,7 +110,9 @@ def _schema(what: str, hint: Any) -> dict[str, Any]:
     if origin is tuple and len(arguments) > 1 and ... not in arguments:
         return {"type": "array", "prefixItems": [_schema(what, item) for item in arguments]}
     if origin is dict:
-        return {"type": "object"} | ({"additionalProperties": _schema(what, arguments[1])} if arguments else {})
+        return {"type": "object"} | (
+            {"additionalProperties": _schema(what, arguments[1])} if arguments else {}
+        )
     if origin is Union or origin is types.UnionType:
         return _union(what, arguments)
     raise ValueError(
@@ -113,7 +123,9 @@ def _schema(what: str, hint: Any) -> dict[str, Any]:
 
 def _values(what: str, values: list[Any]) -> dict[str, Any]:
     if not values or any(type(value) not in _SCALARS for value in values):
-        raise ValueError(f"{what} has the values {shown(values)}; they must be int, float, str, bool or None")
+        raise ValueError(
+            f"{what} has the values {shown(values)}; they must be int, float, str, bool or None"
+        )
     kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
     return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
 
@@ -135,7 +147,11 @@ def _sections(documentation: str) -> dict[str, str]:
     """The text before the first section under "", and the text of each section under its heading."""
     start, *rest = _HEADING.split(documentation)
     found = dict(zip(rest[::2], rest[1::2], strict=True))
-    return {"": start.strip(), "Args": found.get("Args", ""), "Returns": found.get("Returns", "").strip()}
+    return {
+        "": start.strip(),
+        "Args": found.get("Args", ""),
+        "Returns": found.get("Returns", "").strip(),
+    }
 
 
 def _arguments(text: str) -> dict[str, str]:

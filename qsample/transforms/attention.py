@@ -44,8 +44,12 @@ class MaskRule:
     def is_causal(self, window: int | None) -> bool:
         """Whether a query sees itself and the keys before it, `window` in all (None: all of them), and nothing else;
         judged at positions around the powers of two and the window: the edges of windows and chunks."""
-        near = [2**exponent for exponent in range(_LARGEST_EXPONENT + 1)] + ([window, 2 * window] if window else [])
-        at = torch.tensor(sorted({max(0, position + offset) for position in near for offset in (-2, -1, 0, 1)}))
+        near = [2**exponent for exponent in range(_LARGEST_EXPONENT + 1)] + (
+            [window, 2 * window] if window else []
+        )
+        at = torch.tensor(
+            sorted({max(0, position + offset) for position in near for offset in (-2, -1, 0, 1)})
+        )
         query, key, zero = at[:, None], at[None], torch.zeros(1, 1, dtype=torch.int64)
         expected = causal(window)(zero, zero, query, key)
         return bool((self.function(zero, zero, query, key).expand_as(expected) == expected).all())
@@ -67,7 +71,9 @@ def mask_rule(*, mask_function: MaskFunction, **unused: Any) -> MaskRule:
 def eager_masks_over_buffers(positions: Tensor, capacity: int) -> Iterator[None]:
     """While open, transformers' "eager" masks are float masks [B, 1, S, capacity] for queries at `positions` [B, S]."""
 
-    def mask(*, mask_function: MaskFunction, dtype: torch.dtype = torch.float32, **unused: Any) -> Tensor:
+    def mask(
+        *, mask_function: MaskFunction, dtype: torch.dtype = torch.float32, **unused: Any
+    ) -> Tensor:
         allowed = MaskRule(mask_function).allowed(positions, capacity)
         return torch.where(allowed, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
 
@@ -136,7 +142,9 @@ def group_query_attention(
     size = value.shape[-1]
     if not context.past:  # the shape probe
         if is_writer:
-            if isinstance(attention_mask, MaskRule) and not attention_mask.is_causal(sliding_window):
+            if isinstance(attention_mask, MaskRule) and not attention_mask.is_causal(
+                sliding_window
+            ):
                 context.masked.add(layer)
             else:
                 key = _padded(key, _operator_size(key))
@@ -149,13 +157,22 @@ def group_query_attention(
     if is_writer and layer not in context.masked:
         whole = _operator_size(query)  # the operator has one size for all; zeros add nothing
         query, key, value = (_padded(states, whole) for states in (query, key, value))
-        options = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        options = {
+            "scale": scale,
+            "sliding_window": sliding_window,
+            "softcap": softcap,
+            "s_aux": s_aux,
+        }
         output = _group_query_attention(context, layer, query, key, value, **options)
         return (output if size == whole else output[..., :size]), None
 
-    keys, values = write_to_buffers(context, layer, key, value) if is_writer else read_buffers(context, layer)
+    keys, values = (
+        write_to_buffers(context, layer, key, value) if is_writer else read_buffers(context, layer)
+    )
     assert context.positions is not None
-    rule = attention_mask if isinstance(attention_mask, MaskRule) else MaskRule(causal(sliding_window))
+    rule = (
+        attention_mask if isinstance(attention_mask, MaskRule) else MaskRule(causal(sliding_window))
+    )
     allowed = rule.allowed(context.positions, context.capacity)
     keys, values = keys[..., : query.shape[-1]], values[..., :size]  # another layer's may be padded
     return masked_attention(query, keys, values, allowed, scale, softcap, s_aux), None
@@ -221,8 +238,15 @@ def masked_attention(
         weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    grouped = weights.to(query.dtype).reshape(batch, kv_heads, heads // kv_heads * length, keys.shape[2])
-    return (grouped @ values).reshape(batch, heads, length, values.shape[-1]).transpose(1, 2).contiguous()
+    grouped = weights.to(query.dtype).reshape(
+        batch, kv_heads, heads // kv_heads * length, keys.shape[2]
+    )
+    return (
+        (grouped @ values)
+        .reshape(batch, heads, length, values.shape[-1])
+        .transpose(1, 2)
+        .contiguous()
+    )
 
 
 def _operator_size(states: Tensor) -> int:
@@ -240,7 +264,9 @@ def _merge_heads(states: Tensor) -> Tensor:
     return states.transpose(1, 2).flatten(2)
 
 
-def _cache_layer(context: DecodeContext, module: nn.Module, key: Tensor, value: Tensor) -> tuple[int, bool]:
+def _cache_layer(
+    context: DecodeContext, module: nn.Module, key: Tensor, value: Tensor
+) -> tuple[int, bool]:
     """The layer of the cache that `key` belongs to, and whether this is the layer itself: another layer that is handed
     the same keys and values shares its cache."""
     layer, context.updated = context.updated, None
@@ -250,7 +276,9 @@ def _cache_layer(context: DecodeContext, module: nn.Module, key: Tensor, value: 
     for source, (keys, values) in context.given.items():
         if keys is key and values is value:
             return source, False
-    raise UnsupportedModelError(f"{type(module).__name__} attends to keys and values that are not in the cache")
+    raise UnsupportedModelError(
+        f"{type(module).__name__} attends to keys and values that are not in the cache"
+    )
 
 
 def _check_supported(
@@ -267,7 +295,9 @@ def _check_supported(
     if options.get("position_bias") is not None:
         raise UnsupportedModelError(f"{name} adds a position bias to its attention scores")
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModelError(f"{name} attends to later tokens; only causal attention is supported")
+        raise UnsupportedModelError(
+            f"{name} attends to later tokens; only causal attention is supported"
+        )
     if query.shape[-1] != key.shape[-1] or value.shape[-1] > key.shape[-1]:
         raise UnsupportedModelError(
             f"{name} has queries, keys and values of sizes {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}; "

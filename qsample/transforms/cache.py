@@ -82,7 +82,9 @@ class DecodeContext:
     def note_state(self, layer: int, kind: str, index: int) -> None:
         """Remember that the module that is running keeps this state."""
         if self.module is None:
-            raise UnsupportedModelError(f"layer {layer} keeps a {kind.replace('_', ' ')} outside of any known layer")
+            raise UnsupportedModelError(
+                f"layer {layer} keeps a {kind.replace('_', ' ')} outside of any known layer"
+            )
         keys = self.states_of.setdefault(self.module, [])
         if (layer, kind, index) not in keys:
             keys.append((layer, kind, index))
@@ -102,7 +104,9 @@ class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[n
         self.keys = self.values = torch.empty(0)  # nothing that a layer could take for a state
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self._context.updated = self._index
         return key_states, value_states
 
@@ -117,13 +121,21 @@ class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[n
         return -1
 
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+        self,
+        conv_states: Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         self._context.note_state(self._index, "conv_state", state_idx)
-        result: Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
+        result: Tensor = super().update_conv_state(
+            conv_states, state_idx, conv_kernel_size, **kwargs
+        )
         return result
 
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
         self._context.note_state(self._index, "recurrent_state", state_idx)
         result: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return result
@@ -132,7 +144,9 @@ class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[n
 class BufferedLayer(PassThroughLayer):  # type: ignore[no-untyped-call]
     """`update` writes the new keys and values into the layer's buffers and returns all of them, [B, H, T, D]."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         context = self._context
         if not context.past:  # the shape probe
             context.present[self._index] = (key_states, value_states)
@@ -153,7 +167,9 @@ class RetainedCache(Cache):
         self.layers.extend(kind(context, index) for index in range(layers))
 
 
-def write_to_buffers(context: DecodeContext, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def write_to_buffers(
+    context: DecodeContext, layer: int, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
     """Put new keys and values, [B, H, S, D or fewer], at their rows' positions in the buffers of `layer`, and return
     `read_buffers`. Padding writes nothing: it repeats the first new token."""
     assert context.positions is not None

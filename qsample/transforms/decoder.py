@@ -14,10 +14,21 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from qsample.contract.interface import Interface, KeyValueShape, RecurrentShape
-from qsample.contract.tensors import IMAGE_FEATURES, IMAGE_ROWS, POSITION_OFFSETS, RUNNING, TensorSpec, retained_name
+from qsample.contract.tensors import (
+    IMAGE_FEATURES,
+    IMAGE_ROWS,
+    POSITION_OFFSETS,
+    RUNNING,
+    TensorSpec,
+    retained_name,
+)
 from qsample.errors import UnsupportedModelError
 from qsample.huggingface.facade import dtype_name
-from qsample.transforms.attention import eager_masks_over_buffers, use_own_attention, use_retained_attention
+from qsample.transforms.attention import (
+    eager_masks_over_buffers,
+    use_own_attention,
+    use_retained_attention,
+)
 from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.experts import replace_own_experts, route_experts
 from qsample.transforms.images import text_model, use_images, with_offsets
@@ -34,7 +45,9 @@ from qsample.transforms.recurrent import retain_recurrent_states
 from qsample.transforms.repeated_layers import DecoderLayers
 
 
-def apply_transforms(model: PreTrainedModel, context: DecodeContext, *, images: bool = False) -> None:
+def apply_transforms(
+    model: PreTrainedModel, context: DecodeContext, *, images: bool = False
+) -> None:
     """Change `model` in place for decoder calls of `context`, with or without images. Outside of these, it computes as
     before."""
     route_experts(model)
@@ -88,7 +101,9 @@ def use_last_token_head(model: PreTrainedModel, context: DecodeContext) -> None:
     """Put a LastTokenHead in place of the model's head."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings (no language-model head)")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no output embeddings (no language-model head)"
+        )
     if isinstance(head, LastTokenHead):
         head.context = context  # an earlier export had another
     else:
@@ -165,12 +180,16 @@ def _probe(
     try:
         with torch.no_grad():
             cache = _cache(model, context)
-            run_model(model, context, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], cache)
+            run_model(
+                model, context, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], cache
+            )
         present = dict(sorted(context.present.items()))
         recurrent = _recurrent_shapes(context, cache)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # a layer that meets a cache of an unexpected kind may raise anything
+    except (
+        Exception
+    ) as error:  # a layer that meets a cache of an unexpected kind may raise anything
         raise UnsupportedModelError(
             f"{name} keeps its state in a way that retained buffers cannot serve ({type(error).__name__}: {error}); "
             f"{_ELSE}"
@@ -178,10 +197,14 @@ def _probe(
     finally:
         context.clear()
     if not present and not recurrent:
-        raise UnsupportedModelError(f"{name} puts nothing into the cache, so it has no state to retain; {_ELSE}")
+        raise UnsupportedModelError(
+            f"{name} puts nothing into the cache, so it has no state to retain; {_ELSE}"
+        )
     numbered = list(present) == list(range(len(present)))
     key_values = tuple(
-        KeyValueShape(key.shape[1], max(key.shape[-1], value.shape[-1]), None if numbered else layer)
+        KeyValueShape(
+            key.shape[1], max(key.shape[-1], value.shape[-1]), None if numbered else layer
+        )
         for layer, (key, value) in present.items()
     )
     return key_values, recurrent
@@ -192,7 +215,9 @@ def _recurrent_shapes(context: DecodeContext, cache: RetainedCache) -> tuple[Rec
     shapes = []
     for layer, kind, index in sorted({key for keys in context.states_of.values() for key in keys}):
         state = getattr(cache.layers[layer], f"{kind}s")[index]
-        shapes.append(RecurrentShape(layer, kind, index, tuple(state.shape[1:]), dtype_name(state.dtype)))
+        shapes.append(
+            RecurrentShape(layer, kind, index, tuple(state.shape[1:]), dtype_name(state.dtype))
+        )
     return tuple(shapes)
 
 
@@ -206,7 +231,11 @@ def run_model(
     """The output of `model` over `cache`, by default a new cache of `context`. ids, positions: [B, S] int64."""
     parameters = inspect.signature(model.forward).parameters
     name = next((name for name in _CACHE_NAMES if name in parameters), "past_key_values")
-    inputs: dict[str, Any] = {"input_ids": ids, name: cache or _cache(model, context), "use_cache": True}
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        name: cache or _cache(model, context),
+        "use_cache": True,
+    }
     if context.position_offsets is not None:
         inputs["position_ids"] = with_offsets(positions, context.position_offsets)
     elif _takes_positions(model):
@@ -230,7 +259,9 @@ def _takes_positions(model: PreTrainedModel) -> bool:
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters:
         return True
-    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    hands_on = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     return hands_on and not any(isinstance(module, RowPositions) for module in model.modules())
 
 
@@ -245,7 +276,9 @@ def _first_position(model: PreTrainedModel) -> int:
 class Decoder(nn.Module):
     """`model` over the retained cache: token ids in, logits of each row's next token out."""
 
-    def __init__(self, model: PreTrainedModel, context: DecodeContext, interface: Interface) -> None:
+    def __init__(
+        self, model: PreTrainedModel, context: DecodeContext, interface: Interface
+    ) -> None:
         super().__init__()
         self.model = model
         self._context = context
@@ -253,7 +286,10 @@ class Decoder(nn.Module):
         names = [spec.name for spec in interface.cache_states]
         self._cache_names = names[: len(names) - len(self._recurrent)]
         self._layers = interface.cache_layers
-        owners = [*(layer for layer in self._layers for _ in range(2)), *(state.layer for state in self._recurrent)]
+        owners = [
+            *(layer for layer in self._layers for _ in range(2)),
+            *(state.layer for state in self._recurrent),
+        ]
         states: dict[int, list[TensorSpec]] = {}
         for layer, state in zip(owners, interface.cache_states, strict=True):
             states.setdefault(layer, []).append(state)
@@ -266,11 +302,16 @@ class Decoder(nn.Module):
         ids, lengths = inputs["input_ids"], inputs["lengths"]
         batch, length = ids.shape
         past = [inputs[name] for name in self._cache_names]
-        positions = (lengths[:, None] + torch.arange(length, dtype=torch.int32)[None]).to(torch.int64)
+        positions = (lengths[:, None] + torch.arange(length, dtype=torch.int32)[None]).to(
+            torch.int64
+        )
 
         context = self._context
         context.input_lengths, context.positions = inputs["input_lengths"], positions
-        context.image_rows, context.image_features = inputs.get(IMAGE_ROWS.name), inputs.get(IMAGE_FEATURES)
+        context.image_rows, context.image_features = (
+            inputs.get(IMAGE_ROWS.name),
+            inputs.get(IMAGE_FEATURES),
+        )
         context.position_offsets = inputs.get(POSITION_OFFSETS.name)
         if past:
             capacity = past[0].shape[2]
@@ -278,9 +319,14 @@ class Decoder(nn.Module):
             context.positions = positions = positions.clamp(max=capacity - 1)
             context.seqlens_k = lengths + (length - 1)
             context.total_length = _total_length(batch, length, capacity, lengths)
-            context.past = dict(zip(self._layers, zip(past[::2], past[1::2], strict=True), strict=True))
+            context.past = dict(
+                zip(self._layers, zip(past[::2], past[1::2], strict=True), strict=True)
+            )
         if self._recurrent:
-            context.states = {(state.layer, state.kind, state.index): inputs[state.name] for state in self._recurrent}
+            context.states = {
+                (state.layer, state.kind, state.index): inputs[state.name]
+                for state in self._recurrent
+            }
             context.running = inputs["status"] == RUNNING
         masks = eager_masks_over_buffers(positions, capacity) if context.buffered else nullcontext()
         try:
@@ -293,14 +339,22 @@ class Decoder(nn.Module):
             }
         finally:
             context.clear()
-        logits = output.logits.squeeze(1).to(torch.float32)  # a view: indexing would copy all of them
-        return {"logits": logits} | dict(zip(map(retained_name, self._cache_names), present, strict=True)) | states
+        logits = output.logits.squeeze(1).to(
+            torch.float32
+        )  # a view: indexing would copy all of them
+        return (
+            {"logits": logits}
+            | dict(zip(map(retained_name, self._cache_names), present, strict=True))
+            | states
+        )
 
 
 def _total_length(batch: int, length: int, capacity: int, lengths: Tensor) -> Tensor:
     """GroupQueryAttention's total_sequence_length, scalar int32. The operator accepts a batch of prompts only as a
     first prefill, total == S; a single row, or a token a row, if it is the capacity. For later pieces of several rows
     it is more than S, and the operator refuses them: it would read them as first pieces, over the rows' beginnings."""
-    any_position = torch.logical_or(torch.scalar_tensor(batch) == 1, torch.scalar_tensor(length) == 1)
+    any_position = torch.logical_or(
+        torch.scalar_tensor(batch) == 1, torch.scalar_tensor(length) == 1
+    )
     longest = torch.scalar_tensor(length) + lengths.max()
     return torch.where(any_position, torch.scalar_tensor(capacity), longest).to(torch.int32)

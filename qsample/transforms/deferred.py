@@ -25,11 +25,22 @@ from qsample.contract.arrays import sparse_zeros
 # Exporters fold constants of up to 8,192 numbers, and compare them: these have to be there.
 SMALLEST: Final = 1 << 14
 _CHUNK: Final = 1 << 24  # numbers that `chunks` computes at a time
-_PIECE: Final = 1 << 22  # numbers of a matrix that are widened and multiplied at a time: they stay in the cache
+_PIECE: Final = (
+    1 << 22
+)  # numbers of a matrix that are widened and multiplied at a time: they stay in the cache
 # Operations with the same result in any dtype that holds the numbers exactly.
-_MOVES: Final = ("aten::stack", "aten::cat", "aten::clone", "aten::_unsafe_view", "aten::index", "aten::index_select")
+_MOVES: Final = (
+    "aten::stack",
+    "aten::cat",
+    "aten::clone",
+    "aten::_unsafe_view",
+    "aten::index",
+    "aten::index_select",
+)
 _EQUAL: Final = "aten::equal"
-_KEPT: Final = 2  # computed tensors that are kept for the next operation: both matrices of a layer's experts
+_KEPT: Final = (
+    2  # computed tensors that are kept for the next operation: both matrices of a layer's experts
+)
 _placeholders: dict[int, Deferred] = {}
 
 
@@ -54,10 +65,16 @@ class Joined:
 
 
 def defer(
-    shape: Sequence[int], dtype: torch.dtype, stored: Callable[[], Tensor], kept_in: torch.dtype, place: Any = None
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stored: Callable[[], Tensor],
+    kept_in: torch.dtype,
+    place: Any = None,
 ) -> Tensor:
     """A placeholder of `shape` and `dtype`. stored, kept_in, place: as in `Deferred`."""
-    memory = sparse_zeros((math.prod(shape) * dtype.itemsize,), "uint8")  # NumPy does not know every dtype
+    memory = sparse_zeros(
+        (math.prod(shape) * dtype.itemsize,), "uint8"
+    )  # NumPy does not know every dtype
     placeholder = torch.from_numpy(memory).view(dtype).view(tuple(shape))
     address = placeholder.untyped_storage().data_ptr()
     _placeholders[address] = Deferred(stored, kept_in, place)
@@ -67,7 +84,11 @@ def defer(
 
 def deferred(tensor: Tensor) -> Deferred | None:
     """The meaning of `tensor`, or of the tensor that it is a view of; None: it holds its numbers itself."""
-    if not _placeholders or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+    if (
+        not _placeholders
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+        or tensor.device.type != "cpu"
+    ):
         return None
     return _placeholders.get(tensor.untyped_storage().data_ptr())
 
@@ -117,14 +138,18 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flat, spec, found = _flatten(args, kwargs)
         if not found or func.is_view or _filled(func, flat, found):
             return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.embedding.default and 0 in found:  # rows of a table, not all of it
+        if (
+            func is torch.ops.aten.embedding.default and 0 in found
+        ):  # rows of a table, not all of it
             table = _viewed(self._stored(found.pop(0)), flat[0])
             rest = [numbers(value) if isinstance(value, Tensor) else value for value in flat[1:]]
             return func(table, *rest).to(flat[0].dtype)
         if func is torch.ops.aten.mm.default and found.keys() == {1}:
             stored = _viewed(self._stored(found[1]), flat[1])
             size = max(_PIECE // len(stored), 1)
-            product = flat[0].new_empty(len(flat[0]), stored.shape[1])  # a list of parts would scatter the heap
+            product = flat[0].new_empty(
+                len(flat[0]), stored.shape[1]
+            )  # a list of parts would scatter the heap
             parts = zip(torch.split(stored, size, 1), torch.split(product, size, 1), strict=True)
             for part, result in parts:
                 result.copy_(func(flat[0], part.to(flat[1].dtype)))
@@ -154,10 +179,20 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # An operation that returns a number, such as whether two weights are equal, needs theirs at once.
         gives_tensors = any("Tensor" in str(value.type) for value in func._schema.returns)
         known_later = gives_tensors and not func._schema.is_mutable
-        result = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs or {})) if known_later else None
-        floats = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.is_floating_point()}
+        result = (
+            func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs or {}))
+            if known_later
+            else None
+        )
+        floats = {
+            i
+            for i, value in enumerate(flat)
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
         kinds = {placeholder.dtype for placeholder in found.values()}
-        moves = func._schema.name in (*_MOVES, _EQUAL) and len(kinds) == 1 and floats == found.keys()
+        moves = (
+            func._schema.name in (*_MOVES, _EQUAL) and len(kinds) == 1 and floats == found.keys()
+        )
 
         def compute() -> Any:
             filled = list(flat)
@@ -170,10 +205,16 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(result, Tensor) or result.numel() < SMALLEST:
             computed = compute()
             return computed.to(result.dtype) if isinstance(result, Tensor) else computed
-        if func is torch.ops.aten._to_copy.default and result.dtype in kinds and flat[0].is_contiguous():
+        if (
+            func is torch.ops.aten._to_copy.default
+            and result.dtype in kinds
+            and flat[0].is_contiguous()
+        ):
             whole = found[0]  # back in the dtype that it is stored in
             place = whole.place if _is_whole(flat[0]) else None
-            return defer(result.shape, result.dtype, lambda: stored_view(flat[0], whole), result.dtype, place)
+            return defer(
+                result.shape, result.dtype, lambda: stored_view(flat[0], whole), result.dtype, place
+            )
         kept_in = kinds.pop() if moves else result.dtype
         place = _joined(func, args, result.ndim) if moves else None
         return defer(result.shape, result.dtype, lambda: compute().contiguous(), kept_in, place)
@@ -182,7 +223,11 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, dict[int, Deferred]]:
     """The arguments flat, their tree, and the placeholders among them by index."""
     flat, spec = tree_flatten((args, kwargs or {}))
-    found = {i: known for i, value in enumerate(flat) if isinstance(value, Tensor) and (known := deferred(value))}
+    found = {
+        i: known
+        for i, value in enumerate(flat)
+        if isinstance(value, Tensor) and (known := deferred(value))
+    }
     return flat, spec, found
 
 
@@ -218,7 +263,9 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _viewed(stored: Tensor, view: Tensor) -> Tensor:
     """The part of `stored` that `view` is of its placeholder."""
-    return stored.as_strided(view.shape, view.stride(), stored.storage_offset() + view.storage_offset())
+    return stored.as_strided(
+        view.shape, view.stride(), stored.storage_offset() + view.storage_offset()
+    )
 
 
 def _on_meta(value: Any) -> Any:

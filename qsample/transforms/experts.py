@@ -28,7 +28,9 @@ Gate = Callable[[Tensor], Tensor]
 """[N, 2 * size] → [N, size]."""
 
 IMPLEMENTATION: Final = "qsample_experts"
-ACTIVATION: Final = "qsample_activation"  # the attribute of a module of experts for the result of `find_swiglu`
+ACTIVATION: Final = (
+    "qsample_activation"  # the attribute of a module of experts for the result of `find_swiglu`
+)
 _DIGITS: Final = 5  # of the numbers that configurations state: 1.702, 7.0
 _FAR: Final = 1e4  # beyond any limit
 _PROBES: Final = (-30.0, -9.0, -3.0, -1.3, -0.7, -0.1, 0.0, 0.1, 0.7, 1.3, 3.0, 6.9, 9.0, 30.0)
@@ -63,7 +65,9 @@ def _fitted(gate: Gate, size: int, interleaved: bool) -> SwiGLU | None:
     def at(gate_value: float, up_value: float) -> float:
         return float(gate(_joint([(gate_value, up_value)], size, interleaved))[0, 0])
 
-    slope = at(1.0, 1.0) - at(1.0, 0.0)  # sigmoid(alpha): the function is linear in up, within the limit
+    slope = at(1.0, 1.0) - at(
+        1.0, 0.0
+    )  # sigmoid(alpha): the function is linear in up, within the limit
     if not 0 < slope < 1:
         return None
     beta = at(1.0, 0.0) / slope
@@ -75,16 +79,25 @@ def _fitted(gate: Gate, size: int, interleaved: bool) -> SwiGLU | None:
         interleaved,
     )
     probes = _joint(list(itertools.product(_PROBES, _PROBES)), size, interleaved)
-    probes = probes + torch.arange(size, dtype=probes.dtype).repeat_interleave(2) / (10 * size)  # no two outputs alike
-    return found if torch.allclose(gate(probes).double(), found(probes), _TOLERANCE, _TOLERANCE) else None
+    probes = probes + torch.arange(size, dtype=probes.dtype).repeat_interleave(2) / (
+        10 * size
+    )  # no two outputs alike
+    return (
+        found
+        if torch.allclose(gate(probes).double(), found(probes), _TOLERANCE, _TOLERANCE)
+        else None
+    )
 
 
 def _joint(pairs: list[tuple[float, float]], size: int, interleaved: bool) -> Tensor:
     """[len(pairs), 2 * size]: each output of a row has the pair of that row."""
     gate, up = (
-        torch.tensor(values, dtype=torch.float64).unsqueeze(1).expand(-1, size) for values in zip(*pairs, strict=True)
+        torch.tensor(values, dtype=torch.float64).unsqueeze(1).expand(-1, size)
+        for values in zip(*pairs, strict=True)
     )
-    return torch.stack([gate, up], dim=2).flatten(1) if interleaved else torch.cat([gate, up], dim=1)
+    return (
+        torch.stack([gate, up], dim=2).flatten(1) if interleaved else torch.cat([gate, up], dim=1)
+    )
 
 
 def _parts(joint: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -140,7 +153,15 @@ def run_rows(rows: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
         attributes[markers.LIMIT] = activation.limit
     result: Tensor = torch.onnx.ops.symbolic(
         f"{markers.MARKER_DOMAIN}::{markers.EXPERTS}",
-        [rows, choice.to(rows.dtype), experts.gate, experts.down, experts.gate_bias, experts.down_bias, experts.up],
+        [
+            rows,
+            choice.to(rows.dtype),
+            experts.gate,
+            experts.down,
+            experts.gate_bias,
+            experts.down_bias,
+            experts.up,
+        ],
         attributes,
         dtype=rows.dtype,
         shape=rows.shape,
@@ -159,7 +180,10 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
 def route_experts(model: PreTrainedModel) -> None:
     """Select the operator for all experts that transformers' experts implementations reach. Experts with another
     activation run as transformers' `batched_mm`: it gathers the weights of each row's expert."""
-    if not model._can_set_experts_implementation() or model.config._experts_implementation == IMPLEMENTATION:
+    if (
+        not model._can_set_experts_implementation()
+        or model.config._experts_implementation == IMPLEMENTATION
+    ):
         return
     ExpertsInterface.register(IMPLEMENTATION, _experts)
     model.set_experts_implementation(IMPLEMENTATION)
@@ -173,15 +197,21 @@ def _activation(module: Any) -> SwiGLU | None:
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     if not module.has_gate or not all(isinstance(weight, nn.Parameter) for weight in weights):
         return None
-    return find_swiglu(module._apply_gate, int(module.down_proj.shape[1 if module.is_transposed else 2]))
+    return find_swiglu(
+        module._apply_gate, int(module.down_proj.shape[1 if module.is_transposed else 2])
+    )
 
 
-def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """The function that transformers calls in every layer. hidden_states: [T, H]. top_k_index, top_k_weights: [T, k].
     Returns [T, H]."""
     activation: SwiGLU | None = getattr(module, ACTIVATION, None)
     if activation is None or not torch.onnx.is_in_onnx_export():
-        eager: Tensor = batched_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+        eager: Tensor = batched_mm_experts_forward(
+            module, hidden_states, top_k_index, top_k_weights
+        )
         return eager
     weights = ExpertWeights(
         activation,
@@ -204,7 +234,11 @@ def replace_own_experts(model: PreTrainedModel) -> None:
     for module in model.modules():
         kind = _KINDS.get(type(module).__name__)
         if kind is not None and "forward" not in module.__dict__:
-            setattr(module, ACTIVATION, find_swiglu(functools.partial(_glu, kind.gate(module)), kind.size(module)))
+            setattr(
+                module,
+                ACTIVATION,
+                find_swiglu(functools.partial(_glu, kind.gate(module)), kind.size(module)),
+            )
             module.forward = functools.partial(_run_own, kind, module)
 
 
@@ -221,13 +255,19 @@ def _glu(activation: Callable[[Tensor], Tensor], joint: Tensor) -> Tensor:
 
 
 def _weighted_experts(
-    module: Any, experts: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: Any,
+    experts: ExpertWeights,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
 ) -> Tensor:
     """DBRX and LongCat. hidden_states: [.., H]. top_k_index, top_k_weights: [tokens, k], in the order of the flattened
     tokens. An index beyond the experts stands for an expert that returns its input."""
     states = hidden_states.reshape(-1, hidden_states.shape[-1])
     is_expert = top_k_index < experts.count
-    result = states * torch.where(is_expert, 0.0, top_k_weights).sum(-1, keepdim=True).to(states.dtype)
+    result = states * torch.where(is_expert, 0.0, top_k_weights).sum(-1, keepdim=True).to(
+        states.dtype
+    )
     outputs = run_experts(states, top_k_index.clamp(max=experts.count - 1), experts)
     result = result + combine(outputs, torch.where(is_expert, top_k_weights, 0.0).to(states.dtype))
     return result.reshape(hidden_states.shape)
@@ -255,16 +295,22 @@ def _jetmoe(module: Any, experts: ExpertWeights, layer_input: Tensor) -> Tensor:
 
 def _dbrx_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
     mlp = module.mlp
-    return ExpertWeights(activation, module.num_experts, mlp.w1, mlp.w2, up=mlp.v1, down_transposed=True)
+    return ExpertWeights(
+        activation, module.num_experts, mlp.w1, mlp.w2, up=mlp.v1, down_transposed=True
+    )
 
 
 def _longcat_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
-    return ExpertWeights(activation, module.num_routed_experts, module.gate_up_proj, module.down_proj)
+    return ExpertWeights(
+        activation, module.num_routed_experts, module.gate_up_proj, module.down_proj
+    )
 
 
 def _llama4_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
     gate, down = module.experts.gate_up_proj, module.experts.down_proj
-    return ExpertWeights(activation, down.shape[0], gate, down, gate_transposed=True, down_transposed=True)
+    return ExpertWeights(
+        activation, down.shape[0], gate, down, gate_transposed=True, down_transposed=True
+    )
 
 
 def _jetmoe_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
@@ -285,10 +331,16 @@ class _Kind(NamedTuple):
 
 _KINDS: Final[dict[str, _Kind]] = {
     "DbrxExperts": _Kind(
-        _weighted_experts, _dbrx_weights, lambda module: module.mlp.activation_fn, lambda module: module.ffn_hidden_size
+        _weighted_experts,
+        _dbrx_weights,
+        lambda module: module.mlp.activation_fn,
+        lambda module: module.ffn_hidden_size,
     ),
     "LongcatFlashExperts": _Kind(
-        _weighted_experts, _longcat_weights, lambda module: module.act_fn, lambda module: module.intermediate_size
+        _weighted_experts,
+        _longcat_weights,
+        lambda module: module.act_fn,
+        lambda module: module.intermediate_size,
     ),
     "Llama4TextMoe": _Kind(
         _llama4,
@@ -296,5 +348,10 @@ _KINDS: Final[dict[str, _Kind]] = {
         lambda module: module.experts.act_fn,
         lambda module: module.experts.intermediate_size,
     ),
-    "JetMoeMoE": _Kind(_jetmoe, _jetmoe_weights, lambda module: module.activation, lambda module: module.hidden_size),
+    "JetMoeMoE": _Kind(
+        _jetmoe,
+        _jetmoe_weights,
+        lambda module: module.activation,
+        lambda module: module.hidden_size,
+    ),
 }

@@ -38,7 +38,9 @@ def find_blockwise(model: PreTrainedModel) -> frozenset[int]:
     def mask(*, mask_function: MaskFunction, **unused: Any) -> Tensor:
         return MaskRule(mask_function).allowed(positions, len(_PROMPT))
 
-    def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, allowed: Any, **options: Any) -> Any:
+    def note(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, allowed: Any, **options: Any
+    ) -> Any:
         if allowed is None:
             allowed = mask(mask_function=causal(options.get("sliding_window")))
         found[int(module.layer_idx)] = _kind(allowed[0, 0], prompt[0] == 1)  # type: ignore[arg-type]
@@ -52,8 +54,12 @@ def find_blockwise(model: PreTrainedModel) -> frozenset[int]:
         model.set_attn_implementation(_PROBE)
         if window:
             config.sliding_window = _WINDOW
-        with torch.no_grad():  # without a cache: it would tell some models that the prompt came before
-            model(input_ids=torch.zeros_like(prompt), position_ids=positions, use_cache=False, **types)
+        with (
+            torch.no_grad()
+        ):  # without a cache: it would tell some models that the prompt came before
+            model(
+                input_ids=torch.zeros_like(prompt), position_ids=positions, use_cache=False, **types
+            )
     finally:
         if window:
             config.sliding_window = window
@@ -69,7 +75,10 @@ def find_blockwise(model: PreTrainedModel) -> frozenset[int]:
 
 def _kind(sees: Tensor, is_image: Tensor) -> str:
     """One of "causal", "blockwise" and "other". sees: [S, S] bool, of queries and keys. is_image: [S] bool."""
-    at, run = torch.arange(len(is_image)), (~is_image).cumsum(0)  # a run's tokens have as many text tokens before them
+    at, run = (
+        torch.arange(len(is_image)),
+        (~is_image).cumsum(0),
+    )  # a run's tokens have as many text tokens before them
     distance = at[:, None] - at[None]
     same = is_image[:, None] & is_image[None] & (run[:, None] == run[None])
     for window in (len(is_image), _WINDOW):

@@ -69,7 +69,9 @@ def use_images(model: PreTrainedModel, context: DecodeContext) -> None:
     def add(hidden: Tensor, mask: Tensor | None, added: Tensor) -> Tensor:
         return hidden + added if mask is None else own(text, hidden, mask, added)
 
-    def hand_over(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def hand_over(
+        module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         if context.added_features:
             kwargs = kwargs | {ADDED: context.added_features, "visual_pos_masks": None}
         return args, kwargs
@@ -116,7 +118,9 @@ def image_shape(model: PreTrainedModel) -> ImageShape | None:
         return None
     text = text_model(model)
     hidden = int(model.config.get_text_config(decoder=True).hidden_size)
-    deepstack = len(getattr(vision, "deepstack_visual_indexes", None) or ()) if _adds_features(text) else 0
+    deepstack = (
+        len(getattr(vision, "deepstack_visual_indexes", None) or ()) if _adds_features(text) else 0
+    )
     return ImageShape(hidden * (1 + deepstack), deepstack, axial=_is_axial(text))
 
 

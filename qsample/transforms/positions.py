@@ -54,7 +54,10 @@ class RowPositions(nn.Module):
         # Most tables expect a single row of positions, common to all rows; some expect a row for each.
         own = given.get("position_ids")
         flat = own is None or own.ndim < positions.ndim
-        given |= {"position_ids": positions.flatten() if flat else positions, "past_key_values_length": 0}
+        given |= {
+            "position_ids": positions.flatten() if flat else positions,
+            "past_key_values_length": 0,
+        }
         embedded: Tensor = self.embedding(**given)
         return embedded.reshape(*positions.shape, embedded.shape[-1])
 
@@ -99,7 +102,9 @@ def use_rope_of_capacity(model: PreTrainedModel, context: DecodeContext) -> None
 
 
 def _is_chosen_by_length(kind: Any) -> bool:
-    return isinstance(kind, str) and (kind == _LONGROPE or _DYNAMIC in kind)  # as transformers tells them
+    return isinstance(kind, str) and (
+        kind == _LONGROPE or _DYNAMIC in kind
+    )  # as transformers tells them
 
 
 class _WithFrequencies:
@@ -114,7 +119,11 @@ class _WithFrequencies:
 
 
 def _rotary_embedding(
-    context: DecodeContext, module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    context: DecodeContext,
+    module: Any,
+    x: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
 ) -> Any:
     """The class's forward, in a decoder call with the frequencies of the capacity."""
     own, layer = type(module).forward, {} if layer_type is None else {"layer_type": layer_type}
@@ -125,15 +134,23 @@ def _rotary_embedding(
     first = getattr(module, f"{prefix}original_inv_freq")
     frequencies = _long_or(first, context, module, x, layer_type) if kind == _LONGROPE else first
     # Without the decorator that would choose them by the positions.
-    return inspect.unwrap(own)(_WithFrequencies(module, f"{prefix}inv_freq", frequencies), x, position_ids, **layer)
+    return inspect.unwrap(own)(
+        _WithFrequencies(module, f"{prefix}inv_freq", frequencies), x, position_ids, **layer
+    )
 
 
-def _long_or(short: Tensor, context: DecodeContext, module: Any, x: Tensor, layer_type: str | None) -> Tensor:
+def _long_or(
+    short: Tensor, context: DecodeContext, module: Any, x: Tensor, layer_type: str | None
+) -> Tensor:
     """LongRoPE's frequencies for the capacity."""
     layer = {} if layer_type is None else {"layer_type": layer_type}
     parameters = module.config.rope_parameters
-    first_context = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
-    long, _ = ROPE_INIT_FUNCTIONS[_LONGROPE](module.config, x.device, seq_len=first_context + 1, **layer)
+    first_context = (parameters if layer_type is None else parameters[layer_type])[
+        "original_max_position_embeddings"
+    ]
+    long, _ = ROPE_INIT_FUNCTIONS[_LONGROPE](
+        module.config, x.device, seq_len=first_context + 1, **layer
+    )
     return torch.where(torch.scalar_tensor(context.capacity) > first_context, long, short)
 
 
@@ -143,7 +160,11 @@ def use_row_query_scales(model: PreTrainedModel, context: DecodeContext) -> None
     positions from the cache, and scale nothing in a short text."""
     module: Any
     for module in model.modules():
-        if type(module).__name__ == _LLAMA_4 and module.attn_temperature_tuning and not module.use_rope:
+        if (
+            type(module).__name__ == _LLAMA_4
+            and module.attn_temperature_tuning
+            and not module.use_rope
+        ):
             module.forward = functools.partial(_with_query_scales, context, module)
 
 
@@ -214,9 +235,13 @@ def real_rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
     """While open, `model` rotates queries and keys without complex numbers; any other model is left alone."""
     with ExitStack() as stack:
         for name in {type(module).__module__ for module in model.modules()} & _HEADS_AXIS.keys():
-            stack.enter_context(_replaced(sys.modules[name], "apply_rotary_emb", _apply(_HEADS_AXIS[name])))
+            stack.enter_context(
+                _replaced(sys.modules[name], "apply_rotary_emb", _apply(_HEADS_AXIS[name]))
+            )
         for module in model.modules():
-            if type(module).__module__ in _HEADS_AXIS and type(module).__name__.endswith("RotaryEmbedding"):
+            if type(module).__module__ in _HEADS_AXIS and type(module).__name__.endswith(
+                "RotaryEmbedding"
+            ):
                 stack.enter_context(_replaced(module, "forward", _forward(module)))
         yield
 
@@ -235,7 +260,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _apply(heads_axis: int) -> Any:
-    def apply_rotary_emb(query: Tensor, key: Tensor, rotation: Rotation, *unused: Any) -> tuple[Tensor, Tensor]:
+    def apply_rotary_emb(
+        query: Tensor, key: Tensor, rotation: Rotation, *unused: Any
+    ) -> tuple[Tensor, Tensor]:
         return rotation.rotate(query, heads_axis), rotation.rotate(key, heads_axis)
 
     return apply_rotary_emb

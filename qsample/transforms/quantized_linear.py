@@ -17,7 +17,12 @@ from torch.overrides import TorchFunctionMode
 from qsample.transforms.deferred import numbers
 
 _ATTRIBUTE: Final = "quantized_weight"
-_BLOCKS, _SCALES, _ZERO_POINTS, _ORDER = "packed_blocks", "packed_scales", "packed_zero_points", "packed_order"
+_BLOCKS, _SCALES, _ZERO_POINTS, _ORDER = (
+    "packed_blocks",
+    "packed_scales",
+    "packed_zero_points",
+    "packed_order",
+)
 _OFFSETS: Final = "packed_offsets"
 
 
@@ -60,7 +65,11 @@ class QuantizedWeight:
             return None if self.offsets is None else numbers(self.offsets).T[..., None].contiguous()
         rows, blocks = self.blocks.shape[:2]
         packed = numbers(self.zero_points).reshape(rows, -1)
-        zeros = packed if self.bits == 8 else torch.stack([packed & 15, packed >> 4], -1).reshape(rows, -1)[:, :blocks]
+        zeros = (
+            packed
+            if self.bits == 8
+            else torch.stack([packed & 15, packed >> 4], -1).reshape(rows, -1)[:, :blocks]
+        )
         result: Tensor = (2 ** (self.bits - 1) - zeros.to(torch.float32)).mul_(numbers(self.scales))
         if self.offsets is not None:
             result += numbers(self.offsets).T
@@ -140,7 +149,12 @@ class _RowsOfBlocks(TorchFunctionMode):
         rows: Tensor = torch.onnx.ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
             [getattr(self._layer, _BLOCKS), ids, scales],
-            {"bits": weight.bits, "block_size": weight.block_size, "gather_axis": 0, "quantize_axis": 2},
+            {
+                "bits": weight.bits,
+                "block_size": weight.block_size,
+                "gather_axis": 0,
+                "quantize_axis": 2,
+            },
             dtype=scales.dtype,
             shape=(*ids.shape, inputs // weight.block_size, weight.block_size),
             version=1,

@@ -44,13 +44,19 @@ def _keeps_state(module: type[nn.Module]) -> bool:
     return ".update_conv_state(" in source or ".update_recurrent_state(" in source
 
 
-def _run_layer(context: DecodeContext, module: nn.Module, own: Forward, *args: Any, **kwargs: Any) -> Any:
+def _run_layer(
+    context: DecodeContext, module: nn.Module, own: Forward, *args: Any, **kwargs: Any
+) -> Any:
     """`own(*args, **kwargs)` of `module`; in a decoder call, over its retained states."""
     chunked = recurrence_of(type(module))
     if not context.active:
         context.module = id(module)
         try:
-            return own(*args, **kwargs) if chunked is None else _forward(module, Chunk())(module, *args, **kwargs)
+            return (
+                own(*args, **kwargs)
+                if chunked is None
+                else _forward(module, Chunk())(module, *args, **kwargs)
+            )
         finally:
             context.module = None
     call = _call(context, module, own, args, kwargs)
@@ -60,15 +66,23 @@ def _run_layer(context: DecodeContext, module: nn.Module, own: Forward, *args: A
 
 
 def _call(
-    context: DecodeContext, module: nn.Module, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    context: DecodeContext,
+    module: nn.Module,
+    own: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> LayerCall:
     bound = inspect.signature(own).bind(*args, **kwargs).arguments
-    given = {name: value for name, value in bound.items() if name != "kwargs"} | bound.get("kwargs", {})
+    given = {name: value for name, value in bound.items() if name != "kwargs"} | bound.get(
+        "kwargs", {}
+    )
     given = {name: value for name, value in given.items() if not name.endswith("mask")}
     hidden = given.pop("hidden_states")
     cache = next((name for name, value in given.items() if isinstance(value, RetainedCache)), None)
     if cache is None or any(isinstance(value, Tensor) for value in given.values()):
-        raise UnsupportedModelError(f"{type(module).__name__} takes {sorted(given)} next to its hidden states")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} takes {sorted(given)} next to its hidden states"
+        )
     del given[cache]
     assert context.input_lengths is not None
     assert context.positions is not None
@@ -79,7 +93,10 @@ def _call(
     # A row that begins still holds the states of the row before it.
     begun = context.positions[:, 0] > 0
     old = {key: context.states[key] for key in context.states_of[id(module)]}
-    states = {key: torch.where(begun.reshape(-1, *[1] * (state.ndim - 1)), state, 0.0) for key, state in old.items()}
+    states = {
+        key: torch.where(begun.reshape(-1, *[1] * (state.ndim - 1)), state, 0.0)
+        for key, state in old.items()
+    }
     return LayerCall(hidden, cache, given, states, advances, columns < advances[:, None])
 
 
@@ -122,7 +139,9 @@ def _run_whole(module: nn.Module, call: LayerCall) -> Any:
     cache = ChunkCache(call, chunk)
     # Padding has no meaning, but it must not be a NaN: no factor of 0 would stop it.
     hidden = torch.where(call.real[..., None], call.hidden, 0.0)
-    return _forward(module, chunk)(module, hidden_states=hidden, **call.options, **{call.cache: cache})
+    return _forward(module, chunk)(
+        module, hidden_states=hidden, **call.options, **{call.cache: cache}
+    )
 
 
 class LayerCache:
@@ -131,7 +150,9 @@ class LayerCache:
     def __init__(self, states: dict[StateKey, Tensor]) -> None:
         self.states = states
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         return bool(self.states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -151,7 +172,9 @@ class ChunkCache(LayerCache):
         super().__init__({})
         self._call, self._chunk = call, chunk
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **unused: Any) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **unused: Any
+    ) -> Tensor:
         """conv_states: [B, C, S], the convolution's input. The row's new state ends at its last real token."""
         key = (layer_idx, "conv_state", state_idx)
         before = self._call.states[key]
@@ -181,8 +204,12 @@ def _forward(module: nn.Module, chunk: Chunk) -> FunctionType:
     own = inspect.unwrap(type(module).forward)
     assert isinstance(own, FunctionType)
     rules: Mapping[str, Any] = {CONVOLUTION: convolve, **RECURRENCES}
-    names = {name: functools.partial(rules[name], chunk) for name in recurrence_of(type(module)) or ()}
-    forward = FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)
+    names = {
+        name: functools.partial(rules[name], chunk) for name in recurrence_of(type(module)) or ()
+    }
+    forward = FunctionType(
+        own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__
+    )
     forward.__kwdefaults__ = own.__kwdefaults__
     return forward
 
@@ -194,7 +221,9 @@ class StepCache(LayerCache):
         # Copies: a layer may write into its state.
         super().__init__({key: state.clone() for key, state in states.items()})
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **unused: Any) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **unused: Any
+    ) -> Tensor:
         key = (layer_idx, "conv_state", state_idx)
         full = torch.cat([self.states[key], conv_states], dim=-1)
         self.states[key] = full[..., -self.states[key].shape[-1] :]
@@ -218,7 +247,10 @@ def _run_by_token(own: Forward, call: LayerCall) -> Any:
         result = own(hidden_states=token[:, None], **{**call.options, call.cache: step_cache})
         is_tuple.append(isinstance(result, tuple))
         output = result[0] if is_tuple[0] else result
-        after = [where(advances, step_cache.states[key], old) for key, old in zip(keys, states, strict=True)]
+        after = [
+            where(advances, step_cache.states[key], old)
+            for key, old in zip(keys, states, strict=True)
+        ]
         return after, output[:, 0]
 
     final, output = scan(step, list(call.states.values()), [call.hidden, call.real])

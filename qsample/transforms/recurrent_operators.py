@@ -39,7 +39,9 @@ class Chunk:
         """`values`, [B, S, ..], 0 for tokens that are not real."""
         if self.real is None:
             return values
-        return torch.where(self.real.reshape(*self.real.shape, *[1] * (values.ndim - 2)), values, 0.0)
+        return torch.where(
+            self.real.reshape(*self.real.shape, *[1] * (values.ndim - 2)), values, 0.0
+        )
 
     def past(self, x: Tensor, width: int) -> Tensor:
         """The inputs of a convolution over `x`, [B, C, S], before its first token: [B, C, width]."""
@@ -47,7 +49,9 @@ class Chunk:
         if window is None:
             return torch.zeros(*x.shape[:2], width)
         if window.shape[-1] < width:
-            raise UnsupportedModelError(f"a convolution over {width + 1} tokens keeps {window.shape[-1]} of them")
+            raise UnsupportedModelError(
+                f"a convolution over {width + 1} tokens keeps {window.shape[-1]} of them"
+            )
         return window[..., window.shape[-1] - width :].float()
 
     def start(self, *shape: int) -> Tensor:
@@ -59,7 +63,9 @@ class Chunk:
         if state.ndim == len(shape) + 1:
             state = state[:, number]
         if tuple(state.shape[1:]) != shape[1:]:
-            raise UnsupportedModelError(f"a recurrence over {shape[1:]} keeps a state of {tuple(state.shape[1:])}")
+            raise UnsupportedModelError(
+                f"a recurrence over {shape[1:]} keeps a state of {tuple(state.shape[1:])}"
+            )
         return state.float()
 
 
@@ -99,7 +105,9 @@ def gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = _l2_norm(query), _l2_norm(key)
     state = chunk.start(batch, value.shape[2], size, value.shape[3])
-    output, after = linear_attention(query, key, value, state, chunk.kept(g), chunk.kept(beta), scale=float(size**-0.5))
+    output, after = linear_attention(
+        query, key, value, state, chunk.kept(g), chunk.kept(beta), scale=float(size**-0.5)
+    )
     return output.to(dtype), after
 
 
@@ -138,7 +146,9 @@ def state_space_dual(
         dt = dt.clamp(*dt_limit)
     dt = chunk.kept(dt)  # no decay, and nothing to write
     state = chunk.start(batch, heads, B.shape[-1], size)
-    output, after = linear_attention(C.float(), B.float(), x * dt[..., None], state, dt * A.float(), scale=1.0)
+    output, after = linear_attention(
+        C.float(), B.float(), x * dt[..., None], state, dt * A.float(), scale=1.0
+    )
     if D is not None:
         output = output + x * D.float()[:, None]
     if z is not None:
@@ -238,7 +248,13 @@ def linear_attention(
 
 
 def _linear_attention(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, decay: Tensor, beta: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     group = value.shape[2] // key.shape[2]
     query, key = query.repeat_interleave(group, dim=2) * scale, key.repeat_interleave(group, dim=2)
@@ -254,7 +270,9 @@ def _linear_attention(
     return torch.stack(results, dim=1), state
 
 
-def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor, *, silu: bool = False) -> Tensor:
+def causal_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor, *, silu: bool = False
+) -> Tensor:
     """A convolution along the tokens, each channel by itself, [B, C, S]: a token sees itself and the K - 1 before it.
     x: [B, C, S] float32. weight: [C, K], the last for the token itself. bias: [C]. past: [B, C, K - 1], before the
     first token. silu: whether SiLU follows."""

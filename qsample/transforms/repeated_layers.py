@@ -22,13 +22,31 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from qsample.contract.tensors import TensorSpec
 from qsample.transforms.cache import DecodeContext, StateKey
 from qsample.transforms.experts import SwiGLU
-from qsample.transforms.markers import GROUP, LAYER, LAYER_BEGIN, LAYER_END, MARKER_DOMAIN, REPEATED_LAYER
+from qsample.transforms.markers import (
+    GROUP,
+    LAYER,
+    LAYER_BEGIN,
+    LAYER_END,
+    MARKER_DOMAIN,
+    REPEATED_LAYER,
+)
 from qsample.transforms.quantized_linear import QuantizedWeight
 
 _BUFFERS: Final = "key_value"  # the kind of an attention layer's states
 # Attributes of modules that hold the place of their layer.
 _INDICES: Final = ("layer_idx", "layer_id", "layer_index", "layer_number")
-_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, SwiGLU)
+_PLAIN: Final = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    SwiGLU,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +99,9 @@ def find_repeated_layers(root: nn.Module, layers: DecoderLayers) -> list[Repeate
             if not description.shares_parameters:
                 kinds.setdefault(kind, []).append(description)
         groups += [
-            RepeatedLayers(path, first.index, tuple(other.index for other in others), first.own_names)
+            RepeatedLayers(
+                path, first.index, tuple(other.index for other in others), first.own_names
+            )
             for first, *others in kinds.values()
             if others
         ]
@@ -94,7 +114,12 @@ def _layer_lists(root: nn.Module, layers: DecoderLayers) -> Iterator[tuple[str, 
     inside = {*(layers.inside or root).modules()}  # a tower may have as many layers
     for path, module in root.named_modules():
         is_inner = any(path.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and len(module) == layers.count and module in inside and not is_inner:
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == layers.count
+            and module in inside
+            and not is_inner
+        ):
             found.append(path)
             yield path, module
 
@@ -138,16 +163,24 @@ class _Description:
         ]
         self.own_names = tuple(name for name, tensor in named if owners[id(tensor)] == {index})
         self.shares_parameters = any(owners[id(tensor)] != {index} for tensor in layer.parameters())
-        self._own = {id(tensor): name for name, tensor in reversed(named) if owners[id(tensor)] == {index}}
-        self._open: list[int] = []  # functions that are being described: they may refer to themselves
+        self._own = {
+            id(tensor): name for name, tensor in reversed(named) if owners[id(tensor)] == {index}
+        }
+        self._open: list[
+            int
+        ] = []  # functions that are being described: they may refer to themselves
 
     def modules(self) -> tuple[Any, ...]:
         """The layer's modules, with their attributes and the kinds of their weights."""
-        return tuple((name, self._module(module)) for name, module in self._layer.named_modules(remove_duplicate=False))
+        return tuple(
+            (name, self._module(module))
+            for name, module in self._layer.named_modules(remove_duplicate=False)
+        )
 
     def _module(self, module: nn.Module) -> Any:
         weights = tuple(
-            (name, tensor.shape, tensor.dtype, self._value(tensor)) for name, tensor in _tensors(module).items()
+            (name, tensor.shape, tensor.dtype, self._value(tensor))
+            for name, tensor in _tensors(module).items()
         )
         registries = ("_parameters", "_buffers", "_modules")
         attributes = {name: value for name, value in vars(module).items() if name not in registries}
@@ -155,7 +188,9 @@ class _Description:
         return type(module), weights, absent, self._attributes(attributes)
 
     def _attributes(self, attributes: dict[str, Any]) -> Any:
-        return tuple((name, self._attribute(name, value)) for name, value in sorted(attributes.items()))
+        return tuple(
+            (name, self._attribute(name, value)) for name, value in sorted(attributes.items())
+        )
 
     def _attribute(self, name: str, value: Any) -> Any:
         if name in _INDICES and value == self.index:
@@ -172,7 +207,9 @@ class _Description:
         if isinstance(value, Tensor) and id(value) in self._own:
             return Tensor, self._own[id(value)]
         if isinstance(value, dict):
-            return type(value), tuple((self._value(key), self._value(item)) for key, item in value.items())
+            return type(value), tuple(
+                (self._value(key), self._value(item)) for key, item in value.items()
+            )
         if isinstance(value, list | tuple):
             return type(value), tuple(map(self._value, value))
         if isinstance(value, set | frozenset):
@@ -184,7 +221,9 @@ class _Description:
         if isinstance(value, FunctionType) and value.__closure__:
             return self._function(value)
         if isinstance(value, QuantizedWeight):
-            return QuantizedWeight, self._value([getattr(value, entry.name) for entry in dataclasses.fields(value)])
+            return QuantizedWeight, self._value(
+                [getattr(value, entry.name) for entry in dataclasses.fields(value)]
+            )
         return "object", id(value)
 
     def _function(self, function: FunctionType) -> Any:
@@ -226,7 +265,9 @@ class _Call:
 
 
 @contextmanager
-def standing_in(root: nn.Module, groups: Sequence[RepeatedLayers], context: DecodeContext) -> Iterator[StandIns]:
+def standing_in(
+    root: nn.Module, groups: Sequence[RepeatedLayers], context: DecodeContext
+) -> Iterator[StandIns]:
     """While open, decoder calls of `context` run only the first layer of each group."""
     record = StandIns(context)
     with ExitStack() as stack:
@@ -243,7 +284,9 @@ def standing_in(root: nn.Module, groups: Sequence[RepeatedLayers], context: Deco
 def _unregistered(layer: nn.Module) -> dict[str, Any]:
     """Attributes of `layer` with which it has no weights to be traced, although its modules are there."""
     kinds = ("_modules", "_parameters", "_buffers")
-    return {name: value for kind in kinds for name, value in vars(layer)[kind].items()} | {kind: {} for kind in kinds}
+    return {name: value for kind in kinds for name, value in vars(layer)[kind].items()} | {
+        kind: {} for kind in kinds
+    }
 
 
 @contextmanager
@@ -260,7 +303,9 @@ def _replaced(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None
         own.update(before)
 
 
-def _run_first(record: StandIns, group: int, index: int, own: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_first(
+    record: StandIns, group: int, index: int, own: Any, *args: Any, **kwargs: Any
+) -> Any:
     """The layer's `own` forward, with its hidden states and retained states between two markers."""
     context = record.context
     values, layout = tree_flatten((args, kwargs))
@@ -296,16 +341,22 @@ def _stand_in(record: StandIns, group: int, index: int, own: Any, *args: Any, **
     context, call = record.context, record.first.get(group)
     values, layout = tree_flatten((args, kwargs))
     if call is None or not _is_like(values, layout, call):
-        record.note(f"layer {index} is called in another way than the first layer that is equal to it")
+        record.note(
+            f"layer {index} is called in another way than the first layer that is equal to it"
+        )
         return own(*args, **kwargs)
     attributes = {GROUP: group, LAYER: index}
-    (hidden,) = _marker(REPEATED_LAYER, [values[call.hidden]], attributes, like=[call.results[call.output]])
+    (hidden,) = _marker(
+        REPEATED_LAYER, [values[call.hidden]], attributes, like=[call.results[call.output]]
+    )
     for key in _own(context, call.layer):
         if key[1] == _BUFFERS:
             context.present[index] = context.present[call.layer]
         else:
             context.next_states[index, *key[1:]] = context.next_states[key]
-    return tree_unflatten([*call.results[: call.output], hidden, *call.results[call.output + 1 :]], call.result_layout)
+    return tree_unflatten(
+        [*call.results[: call.output], hidden, *call.results[call.output + 1 :]], call.result_layout
+    )
 
 
 def _is_like(values: list[Any], layout: TreeSpec, call: _Call) -> bool:
@@ -313,7 +364,9 @@ def _is_like(values: list[Any], layout: TreeSpec, call: _Call) -> bool:
     if layout != call.layout:
         return False
     hidden, first = values[call.hidden], call.values[call.hidden]
-    is_like = isinstance(hidden, Tensor) and hidden.dtype == first.dtype and hidden.shape == first.shape
+    is_like = (
+        isinstance(hidden, Tensor) and hidden.dtype == first.dtype and hidden.shape == first.shape
+    )
     return is_like and all(
         place == call.hidden or _is_same(value, other)
         for place, (value, other) in enumerate(zip(values, call.values, strict=True))
@@ -322,7 +375,9 @@ def _is_like(values: list[Any], layout: TreeSpec, call: _Call) -> bool:
 
 def _is_same(value: Any, other: Any) -> bool:
     return value is other or (
-        type(value) is type(other) and isinstance(value, bool | int | float | str) and value == other
+        type(value) is type(other)
+        and isinstance(value, bool | int | float | str)
+        and value == other
     )
 
 
@@ -343,10 +398,16 @@ def _written(context: DecodeContext) -> set[StateKey]:
 
 
 def _read(
-    context: DecodeContext, layer: int, buffers: dict[int, tuple[Tensor, Tensor]], states: dict[StateKey, Tensor]
+    context: DecodeContext,
+    layer: int,
+    buffers: dict[int, tuple[Tensor, Tensor]],
+    states: dict[StateKey, Tensor],
 ) -> list[Tensor]:
     """The values of all states of `layer`: those in `buffers`, then those in `states`."""
-    return [*buffers.get(layer, ()), *(states[key] for key in sorted(context.states) if key[0] == layer)]
+    return [
+        *buffers.get(layer, ()),
+        *(states[key] for key in sorted(context.states) if key[0] == layer),
+    ]
 
 
 def _assign(
@@ -360,11 +421,16 @@ def _assign(
     rest = [*values]
     if layer in context.past:
         buffers[layer] = (rest.pop(0), rest.pop(0))
-    states.update(zip((key for key in sorted(context.states) if key[0] == layer), rest, strict=True))
+    states.update(
+        zip((key for key in sorted(context.states) if key[0] == layer), rest, strict=True)
+    )
 
 
 def _marker(
-    name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], like: Sequence[Tensor] | None = None
+    name: str,
+    inputs: Sequence[Tensor],
+    attributes: dict[str, Any],
+    like: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """The outputs of a node that computes nothing, with the shapes and dtypes of `like`, by default of its inputs."""
     like = like or inputs

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from qsample.contract.tensors import GRID, HEIGHT, IMAGE_FEATURES, PATCHES, PIXEL_VALUES, TILES, WIDTH
+from qsample.contract.tensors import (
+    GRID,
+    HEIGHT,
+    IMAGE_FEATURES,
+    PATCHES,
+    PIXEL_VALUES,
+    TILES,
+    WIDTH,
+)
 from qsample.errors import UnsupportedModelError
 
 _ATTENTION: Final = "qsample_flash_vision"  # transformers looks for "flash" in the name
@@ -88,7 +96,9 @@ class VisionModule(nn.Module):
             for hook in hooks:
                 hook.remove()
         if len(found) != 1:
-            raise UnsupportedModelError(f"{type(self.model).__name__} has no single projector behind its vision tower")
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no single projector behind its vision tower"
+            )
         return found[0].flatten(0, -2)
 
 
@@ -131,7 +141,9 @@ class _MergedPatches(VisionModule):
         if hasattr(tower, "num_grid_per_side"):
             options |= resampled(tower, row, column, grid)
         output = tower(pixel_values, grid_thw=_with_time(grid), **options)
-        return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], -1)
+        return torch.cat(
+            [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], -1
+        )
 
 
 class _PositionedPatches(VisionModule):
@@ -149,9 +161,13 @@ class _PositionedPatches(VisionModule):
         functional: Any = nn.functional
         own = functional.one_hot
         # A trace would fix the number of squares.
-        functional.one_hot = lambda index, count: (index[..., None] == torch.arange(count)).to(torch.int64)
+        functional.one_hot = lambda index, count: (index[..., None] == torch.arange(count)).to(
+            torch.int64
+        )
         try:
-            return self.projected(pixel_values[None], image_position_ids=_places(grid, pixel_values.shape[0]))
+            return self.projected(
+                pixel_values[None], image_position_ids=_places(grid, pixel_values.shape[0])
+            )
         finally:
             functional.one_hot = own
 
@@ -189,12 +205,20 @@ class _MaskedTiles(_Tiles):
     def __init__(self, model: PreTrainedModel, tower: Any) -> None:
         super().__init__(model, tower)
         # bucketize, of which a tile's positions come, does not export; they are the same for all whole tiles.
-        embeddings, tile, found = tower.embeddings, self.image(1, 1).inputs[PIXEL_VALUES], list[Tensor]()
-        hook = embeddings.position_embedding.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+        embeddings, tile, found = (
+            tower.embeddings,
+            self.image(1, 1).inputs[PIXEL_VALUES],
+            list[Tensor](),
+        )
+        hook = embeddings.position_embedding.register_forward_pre_hook(
+            lambda module, args: found.append(args[0])
+        )
         with torch.no_grad():
             embeddings(
                 tile.to(model.dtype),
-                torch.ones(1, *(size // tower.patch_size for size in tile.shape[2:]), dtype=torch.bool),
+                torch.ones(
+                    1, *(size // tower.patch_size for size in tile.shape[2:]), dtype=torch.bool
+                ),
             )
         hook.remove()
         self._positions = found[0]
@@ -233,7 +257,9 @@ def vision_module(model: PreTrainedModel) -> VisionModule:
     """The module of vision.onnx; UnsupportedModelError if `model` has no tower."""
     tower = model.get_encoder(modality="image")
     if not isinstance(tower, PreTrainedModel) or tower is model:
-        raise UnsupportedModelError(f"{type(model).__name__} has no vision tower; export its text alone (--text-only)")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no vision tower; export its text alone (--text-only)"
+        )
     kinds = {
         "grid_thw": _MergedPatches,
         "pixel_position_ids": _PositionedPatches,
@@ -265,13 +291,17 @@ def attention(
     else:
         windows = cu_seq_lens_q
         count, places = windows.patches.shape
-        mask = torch.where(windows.held, 0.0, _MASKED)[:, None, None].expand(count, 1, places, places)
+        mask = torch.where(windows.held, 0.0, _MASKED)[:, None, None].expand(
+            count, 1, places, places
+        )
         output = _multi_head([part[0][windows.patches] for part in states], heads, scaling, mask)
         output = output.flatten(0, 1)[windows.places][None]
     return output.reshape(*output.shape[:2], heads, -1), None
 
 
-def _multi_head(states: Sequence[Tensor], heads: int, scale: float | None, mask: Tensor | None) -> Tensor:
+def _multi_head(
+    states: Sequence[Tensor], heads: int, scale: float | None, mask: Tensor | None
+) -> Tensor:
     """[B, S, heads * D], of queries, keys and values of that shape."""
     query = states[0]
     inputs = [*states, *([] if mask is None else [None, None, mask.to(query.dtype)])]
@@ -288,7 +318,11 @@ def _multi_head(states: Sequence[Tensor], heads: int, scale: float | None, mask:
 @contextmanager
 def attention_of(tower: nn.Module, name: str) -> Iterator[None]:
     """While open, `tower` attends through the function of this name in transformers' attention interface."""
-    configs = {id(part.config): part.config for part in tower.modules() if isinstance(part, PreTrainedModel)}.values()
+    configs = {
+        id(part.config): part.config
+        for part in tower.modules()
+        if isinstance(part, PreTrainedModel)
+    }.values()
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:
@@ -347,14 +381,20 @@ def places_of_patches(grid: Tensor, count: Any, merge: int) -> tuple[Tensor, Ten
     """Row and column, [count] each, of patches in squares of `merge`, which follow one another in rows."""
     index, across = torch.arange(count), grid[1] // merge
     square = index // merge**2
-    return square // across * merge + index // merge % merge, square % across * merge + index % merge
+    return (
+        square // across * merge + index // merge % merge,
+        square % across * merge + index % merge,
+    )
 
 
 def resampled(tower: Any, row: Tensor, column: Tensor, grid: Tensor) -> dict[str, Tensor]:
     """Which of the learned positions each patch takes, and how much of each. row, column: [A]."""
     from transformers.vision_utils import _interpolation_axis_taps_weights as taps_and_weights
 
-    side, kind = tower.num_grid_per_side, (tower.interpolation_mode, tower.interpolation_align_corners)
+    side, kind = (
+        tower.num_grid_per_side,
+        (tower.interpolation_mode, tower.interpolation_align_corners),
+    )
     down, of_row = taps_and_weights(row, grid[0], side, *kind)
     across, of_column = taps_and_weights(column, grid[1], side, *kind)
     return {

@@ -15,30 +15,88 @@ LARGEST_LOGIT = 10.0
 # Field → tiny value, for every config (also nested configs) with the field.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size"), 64),
-    **dict.fromkeys(("input_embedding_size", "output_embedding_size", "lru_width", "attention_hidden_size"), 64),
-    **dict.fromkeys(("embedding_dim", "ple_embed_dim", "router_hidden_size", "hidden_size_per_layer_input"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"), 96),
-    **dict.fromkeys(("encoder_ffn_dim", "dim_ff", "intermediate_size_mlp", "feed_forward_size", "dff", "d_inner"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("shared_intermediate_size", "dense_intermediate_size", "swa_intermediate_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(
+        ("input_embedding_size", "output_embedding_size", "lru_width", "attention_hidden_size"), 64
+    ),
+    **dict.fromkeys(
+        ("embedding_dim", "ple_embed_dim", "router_hidden_size", "hidden_size_per_layer_input"), 64
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"),
+        96,
+    ),
+    **dict.fromkeys(
+        (
+            "encoder_ffn_dim",
+            "dim_ff",
+            "intermediate_size_mlp",
+            "feed_forward_size",
+            "dff",
+            "d_inner",
+        ),
+        96,
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32
+    ),
+    **dict.fromkeys(
+        ("shared_intermediate_size", "dense_intermediate_size", "swa_intermediate_size"), 32
+    ),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "decoder_layers",
+            "encoder_layers",
+        ),
+        2,
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "attention_heads", "num_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(
+        ("encoder_attention_heads", "attention_heads", "num_heads", "linear_num_heads"), 4
+    ),
     **dict.fromkeys(("linear_num_value_heads", "index_n_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "kv_n_heads"), 2),
+    **dict.fromkeys(
+        ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "kv_n_heads"), 2
+    ),
     **dict.fromkeys(("linear_num_key_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "attention_head_dim", "kv_channels", "v_head_dim", "global_head_dim", "d_head"), 16),
-    **dict.fromkeys(("qk_nope_head_dim", "kv_lora_rank", "q_lora_rank", "dim_head", "swa_head_dim"), 16),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim"), 16),
+    **dict.fromkeys(
+        (
+            "head_dim",
+            "attention_head_dim",
+            "kv_channels",
+            "v_head_dim",
+            "global_head_dim",
+            "d_head",
+        ),
+        16,
+    ),
+    **dict.fromkeys(
+        ("qk_nope_head_dim", "kv_lora_rank", "q_lora_rank", "dim_head", "swa_head_dim"), 16
+    ),
+    **dict.fromkeys(
+        ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim"), 16
+    ),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2
+    ),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"),
+        1,
+    ),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "model_max_length"), 256),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "model_max_length"), 256
+    ),
     **dict.fromkeys(("max_target_positions", "max_source_positions", "context_length"), 256),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "attention_window_size"), WINDOW),
+    **dict.fromkeys(
+        ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size"), WINDOW
+    ),
     "is_decoder": True,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -49,7 +107,9 @@ SIZES: dict[str, Any] = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
@@ -115,7 +175,9 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 def _tiny_fields(default: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     known = default.to_dict()
     fields = {name: value for name, value in SIZES.items() if name in known}
-    if "num_key_value_heads" in known and known["num_key_value_heads"] == known.get("num_attention_heads"):
+    if "num_key_value_heads" in known and known["num_key_value_heads"] == known.get(
+        "num_attention_heads"
+    ):
         fields["num_key_value_heads"] = SIZES["num_attention_heads"]
     if "qk_rope_head_dim" in known:
         fields["head_dim"] = SIZES["qk_rope_head_dim"]
@@ -124,7 +186,9 @@ def _tiny_fields(default: PreTrainedConfig, overrides: dict[str, Any]) -> dict[s
         count = max(2, len(kinds))
         fields |= {"num_hidden_layers": count, "layer_types": (kinds * count)[:count]}
     for name, value in known.items():
-        if isinstance(value, dict) and isinstance(nested := getattr(default, name), PreTrainedConfig):
+        if isinstance(value, dict) and isinstance(
+            nested := getattr(default, name), PreTrainedConfig
+        ):
             fields[name] = _tiny_fields(nested, {})
     return fields | overrides
 

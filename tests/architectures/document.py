@@ -90,9 +90,15 @@ def write_document(rows: Mapping[str, Row], path: Path) -> None:
     )
     text += "".join(f"{_line(row)}\n" for row in found)
     counts = Counter(row.result for row in found)
-    text += "\nIn all: " + ", ".join(f"{count} {result}" for result, count in counts.most_common()) + ".\n"
+    text += (
+        "\nIn all: "
+        + ", ".join(f"{count} {result}" for result, count in counts.most_common())
+        + ".\n"
+    )
     found = [rows.get(name, Row(name, "not run")) for name in image_names()]
-    text += _IMAGES.format(passed=sum(row.passed for row in found), total=len(found), max_error=MAX_ERROR)
+    text += _IMAGES.format(
+        passed=sum(row.passed for row in found), total=len(found), max_error=MAX_ERROR
+    )
     text += "".join(f"{_image_line(row)}\n" for row in found)
     text += "\nTransformers' further types of texts and images:\n\n"
     for group, names in other_types().items():

@@ -22,12 +22,24 @@ from qsample.contract.interface import ImageShape
 from qsample.errors import QsampleError
 from qsample.runtime import SamplingParams, load
 from tests.architectures.run import MAX_ERROR, NEW_TOKENS, PARAMS, SEED, Row, check_draws
-from tests.helpers.tiny_vlms import IMAGE_TEXT, TYPES, make_tiny_vlm, picture, reference_generate, reference_steps
+from tests.helpers.tiny_vlms import (
+    IMAGE_TEXT,
+    TYPES,
+    make_tiny_vlm,
+    picture,
+    reference_generate,
+    reference_steps,
+)
 
 IMAGE = "image:"  # in front of the type in a row's name
 SIZES = ((40, 30), (50, 20), (20, 50), (64, 64), (33, 47))
 # The second is longer than a piece of a prompt, and its first image lies across the pieces' border.
-PROMPTS = ("{}What is this?", "Compare these two with care, and say which is larger: {} or {}?", "Hello", "{} A {}.")
+PROMPTS = (
+    "{}What is this?",
+    "Compare these two with care, and say which is larger: {} or {}?",
+    "Hello",
+    "{} A {}.",
+)
 IMAGES = ((0,), (1, 2), (), (3, 4))
 _SMALL = 1e-6  # probabilities below are not compared
 
@@ -81,17 +93,33 @@ def check_package(model_type: str, checkpoint: Path, package: Path) -> tuple[flo
     model = load(package)
     greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     wanted = reference_generate(checkpoint, prompts, images, NEW_TOKENS)
-    alone = [model.generate([one], images=[some], **greedy) for one, some in zip(prompts, images, strict=True)]
+    alone = [
+        model.generate([one], images=[some], **greedy)
+        for one, some in zip(prompts, images, strict=True)
+    ]
     assert [output.token_ids[0] for output in alone] == wanted, "greedy, alone"
-    assert model.generate(prompts, images=images, **greedy).token_ids == wanted, "greedy, in a batch"
-    reordered = model.generate(prompts[::-1], images=images[::-1], prefill_chunk_size=64, **greedy).token_ids
+    assert model.generate(prompts, images=images, **greedy).token_ids == wanted, (
+        "greedy, in a batch"
+    )
+    reordered = model.generate(
+        prompts[::-1], images=images[::-1], prefill_chunk_size=64, **greedy
+    ).token_ids
     assert reordered == wanted[::-1], "greedy, in pieces"
     error, draws = 0.0, 0
-    for options in ({}, *PARAMS[1:]):  # all rows without filters first: probabilities are those of the logits
+    for options in (
+        {},
+        *PARAMS[1:],
+    ):  # all rows without filters first: probabilities are those of the logits
         params = SamplingParams(max_new_tokens=NEW_TOKENS, eos_token_id=(), **options)
-        sampled = model.generate(prompts, params, images=images, seed=[SEED + row for row in range(len(prompts))])
-        for row, (prompt, some, new) in enumerate(zip(prompts, images, sampled.token_ids, strict=True)):
-            assert len(new) == NEW_TOKENS, f"row {row} ended after {len(new)} tokens: {sampled.finish_reasons[row]}"
+        sampled = model.generate(
+            prompts, params, images=images, seed=[SEED + row for row in range(len(prompts))]
+        )
+        for row, (prompt, some, new) in enumerate(
+            zip(prompts, images, sampled.token_ids, strict=True)
+        ):
+            assert len(new) == NEW_TOKENS, (
+                f"row {row} ended after {len(new)} tokens: {sampled.finish_reasons[row]}"
+            )
             ids, logits = reference_steps(checkpoint, prompt, some, new)
             draws += check_draws(row, ids, new, logits, options)
             if not options:
@@ -105,7 +133,9 @@ def _log_error(probs: np.ndarray, logits: np.ndarray) -> float:
     expected = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     expected -= np.log(np.exp(expected).sum(-1, keepdims=True))
     compared = np.exp(expected) > _SMALL
-    return float(np.abs(np.log(np.maximum(probs, 1e-30, dtype=np.float64)) - expected)[compared].max())
+    return float(
+        np.abs(np.log(np.maximum(probs, 1e-30, dtype=np.float64)) - expected)[compared].max()
+    )
 
 
 def _in_words(shape: ImageShape, family: str) -> str:

@@ -47,8 +47,14 @@ def compile_packed(package: Package, path: Path) -> Packed:
     figures = compiled.manifest.compilation.quantization
     assert figures is not None
     graph = ir.load(path / "decoder.onnx").graph
-    total = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
-    return Packed(figures["matrices"], figures["experts"], unpacked(graph), figures["float_bytes"], total)
+    total = sum(
+        value.const_value.nbytes
+        for value in graph.initializers.values()
+        if value.const_value is not None
+    )
+    return Packed(
+        figures["matrices"], figures["experts"], unpacked(graph), figures["float_bytes"], total
+    )
 
 
 def unpacked(graph: ir.Graph) -> int:
@@ -62,8 +68,16 @@ def unpacked(graph: ir.Graph) -> int:
         weights = moe.gather_of_weights(node)
         if weights is not None:
             found.add(weights)
-    found |= {node.inputs[slot] for node in moe.mixtures(graph) for slot in (moe.Slot.FC1, moe.Slot.FC2)}
-    return len({value.name for value in found if value is not None and not str(value.name).startswith("sampler.")})
+    found |= {
+        node.inputs[slot] for node in moe.mixtures(graph) for slot in (moe.Slot.FC1, moe.Slot.FC2)
+    }
+    return len(
+        {
+            value.name
+            for value in found
+            if value is not None and not str(value.name).startswith("sampler.")
+        }
+    )
 
 
 def check_rows(path: Path) -> None:

@@ -77,11 +77,15 @@ def run(model_type: str, *, compiled: bool = True) -> Row:
 
     def row(result: str, reason: object = "", **figures: object) -> Row:
         text = " ".join(str(reason).split())
-        return Row(model_type, result, text, seconds=round(time.perf_counter() - started, 1), **figures)  # type: ignore[arg-type]
+        return Row(
+            model_type, result, text, seconds=round(time.perf_counter() - started, 1), **figures
+        )  # type: ignore[arg-type]
 
     try:
         # What checkpoints of the type say: transformers makes some decoders without their encoder.
-        check_kind(model_type, {"is_encoder_decoder": CONFIG_MAPPING[model_type].is_encoder_decoder})
+        check_kind(
+            model_type, {"is_encoder_decoder": CONFIG_MAPPING[model_type].is_encoder_decoder}
+        )
         model = tiny_model(model_type)
     except UnsupportedModelError as error:
         return row("refused", error)
@@ -124,13 +128,19 @@ def run(model_type: str, *, compiled: bool = True) -> Row:
                 return row("int4 failed", f"{type(error).__name__}: {error}", **measured)
             measured["int4"] = str(packed)
             if packed.unpacked:
-                return row("int4 incomplete", f"{packed.unpacked} matrices are still float", **measured)
+                return row(
+                    "int4 incomplete", f"{packed.unpacked} matrices are still float", **measured
+                )
     return row("passed", **measured)
 
 
 def _recurrent_operators(path: Path) -> dict[str, int]:
     counts = Counter(node.op_type for node in ir.load(path / "decoder.onnx").graph)
-    return {name: counts[name] for name in ("LinearAttention", "CausalConvWithState", "Scan") if counts[name]}
+    return {
+        name: counts[name]
+        for name in ("LinearAttention", "CausalConvWithState", "Scan")
+        if counts[name]
+    }
 
 
 def check_sampling(model: PreTrainedModel, path: Path) -> int:
@@ -138,18 +148,29 @@ def check_sampling(model: PreTrainedModel, path: Path) -> int:
     `model`'s logits. Returns how many tokens were compared."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, VOCAB_SIZE, n).tolist() for n in PROMPT_LENGTHS]
-    params = [SamplingParams(max_new_tokens=NEW_TOKENS, eos_token_id=(), **options) for options in PARAMS]
+    params = [
+        SamplingParams(max_new_tokens=NEW_TOKENS, eos_token_id=(), **options) for options in PARAMS
+    ]
     output = load(path).generate(prompts, params, seed=SEED)
     compared = 0
     for row, (prompt, new) in enumerate(zip(prompts, output.token_ids, strict=True)):
-        assert len(new) == NEW_TOKENS, f"row {row} ended after {len(new)} tokens: {output.finish_reasons[row]}"
+        assert len(new) == NEW_TOKENS, (
+            f"row {row} ended after {len(new)} tokens: {output.finish_reasons[row]}"
+        )
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + new]), use_cache=False).logits[0].float().numpy()
+            logits = (
+                model(input_ids=torch.tensor([prompt + new]), use_cache=False)
+                .logits[0]
+                .float()
+                .numpy()
+            )
         compared += check_draws(row, prompt, new, logits[len(prompt) - 1 :], PARAMS[row])
     return compared
 
 
-def check_draws(row: int, prompt: list[int], new: list[int], logits: np.ndarray, params: dict[str, float]) -> int:
+def check_draws(
+    row: int, prompt: list[int], new: list[int], logits: np.ndarray, params: dict[str, float]
+) -> int:
     """Compare the new tokens of a row with the reference's choices from their logits, [n, V]."""
     compared = 0
     uniforms = reference.philox_uniforms(SEED + row, len(prompt) + len(new))
@@ -166,7 +187,9 @@ def check_draws(row: int, prompt: list[int], new: list[int], logits: np.ndarray,
         wanted, margin = reference.pick(probs, adjusted, options, float(uniforms[total]))
         if margin < MARGIN:
             continue
-        assert token == wanted, f"row {row}, token {step}: {token} instead of {wanted} (margin {margin:.2g})"
+        assert token == wanted, (
+            f"row {row}, token {step}: {token} instead of {wanted} (margin {margin:.2g})"
+        )
         compared += 1
     return compared
 

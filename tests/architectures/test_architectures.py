@@ -28,7 +28,9 @@ def listed(table: int = 0) -> dict[str, str]:
 def test_the_page_lists_every_model_type() -> None:
     results = listed()
     if f"transformers {version('transformers')} " not in PAGE.read_text():
-        pytest.skip("the page is of another transformers, which has other types; scripts/architectures.py writes it")
+        pytest.skip(
+            "the page is of another transformers, which has other types; scripts/architectures.py writes it"
+        )
     assert sorted(results) == all_types()
     assert sorted(f"{IMAGE}{name}" for name in listed(1)) == image_names()
     for table in (results, listed(1)):

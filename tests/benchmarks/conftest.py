@@ -34,10 +34,20 @@ def run(tmp_path: Path) -> Callable[..., Any]:
 
     def run(name: str, *options: object) -> tuple[Any, str]:
         output = tmp_path / "out" / name
-        command = [sys.executable, BENCHMARKS / f"{name}.py", *options, "--work", tmp_path / "work", "--output", output]
+        command = [
+            sys.executable,
+            BENCHMARKS / f"{name}.py",
+            *options,
+            "--work",
+            tmp_path / "work",
+            "--output",
+            output,
+        ]
         subprocess.run([*map(str, command)], check=True, cwd=BENCHMARKS.parent, timeout=900)
         if output.with_suffix(".png").exists():
             assert output.with_suffix(".png").stat().st_size > 1000
-        return json.loads(output.with_suffix(".json").read_text()), output.with_suffix(".md").read_text()
+        return json.loads(output.with_suffix(".json").read_text()), output.with_suffix(
+            ".md"
+        ).read_text()
 
     return run

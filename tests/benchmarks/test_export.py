@@ -27,10 +27,14 @@ def export(benchmark: Callable[[str], ModuleType]) -> ModuleType:
     return benchmark("export")
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux alone counts memory and bytes")
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="Linux alone counts memory and bytes"
+)
 def test_the_figures_of_a_process(export: ModuleType, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    measured = export.measure([sys.executable, "-c", WORK, str(tmp_path / "file")], log, limit=60, memory=1e9)
+    measured = export.measure(
+        [sys.executable, "-c", WORK, str(tmp_path / "file")], log, limit=60, memory=1e9
+    )
     assert measured["stdout"] == "the result\n"
     assert 0.5 <= measured["cpu_seconds"] <= measured["seconds"] + 0.1
     assert 1 << 27 <= measured["peak_anonymous"] < (1 << 27) + (1 << 24) < 1 << 28
@@ -44,24 +48,49 @@ def test_the_figures_of_a_process(export: ModuleType, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=message):
             export.measure([sys.executable, "-c", WORK, str(tmp_path / "file")], log, **limits)
     with pytest.raises(RuntimeError, match="ValueError: no such model"):
-        export.measure([sys.executable, "-c", "raise ValueError('no such model')"], log, limit=60, memory=1e9)
+        export.measure(
+            [sys.executable, "-c", "raise ValueError('no such model')"], log, limit=60, memory=1e9
+        )
 
 
 def turn(seconds: float, **stages: float) -> dict[str, Any]:
     sizes = {"peak_anonymous": 1e9, "written": 3e9, "bytes": 4e9}
     figures = {"seconds": seconds, "cpu_seconds": 2 * seconds, **sizes}
-    return figures | ({"stages": {name.replace("_", " "): value for name, value in stages.items()}} if stages else {})
+    return figures | (
+        {"stages": {name.replace("_", " "): value for name, value in stages.items()}}
+        if stages
+        else {}
+    )
 
 
 def test_tables(export: ModuleType, tmp_path: Path) -> None:
     # The machine halves its speed after the first round.
-    portable = [turn(4.0, checking_the_model=1.0, publishing=3.0), turn(8.0, checking_the_model=2.0, publishing=6.0)]
-    own = [turn(10.0, checking_the_model=4.0, tracing=6.0), turn(20.0, checking_the_model=8.0, tracing=12.0)]
+    portable = [
+        turn(4.0, checking_the_model=1.0, publishing=3.0),
+        turn(8.0, checking_the_model=2.0, publishing=6.0),
+    ]
+    own = [
+        turn(10.0, checking_the_model=4.0, tracing=6.0),
+        turn(20.0, checking_the_model=8.0, tracing=12.0),
+    ]
     turns = {export.OWN: own, "qsample, portable": portable, "genai, int4": [turn(5.0), turn(10.0)]}
-    known = {"turns": turns, "missing": {"mobius, float32": "no such | model"}, "versions": {"torch": "1 and 2"}}
+    known = {
+        "turns": turns,
+        "missing": {"mobius, float32": "no such | model"},
+        "versions": {"torch": "1 and 2"},
+    }
     header, rows = export.table_rows(known)
     assert header[:5] == ["exporter", "weights", "seconds", "of qsample, int4", "CPU seconds"]
-    assert rows[0] == ["qsample, portable", "bfloat16", "6.0", "0.40x", "12.0", "1.00", "3.00", "4.00"]
+    assert rows[0] == [
+        "qsample, portable",
+        "bfloat16",
+        "6.0",
+        "0.40x",
+        "12.0",
+        "1.00",
+        "3.00",
+        "4.00",
+    ]
     assert [row[3] for row in rows] == ["0.40x", "1.00x", "0.50x"]
     header, rows = export.stage_rows(known)
     assert header == ["stage, seconds", "qsample, portable", "qsample, int4"]
@@ -82,7 +111,9 @@ def test_tables(export: ModuleType, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_whole_run_on_a_tiny_model(run: Callable[..., tuple[Any, str]], tmp_path: Path) -> None:
     systems = ["qsample, int4", "genai, int4"]
-    found = run("export", "--shape", "tiny", "--rounds", "1", "--system", *systems)[0]["shapes"]["tiny"]
+    found = run("export", "--shape", "tiny", "--rounds", "1", "--system", *systems)[0]["shapes"][
+        "tiny"
+    ]
     (measured,) = found["turns"]["qsample, int4"]
     assert measured["seconds"] > sum(measured["stages"].values()) > 1
     assert "tracing the decode graph" in measured["stages"]

@@ -46,7 +46,9 @@ def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(
     run = report.run_apart
     assert run("0.6B: host", fails, results.take, 60) is None
     assert "SIGKILL" in run("0.6B: checks", crashes, results.take)
-    assert "not done after 1 s" in run("0.6B: transformers", hangs, results.take, 1, {"A_SWITCH": "on"})
+    assert "not done after 1 s" in run(
+        "0.6B: transformers", hangs, results.take, 1, {"A_SWITCH": "on"}
+    )
     assert run("0.6B: genai", lambda reports: reports.cell(cell), results.take) is None
     page = (tmp_path / "out" / "gpu.md").read_text()
     assert "- 0.6B: host: RuntimeError: out of memory" in page
@@ -63,9 +65,15 @@ def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(
 
 def test_cells_are_compared(benchmark: Callable[[str], ModuleType]) -> None:
     report = benchmark("gpu_report")
-    seconds = {("captured", "greedy"): 0.002, ("captured", "everything"): 0.0021, ("host", "greedy"): 0.003}
+    seconds = {
+        ("captured", "greedy"): 0.002,
+        ("captured", "everything"): 0.0021,
+        ("host", "greedy"): 0.003,
+    }
     seconds |= {("captured, int4", "greedy"): 0.001, ("captured, int4", "everything"): 0.0011}
-    cells = [report.Cell("0.6B", system, 1, mix, taken, None) for (system, mix), taken in seconds.items()]
+    cells = [
+        report.Cell("0.6B", system, 1, mix, taken, None) for (system, mix), taken in seconds.items()
+    ]
     assert report.comparisons(cells) == [
         "0.6B, captured, 1 rows, greedy: 1.50 times as fast as host",
         "0.6B, captured, 1 rows: everything takes +5.0% over greedy",
@@ -82,7 +90,9 @@ def test_builders_get_the_packages_of_their_own_interpreter(
     (tmp_path / "python").symlink_to(sys.executable)
     said = {}
     for python in (sys.executable, str(tmp_path / "python")):
-        run_quietly([python, "-c", "import os; print(os.environ.get('PYTHONPATH'))"], tmp_path / "log")
+        run_quietly(
+            [python, "-c", "import os; print(os.environ.get('PYTHONPATH'))"], tmp_path / "log"
+        )
         said[python] = (tmp_path / "log").read_text().strip()
     assert list(said.values()) == ["somewhere", "None"]
 
@@ -103,7 +113,9 @@ def test_where_cuda_does_not_run_it_says_why_and_ends(
 ) -> None:
     parts, plan, report = benchmark("gpu_parts"), benchmark("gpu"), benchmark("gpu_report")
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
-    monkeypatch.setattr(parts, "execution_providers", lambda _: ("CUDAExecutionProvider", "CPUExecutionProvider"))
+    monkeypatch.setattr(
+        parts, "execution_providers", lambda _: ("CUDAExecutionProvider", "CPUExecutionProvider")
+    )
     monkeypatch.setattr(parts, "missing_library", lambda: "; libcublasLt.so.13: not found")
     results = report.Results(tmp_path / "out", "python benchmarks/gpu.py")
     ended = report.run_apart("the GPU", parts.look_at_the_gpu, results.take, 60)
@@ -114,8 +126,30 @@ def test_where_cuda_does_not_run_it_says_why_and_ends(
     assert provider.endswith("; libcublasLt.so.13: not found")
     assert not results.machine
 
-    names = ("provider", "shapes", "parts", "systems", "dtype", "weights", "batch", "mix", "genai", "bandwidth")
-    values = ("cuda", ["tiny"], plan.PARTS, plan.SYSTEMS, "bfloat16", ["int4"], [1, 4, 32], ["greedy"], None, None)
+    names = (
+        "provider",
+        "shapes",
+        "parts",
+        "systems",
+        "dtype",
+        "weights",
+        "batch",
+        "mix",
+        "genai",
+        "bandwidth",
+    )
+    values = (
+        "cuda",
+        ["tiny"],
+        plan.PARTS,
+        plan.SYSTEMS,
+        "bfloat16",
+        ["int4"],
+        [1, 4, 32],
+        ["greedy"],
+        None,
+        None,
+    )
     options = Namespace(**dict(zip(names, values, strict=True)))
     planned = plan.Plan(options, tmp_path)
     some = planned.parts()
@@ -126,11 +160,17 @@ def test_where_cuda_does_not_run_it_says_why_and_ends(
     some = planned.parts()
     next(some)
     planned.found("provider", "runs")
-    assert [part.name for part in some][:3] == ["the sampler", "tiny: export", "tiny, cuda-bfloat16: smoke test"]
+    assert [part.name for part in some][:3] == [
+        "the sampler",
+        "tiny: export",
+        "tiny, cuda-bfloat16: smoke test",
+    ]
 
 
 @pytest.mark.ci
-def test_the_sampler_is_checked_over_logits_of_every_kind(benchmark: Callable[[str], ModuleType]) -> None:
+def test_the_sampler_is_checked_over_logits_of_every_kind(
+    benchmark: Callable[[str], ModuleType],
+) -> None:
     """Two graphs, with and without control flow, on the CPU. A wrong argmax is found."""
     sampler = benchmark("gpu_checks")
     sent: list[tuple[str, ...]] = []
@@ -161,8 +201,27 @@ def test_the_sampler_is_checked_over_logits_of_every_kind(benchmark: Callable[[s
 @pytest.mark.slow
 def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--provider", "cpu", "--shapes", "tiny", "--batch", "1", "4"]
-    command += ["--new-tokens", "12", "--rounds", "1", "--work", tmp_path / "work", "--out", tmp_path / "out"]
+    command = [
+        sys.executable,
+        BENCHMARKS / "gpu.py",
+        "--provider",
+        "cpu",
+        "--shapes",
+        "tiny",
+        "--batch",
+        "1",
+        "4",
+    ]
+    command += [
+        "--new-tokens",
+        "12",
+        "--rounds",
+        "1",
+        "--work",
+        tmp_path / "work",
+        "--out",
+        tmp_path / "out",
+    ]
     subprocess.run([str(part) for part in command], check=True, cwd=BENCHMARKS.parent, timeout=1200)
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert found["problems"] == []
@@ -176,7 +235,12 @@ def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
     assert "96 of 96 greedy tokens are transformers' argmax" in checks
     assert (tmp_path / "out" / "gpu.png").stat().st_size > 1000
     # What does not fit into the time is left out, and said to be.
-    subprocess.run([*map(str, command), "--budget-seconds", "0"], check=True, cwd=BENCHMARKS.parent, timeout=1200)
+    subprocess.run(
+        [*map(str, command), "--budget-seconds", "0"],
+        check=True,
+        cwd=BENCHMARKS.parent,
+        timeout=1200,
+    )
     late = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert late["rows"] == []
     assert all("omitted, the time was up" in line for line in late["problems"])

@@ -12,10 +12,16 @@ import pytest
 def test_the_tables(benchmark: Callable[[str], ModuleType]) -> None:
     images = benchmark("images")
     # Two copies, three turns; the machine halves its speed after the first turn.
-    times = {"qwen3": [[10.0, 20.0, 20.0]] * 2, "qwen3_vl": [[10.3, 20.6, 20.6], [10.1, 20.2, 20.2]]}
+    times = {
+        "qwen3": [[10.0, 20.0, 20.0]] * 2,
+        "qwen3_vl": [[10.3, 20.6, 20.6], [10.1, 20.2, 20.2]],
+    }
     _, (line,) = images.step_rows(times)
     assert line == ["qwen3_vl", "qwen3", "20.20", "20.00", "1.020", "1.010 to 1.030", "250"]
-    found = {"ms": {"first token": [300.0, 500.0, 400.0], "tower": [100.0, 90.0, 95.0]}, "ratio": [2.0, 1.5, 1.0]}
+    found = {
+        "ms": {"first token": [300.0, 500.0, 400.0], "tower": [100.0, 90.0, 95.0]},
+        "ratio": [2.0, 1.5, 1.0],
+    }
     header, lines = images.first_token_rows(found)
     assert dict(zip(header, lines[0], strict=True)) == {
         "first token, ms": "400",

@@ -15,7 +15,9 @@ OFF |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty":
 START = 6  # tokens of the prompt
 
 
-@pytest.mark.parametrize("mix", ["greedy", "top-k 50, top-p 0.95", "top-p 0.95", "top-p 0.95, flat", "everything"])
+@pytest.mark.parametrize(
+    "mix", ["greedy", "top-k 50, top-p 0.95", "top-p 0.95", "top-p 0.95, flat", "everything"]
+)
 def test_what_is_drawn_from(benchmark: Callable[[str], ModuleType], mix: str) -> None:
     host, mixes = benchmark("systems.logits_host"), benchmark("systems").ALL
     rng = np.random.default_rng(0)
@@ -32,10 +34,15 @@ def test_what_is_drawn_from(benchmark: Callable[[str], ModuleType], mix: str) ->
     before = logits.copy()
     samplers = [make(mixes[mix]) for make in (host.NumpySampler, host.TransformersSampler)]
     for sampler in samplers:
-        assert np.all(np.take_along_axis(np.array(expected), sampler(logits, history, START)[:, None], axis=1) > 0)
+        assert np.all(
+            np.take_along_axis(np.array(expected), sampler(logits, history, START)[:, None], axis=1)
+            > 0
+        )
     np.testing.assert_array_equal(logits, before)
     if mix != "greedy":
         weights = samplers[0].weights(samplers[0]._penalized(logits, history, START))
-        np.testing.assert_allclose(weights / weights.sum(axis=-1, keepdims=True), expected, atol=1e-6)
+        np.testing.assert_allclose(
+            weights / weights.sum(axis=-1, keepdims=True), expected, atol=1e-6
+        )
         scores = samplers[1].scores(logits, history, START)
         np.testing.assert_allclose(scores.softmax(dim=-1).numpy(), expected, atol=1e-6)

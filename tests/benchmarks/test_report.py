@@ -23,7 +23,9 @@ def plots(benchmark: Callable[[str], ModuleType]) -> ModuleType:
 
 def test_bars_begin_at_zero_and_missing_ones_are_marked(plots: ModuleType, tmp_path: Path) -> None:
     figure, axes = plots.new_figure(1, 2, (4, 3), sharey=True)
-    plots.grouped_bars(axes[0][0], ["1 row", "4 rows"], {"qsample": [3.0, 90.0], "genai": [4.0, None]})
+    plots.grouped_bars(
+        axes[0][0], ["1 row", "4 rows"], {"qsample": [3.0, 90.0], "genai": [4.0, None]}
+    )
     plots.grouped_bars(axes[0][1], ["1 row"], {"qsample": [7.0], "llama.cpp": [5.0]})
     plots.save_figure(figure, tmp_path / "plot.png")
     for axis in axes[0]:
@@ -35,26 +37,42 @@ def test_bars_begin_at_zero_and_missing_ones_are_marked(plots: ModuleType, tmp_p
     # A system has its colour in both panels and in the legend, which is to the right of them.
     (legend,) = figure.legends
     colours = {
-        text.get_text(): bar.get_facecolor() for text, bar in zip(legend.texts, legend.get_patches(), strict=True)
+        text.get_text(): bar.get_facecolor()
+        for text, bar in zip(legend.texts, legend.get_patches(), strict=True)
     }
     assert [bar.get_facecolor() for bar in axes[0][0].patches] == [
         colours[name] for name in ("qsample", "genai") for _ in "12"
     ]
-    assert [bar.get_facecolor() for bar in axes[0][1].patches] == [colours["qsample"], colours["llama.cpp"]]
+    assert [bar.get_facecolor() for bar in axes[0][1].patches] == [
+        colours["qsample"],
+        colours["llama.cpp"],
+    ]
     assert len(set(colours.values())) == 3
     assert legend.get_window_extent().x0 >= axes[0][1].get_window_extent().x1
 
 
 def test_every_measured_system_has_a_colour(plots: ModuleType) -> None:
     found = {
-        name: json.loads((DOCS / f"{name}.json").read_text()) for name in ("decode", "bake", "long_context", "serve")
+        name: json.loads((DOCS / f"{name}.json").read_text())
+        for name in ("decode", "bake", "long_context", "serve")
     }
-    cells = [cell for name in ("decode", "bake") for shape in found[name]["shapes"].values() for cell in shape["cells"]]
-    names = {cell["system"] for cell in cells + found["long_context"]["cells"]} | set(found["serve"]["cells"])
+    cells = [
+        cell
+        for name in ("decode", "bake")
+        for shape in found[name]["shapes"].values()
+        for cell in shape["cells"]
+    ]
+    names = {cell["system"] for cell in cells + found["long_context"]["cells"]} | set(
+        found["serve"]["cells"]
+    )
     # What a name begins with, or ends with for hosts of logits, is the system.
     families: dict[str, set[str]] = {}
     for name in names:
-        family = next(part for part in ("qsample", "engine", "genai", "llama", "transformers", "NumPy") if part in name)
+        family = next(
+            part
+            for part in ("qsample", "engine", "genai", "llama", "transformers", "NumPy")
+            if part in name
+        )
         families.setdefault(family.replace("engine", "qsample"), set()).add(plots.SYSTEMS[name][0])
     assert families["qsample"] == {plots.QSAMPLE}
     assert all(len(colours) == 1 for colours in families.values())
@@ -63,7 +81,9 @@ def test_every_measured_system_has_a_colour(plots: ModuleType) -> None:
         assert plots.colour(variants[0]) != plots.colour(variants[1])
 
 
-@pytest.mark.parametrize(("number", "text"), [(1, "1 row"), (0, "0 rows"), (16, "16 rows"), (1024, "1,024 rows")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(1, "1 row"), (0, "0 rows"), (16, "16 rows"), (1024, "1,024 rows")]
+)
 def test_counts(plots: ModuleType, number: int, text: str) -> None:
     assert plots.count(number, "row") == text
 
@@ -72,7 +92,10 @@ def test_counts(plots: ModuleType, number: int, text: str) -> None:
     "name", ["decode", "models", "long_context", "export", "quality", "sampler", "serve", "serving"]
 )
 def test_a_page_says_what_its_figures_say(
-    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+    benchmark: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
 ) -> None:
     """Written again from its JSON file, a page is what it is, to the letter."""
     file = Path(shutil.copy(DOCS / f"{name}.json", tmp_path))
@@ -89,7 +112,9 @@ def test_a_page_says_what_its_figures_say(
 
 
 @pytest.mark.slow
-def test_all_plots_are_drawn_from_what_is_kept(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_all_plots_are_drawn_from_what_is_kept(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
     for path in DOCS.glob("*.json"):
         shutil.copy(path, tmp_path)
     written = {path.name for path in benchmark("plots").redraw(tmp_path)}

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-SETTINGS = {"machine": "a machine", "shape": "tiny", "slots": 2, "prompt_tokens": 32, "new_tokens": 2}
+SETTINGS = {
+    "machine": "a machine",
+    "shape": "tiny",
+    "slots": 2,
+    "prompt_tokens": 32,
+    "new_tokens": 2,
+}
 ANSWER = {
     "seconds": [2.0, 2.0],
     "streams": [[[0.5, 1], [0.6, 1]], [[0.7, 1], [1.0, 2]], []],
@@ -79,7 +85,8 @@ def test_a_system_that_fails_leaves_the_cell(serve: ModuleType, tmp_path: Path) 
     options = SimpleNamespace(rounds=2, streams=[8, 64], cell_seconds=9, new_tokens=2)
     serve.run(start, results, options, serve.Console(quiet=True))
     counts = {
-        name: [len(results.cell(name, streams)["rounds"]) for streams in (8, 64)] for name in results.data["cells"]
+        name: [len(results.cell(name, streams)["rounds"]) for streams in (8, 64)]
+        for name in results.data["cells"]
     }
     assert counts == {"good": [2, 2], "weak": [2, 0], "bad": [0, 0]}
     assert results.cell("weak", 64)["failed"] == "no room"
@@ -140,19 +147,25 @@ def test_client_counts_tokens_refusals_and_failures(benchmark: Callable[[str], M
         length = int(head.split("Content-Length: ")[1].split("\r\n")[0])
         asked.append(json.loads(await reader.readexactly(length)))
         kind = asked[-1]["prompt"]
-        writer.write(ANSWERS[kind] + (b"data: [DONE]\n\n" if kind in ("ids", "texts", "fails") else b""))
+        writer.write(
+            ANSWERS[kind] + (b"data: [DONE]\n\n" if kind in ("ids", "texts", "fails") else b"")
+        )
         writer.close()
 
     async def every() -> dict[str, Any]:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/completions"
-            return await client.run(url, {"body": {"max_tokens": 3}, "prompts": list(ANSWERS)}, len(ANSWERS), 2)
+            return await client.run(
+                url, {"body": {"max_tokens": 3}, "prompts": list(ANSWERS)}, len(ANSWERS), 2
+            )
 
     done = asyncio.run(every())
     assert len(done["seconds"]) == 2
     assert [[count for _, count in row] for row in done["streams"]] == 2 * [[1, 2], [1]]
     assert done["refused"] == 2
-    for text, wanted in zip(done["failed"], 2 * ["no such field", "the engine ended", "[DONE]", "[]"], strict=True):
+    for text, wanted in zip(
+        done["failed"], 2 * ["no such field", "the engine ended", "[DONE]", "[]"], strict=True
+    ):
         assert wanted in text
     assert sorted(body["seed"] for body in asked) == list(range(2 * len(ANSWERS)))
     assert all(body["stream"] and body["max_tokens"] == 3 for body in asked)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 
-def test_each_form_has_its_zero_points(benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_form_has_its_zero_points(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside NumPy, with products that round their inputs to 8 bits."""
     zero_points = benchmark("zero_points")
     for name, value in (("LAYERS", 1), ("MATRICES", ((64, 32),)), ("WIDEST", 64)):

@@ -34,8 +34,14 @@ def configured(folder: Path, **changes: object) -> str:
     [
         ({"model_type": "no_such_model"}, "no_such_model"),
         ({"model_type": "vit"}, "no causal language model of type vit; take a decoder-only"),
-        ({"model_type": "qwen2_5_vl"}, "which reads images; open it with AutoModelForImageTextToText, or its language"),
-        ({"model_type": "bert"}, r"is an encoder \(LlamaForCausalLM\), which does not continue texts; take a decoder"),
+        (
+            {"model_type": "qwen2_5_vl"},
+            "which reads images; open it with AutoModelForImageTextToText, or its language",
+        ),
+        (
+            {"model_type": "bert"},
+            r"is an encoder \(LlamaForCausalLM\), which does not continue texts; take a decoder",
+        ),
         ({"model_type": "whisper"}, "is an encoder-decoder"),
         *(
             (changes, r"checkpoint: transformers makes no model of its config\.json \(")
@@ -51,7 +57,9 @@ def configured(folder: Path, **changes: object) -> str:
         ),
     ],
 )
-def test_a_configuration_that_no_model_can_be_made_of(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_a_configuration_that_no_model_can_be_made_of(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
     """Each fails in transformers or torch, in a different way."""
     with pytest.raises(UnsupportedModelError, match=message):
         Checkpoint(configured(tmp_path, **changes)).load()
@@ -62,7 +70,10 @@ def test_an_export_says_what_it_leaves_out(tmp_path: Path) -> None:
     config = transformers.Gemma3Config(text_config=text, vision_config={"num_hidden_layers": 1})
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.warns(UserWarning, match="also reads images; its language model alone"), pytest.raises(QsampleError):
+    with (
+        pytest.warns(UserWarning, match="also reads images; its language model alone"),
+        pytest.raises(QsampleError),
+    ):
         Checkpoint(str(tmp_path)).load()
 
 
@@ -73,14 +84,18 @@ def test_tokenizers(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path / "model").export(tmp_path / "package")
     assert os.listdir(tmp_path) == ["model"]
     assert Checkpoint(str(tmp_path / "model"), tokenizer=None).tokenizer is None
-    with pytest.raises(UnsupportedModelError, match=r"transformers makes no model of its config\.json"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"transformers makes no model of its config\.json"
+    ):
         _ = Checkpoint(configured(tmp_path, num_attention_heads=3)).tokenizer
 
 
 def test_weights_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
     named = r"holds lm_head\.weight of shape \[320, 64\], and LlamaForCausalLM has \[400, 64\].*1 more do not fit"
     with pytest.raises(QsampleError, match=named):
-        AutoModelForCausalLM.from_pretrained(configured(tmp_path, vocab_size=400)).export(tmp_path / "package")
+        AutoModelForCausalLM.from_pretrained(configured(tmp_path, vocab_size=400)).export(
+            tmp_path / "package"
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +111,10 @@ def test_a_damaged_generation_config_is_not_passed_over(content: str, tmp_path: 
     save_checkpoint(tmp_path / "checkpoint", "llama")
     (tmp_path / "checkpoint" / "generation_config.json").write_bytes(content.encode("latin-1"))
     for read in (Checkpoint.load, lambda checkpoint: checkpoint.generation_config):
-        with pytest.raises(QsampleError, match=r"its generation_config\.json cannot be used .*; correct it, delete it"):
+        with pytest.raises(
+            QsampleError,
+            match=r"its generation_config\.json cannot be used .*; correct it, delete it",
+        ):
             read(Checkpoint(str(tmp_path / "checkpoint")))
     (tmp_path / "checkpoint" / "generation_config.json").unlink()
     assert Checkpoint(str(tmp_path / "checkpoint")).load().generation_config.eos_token_id == 2
@@ -118,7 +136,9 @@ class _RunsCode:
         (b"PK\x03\x04", "cannot load the weights of"),
     ],
 )
-def test_bin_files(content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bin_files(
+    content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     save_checkpoint(tmp_path / "checkpoint", "llama")
     (tmp_path / "checkpoint" / "model.safetensors").unlink()
@@ -142,12 +162,18 @@ def test_a_path_that_is_neither_checkpoint_nor_package(tmp_path: Path) -> None:
         (["lm_head.weight"], r"lm_head\.weight, which LlamaForCausalLM needs"),
         (["model.layers.0.mlp.up_proj.weight"], r"model\.layers\.0\.mlp\.up_proj\.weight"),
         (
-            ["model.norm.weight", "lm_head.weight", *(f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))],
+            [
+                "model.norm.weight",
+                "lm_head.weight",
+                *(f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)),
+            ],
             "and 1 more",
         ),
     ],
 )
-def test_weights_are_never_made_up(dropped: list[str], named: str, dtype: str, tmp_path: Path) -> None:
+def test_weights_are_never_made_up(
+    dropped: list[str], named: str, dtype: str, tmp_path: Path
+) -> None:
     """transformers only warns, and puts random numbers in their place."""
     save_checkpoint(tmp_path / "checkpoint", "llama")
     tensors = load_file(tmp_path / "checkpoint" / "model.safetensors")
@@ -165,11 +191,15 @@ def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["openai-gpt", "rwkv"])
-def test_what_the_configuration_tells_is_refused_before_the_weights_are_read(model_type: str, tmp_path: Path) -> None:
+def test_what_the_configuration_tells_is_refused_before_the_weights_are_read(
+    model_type: str, tmp_path: Path
+) -> None:
     random_model(model_type).config.save_pretrained(tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "model.safetensors").touch()  # there are no weights to read
     checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None)
-    with pytest.raises(UnsupportedModelError, match=r"puts nothing into the cache.*docs/architectures\.md"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"puts nothing into the cache.*docs/architectures\.md"
+    ):
         checkpoint.export(tmp_path / "package")
 
 
@@ -207,12 +237,20 @@ def test_a_checkpoint_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     count(checkpoint_module, "state_shapes", "probe")
     count(checkpoint_module, "check_exists", "existence")
     count(checkpoint_module, "mapped_weights", "weights")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="auto", include_sampler=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "checkpoint", dtype="auto", include_sampler=False
+    )
     assert not counts
-    assert (model.dtype, model.config.model_type, model.generation_config.eos_token_id) == ("float32", "llama", 2)
+    assert (model.dtype, model.config.model_type, model.generation_config.eos_token_id) == (
+        "float32",
+        "llama",
+        2,
+    )
     seen: dict[str, list[tuple[str, float]]] = {"export": [], "compile": []}
     model.export(tmp_path / "portable", progress=lambda *report: seen["export"].append(report))
-    model.compile(tmp_path / "device", ctx_len=32, progress=lambda *report: seen["compile"].append(report))
+    model.compile(
+        tmp_path / "device", ctx_len=32, progress=lambda *report: seen["compile"].append(report)
+    )
     once = ("existence", "config", "tokenizer", "generation_config", "meta model", "probe")
     assert counts == {**dict.fromkeys(once, 1), "weights": 2}
     for reports in seen.values():

@@ -12,12 +12,22 @@ from qsample.checkpoints.compressed_tensors import CompressedTensors, Scheme, re
 from qsample.errors import UnsupportedModelError
 from tests.helpers.quantized_checkpoints import words
 
-W4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+W4: dict[str, Any] = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 128,
+}
 
 
 def stated(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": W4 | (weights or {}), **changes.pop("group", {})}
-    return {"format": "pack-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]} | changes
+    return {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    } | changes
 
 
 @pytest.mark.parametrize(
@@ -25,14 +35,26 @@ def stated(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, A
     [
         (stated(), Scheme("int", 4, (1, 128), True)),
         (stated({"symmetric": False, "group_size": 32}), Scheme("int", 4, (1, 32), False)),
-        (stated({"num_bits": 8, "strategy": "channel", "group_size": None}), Scheme("int", 8, (1, None), True)),
+        (
+            stated({"num_bits": 8, "strategy": "channel", "group_size": None}),
+            Scheme("int", 8, (1, None), True),
+        ),
         (stated({"strategy": None}), Scheme("int", 4, (1, 128), True)),
         (stated({"strategy": None, "group_size": -1}), Scheme("int", 4, (1, None), True)),
         ({"quantization_config": stated()}, Scheme("int", 4, (1, 128), True)),
-        (stated(format="dense", group={"format": "int-quantized"}), Scheme("int", 4, (1, 128), True)),
+        (
+            stated(format="dense", group={"format": "int-quantized"}),
+            Scheme("int", 4, (1, 128), True),
+        ),
         (
             stated(
-                {"type": "float", "num_bits": 8, "strategy": "block", "group_size": None, "block_structure": [8, 16]}
+                {
+                    "type": "float",
+                    "num_bits": 8,
+                    "strategy": "block",
+                    "group_size": None,
+                    "block_structure": [8, 16],
+                }
             ),
             Scheme("float", 8, (8, 16), True),
         ),
@@ -51,10 +73,15 @@ def test_schemes(options: dict[str, Any], scheme: Scheme) -> None:
             stated(group={"input_activations": {"num_bits": 8}}),
             "also quantizes the inputs of products, at run time; they",
         ),
-        (stated(kv_cache_scheme={"num_bits": 8}), "also quantizes keys and values, at run time; they stay float"),
+        (
+            stated(kv_cache_scheme={"num_bits": 8}),
+            "also quantizes keys and values, at run time; they stay float",
+        ),
     ],
 )
-def test_quantized_activations_are_left_out_with_a_note(options: dict[str, Any], message: str) -> None:
+def test_quantized_activations_are_left_out_with_a_note(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.warns(UserWarning, match=f"^some/model {message}"):
         read_options(options, "some/model")
 
@@ -63,7 +90,10 @@ def test_quantized_activations_are_left_out_with_a_note(options: dict[str, Any],
     ("options", "message"),
     [
         (stated(format="marlin-24"), "its format is 'marlin-24'; accepted are pack-quantized"),
-        (stated(sparsity_config={"format": "sparse-24-bitmask"}), "its weights are sparse .'sparse-24-bitmask'"),
+        (
+            stated(sparsity_config={"format": "sparse-24-bitmask"}),
+            "its weights are sparse .'sparse-24-bitmask'",
+        ),
         (stated(transform_config={"config_groups": {"R1": {}}}), "it transforms activations"),
         (stated({"num_bits": 1}), "group_0 has weights of {'type': 'int', 'num_bits': 1"),
         (stated({"type": "float", "num_bits": 6}), "'num_bits': 6"),
@@ -77,7 +107,9 @@ def test_quantized_activations_are_left_out_with_a_note(options: dict[str, Any],
     ],
 )
 def test_what_cannot_be_read(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"^some/model is quantized .* cannot be read: .*{message}"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^some/model is quantized .* cannot be read: .*{message}"
+    ):
         read_options(options, "some/model")
 
 

@@ -31,7 +31,13 @@ from qsample.models.model import PackagedModel
 from qsample.package.package import Package
 from qsample.transforms.quantized_linear import quantized_layers
 from tests.helpers.adapters import lora_pair, save_adapter
-from tests.helpers.quantized_checkpoints import Layer, Scheme, quantized_layer, save_quantized, stored_levels
+from tests.helpers.quantized_checkpoints import (
+    Layer,
+    Scheme,
+    quantized_layer,
+    save_quantized,
+    stored_levels,
+)
 from tests.helpers.tiny_models import random_model, save_checkpoint
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 120], [44, 3, 260]]
@@ -40,7 +46,11 @@ PROMPTS = [[5, 9, 200, 31, 7, 7, 120], [44, 3, 260]]
 def logits(package: Package) -> np.ndarray:
     """[rows, V] after the prompts."""
     runner = GraphRunner(
-        load_graph(package.file("decoder.onnx")), package.path, package.interface, 32, weights_mapped=True
+        load_graph(package.file("decoder.onnx")),
+        package.path,
+        package.interface,
+        32,
+        weights_mapped=True,
     )
     lengths = np.array([len(prompt) for prompt in PROMPTS])
     ids = np.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in PROMPTS])
@@ -55,11 +65,19 @@ def wanted_logits(model: PreTrainedModel) -> np.ndarray:
 
 
 def export(folder: Path, path: Path, **options: Any) -> Package:
-    return AutoModelForCausalLM.from_pretrained(folder, include_sampler=False, **options).export(path).package
+    return (
+        AutoModelForCausalLM.from_pretrained(folder, include_sampler=False, **options)
+        .export(path)
+        .package
+    )
 
 
 def quantized_nodes(package: Package) -> list[ir.Node]:
-    return [node for node in ir.load(package.file("decoder.onnx")).graph if node.op_type == "MatMulNBits"]
+    return [
+        node
+        for node in ir.load(package.file("decoder.onnx")).graph
+        if node.op_type == "MatMulNBits"
+    ]
 
 
 def array(node: ir.Node, slot: int) -> np.ndarray:
@@ -86,7 +104,13 @@ def make(folder: Path, model_type: str, scheme: Scheme, **options: Any) -> Quant
 @pytest.fixture(scope="module")
 def act_order(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     """A Llama with a tied head, quantized in act-order, in several files."""
-    return make(tmp_path_factory.mktemp("act"), "llama", Scheme(act_order=True), files=3, tie_word_embeddings=True)
+    return make(
+        tmp_path_factory.mktemp("act"),
+        "llama",
+        Scheme(act_order=True),
+        files=3,
+        tie_word_embeddings=True,
+    )
 
 
 def check(quantized: Quantized) -> None:
@@ -95,9 +119,13 @@ def check(quantized: Quantized) -> None:
     np.testing.assert_allclose(logits(package), wanted, atol=1e-4 * np.abs(wanted).max())
     bits, nodes = quantized.scheme.bits, quantized_nodes(package)
     assert len(nodes) == len(quantized.layers)
-    stored = sorted(stored_levels(array(node, 1).reshape(len(array(node, 1)), -1), bits).tobytes() for node in nodes)
+    stored = sorted(
+        stored_levels(array(node, 1).reshape(len(array(node, 1)), -1), bits).tobytes()
+        for node in nodes
+    )
     assert stored == sorted(
-        in_order(layer, quantized.scheme).astype(np.uint8).tobytes() for layer in quantized.layers.values()
+        in_order(layer, quantized.scheme).astype(np.uint8).tobytes()
+        for layer in quantized.layers.values()
     )
     summary = package.manifest.packed_weights
     assert summary is not None
@@ -106,7 +134,9 @@ def check(quantized: Quantized) -> None:
     floats = sum(weight.numel() for weight in quantized.model.parameters()) - sum(
         layer.weight.size for layer in quantized.layers.values()
     )
-    assert package.file("decoder.onnx.data").stat().st_size < 4 * floats + summary["bytes"] + 200_000
+    assert (
+        package.file("decoder.onnx.data").stat().st_size < 4 * floats + summary["bytes"] + 200_000
+    )
 
 
 @pytest.mark.ci
@@ -125,7 +155,9 @@ def test_act_order_in_a_tied_model_of_several_files(act_order: Quantized) -> Non
     ],
     ids=str,
 )
-def test_other_families_and_layouts(model_type: str, scheme: Scheme, options: dict[str, Any], tmp_path: Path) -> None:
+def test_other_families_and_layouts(
+    model_type: str, scheme: Scheme, options: dict[str, Any], tmp_path: Path
+) -> None:
     check(make(tmp_path, model_type, scheme, **options))
 
 
@@ -141,23 +173,36 @@ def test_other_families_and_layouts(model_type: str, scheme: Scheme, options: di
     ],
     ids=str,
 )
-def test_the_room_that_is_asked_for(scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_that_is_asked_for(
+    scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before anything is written: what the copy in blocks takes, and not what the checkpoint does."""
-    save_quantized(tmp_path / "checkpoint", "llama", scheme, vocab_size=4000)  # the table is not copied
+    save_quantized(
+        tmp_path / "checkpoint", "llama", scheme, vocab_size=4000
+    )  # the table is not copied
     asked: list[int] = []
-    monkeypatch.setattr(checkpoint_module, "check_free", lambda folder, needed, what: asked.append(needed))
+    monkeypatch.setattr(
+        checkpoint_module, "check_free", lambda folder, needed, what: asked.append(needed)
+    )
     (tmp_path / "scratch").mkdir()
     model = Checkpoint(str(tmp_path / "checkpoint")).load(scratch=tmp_path / "scratch")
-    written = sum(file.stat().st_size for file in (tmp_path / "scratch").rglob("*") if file.is_file())
+    written = sum(
+        file.stat().st_size for file in (tmp_path / "scratch").rglob("*") if file.is_file()
+    )
     weights = [weight for _, weight in quantized_layers(model)]
-    orders = sum(weight.order.nbytes for weight in weights if weight.order is not None)  # nothing, in a layer of size
+    orders = sum(
+        weight.order.nbytes for weight in weights if weight.order is not None
+    )  # nothing, in a layer of size
     assert asked == [pytest.approx(written - orders, rel=0.06, abs=400 * len(weights) + 1000)]
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     (tmp_path / "full").mkdir()
-    with pytest.raises(PackageError, match=r"has 0\.0 MB free and the copy of the quantized weights in blocks needs"):
+    with pytest.raises(
+        PackageError,
+        match=r"has 0\.0 MB free and the copy of the quantized weights in blocks needs",
+    ):
         Checkpoint(str(tmp_path / "checkpoint")).load(scratch=tmp_path / "full")
     assert os.listdir(tmp_path / "full") == []
 
@@ -171,7 +216,9 @@ def in_order(layer: Layer, scheme: Scheme) -> np.ndarray:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("weights", [None, pytest.param("int4", marks=pytest.mark.slow)])
-def test_compiling_keeps_the_blocks(weights: str | None, act_order: Quantized, tmp_path: Path) -> None:
+def test_compiling_keeps_the_blocks(
+    weights: str | None, act_order: Quantized, tmp_path: Path
+) -> None:
     layers = act_order.layers
     compiled = act_order.portable.compile(tmp_path / "compiled", ctx_len=32, weights=weights)
     compilation = compiled.package.manifest.compilation
@@ -190,9 +237,17 @@ def test_compiling_keeps_the_blocks(weights: str | None, act_order: Quantized, t
     assert len(nodes) == 4 * 2 + head
     assert {node.attributes.get_int("accuracy_level", 0) for node in nodes} == {4}
     # The integers are still those of the checkpoint, the rows of one behind those of another.
-    stored = {stored_levels(array(node, 1).reshape(len(array(node, 1)), -1), 4).tobytes() for node in nodes}
-    for name, parts in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))):
-        rows = [in_order(layers[f"model.layers.1.{name}.{part}"], act_order.scheme) for part in parts]
+    stored = {
+        stored_levels(array(node, 1).reshape(len(array(node, 1)), -1), 4).tobytes()
+        for node in nodes
+    }
+    for name, parts in (
+        ("self_attn", ("q_proj", "k_proj", "v_proj")),
+        ("mlp", ("gate_proj", "up_proj")),
+    ):
+        rows = [
+            in_order(layers[f"model.layers.1.{name}.{part}"], act_order.scheme) for part in parts
+        ]
         assert np.concatenate(rows).astype(np.uint8).tobytes() in stored
     output = compiled.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4, eos_token_id=())
     assert len(output.token_ids[0]) == 4
@@ -201,10 +256,18 @@ def test_compiling_keeps_the_blocks(weights: str | None, act_order: Quantized, t
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["groups", "experts"])
 def test_what_cannot_stay_quantized_becomes_float(case: str, tmp_path: Path) -> None:
-    model_type, scheme = ("llama", Scheme(group_size=8)) if case == "groups" else ("mixtral", Scheme())
+    model_type, scheme = (
+        ("llama", Scheme(group_size=8)) if case == "groups" else ("mixtral", Scheme())
+    )
     model, layers = save_quantized(tmp_path / "checkpoint", model_type, scheme)
-    reason = "no block of 16 inputs lies within one group" if case == "groups" else "merged into other weights"
-    with pytest.warns(UserWarning, match=rf"of {len(layers)} quantized matrices become float: .*{reason}"):
+    reason = (
+        "no block of 16 inputs lies within one group"
+        if case == "groups"
+        else "merged into other weights"
+    )
+    with pytest.warns(
+        UserWarning, match=rf"of {len(layers)} quantized matrices become float: .*{reason}"
+    ):
         package = export(tmp_path / "checkpoint", tmp_path / "package")
     assert len(quantized_nodes(package)) == (0 if case == "groups" else 8)
     wanted = wanted_logits(model)
@@ -214,7 +277,10 @@ def test_what_cannot_stay_quantized_becomes_float(case: str, tmp_path: Path) -> 
 def test_an_adapter_makes_the_layer_float(tmp_path: Path) -> None:
     save_quantized(tmp_path / "checkpoint", "llama", Scheme())
     save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 256, 128))
-    with pytest.warns(UserWarning, match="1 of 14 .* 1 because they were merged into other weights, or changed by an"):
+    with pytest.warns(
+        UserWarning,
+        match="1 of 14 .* 1 because they were merged into other weights, or changed by an",
+    ):
         model = Checkpoint(str(tmp_path / "checkpoint"), adapter=str(tmp_path / "adapter")).load()
     assert len(list(quantized_layers(model))) == 13
 
@@ -236,16 +302,23 @@ def save_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
     numbers = torch.cat([magnitudes, -magnitudes])
     random_model("gpt_oss").save_pretrained(folder)
     stored, meant = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for name in [
+        name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         experts, inputs, outputs = stored.pop(name).shape
         blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
         exponents = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
         pairs = torch.stack([numbers[(blocks & 15).long()], numbers[(blocks >> 4).long()]], -1)
-        values = pairs.reshape(experts, outputs, inputs // 32, 32) * torch.exp2(exponents.float() - 127)[..., None]
+        values = (
+            pairs.reshape(experts, outputs, inputs // 32, 32)
+            * torch.exp2(exponents.float() - 127)[..., None]
+        )
         meant[name] = values.reshape(experts, outputs, inputs).transpose(1, 2)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    state_quantization(folder, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    state_quantization(
+        folder, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"]
+    )
     return meant
 
 
@@ -259,7 +332,9 @@ def save_fp8(folder: Path) -> dict[str, torch.Tensor]:
         stored[f"{name}_scale_inv"] = scale.reshape(1, 1)
         meant[name] = stored[name].float() * scale
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    state_quantization(folder, quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
+    state_quantization(
+        folder, quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"
+    )
     return meant
 
 
@@ -298,11 +373,27 @@ def test_a_refusal_comes_before_the_weights(tmp_path: Path) -> None:
             QsampleError,
             r"layer model\.layers\.0\.mlp\.up_proj cannot be read: it has no scales",
         ),
-        ({"model.layers.0.mlp.up_proj.qweight": None}, UnsupportedModelError, r"scales more than .*up_proj\.g_idx"),
-        ({"model.layers.0.mlp.act.scales": torch.ones(4)}, UnsupportedModelError, r"scales more .*mlp\.act\.scales"),
-        ({"model.layers.0.mlp.up_proj.bias": torch.ones(256)}, QsampleError, r"has .*up_proj\.bias, which the model"),
+        (
+            {"model.layers.0.mlp.up_proj.qweight": None},
+            UnsupportedModelError,
+            r"scales more than .*up_proj\.g_idx",
+        ),
+        (
+            {"model.layers.0.mlp.act.scales": torch.ones(4)},
+            UnsupportedModelError,
+            r"scales more .*mlp\.act\.scales",
+        ),
+        (
+            {"model.layers.0.mlp.up_proj.bias": torch.ones(256)},
+            QsampleError,
+            r"has .*up_proj\.bias, which the model",
+        ),
         ({"model.norm.weight": None}, QsampleError, r"checkpoint lacks model\.norm\.weight"),
-        ({"model.layers.0.mlp.up_proj.qzeros": torch.zeros(2, 2, dtype=torch.int32)}, QsampleError, "do not fit"),
+        (
+            {"model.layers.0.mlp.up_proj.qzeros": torch.zeros(2, 2, dtype=torch.int32)},
+            QsampleError,
+            "do not fit",
+        ),
         (
             {"model.layers.0.mlp.up_proj.weight": torch.ones(2)},
             QsampleError,
@@ -311,7 +402,9 @@ def test_a_refusal_comes_before_the_weights(tmp_path: Path) -> None:
         (
             {
                 f"model.layers.0.mlp.up_proj.{name}": tensor
-                for name, tensor in quantized_layer(np.random.default_rng(0), 256, 64, Scheme()).tensors.items()
+                for name, tensor in quantized_layer(
+                    np.random.default_rng(0), 256, 64, Scheme()
+                ).tensors.items()
             },
             QsampleError,
             r"up_proj stands for a weight of \[256, 64\], and the model's is \[256, 128\]",
@@ -319,7 +412,11 @@ def test_a_refusal_comes_before_the_weights(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint(
-    change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is left of what was written, where the caller gave no folder for it."""
     (tmp_path / "temporary").mkdir()
@@ -334,7 +431,9 @@ def test_a_damaged_checkpoint(
     assert os.listdir(tmp_path / "temporary") == []
 
 
-def test_a_model_holds_its_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_holds_its_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     save_quantized(tmp_path / "checkpoint", "llama", Scheme())
     before = set(os.listdir(tmp_path))
@@ -380,7 +479,10 @@ def config(**options: Any) -> Any:
             {"quant_method": "hqq"},
             "is quantized with hqq; only float weights, gptq, awq, .* compile that with weights=",
         ),
-        ({"bits": 5}, r"is quantized with gptq in a form .*'bits': 5.*; accepted is gptq or gptq_v2"),
+        (
+            {"bits": 5},
+            r"is quantized with gptq in a form .*'bits': 5.*; accepted is gptq or gptq_v2",
+        ),
         ({"checkpoint_format": "marlin"}, "is quantized with gptq .*'checkpoint_format': 'marlin'"),
         ({"is_marlin_format": True}, "is quantized with gptq .*'is_marlin_format': True"),
         ({"pack_dtype": "int16"}, "is quantized with gptq .*'pack_dtype': 'int16'"),
@@ -388,7 +490,10 @@ def config(**options: Any) -> Any:
             {"quant_method": "awq", "version": "gemv"},
             "is quantized .*'version': 'gemv'.* accepted is gemm, with 4 bits",
         ),
-        ({"quant_method": "awq", "bits": 8, "version": "gemm"}, "is quantized with awq .*'bits': 8"),
+        (
+            {"quant_method": "awq", "bits": 8, "version": "gemm"},
+            "is quantized with awq .*'bits': 8",
+        ),
         *((stated, "must be an object with a quant_method") for stated in ("gptq", ["gptq"], 4)),
         *(
             ({"quant_method": method, name: value}, f"the quantization's {message}")
@@ -413,7 +518,9 @@ def config(**options: Any) -> Any:
 def test_what_cannot_be_read_is_refused(stated: Any, message: str) -> None:
     if isinstance(stated, dict):
         stated = {"quant_method": "gptq", "bits": 4} | stated
-    with pytest.raises(UnsupportedModelError, match=rf"^some/model:? {message}|^some/model: .*{message}"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^some/model:? {message}|^some/model: .*{message}"
+    ):
         packing_of(SimpleNamespace(quantization_config=stated), "some/model")  # type: ignore[arg-type]
 
 
@@ -421,12 +528,22 @@ def test_what_cannot_be_read_is_refused(stated: Any, message: str) -> None:
     ("options", "read"),
     [
         (
-            {"quant_method": "gptq", "bits": 3, "group_size": 64, "sym": False, "checkpoint_format": "gptq_v2"},
+            {
+                "quant_method": "gptq",
+                "bits": 3,
+                "group_size": 64,
+                "sym": False,
+                "checkpoint_format": "gptq_v2",
+            },
             Quantization("gptq", 3, 64, symmetric=False, version=2),
         ),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": -1}, Quantization("awq", 4, -1)),
         (
-            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8, "group_size": 32}}},
+            {
+                "quant_method": "gptq",
+                "bits": 4,
+                "dynamic": {"+:.*down.*": {"bits": 8, "group_size": 32}},
+            },
             Quantization("gptq", 4, 128, mixed=True),
         ),
     ],

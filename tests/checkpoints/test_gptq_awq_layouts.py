@@ -41,14 +41,18 @@ def read_layer(layer: str, parts: dict[str, Tensor], quantization: Quantization)
     weight = matrix.read(slice(0, outputs))
     assert weight.levels.shape == matrix.shape
     if outputs > 32:
-        parts_of_it = np.concatenate([matrix.read(rows).floats() for rows in (slice(0, 32), slice(32, outputs))])
+        parts_of_it = np.concatenate(
+            [matrix.read(rows).floats() for rows in (slice(0, 32), slice(32, outputs))]
+        )
         np.testing.assert_array_equal(parts_of_it, weight.floats())
     return weight
 
 
 def read(layer: Layer, scheme: Scheme) -> IntegerWeight:
     version = scheme.stated_version or scheme.version
-    quantization = Quantization(scheme.method, scheme.bits, scheme.group_size, scheme.symmetric, version)
+    quantization = Quantization(
+        scheme.method, scheme.bits, scheme.group_size, scheme.symmetric, version
+    )
     return read_layer("some.layer", layer.tensors, quantization)
 
 
@@ -60,7 +64,9 @@ def meaning(weight: QuantizedWeight) -> tuple[np.ndarray, np.ndarray]:
     scales = weight.scales.numpy().reshape(outputs, count).astype(np.float64)
     zeros = np.full((outputs, count), 2 ** (weight.bits - 1))
     if weight.zero_points is not None:
-        zeros = stored_levels(weight.zero_points.numpy().reshape(outputs, -1), weight.bits)[:, :count]
+        zeros = stored_levels(weight.zero_points.numpy().reshape(outputs, -1), weight.bits)[
+            :, :count
+        ]
     blocks = levels.reshape(outputs, count, -1).astype(np.int64) - zeros[:, :, None]
     floats = (blocks * scales[:, :, None]).reshape(outputs, inputs)
     if weight.order is not None:
@@ -105,7 +111,11 @@ def test_zero_points_of_zero_borrowed_from_their_neighbours() -> None:
     zeros = np.array([[0, 3, 0, 0, 15, 1, 0, 8]], np.int64)
     number = sum(int(zero) << 4 * i for i, zero in enumerate(zeros[0])) - 0x11111111
     qzeros = np.array([[number & 0xFFFFFFFF]], np.uint32).view(np.int32)
-    parts = {"qweight": np.zeros((4, 8), np.int32), "scales": np.ones((1, 8), np.float32), "qzeros": qzeros}
+    parts = {
+        "qweight": np.zeros((4, 8), np.int32),
+        "scales": np.ones((1, 8), np.float32),
+        "qzeros": qzeros,
+    }
     tensors = {name: torch.from_numpy(array) for name, array in parts.items()}
     grouped = read_layer("layer", tensors, Quantization("gptq", 4, 32, symmetric=False))
     np.testing.assert_array_equal(grouped.zero_points[:, 0], zeros[0])
@@ -156,17 +166,42 @@ def resized(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         (AWQ, "scales", lambda t: t[:2], r"scales is float16 \[2, 32\], and must be .* \[4, 32\]"),
         (AWQ, "scales", lambda t: t[:1], r"scales is float16 \[1, 32\]"),
         (AWQ, "qzeros", lambda t: t[:2], r"qzeros is int32 \[2, 4\], and must be int32 \[4, 4\]"),
-        (GPTQ, "qzeros", lambda t: t[:, :3], r"qzeros is int32 \[4, 3\], and must be int32 \[4, 4\]"),
-        (GPTQ, "g_idx", lambda t: t[:0], r"g_idx is int32 \[0\], and must be int32 or int64 \[1 or more\]"),
-        (GPTQ, "g_idx", lambda t: torch.cat([t, t]), r"g_idx has 256 entries, and must have one for each of the 128"),
-        (GPTQ, "g_idx", lambda t: t[:-1], r"g_idx has 127 entries, and must have one for each of the 128"),
+        (
+            GPTQ,
+            "qzeros",
+            lambda t: t[:, :3],
+            r"qzeros is int32 \[4, 3\], and must be int32 \[4, 4\]",
+        ),
+        (
+            GPTQ,
+            "g_idx",
+            lambda t: t[:0],
+            r"g_idx is int32 \[0\], and must be int32 or int64 \[1 or more\]",
+        ),
+        (
+            GPTQ,
+            "g_idx",
+            lambda t: torch.cat([t, t]),
+            r"g_idx has 256 entries, and must have one for each of the 128",
+        ),
+        (
+            GPTQ,
+            "g_idx",
+            lambda t: t[:-1],
+            r"g_idx has 127 entries, and must have one for each of the 128",
+        ),
         (GPTQ, "g_idx", lambda t: t[None], r"g_idx is int32 \[1, 128\]"),
         (GPTQ, "g_idx", lambda t: t.float(), r"g_idx is float32 \[128\]"),
         (GPTQ, "g_idx", lambda t: t + 1, "g_idx holds 1 to 4, and must hold the groups 0 to 3"),
         (GPTQ, "g_idx", lambda t: t - 1, "g_idx holds -1 to 2"),
         (GPTQ, "g_idx", lambda t: t * 0, "groups of 0 to 128 inputs, and every group must have 32"),
         (GPTQ, "g_idx", lambda t: t.clamp(max=2), "groups of 0 to 64 inputs"),
-        (AWQ, "g_idx", lambda t: torch.zeros(COLUMNS, dtype=INT), "it has a g_idx, which AWQ's layout does not know"),
+        (
+            AWQ,
+            "g_idx",
+            lambda t: torch.zeros(COLUMNS, dtype=INT),
+            "it has a g_idx, which AWQ's layout does not know",
+        ),
         (AWQ, "qzeros", lambda t: None, "it has no qzeros"),
         (GPTQ, "qzeros", lambda t: None, "it has no qzeros, and the checkpoint is not symmetric"),
         (GPTQ, "qweight", lambda t: t.long(), r"qweight is int64 \[16, 32\], and must be int32"),
@@ -180,12 +215,37 @@ def resized(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         (GPTQ, "qweight", lambda t: t[None], r"qweight is int32 \[1, 16, 32\]"),
         (GPTQ, "qweight", lambda t: t[:0], r"qweight is int32 \[0, 32\]"),
         (GPTQ, "qweight", lambda t: t[:, :0], r"qweight is int32 \[16, 0\]"),
-        (GPTQ, "qweight", lambda t: t[:15], "g_idx has 128 entries, and must have one for each of the 120"),
-        (GPTQ, "qweight", lambda t: t[:, :31], r"scales is float16 \[4, 32\], and must be .* \[4, 31\]"),
-        (AWQ, "qweight", lambda t: t[:64], r"scales is float16 \[4, 32\], and must be .* \[2, 32\]"),
-        (AWQ, "qweight", lambda t: t[:, :3], r"scales is float16 \[4, 32\], and must be .* \[4, 24\]"),
+        (
+            GPTQ,
+            "qweight",
+            lambda t: t[:15],
+            "g_idx has 128 entries, and must have one for each of the 120",
+        ),
+        (
+            GPTQ,
+            "qweight",
+            lambda t: t[:, :31],
+            r"scales is float16 \[4, 32\], and must be .* \[4, 31\]",
+        ),
+        (
+            AWQ,
+            "qweight",
+            lambda t: t[:64],
+            r"scales is float16 \[4, 32\], and must be .* \[2, 32\]",
+        ),
+        (
+            AWQ,
+            "qweight",
+            lambda t: t[:, :3],
+            r"scales is float16 \[4, 32\], and must be .* \[4, 24\]",
+        ),
         (AWQ, "qweight", lambda t: t.to(torch.uint8), "qweight is uint8"),
-        (GPTQ, "scales", lambda t: t.int(), r"scales is int32 \[4, 32\], and must be float16 or bfloat16 or float32"),
+        (
+            GPTQ,
+            "scales",
+            lambda t: t.int(),
+            r"scales is int32 \[4, 32\], and must be float16 or bfloat16 or float32",
+        ),
         (GPTQ, "scales", lambda t: t.double(), "scales is float64"),
         (GPTQ, "scales", lambda t: t[0], r"scales is float16 \[32\]"),
         (GPTQ, "scales", lambda t: t[:0], r"scales is float16 \[0, 32\]"),
@@ -198,7 +258,9 @@ def resized(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def test_parts_that_do_not_fit(scheme: Scheme, part: str, change: Any, message: str) -> None:
     parts = stored(scheme)
     changed = change(parts.get(part))
-    parts = {name: tensor for name, tensor in (parts | {part: changed}).items() if tensor is not None}
+    parts = {
+        name: tensor for name, tensor in (parts | {part: changed}).items() if tensor is not None
+    }
     with pytest.raises(ValueError, match=message):
         read_layer("some.layer", parts, stated(scheme))
 
@@ -206,21 +268,33 @@ def test_parts_that_do_not_fit(scheme: Scheme, part: str, change: Any, message: 
 @pytest.mark.parametrize(
     ("scheme", "changes", "message"),
     [
-        (GPTQ, {"group_size": 64}, r"scales is float16 \[4, 32\], and must be .* \[2, 32\]: .* group_size of 64"),
+        (
+            GPTQ,
+            {"group_size": 64},
+            r"scales is float16 \[4, 32\], and must be .* \[2, 32\]: .* group_size of 64",
+        ),
         (GPTQ, {"group_size": -1}, r"\[1, 32\]: .* one group of all"),
         (GPTQ, {"group_size": 16}, r"\[8, 32\]"),
         (AWQ, {"group_size": 64}, r"\[2, 32\]"),
         (AWQ, {"group_size": -1}, r"\[1, 32\]"),
         (AWQ, {"group_size": 3}, r"\[43, 32\]"),
         (GPTQ, {"bits": 3}, "qweight has 16 rows of 32 bits, which 3-bit levels do not fill"),
-        (GPTQ, {"bits": 8}, r"scales is float16 \[4, 32\], and must be .* \[2, 32\]: qweight has 64 inputs"),
+        (
+            GPTQ,
+            {"bits": 8},
+            r"scales is float16 \[4, 32\], and must be .* \[2, 32\]: qweight has 64 inputs",
+        ),
     ],
 )
-def test_a_configuration_that_the_layer_contradicts(scheme: Scheme, changes: dict[str, Any], message: str) -> None:
+def test_a_configuration_that_the_layer_contradicts(
+    scheme: Scheme, changes: dict[str, Any], message: str
+) -> None:
     parts = stored(scheme)
     if "bits" in changes:
         del parts["g_idx"]
-    quantization = Quantization(**({"method": scheme.method, "bits": 4, "group_size": 32} | changes))
+    quantization = Quantization(
+        **({"method": scheme.method, "bits": 4, "group_size": 32} | changes)
+    )
     with pytest.raises(ValueError, match=message):
         read_layer("some.layer", parts, quantization)
 
@@ -237,12 +311,16 @@ def test_layers_of_their_own_bits_and_group_size(act_order: bool) -> None:
 
 
 SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
-DTYPES = st.sampled_from([torch.int32, torch.int64, torch.uint8, torch.float16, torch.float32, torch.bool])
+DTYPES = st.sampled_from(
+    [torch.int32, torch.int64, torch.uint8, torch.float16, torch.float32, torch.bool]
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    scheme=st.sampled_from([GPTQ, AWQ, Scheme(bits=3), Scheme(bits=8, symmetric=True), Scheme(act_order=True)]),
+    scheme=st.sampled_from(
+        [GPTQ, AWQ, Scheme(bits=3), Scheme(bits=8, symmetric=True), Scheme(act_order=True)]
+    ),
     part=st.sampled_from(["qweight", "qzeros", "scales", "g_idx"]),
     shape=SHAPES,
     dtype=st.none() | DTYPES,

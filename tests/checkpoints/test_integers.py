@@ -49,11 +49,17 @@ def meaning_of_blocks(weight: QuantizedWeight) -> np.ndarray:
     """[N, K] float64, its inputs in their own order: as MatMulNBits' documentation has it, plus offsets."""
     outputs, inputs = weight.sizes
     count = inputs // weight.block_size
-    levels = stored_levels(weight.blocks.numpy().reshape(outputs, -1), weight.bits).reshape(outputs, count, -1)
+    levels = stored_levels(weight.blocks.numpy().reshape(outputs, -1), weight.bits).reshape(
+        outputs, count, -1
+    )
     zeros = np.full((outputs, count), 2 ** (weight.bits - 1))
     if weight.zero_points is not None:
-        zeros = stored_levels(weight.zero_points.numpy().reshape(outputs, -1), weight.bits)[:, :count]
-    floats = (levels.astype(np.int64) - zeros[:, :, None]) * weight.scales.numpy().astype(np.float64)[:, :, None]
+        zeros = stored_levels(weight.zero_points.numpy().reshape(outputs, -1), weight.bits)[
+            :, :count
+        ]
+    floats = (levels.astype(np.int64) - zeros[:, :, None]) * weight.scales.numpy().astype(
+        np.float64
+    )[:, :, None]
     if weight.offsets is not None:
         floats += weight.offsets.numpy().astype(np.float64).T[:, :, None]
     floats = floats.reshape(outputs, inputs)
@@ -68,7 +74,10 @@ def test_floats_and_blocks_mean_the_same(form: dict[str, Any]) -> None:
     np.testing.assert_allclose(weight.floats(), wanted, rtol=1e-6, atol=1e-7 * largest)
     blocks = weight.blocks(torch.float32)
     assert blocks is not None
-    assert (blocks.bits, blocks.block_size) == (4 if form["bits"] <= 4 else 8, min(form["block"], 256))
+    assert (blocks.bits, blocks.block_size) == (
+        4 if form["bits"] <= 4 else 8,
+        min(form["block"], 256),
+    )
     np.testing.assert_allclose(meaning_of_blocks(blocks), wanted, rtol=1e-6, atol=1e-7 * largest)
     assert (blocks.offsets is not None) == form.get("offsets", False)
     # Symmetric levels need no zero points, whatever their bits.
@@ -84,7 +93,9 @@ def test_floats_are_rounded_like_products_and_sums_of_float32() -> None:
     assert weight.offsets is not None
     size = INPUTS // weight.scales.shape[1]
     scales, offsets = weight.scales.repeat(size, 1), weight.offsets.repeat(size, 1)
-    np.testing.assert_array_equal(weight.floats(), scales * weight.levels.astype(np.float32) + offsets)
+    np.testing.assert_array_equal(
+        weight.floats(), scales * weight.levels.astype(np.float32) + offsets
+    )
 
 
 def test_the_zero_point_is_the_nearest_within_the_bits() -> None:
@@ -111,7 +122,9 @@ def test_half_precision_keeps_the_levels() -> None:
 
 @pytest.mark.parametrize("block", [8, 24, 40])
 def test_groups_that_no_block_lies_within(block: int) -> None:
-    assert random_integers(np.random.default_rng(4), 8, 480, block=block).blocks(torch.float32) is None
+    assert (
+        random_integers(np.random.default_rng(4), 8, 480, block=block).blocks(torch.float32) is None
+    )
 
 
 def test_parts_are_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,4 +139,6 @@ def test_parts_are_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = StoredMatrix("layer", (100, 64), rows)
     np.testing.assert_array_equal(matrix.floats(), weight.floats())
     assert read == [slice(0, 32), slice(32, 64), slice(64, 96), slice(96, 100)]
-    np.testing.assert_array_equal(np.concatenate([part.levels for part in matrix.parts()]), weight.levels)
+    np.testing.assert_array_equal(
+        np.concatenate([part.levels for part in matrix.parts()]), weight.levels
+    )

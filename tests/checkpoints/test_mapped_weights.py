@@ -39,7 +39,9 @@ def mapped(source: Path, dtype: str = "float32") -> PreTrainedModel:
     return model
 
 
-def check_like_transformers(model: PreTrainedModel, source: Path, dtype: torch.dtype = torch.float32) -> None:
+def check_like_transformers(
+    model: PreTrainedModel, source: Path, dtype: torch.dtype = torch.float32
+) -> None:
     """The same names, dtypes and numbers as transformers loads into memory."""
     wanted = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     loaded = model.state_dict()
@@ -52,13 +54,18 @@ def check_like_transformers(model: PreTrainedModel, source: Path, dtype: torch.d
     with torch.no_grad(), computing():
         logits = model(input_ids=ids).logits
     torch.testing.assert_close(
-        logits, wanted.eval()(input_ids=ids).logits, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-2
+        logits,
+        wanted.eval()(input_ids=ids).logits,
+        rtol=0,
+        atol=1e-5 if dtype == torch.float32 else 1e-2,
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shard", ["1GB", "50KB"])
-def test_the_weights_are_those_that_transformers_converts(dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
+def test_the_weights_are_those_that_transformers_converts(
+    dtype: torch.dtype, shard: str, tmp_path: Path
+) -> None:
     source = save(tmp_path / "source", dtype, max_shard_size=shard)
     model = mapped(source)
     check_like_transformers(model, source)
@@ -109,7 +116,9 @@ def test_a_tied_head_that_is_stored_as_well(dtype: str, factor: int, tmp_path: P
     check_like_transformers(model, source, getattr(torch, dtype))
 
 
-def test_experts_that_transformers_merges_are_put_together_when_they_are_needed(tmp_path: Path) -> None:
+def test_experts_that_transformers_merges_are_put_together_when_they_are_needed(
+    tmp_path: Path,
+) -> None:
     mixture("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path / "source")
     stored = load_file(tmp_path / "source" / "model.safetensors")
     assert any("experts.0." in name for name in stored)  # each expert on its own
@@ -137,12 +146,16 @@ def test_a_checkpoint_of_the_hub_is_read_from_the_cache(tmp_path: Path) -> None:
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(commit)
     (tmp_path / "scratch").mkdir()
-    checkpoint = Checkpoint("someone/model", hub=HubOptions(cache_dir=tmp_path / "cache", local_files_only=True))
+    checkpoint = Checkpoint(
+        "someone/model", hub=HubOptions(cache_dir=tmp_path / "cache", local_files_only=True)
+    )
     model = checkpoint.load(scratch=tmp_path / "scratch")
     check_like_transformers(model, snapshot)
     found = deferred(model.model.embed_tokens.weight)
     assert found is not None
-    assert found.place.path.parent == folder / "blobs"  # ONNX Runtime opens no link that leads out of its folder
+    assert (
+        found.place.path.parent == folder / "blobs"
+    )  # ONNX Runtime opens no link that leads out of its folder
 
 
 def save_shards(folder: Path, seed: int = 0) -> Path:
@@ -179,9 +192,18 @@ def forget(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, r"cannot load the weights of .*-of-0000\d\.safetensors is cut off, or no safetensors file.*again"),
-        (lambda folder: last(folder).unlink(), r"-of-0000\d\.safetensors is missing; download the checkpoint again"),
-        (lambda folder: last(folder).write_bytes(b"<html>"), r"-of-0000\d\.safetensors is cut off, or no safetensors"),
+        (
+            cut,
+            r"cannot load the weights of .*-of-0000\d\.safetensors is cut off, or no safetensors file.*again",
+        ),
+        (
+            lambda folder: last(folder).unlink(),
+            r"-of-0000\d\.safetensors is missing; download the checkpoint again",
+        ),
+        (
+            lambda folder: last(folder).write_bytes(b"<html>"),
+            r"-of-0000\d\.safetensors is cut off, or no safetensors",
+        ),
         (
             lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'),
             "is not an index of weights.*lists no tensor",
@@ -189,7 +211,9 @@ def forget(folder: Path) -> None:
         (forget, r"holds no model\.norm\.weight, which LlamaForCausalLM needs"),
     ],
 )
-def test_a_damaged_shard_is_named(damage: Callable[[Path], None], message: str, shards: Path, tmp_path: Path) -> None:
+def test_a_damaged_shard_is_named(
+    damage: Callable[[Path], None], message: str, shards: Path, tmp_path: Path
+) -> None:
     damage(shards)
     model = AutoModelForCausalLM.from_pretrained(shards, tokenizer=None)
     for write in (model.export, model.compile):
@@ -207,7 +231,9 @@ def test_a_damaged_shard_is_named(damage: Callable[[Path], None], message: str, 
         pytest.param("compile", "self-test", marks=pytest.mark.slow),
     ],
 )
-def test_a_shard_that_is_replaced_meanwhile(verb: str, stage: str, shards: Path, tmp_path: Path) -> None:
+def test_a_shard_that_is_replaced_meanwhile(
+    verb: str, stage: str, shards: Path, tmp_path: Path
+) -> None:
     """A package of some old weights and some new ones would pass every gate that comes after."""
     other = save_shards(tmp_path / "other", seed=1)
     stages: list[str] = []
@@ -219,7 +245,9 @@ def test_a_shard_that_is_replaced_meanwhile(verb: str, stage: str, shards: Path,
 
     options: dict[str, Any] = {"ctx_len": 64} if verb == "compile" else {}
     model = AutoModelForCausalLM.from_pretrained(shards, tokenizer=None, include_sampler=False)
-    with pytest.raises(QsampleError, match=r"\.safetensors was replaced or written to while it was in use"):
+    with pytest.raises(
+        QsampleError, match=r"\.safetensors was replaced or written to while it was in use"
+    ):
         getattr(model, verb)(tmp_path / "package", progress=progress, **options)
     assert stage in stages
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "other"]
@@ -258,7 +286,10 @@ def test_all_that_is_mapped_is_watched(shards: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"weight_map": {"a": "../model.safetensors"}}', "'../model.safetensors', which lies outside"),
+        (
+            '{"weight_map": {"a": "../model.safetensors"}}',
+            "'../model.safetensors', which lies outside",
+        ),
         ('{"weight_map": {"a": 5}}', "is not an index of weights"),
         ("[" * 100_000, "nested more than"),
     ],

@@ -35,7 +35,9 @@ def wanted(tensors: dict[str, Tensor], scale: float) -> np.ndarray:
         ({"alpha_pattern": {"v_proj": 2}}, 12 / 4),
     ],
 )
-def test_a_linear_layer_gets_the_scaled_product(config: dict[str, Any], scale: float, tmp_path: Path) -> None:
+def test_a_linear_layer_gets_the_scaled_product(
+    config: dict[str, Any], scale: float, tmp_path: Path
+) -> None:
     model = random_model("llama")
     projection = model.model.layers[1].self_attn.q_proj
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -66,9 +68,14 @@ def test_a_weight_that_comes_with_the_adapter_is_the_base(tmp_path: Path) -> Non
     tensors = lora_pair(path, 64, 64)
     product, base = wanted(tensors, 3), torch.from_numpy(before) + 1
     merge_adapter(
-        model, *save_adapter(tmp_path / "adapter", {**tensors, f"base_model.model.{path}.base_layer.weight": base})
+        model,
+        *save_adapter(
+            tmp_path / "adapter", {**tensors, f"base_model.model.{path}.base_layer.weight": base}
+        ),
     )
-    np.testing.assert_allclose(model.get_submodule(path).weight.detach().numpy() - before, product + 1, atol=1e-5)
+    np.testing.assert_allclose(
+        model.get_submodule(path).weight.detach().numpy() - before, product + 1, atol=1e-5
+    )
 
 
 def test_a_checkpoint_is_loaded_with_its_adapter(tmp_path: Path) -> None:
@@ -86,11 +93,20 @@ LAYER = "model.layers.0.mlp.up_proj"
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
-        (lora_pair(LAYER, 96, 64), {"use_dora": True}, r"with use_dora.*export the merged checkpoint"),
-        (lora_pair("model.layers.7.mlp.up_proj", 96, 64), {}, r"changes model\.layers\.7\.mlp\.up_proj, which Llama"),
+        (
+            lora_pair(LAYER, 96, 64),
+            {"use_dora": True},
+            r"with use_dora.*export the merged checkpoint",
+        ),
+        (
+            lora_pair("model.layers.7.mlp.up_proj", 96, 64),
+            {},
+            r"changes model\.layers\.7\.mlp\.up_proj, which Llama",
+        ),
         (lora_pair(LAYER, 96, 32), {}, r"shape \[96, 32\] .* has \[96, 64\]"),
         (
-            lora_pair(LAYER, 96, 64) | {f"base_model.model.{LAYER}.base_layer.weight": torch.ones(3, 3)},
+            lora_pair(LAYER, 96, 64)
+            | {f"base_model.model.{LAYER}.base_layer.weight": torch.ones(3, 3)},
             {},
             r"holds a weight of shape \[3, 3\]",
         ),
@@ -123,14 +139,21 @@ def save_with_peft(folder: Path, model_type: str, options: dict[str, Any], **ove
     model.save_pretrained(folder)
     # peft sorts what it writes, patterns too, which may make another the first that matches.
     written = json.loads((folder / "adapter_config.json").read_text())
-    patterns = {name: options[name] for name in ("rank_pattern", "alpha_pattern") if name in options}
+    patterns = {
+        name: options[name] for name in ("rank_pattern", "alpha_pattern") if name in options
+    }
     (folder / "adapter_config.json").write_text(json.dumps(written | patterns))
     return peft.PeftModel.from_pretrained(random_model(model_type, **overrides), folder).eval()
 
 
 PROMPT = torch.arange(5, 25)[None]
 PATTERNS = {
-    "rank_pattern": {r"^model\.layers\.0\..*": 2, "q_proj": 6, "layers.1.self_attn.q_proj": 3, ".*": 5},
+    "rank_pattern": {
+        r"^model\.layers\.0\..*": 2,
+        "q_proj": 6,
+        "layers.1.self_attn.q_proj": 3,
+        ".*": 5,
+    },
     "alpha_pattern": {
         "proj": 1,
         "self_attn.q_proj": 20,
@@ -147,8 +170,26 @@ PROJECTIONS = ["q_proj", "v_proj", "up_proj", "down_proj"]
     ("model_type", "options", "overrides"),
     [
         ("llama", {"r": 4, "lora_alpha": 12, "target_modules": PROJECTIONS, **PATTERNS}, {}),
-        ("llama", {"r": 4, "lora_alpha": 12, "target_modules": PROJECTIONS, "use_rslora": True, **PATTERNS}, {}),
-        ("llama", {"target_modules": PROJECTIONS, "layers_to_transform": [1], "init_lora_weights": "orthogonal"}, {}),
+        (
+            "llama",
+            {
+                "r": 4,
+                "lora_alpha": 12,
+                "target_modules": PROJECTIONS,
+                "use_rslora": True,
+                **PATTERNS,
+            },
+            {},
+        ),
+        (
+            "llama",
+            {
+                "target_modules": PROJECTIONS,
+                "layers_to_transform": [1],
+                "init_lora_weights": "orthogonal",
+            },
+            {},
+        ),
         ("llama", {"target_modules": r".*\.0\.mlp\..*_proj", "exclude_modules": ["gate_proj"]}, {}),
         ("gpt2", {"target_modules": ["c_attn", "c_fc", "wte"], "fan_in_fan_out": True}, {}),
         ("llama", {"target_modules": ["embed_tokens", "q_proj"]}, {"tie_word_embeddings": True}),
@@ -179,7 +220,11 @@ def test_the_scales_are_those_of_peft(patterns: dict[str, Any], tmp_path: Path) 
     options = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", **patterns}
     adapted = save_with_peft(tmp_path, "llama", options)
     config = read_config(tmp_path / "adapter_config.json")
-    layers = {name: layer for name, layer in adapted.base_model.model.named_modules() if hasattr(layer, "lora_A")}
+    layers = {
+        name: layer
+        for name, layer in adapted.base_model.model.named_modules()
+        if hasattr(layer, "lora_A")
+    }
     assert len(layers) == 14
     assert len({config.scale_of(name) for name in layers}) > 2
     for name, layer in layers.items():
@@ -195,7 +240,10 @@ def test_a_tied_weight_is_untied(tied: str, tmp_path: Path) -> None:
     name = f"base_model.model.{path}.lora_"
     tensors = {f"{name}A.weight": torch.ones(4, 64), f"{name}B.weight": torch.ones(320, 4)}
     if tied == "embed_tokens":
-        tensors = {f"{name}embedding_A": torch.ones(4, 320), f"{name}embedding_B": torch.ones(64, 4)}
+        tensors = {
+            f"{name}embedding_A": torch.ones(4, 320),
+            f"{name}embedding_B": torch.ones(64, 4),
+        }
     merge_adapter(model, *save_adapter(tmp_path / "adapter", tensors))
     changed, other = model.model.embed_tokens.weight, model.lm_head.weight
     if tied == "lm_head":

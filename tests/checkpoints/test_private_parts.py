@@ -15,7 +15,12 @@ from qsample.checkpoints.private_parts import PARTS, RANGES
 from qsample.errors import QsampleError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PUBLIC = {"transformers", "transformers.exporters.onnxruntime_fusions", "onnxscript", "onnxscript.rewriter"}
+PUBLIC = {
+    "transformers",
+    "transformers.exporters.onnxruntime_fusions",
+    "onnxscript",
+    "onnxscript.rewriter",
+}
 
 
 def is_private(module: str) -> bool:
@@ -42,12 +47,16 @@ def test_every_import_of_a_part_that_is_not_public_is_in_the_list() -> None:
 
 
 def test_the_ranges_are_those_of_the_installation() -> None:
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]["export"]
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]["export"]
     stated = dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in extra)  # type: ignore[union-attr]
     assert {name: stated[name] for name in RANGES} == RANGES
 
 
-@pytest.mark.parametrize("part", ["transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", "torch.onnx.ops.symbolic"])
+@pytest.mark.parametrize(
+    "part", ["transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", "torch.onnx.ops.symbolic"]
+)
 def test_a_part_that_a_version_lacks(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], Path], tmp_path: Path, part: str
 ) -> None:

@@ -40,10 +40,14 @@ def test_the_processor_of_all_layouts(files: list[str], tmp_path: Path) -> None:
     folder = make_tiny_vlm("qwen2_5_vl", tmp_path, unified=files == ["processor"])
     if files == ["preprocessor"]:
         (folder / "processor_config.json").unlink()
-    assert sorted(path.name for path in folder.glob("*processor*")) == [f"{name}_config.json" for name in files]
+    assert sorted(path.name for path in folder.glob("*processor*")) == [
+        f"{name}_config.json" for name in files
+    ]
     checkpoint = Checkpoint(str(folder), images=True)
     processor: Any = checkpoint.processor
-    inputs = processor(text=f"{IMAGE_TEXT['qwen2_5_vl']}?", images=[picture(40, 30)], return_tensors="np")
+    inputs = processor(
+        text=f"{IMAGE_TEXT['qwen2_5_vl']}?", images=[picture(40, 30)], return_tensors="np"
+    )
     rows, columns = inputs["image_grid_thw"][0][1:]
     assert (inputs["input_ids"] == checkpoint.config.image_token_id).sum() == rows * columns // 4
     assert inputs["pixel_values"].shape == (rows * columns, 3 * 2 * 4 * 4)
@@ -54,11 +58,16 @@ def test_the_processor_of_all_layouts(files: list[str], tmp_path: Path) -> None:
 def test_a_type_without_a_text_model(tmp_path: Path) -> None:
     path = str(make_tiny_vlm("llava", tmp_path / "llava"))
     with pytest.raises(
-        UnsupportedModelError, match=f"reads images; open it with AutoModelForImageTextToText, .*{ALONE}"
+        UnsupportedModelError,
+        match=f"reads images; open it with AutoModelForImageTextToText, .*{ALONE}",
     ):
         AutoModelForCausalLM.from_pretrained(path).export(tmp_path / "package")
     kinds = {}
-    for name, options in {"both": {"images": True}, "cli": {"images": None}, "text": {"text_only": True}}.items():
+    for name, options in {
+        "both": {"images": True},
+        "cli": {"images": None},
+        "text": {"text_only": True},
+    }.items():
         checkpoint = Checkpoint(path, **options)  # type: ignore[arg-type]
         assert checkpoint.outline.kind is transformers.LlavaForConditionalGeneration
         kinds[name] = type(checkpoint.processor).__name__
@@ -69,9 +78,16 @@ def test_a_type_with_a_text_model(tmp_path: Path) -> None:
     """The class is transformers' for text, unless images are read, too; a line says what is left out."""
     path = str(make_tiny_vlm("qwen3_5", tmp_path))
     text, both = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5ForConditionalGeneration
-    for options, kind in (({}, text), ({"text_only": True}, text), ({"images": None}, both), ({"images": True}, both)):
+    for options, kind in (
+        ({}, text),
+        ({"text_only": True}, text),
+        ({"images": None}, both),
+        ({"images": True}, both),
+    ):
         assert Checkpoint(path, **options).outline.kind is kind  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="language model alone is exported.*; AutoModelForImageTextToText also"):
+    with pytest.warns(
+        UserWarning, match="language model alone is exported.*; AutoModelForImageTextToText also"
+    ):
         Checkpoint(path).load()
 
 
@@ -85,16 +101,26 @@ def test_what_reads_no_images(tmp_path: Path) -> None:
 
 
 def mllama() -> Any:
-    text = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "cross_attention_layers": [1]}
+    text = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "cross_attention_layers": [1],
+    }
     return transformers.MllamaConfig(text_config=text)
 
 
 def test_images_through_cross_attention(tmp_path: Path) -> None:
     path = outlined(tmp_path, mllama(), image_processor_type="MllamaImageProcessor")
-    with pytest.raises(UnsupportedModelError, match=f"MllamaForConditionalGeneration, .* stand for tokens, .*{ALONE}"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=f"MllamaForConditionalGeneration, .* stand for tokens, .*{ALONE}",
+    ):
         _ = Checkpoint(path, images=True).processor
     checkpoint = Checkpoint(path, images=None)  # the command line
-    with pytest.warns(UserWarning, match="stand for tokens.*; its language model alone is exported"):
+    with pytest.warns(
+        UserWarning, match="stand for tokens.*; its language model alone is exported"
+    ):
         assert checkpoint.processor is None
     assert checkpoint._auto_class is transformers.AutoModelForCausalLM
 
@@ -102,8 +128,17 @@ def test_images_through_cross_attention(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("preprocessor", "message"),
     [
-        ({"image_processor_type": "Llama4ImageProcessorFast", "processor_class": "Llama4Processor"}, "with Pillow"),
-        ({"image_processor_type": "NoSuchProcessor", "processor_class": "Qwen3VLProcessor"}, "with Pillow"),
+        (
+            {
+                "image_processor_type": "Llama4ImageProcessorFast",
+                "processor_class": "Llama4Processor",
+            },
+            "with Pillow",
+        ),
+        (
+            {"image_processor_type": "NoSuchProcessor", "processor_class": "Qwen3VLProcessor"},
+            "with Pillow",
+        ),
         (
             {
                 "image_processor_type": "Mine",
@@ -113,15 +148,21 @@ def test_images_through_cross_attention(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_processors_that_packages_have_not(preprocessor: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_processors_that_packages_have_not(
+    preprocessor: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     path = outlined(tmp_path, config_of("qwen3_vl_moe"), **preprocessor)
-    with pytest.raises(UnsupportedModelError, match=f"{message}.*; open its language model alone with {ALONE}"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"{message}.*; open its language model alone with {ALONE}"
+    ):
         AutoModelForImageTextToText.from_pretrained(path).export(tmp_path / "package")
 
 
 def test_images_need_the_tokenizer(tmp_path: Path) -> None:
     path = outlined(tmp_path, config_of("llava"), image_processor_type="LlavaImageProcessor")
-    with pytest.raises(UnsupportedModelError, match=f"needs its tokenizer to read images, .*{ALONE}"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"needs its tokenizer to read images, .*{ALONE}"
+    ):
         _ = Checkpoint(path, images=True, tokenizer=None).processor
 
 
@@ -137,7 +178,11 @@ def test_an_adapter_with_matrices_of_the_tower_is_merged(tmp_path: Path) -> None
         Checkpoint(path, images=True, adapter=adapter).load().state_dict()
         for adapter in (None, str(tmp_path / "adapter"))
     )
-    changed = {name.removesuffix(".weight") for name in plain if not torch.equal(plain[name], adapted[name])}
+    changed = {
+        name.removesuffix(".weight")
+        for name in plain
+        if not torch.equal(plain[name], adapted[name])
+    }
     assert changed == set(layers)
 
 
@@ -156,7 +201,9 @@ def test_packed_language_layers_and_a_float_tower(method: str, tmp_path: Path) -
         else:
             stored[name] = tensor
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": scheme.config()}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": scheme.config()
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (tmp_path / "scratch").mkdir()
     model = Checkpoint(str(folder), images=True).load(scratch=tmp_path / "scratch")

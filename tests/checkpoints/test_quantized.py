@@ -37,7 +37,9 @@ def export(made: IntegerModel, path: Path, **features: Any) -> Package:
 
 def logits(package: Package) -> np.ndarray:
     """[rows, V] after the prompts."""
-    runner = GraphRunner(load_graph(package.file("decoder.onnx")), package.path, package.interface, 32)
+    runner = GraphRunner(
+        load_graph(package.file("decoder.onnx")), package.path, package.interface, 32
+    )
     lengths = np.array([len(prompt) for prompt in PROMPTS])
     ids = np.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in PROMPTS])
     result: np.ndarray = runner.step(ids, lengths, runner.start(len(ids)))["logits"]
@@ -46,7 +48,10 @@ def logits(package: Package) -> np.ndarray:
 
 def wanted_logits(made: IntegerModel) -> np.ndarray:
     with torch.no_grad():
-        rows = [made.floats(input_ids=torch.tensor([prompt])).logits[0, -1].numpy() for prompt in PROMPTS]
+        rows = [
+            made.floats(input_ids=torch.tensor([prompt])).logits[0, -1].numpy()
+            for prompt in PROMPTS
+        ]
     return np.stack(rows)
 
 
@@ -58,7 +63,9 @@ def tokens(made: IntegerModel, prompt: list[int], count: int = 6) -> list[int]:
 
 
 def nodes(package: Package, *operators: str) -> list[ir.Node]:
-    return [node for node in ir.load(package.file("decoder.onnx")).graph if node.op_type in operators]
+    return [
+        node for node in ir.load(package.file("decoder.onnx")).graph if node.op_type in operators
+    ]
 
 
 def q4_k_m(layer: str) -> Mapping[str, Any]:
@@ -80,17 +87,27 @@ def mlx_6(layer: str) -> Mapping[str, Any]:
 @pytest.mark.parametrize(
     ("model_type", "make", "options"),
     [
-        ("gemma3_text", q4_k_m, {"tie_word_embeddings": True, "layer_types": ["full_attention"], "head_dim": 64}),
+        (
+            "gemma3_text",
+            q4_k_m,
+            {"tie_word_embeddings": True, "layer_types": ["full_attention"], "head_dim": 64},
+        ),
         pytest.param("llama", gptq_8, {"num_key_value_heads": 4}, marks=pytest.mark.slow),
         pytest.param("qwen3", mlx_6, {"tie_word_embeddings": True}, marks=pytest.mark.slow),
         pytest.param(
-            "gpt2", lambda layer: {"bits": 4, "block": 128}, {"n_embd": 256, "n_layer": 1}, marks=pytest.mark.slow
+            "gpt2",
+            lambda layer: {"bits": 4, "block": 128},
+            {"n_embd": 256, "n_layer": 1},
+            marks=pytest.mark.slow,
         ),
         pytest.param("llama", lambda layer: {"bits": 8, "block": 256}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_packed_model(
-    model_type: str, make: Callable[[str], Mapping[str, Any]], options: dict[str, Any], tmp_path: Path
+    model_type: str,
+    make: Callable[[str], Mapping[str, Any]],
+    options: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """Its portable graph is the float model, its compiled one nearly so, and levels are stored once."""
     made = integer_model(model_type, tmp_path / "blocks", make, **{**SIZES, **options})
@@ -99,9 +116,16 @@ def test_a_packed_model(
     assert len(nodes(package, "GatherBlockQuantized")) == 1
     tied = bool(options.get("tie_word_embeddings")) or model_type == "gpt2"
     assert len(nodes(package, "MatMulNBits")) == len(made.integers) - (not tied)
-    stored = sum(weight.levels.size // (2 if weight.bits <= 4 else 1) for weight in made.integers.values())
-    uint8 = [value.const_value for value in ir.load(package.file("decoder.onnx")).graph.initializers.values()]
-    blocks = sum(tensor.nbytes for tensor in uint8 if tensor is not None and "blocks" in str(tensor.name))
+    stored = sum(
+        weight.levels.size // (2 if weight.bits <= 4 else 1) for weight in made.integers.values()
+    )
+    uint8 = [
+        value.const_value
+        for value in ir.load(package.file("decoder.onnx")).graph.initializers.values()
+    ]
+    blocks = sum(
+        tensor.nbytes for tensor in uint8 if tensor is not None and "blocks" in str(tensor.name)
+    )
     assert blocks == stored
 
     compiled = PackagedModel(package).compile(tmp_path / "compiled", ctx_len=32)
@@ -109,21 +133,29 @@ def test_a_packed_model(
     bits = {4 if weight.bits <= 4 else 8 for weight in made.integers.values()}
     assert {node.attributes.get_int("accuracy_level", 0) for node in products} == {4}
     assert {node.attributes.get_int("bits", 0) for node in products} == bits
-    if make is q4_k_m:  # queries and keys are one product, gate and up another: values have other bits
+    if (
+        make is q4_k_m
+    ):  # queries and keys are one product, gate and up another: values have other bits
         assert Counter(node.attributes.get_int("bits", 0) for node in products) == {4: 3, 8: 3}
-        assert len(nodes(compiled.package, "ReduceSum")) == len(nodes(compiled.package, "MatMul")) == 3
+        assert (
+            len(nodes(compiled.package, "ReduceSum")) == len(nodes(compiled.package, "MatMul")) == 3
+        )
     compilation = compiled.package.manifest.compilation
     assert compilation is not None
     assert compilation.quantization is not None
     assert compilation.quantization["divergence"]["kl"]["value"] < 0.01  # of activations in 8 bits
     for prompt in PROMPTS:
         wanted_tokens = tokens(made, prompt)
-        got = compiled.generate([prompt], do_sample=False, max_new_tokens=6, eos_token_id=()).token_ids[0]
+        got = compiled.generate(
+            [prompt], do_sample=False, max_new_tokens=6, eos_token_id=()
+        ).token_ids[0]
         assert list(got)[:3] == wanted_tokens[:3]
 
 
 def test_eager_rows_are_those_of_the_float_table(tmp_path: Path) -> None:
-    made = integer_model("gemma3_text", tmp_path / "blocks", q4_k_m, **SIZES, layer_types=["full_attention"])
+    made = integer_model(
+        "gemma3_text", tmp_path / "blocks", q4_k_m, **SIZES, layer_types=["full_attention"]
+    )
     ids = torch.tensor(PROMPTS[:1])
     with torch.no_grad(), computing():
         wanted = made.floats.get_input_embeddings()(ids)
@@ -134,13 +166,17 @@ def test_eager_rows_are_those_of_the_float_table(tmp_path: Path) -> None:
 def test_tables_that_cannot_be_read_in_blocks_stay_float(tmp_path: Path) -> None:
     """An order of the inputs would be one of the rows' numbers, and no format has that."""
     with pytest.warns(UserWarning, match="1 of 9 quantized matrices become float"):
-        made = integer_model("llama", tmp_path / "blocks", lambda layer: {"act_order": "embed" in layer}, **SIZES)
+        made = integer_model(
+            "llama", tmp_path / "blocks", lambda layer: {"act_order": "embed" in layer}, **SIZES
+        )
     assert type(made.model.get_input_embeddings()) is nn.Embedding
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [q4_k_m, gptq_8])
-def test_adapters_of_a_packed_model(make: Callable[[str], Mapping[str, Any]], tmp_path: Path) -> None:
+def test_adapters_of_a_packed_model(
+    make: Callable[[str], Mapping[str, Any]], tmp_path: Path
+) -> None:
     """As the float model with the adapter merged, before and after compile."""
     made = integer_model("llama", tmp_path / "blocks", make, **SIZES)
     package = export(made, tmp_path / "package", sampler=True, max_loras=1, max_lora_rank=4)
@@ -155,5 +191,7 @@ def test_adapters_of_a_packed_model(make: Callable[[str], Mapping[str, Any]], tm
             if name:
                 model.load_adapter(name, folder)
             options = {"adapter": name} if name else {}
-            output = model.generate(PROMPTS[:1], do_sample=False, max_new_tokens=6, eos_token_id=(), **options)
+            output = model.generate(
+                PROMPTS[:1], do_sample=False, max_new_tokens=6, eos_token_id=(), **options
+            )
             assert list(output.token_ids[0])[:3] == wanted[:3]

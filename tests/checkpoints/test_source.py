@@ -49,12 +49,16 @@ def test_every_option_is_a_keyword_of_from_pretrained() -> None:
 def test_loading_takes_all_and_downloading_runs_no_code() -> None:
     options = HubOptions(**GIVEN)
     assert options.loading() == GIVEN
-    assert options.downloading() == {name: value for name, value in GIVEN.items() if name != "trust_remote_code"}
+    assert options.downloading() == {
+        name: value for name, value in GIVEN.items() if name != "trust_remote_code"
+    }
     assert HubOptions().loading()["revision"] == "main"
 
 
 def test_a_revision_is_of_one_repository() -> None:
-    assert HubOptions(**GIVEN).for_another_repository() == HubOptions(**(GIVEN | {"revision": None}))
+    assert HubOptions(**GIVEN).for_another_repository() == HubOptions(
+        **(GIVEN | {"revision": None})
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,9 @@ def test_importing_the_options_is_light() -> None:
         "import sys, qsample.checkpoints.source\n"
         "print(sorted({'torch', 'transformers', 'onnx', 'numpy'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -145,14 +151,31 @@ def ask(*names: str, **variables: str) -> list[str]:
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", **variables}
     done = subprocess.run(
-        [sys.executable, "-c", code, *names], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     return done.stdout.splitlines()
 
 
-def test_the_hub_is_asked_once_and_its_other_answers_are_left_to_transformers(hub: str, tmp_path: Path) -> None:
-    said = ask("some/model", "plain", "a/gated", "a/no-config", "a/broken", HF_ENDPOINT=hub, HF_HOME=str(tmp_path))
-    assert said[0].startswith("some/model does not exist, nor is there such a model on the hub, unless it is private")
+def test_the_hub_is_asked_once_and_its_other_answers_are_left_to_transformers(
+    hub: str, tmp_path: Path
+) -> None:
+    said = ask(
+        "some/model",
+        "plain",
+        "a/gated",
+        "a/no-config",
+        "a/broken",
+        HF_ENDPOINT=hub,
+        HF_HOME=str(tmp_path),
+    )
+    assert said[0].startswith(
+        "some/model does not exist, nor is there such a model on the hub, unless it is private"
+    )
     assert said[1].startswith("plain does not exist, nor is there such a model on the hub")
     assert said[2:] == ["None"] * 3
     assert len(Hub.asked) == 5
@@ -180,11 +203,20 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
         ("models/qwen", r"did you mean models/qwen3\?.*was not downloaded"),
         ("file", "file is a file; give the folder"),
         ("tiny-cpu", "tiny-cpu has neither a config.json .* nor a qsample.json"),
-        ("some/model", "was not downloaded from the hub before, and local_files_only allows no download"),
-        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
+        (
+            "some/model",
+            "was not downloaded from the hub before, and local_files_only allows no download",
+        ),
+        (
+            "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main",
+            r"is an address; give the hub id, Qwen/Qwen3-0\.6B$",
+        ),
         ("hf.co/Qwen/Qwen3-0.6B", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
         ("hf://Qwen/Qwen3-0.6B", r"is an address; give the hub id, Qwen/Qwen3-0\.6B$"),
-        ("qwen3:0.6b", "does not exist; .* hub id, such as Qwen/Qwen3-0.6B: names of ollama are unknown"),
+        (
+            "qwen3:0.6b",
+            "does not exist; .* hub id, such as Qwen/Qwen3-0.6B: names of ollama are unknown",
+        ),
     ],
 )
 def test_names(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +232,11 @@ def test_names(name: str, message: str, tmp_path: Path, monkeypatch: pytest.Monk
     ("config", "file", "message"),
     [
         ('{"model_type": "qwen3"}', "model.gguf", r"model\.gguf is no GGUF file that can be read"),
-        ('{"model_type": "qwen3"}', "README.md", r"has a config.json and no weights; put .* there$"),
+        (
+            '{"model_type": "qwen3"}',
+            "README.md",
+            r"has a config.json and no weights; put .* there$",
+        ),
         ('{"model_type": ', "model.safetensors", "its config.json cannot be used"),
         ("[]", "model.safetensors", None),  # transformers says it
         (
@@ -208,11 +244,27 @@ def test_names(name: str, message: str, tmp_path: Path, monkeypatch: pytest.Monk
             "model.safetensors",
             r"is an encoder-decoder \(WhisperForConditionalGeneration\).*take a decoder-only language model",
         ),
-        ('{"model_type": "t5", "is_encoder_decoder": true}', "pytorch_model.bin", r"encoder-decoder \(t5\)"),
-        ('{"architectures": ["BertForMaskedLM"]}', "model.safetensors", "BertForMaskedLM, which does not continue"),
-        ('{"architectures": ["ViTForImageClassification"]}', "model.safetensors", "does not continue texts"),
+        (
+            '{"model_type": "t5", "is_encoder_decoder": true}',
+            "pytorch_model.bin",
+            r"encoder-decoder \(t5\)",
+        ),
+        (
+            '{"architectures": ["BertForMaskedLM"]}',
+            "model.safetensors",
+            "BertForMaskedLM, which does not continue",
+        ),
+        (
+            '{"architectures": ["ViTForImageClassification"]}',
+            "model.safetensors",
+            "does not continue texts",
+        ),
         ('{"architectures": ["BertForMaskedLM"], "is_decoder": true}', "model.safetensors", None),
-        ('{"architectures": ["Qwen3ForCausalLM"], "x": Infinity}', "model.safetensors model.gguf", None),
+        (
+            '{"architectures": ["Qwen3ForCausalLM"], "x": Infinity}',
+            "model.safetensors model.gguf",
+            None,
+        ),
     ],
 )
 def test_folders_are_refused_without_torch(
@@ -275,12 +327,16 @@ def test_names_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "folder/m/q.gguf",
         "me/q.gguf",
     ):
-        with pytest.raises(QsampleError, match=rf"^{missing} does not exist; give a GGUF file, or OWNER/NAME/FILE"):
+        with pytest.raises(
+            QsampleError, match=rf"^{missing} does not exist; give a GGUF file, or OWNER/NAME/FILE"
+        ):
             find(missing)
     with pytest.raises(QsampleError, match="is one of 2 parts of a model; join them"):
         find("me/m", listed[-1])
     listed[2:2] = ["m-Q8_0.gguf"]
-    with pytest.raises(QsampleError, match=r"m-GGUF has several models, BF16/m-00001.*, m-Q4_0\.gguf, m-Q8_0\.gguf"):
+    with pytest.raises(
+        QsampleError, match=r"m-GGUF has several models, BF16/m-00001.*, m-Q4_0\.gguf, m-Q8_0\.gguf"
+    ):
         find("me/m-GGUF")
     del listed[2:4]
     with pytest.raises(QsampleError, match="m-GGUF has no whole model of GGUF, but BF16"):
@@ -318,7 +374,9 @@ def test_a_gguf_file_of_a_hub_id_is_its_downloaded_commit(tmp_path: Path) -> Non
 def test_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     check_exists(str(tmp_path))
-    check_exists(str(tmp_path), file="adapter_config.json")  # whoever reads the adapter says what it lacks
+    check_exists(
+        str(tmp_path), file="adapter_config.json"
+    )  # whoever reads the adapter says what it lacks
     cached = tmp_path / "models--some--model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("abc")
@@ -327,7 +385,9 @@ def test_what_is_there(tmp_path: Path) -> None:
     check_exists("some/model", HubOptions(local_files_only=True, cache_dir=tmp_path))
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.txt", "additional_chat_templates/rag.jinja"])
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "vocab.txt", "additional_chat_templates/rag.jinja"]
+)
 def test_links_that_lead_out_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     """What a stranger's folder links to would be copied into the package."""
     folder = tmp_path / "model"
@@ -335,7 +395,9 @@ def test_links_that_lead_out_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     (folder / "config.json").touch()
     (tmp_path / "secret").touch()
     (folder / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(QsampleError, match=rf"{name} is a link that leads out of its folder, to .*/secret; copy"):
+    with pytest.raises(
+        QsampleError, match=rf"{name} is a link that leads out of its folder, to .*/secret; copy"
+    ):
         check_exists(str(folder))
 
 
@@ -352,7 +414,11 @@ def test_pipes_in_a_checkpoint(name: str, tmp_path: Path) -> None:
 def test_links_that_stay(tmp_path: Path) -> None:
     """Inside of the folder, to files of the hub's cache, and weights on another disk."""
     blobs = tmp_path / "hub" / "models--me--model" / "blobs"
-    targets = {"config.json": blobs / "1", "vocab.txt": Path("moved"), "model.safetensors": tmp_path / "disk"}
+    targets = {
+        "config.json": blobs / "1",
+        "vocab.txt": Path("moved"),
+        "model.safetensors": tmp_path / "disk",
+    }
     (tmp_path / "model").mkdir()
     blobs.mkdir(parents=True)
     for name, target in targets.items():
@@ -362,7 +428,9 @@ def test_links_that_stay(tmp_path: Path) -> None:
     check_exists(str(tmp_path / "link"))
 
 
-def test_the_identity_of_a_folder_follows_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_identity_of_a_folder_follows_its_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("qsample.checkpoints.source._READ_WHOLE", 1 << 17)
     large, before = tmp_path / "model.safetensors", []
     large.write_bytes(bytes(1 << 18))
@@ -394,7 +462,10 @@ def test_the_identity_of_a_folder_follows_its_files(monkeypatch: pytest.MonkeyPa
     assert changed()
     (tmp_path / "onnx" / "other.onnx").write_text("x")
     assert changed()
-    files = [identity_of(str(tmp_path / "onnx" / name), HubOptions()) for name in ("model.onnx", "other.onnx")]
+    files = [
+        identity_of(str(tmp_path / "onnx" / name), HubOptions())
+        for name in ("model.onnx", "other.onnx")
+    ]
     assert files[0] == files[1], "a file's own name is its source's, not its identity's"
     (tmp_path / "config.json").write_text("{}")
     assert identity_of(str(tmp_path / "onnx" / "model.onnx"), HubOptions()) != files[0]
@@ -411,8 +482,14 @@ def test_a_hub_id_is_its_downloaded_commit(tmp_path: Path) -> None:
     source = CheckpointSource("some/model", "float32", "auto", None, hub)
     assert identity_of("some/model", hub) == ["some/model", "a" * 40]
     assert source.pinned().hub.revision == "a" * 40
-    assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="v2")) == ["some/model", "b" * 40]
-    assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="c" * 40)) == ["some/model", "c" * 40]
+    assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="v2")) == [
+        "some/model",
+        "b" * 40,
+    ]
+    assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="c" * 40)) == [
+        "some/model",
+        "c" * 40,
+    ]
     with pytest.raises(QsampleError, match="other/model does not exist, was not downloaded"):
         identity_of("other/model", hub)
 
@@ -422,7 +499,13 @@ def test_the_origin_for_a_manifest_is_the_same_on_every_machine(
 ) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     snapshot = tmp_path / "models--some--model" / "snapshots" / commit
-    for name in ("config.json", "README.md", "model.safetensors", "pytorch_model.bin", "onnx/model.onnx"):
+    for name in (
+        "config.json",
+        "README.md",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "onnx/model.onnx",
+    ):
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
         (snapshot / name).write_text("{}")
     (snapshot.parent.parent / "refs").mkdir()
@@ -433,7 +516,11 @@ def test_the_origin_for_a_manifest_is_the_same_on_every_machine(
     assert origin_of(str(snapshot / "onnx" / "model.onnx")) == ("some/model", commit)
     assert origin_of("other/model", hub) == ("other/model", None)
     for name in ("some/model", str(snapshot)):
-        assert list(files_of(name, hub, read)) == ["config.json", "model.safetensors", "onnx/model.onnx"]
+        assert list(files_of(name, hub, read)) == [
+            "config.json",
+            "model.safetensors",
+            "onnx/model.onnx",
+        ]
     files = files_of(str(snapshot), hub, set())
     assert "pytorch_model.bin" in files
     monkeypatch.chdir(tmp_path)

@@ -20,22 +20,35 @@ from tests.helpers.fake_package import fake_package
 
 
 @pytest.mark.ci
-def test_export_writes_a_package_with_what_was_asked_for(run: Any, checkpoint: Any, tmp_path: Path) -> None:
+def test_export_writes_a_package_with_what_was_asked_for(
+    run: Any, checkpoint: Any, tmp_path: Path
+) -> None:
     (tmp_path / "qsample.json").write_text("{}")
     status, _, err = run("export", checkpoint("llama"), tmp_path)
     assert (status, "already holds a package" in err) == (1, True)
-    features = ("--logprobs", "--top-logprobs", "3", "--logit-bias", "--allowed-tokens", "--return-pdfs")
+    features = (
+        "--logprobs",
+        "--top-logprobs",
+        "3",
+        "--logit-bias",
+        "--allowed-tokens",
+        "--return-pdfs",
+    )
     done = qsample("export", checkpoint("llama"), tmp_path, "--overwrite", *features)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path}\n"
     *stages, written = done.stderr.splitlines()
-    assert all(re.fullmatch(r" *\d+\.\d s  [a-zA-Z -]+", line) for line in stages), "no notices of the libraries"
+    assert all(re.fullmatch(r" *\d+\.\d s  [a-zA-Z -]+", line) for line in stages), (
+        "no notices of the libraries"
+    )
     assert [stages[0].split("  ")[-1], stages[-1].split("  ")[-1]] == ["starting", "publishing"]
     assert written.endswith("written to")
     assert read_package(tmp_path).interface.features == Features(True, True, True, True, 3, True)
 
 
-def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_export_passes_every_option(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen: dict[str, Any] = {}
 
     def spy(model: str, **options: Any) -> None:
@@ -43,13 +56,31 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
         raise ValueError("seen")
 
     monkeypatch.setattr("qsample.models.auto_model.AutoModelForCausalLM.from_pretrained", spy)
-    defaults = {"dtype": "float32", "tokenizer": "auto", "revision": None, "adapter": None, "for_serving": False}
+    defaults = {
+        "dtype": "float32",
+        "tokenizer": "auto",
+        "revision": None,
+        "adapter": None,
+        "for_serving": False,
+    }
     defaults["text_only"] = False
     for name, option in Features.__dataclass_fields__.items():
         if "help" in option.metadata:
             defaults[option.metadata.get("argument", name)] = option.default
-    filters = ("--filter", "xtc,dry", "--filter", "typical_p", "--filter-order", "llama.cpp", "--seed-input")
-    chosen = {"filters": ("xtc", "dry", "typical_p"), "filter_order": "llama.cpp", "seed_input": True}
+    filters = (
+        "--filter",
+        "xtc,dry",
+        "--filter",
+        "typical_p",
+        "--filter-order",
+        "llama.cpp",
+        "--seed-input",
+    )
+    chosen = {
+        "filters": ("xtc", "dry", "typical_p"),
+        "filter_order": "llama.cpp",
+        "seed_input": True,
+    }
     for given, expected in (
         ((), {}),
         (("--no-sampler", "--dtype", "float16"), {"include_sampler": False, "dtype": "float16"}),
@@ -70,13 +101,24 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
         raise ValueError("seen")
 
     monkeypatch.setattr("qsample.models.auto_model.bake", spy)
-    run("bake", "some/model", tmp_path / "p", "--filter", "mirostat", "--filter-order", "llama.cpp", "--seed-input")
+    run(
+        "bake",
+        "some/model",
+        tmp_path / "p",
+        "--filter",
+        "mirostat",
+        "--filter-order",
+        "llama.cpp",
+        "--seed-input",
+    )
     assert seen["features"] == Features(filters=("mirostat",), filter_order="llama.cpp", seed=True)
     run("bake", "some/model", tmp_path / "p", "--for-serving", "--top-logprobs", "3")
     assert seen["features"] == Features().for_serving()
 
 
-def test_compile_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compile_passes_every_option(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen: dict[str, Any] = {}
 
     def spy(self: Any, out: Path, **given: Any) -> None:
@@ -86,17 +128,42 @@ def test_compile_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("qsample.models.model.PackagedModel.compile", spy)
     (tmp_path / "text").write_text("In the beginning")
     gptq = ("--weights", "int4", "--preset", "speed", "--calibration-text", tmp_path / "text")
-    sizes = ("--ctx-len", "64", "--batch-size", "2", "--max-divergence", "0.5", "--debug-dump", tmp_path / "dump")
-    run("compile", fake_package(tmp_path / "package").path, tmp_path / "out", *gptq, *sizes, "--overwrite")
+    sizes = (
+        "--ctx-len",
+        "64",
+        "--batch-size",
+        "2",
+        "--max-divergence",
+        "0.5",
+        "--debug-dump",
+        tmp_path / "dump",
+    )
+    run(
+        "compile",
+        fake_package(tmp_path / "package").path,
+        tmp_path / "out",
+        *gptq,
+        *sizes,
+        "--overwrite",
+    )
     weights = {"weights": "int4", "preset": "speed", "calibration_text": ["In the beginning"]}
-    bounds = {"ctx_len": 64, "batch_size": 2, "max_divergence": 0.5, "debug_dump": str(tmp_path / "dump")}
+    bounds = {
+        "ctx_len": 64,
+        "batch_size": 2,
+        "max_divergence": 0.5,
+        "debug_dump": str(tmp_path / "dump"),
+    }
     assert seen["options"] == CompileOptions(**weights, **bounds)
     assert (seen["out"], seen["overwrite"]) == (tmp_path / "out", True)
 
 
-def test_compile_takes_a_package_and_shows_what_it_took(run: Any, llama_package: Path, tmp_path: Path) -> None:
+def test_compile_takes_a_package_and_shows_what_it_took(
+    run: Any, llama_package: Path, tmp_path: Path
+) -> None:
     sizes = ("--ctx-len", "64", "--batch-size", "2")
-    status, printed, err = run("compile", llama_package, tmp_path / "cpu", *sizes, "--timing", "--json")
+    status, printed, err = run(
+        "compile", llama_package, tmp_path / "cpu", *sizes, "--timing", "--json"
+    )
     assert status == 0, err
     shown, package = json.loads(printed), read_package(tmp_path / "cpu")
     compilation = package.manifest.compilation
@@ -108,13 +175,17 @@ def test_compile_takes_a_package_and_shows_what_it_took(run: Any, llama_package:
     stages = [cost["stage"] for cost in shown["timing"]]
     assert (stages[0], stages[-1]) == ("starting", "publishing")
     assert compilation.options == {"batch_size": 2, "ctx_len": 64}
-    assert shown["total"]["seconds"] == pytest.approx(sum(cost["seconds"] for cost in shown["timing"]), abs=0.002)
+    assert shown["total"]["seconds"] == pytest.approx(
+        sum(cost["seconds"] for cost in shown["timing"]), abs=0.002
+    )
     for name in (*stages, "total"):
         assert re.search(rf"^ *{name} +\d", err, re.MULTILINE), name
 
 
 def test_components_are_written(run: Any, tmp_path: Path) -> None:
-    status, stdout, stderr = run("policy", tmp_path / "out", "--vocab-size", "40", "--provider", "cuda")
+    status, stdout, stderr = run(
+        "policy", tmp_path / "out", "--vocab-size", "40", "--provider", "cuda"
+    )
     assert status == 0, stderr
     assert all(Path(line).is_file() for line in stdout.split())
 
@@ -122,19 +193,31 @@ def test_components_are_written(run: Any, tmp_path: Path) -> None:
 TEXT = "ab cd ef " * 20
 
 
-def test_a_text_becomes_a_file_for_engines_and_servers(run: Any, everything: Path, tmp_path: Path) -> None:
+def test_a_text_becomes_a_file_for_engines_and_servers(
+    run: Any, everything: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "text.prefix"
     (tmp_path / "text").write_text(TEXT)
-    status, stdout, stderr = run("prefix", everything, out, "--prompt-text", tmp_path / "text", "--json")
+    status, stdout, stderr = run(
+        "prefix", everything, out, "--prompt-text", tmp_path / "text", "--json"
+    )
     assert status == 0, stderr
     told = json.loads(stdout)
     assert told == {"prefix": str(out), "tokens": told["tokens"], "bytes": out.stat().st_size}
     assert told["tokens"] >= 64
     assert run("prefix", everything, out, "--prompt-text", tmp_path / "text", "--overwrite")[0] == 0
     with Engine(load(everything), slots=1, prefixes=[out]) as engine:
-        assert engine.add_request(TEXT + "gh", max_new_tokens=1).result(60).usage.cached_tokens == told["tokens"]
-    served = ServedModel("m", str(everything), ServeSettings(models={"m": str(everything)}, prefixes=(str(out),)))
+        assert (
+            engine.add_request(TEXT + "gh", max_new_tokens=1).result(60).usage.cached_tokens
+            == told["tokens"]
+        )
+    served = ServedModel(
+        "m", str(everything), ServeSettings(models={"m": str(everything)}, prefixes=(str(out),))
+    )
     with served.engine as engine:
-        assert engine.add_request(TEXT + "gh", max_new_tokens=1).result(60).usage.cached_tokens == told["tokens"]
+        assert (
+            engine.add_request(TEXT + "gh", max_new_tokens=1).result(60).usage.cached_tokens
+            == told["tokens"]
+        )
     with pytest.raises(ValueError, match="give prefix_cache_dir, or one model"):
         ServeSettings(models={"a": "x", "b": "y"}, prefixes=(str(out),))

@@ -62,11 +62,18 @@ def test_images_of_a_conversation(
     saved = tmp_path / "saved.json"
     lines = f"hello\n/image {two}\n/image {tmp_path}/none.png\nwhat\n/retry\n/save {saved}\n"
     status, _, err = say(lines, "--image", one, path=smolvlm_package)
-    assert (status, "1 image for the next message" in err, "none.png' cannot be read" in err) == (1, True, True)
+    assert (status, "1 image for the next message" in err, "none.png' cannot be read" in err) == (
+        1,
+        True,
+        True,
+    )
     turns = json.loads(saved.read_text())["messages"]
 
     def user(file: Path, text: str) -> dict[str, Any]:
-        return {"role": "user", "content": [{"type": "image", "image": str(file)}, {"type": "text", "text": text}]}
+        return {
+            "role": "user",
+            "content": [{"type": "image", "image": str(file)}, {"type": "text", "text": text}],
+        }
 
     assert turns[::2] == [user(one, "hello"), user(two, "what")]
     model = load(smolvlm_package, ctx_len=512)
@@ -104,7 +111,9 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def test_a_line_is_a_turn_and_nothing_is_read_twice(say: Any, package: Package, requests: list[Any]) -> None:
+def test_a_line_is_a_turn_and_nothing_is_read_twice(
+    say: Any, package: Package, requests: list[Any]
+) -> None:
     status, out, err = say("hello\n\n  \nand more", "--system", "be kind")
     model = load(package.path)
     system = {"role": "system", "content": "be kind"}
@@ -116,15 +125,31 @@ def test_a_line_is_a_turn_and_nothing_is_read_twice(say: Any, package: Package, 
     assert [messages for messages, _, _ in requests] == [[system, user("hello")], history]
     begun = requests[0][2].result().usage
     assert requests[1][2].result().usage.cached_tokens >= begun.prompt_tokens
-    assert re.search(r"^9 tokens, \d+ a second, seed 3; \d+ of 256 tokens of context", err, re.MULTILINE)
+    assert re.search(
+        r"^9 tokens, \d+ a second, seed 3; \d+ of 256 tokens of context", err, re.MULTILINE
+    )
     assert "/set max_new_tokens gives more" in err
 
 
-def test_options_reach_the_engine_and_the_template(say: Any, requests: list[Any], tmp_path: Path) -> None:
+def test_options_reach_the_engine_and_the_template(
+    say: Any, requests: list[Any], tmp_path: Path
+) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{{ messages[-1].content }}{{ enable_thinking }}{{ depth }}")
-    flags = ["--temperature", "0.5", "--top-k", "7", "--stop-string", "zz", "--stop-id", "5", "--no-thinking"]
-    status, _, err = say("hi", *flags, "--chat-template", template, "--chat-template-kwargs", '{"depth": 3}')
+    flags = [
+        "--temperature",
+        "0.5",
+        "--top-k",
+        "7",
+        "--stop-string",
+        "zz",
+        "--stop-id",
+        "5",
+        "--no-thinking",
+    ]
+    status, _, err = say(
+        "hi", *flags, "--chat-template", template, "--chat-template-kwargs", '{"depth": 3}'
+    )
     assert status == 0, err
     _, options, _ = requests[0]
     assert options == {
@@ -141,21 +166,35 @@ def test_options_reach_the_engine_and_the_template(say: Any, requests: list[Any]
     assert "no switch for thinking" not in err
     assert "no switch for thinking" in say("", "--thinking")[2]
     template.write_text("{{ messages[-1].content }}")
-    assert "leaves the system prompt out" in say("", "--system", "S", "--chat-template", template)[2]
+    assert (
+        "leaves the system prompt out" in say("", "--system", "S", "--chat-template", template)[2]
+    )
 
 
-def test_an_answer_goes_on_to_the_end_of_the_context_unless_told(run: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    path = fake_package(tmp_path / "endless", generation_config={"eos_token_id": []}, manifest={}).path
+def test_an_answer_goes_on_to_the_end_of_the_context_unless_told(
+    run: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = fake_package(
+        tmp_path / "endless", generation_config={"eos_token_id": []}, manifest={}
+    ).path
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hello\n{'x' * 64}\n/reset\n"))
     status, _, err = run("chat", path, "--ctx-len", "64", "--stop-id", "299")
-    assert "64 of 64 tokens of context. The context is full, and the answer ends there; --ctx-len gives more" in err
-    assert re.search(r"the message has \d+ tokens with its template and the context 64, so this was not added", err)
+    assert (
+        "64 of 64 tokens of context. The context is full, and the answer ends there; --ctx-len gives more"
+        in err
+    )
+    assert re.search(
+        r"the message has \d+ tokens with its template and the context 64, so this was not added",
+        err,
+    )
     assert "the conversation is empty" in err
     assert status == 1
     assert err.splitlines()[-1] == "qsample: lines of standard input that could not be answered: 1"
     path = fake_package(tmp_path / "short", generation_config={"max_new_tokens": 5}).path
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    assert "5 tokens, " in run("chat", path, "--stop-id", "299")[2], "the model's own settings say how long"
+    assert "5 tokens, " in run("chat", path, "--stop-id", "299")[2], (
+        "the model's own settings say how long"
+    )
 
 
 def test_commands(say: Any, package: Package, requests: list[Any], tmp_path: Path) -> None:
@@ -188,7 +227,9 @@ def test_commands(say: Any, package: Package, requests: list[Any], tmp_path: Pat
     model = load(package.path)
     last = answer(model, [system, user("hello")], seed=5)
     again = answer(model, [system, user("again")])
-    assert [options["seed"] for _, options, _ in requests] == [3, 4, 5, 3, 8], "another answer to the same question"
+    assert [options["seed"] for _, options, _ in requests] == [3, 4, 5, 3, 8], (
+        "another answer to the same question"
+    )
     assert [messages for messages, _, _ in requests] == [
         [system, user("hello")],
         [system, user("hello")],
@@ -249,7 +290,9 @@ def test_a_conversation_goes_on_when_the_context_is_full(
 ) -> None:
     """The oldest turns are left out, whole ones and no more than needed; the file has them all."""
     saved, questions = tmp_path / "talk.json", [str(number) * 12 for number in range(8)]
-    status, out, err = say("\n".join([*questions, f"/save {saved}"]), "--system", "S", "--ctx-len", "128")
+    status, out, err = say(
+        "\n".join([*questions, f"/save {saved}"]), "--system", "S", "--ctx-len", "128"
+    )
     messages = json.loads(saved.read_text())["messages"]
     assert [message["content"] for message in messages if message["role"] == "user"] == questions
     sent = [messages for messages, _, _ in requests]
@@ -263,19 +306,32 @@ def test_a_conversation_goes_on_when_the_context_is_full(
         assert seen == [messages[0], *messages[1 + missing : until]]
         if missing:
             more = [messages[0], *messages[missing - 1 : until]]
-            assert len(model.tokenizer.encode_chat(more)) + 9 > 128 >= len(model.tokenizer.encode_chat(seen)) + 9
+            assert (
+                len(model.tokenizer.encode_chat(more)) + 9
+                > 128
+                >= len(model.tokenizer.encode_chat(seen)) + 9
+            )
     assert (status, out.splitlines()[-1]) == (0, answer(model, sent[-1]).splitlines()[-1])
-    assert f"the model no longer sees the oldest {left_out[-1]} messages; /save keeps them all" in err
+    assert (
+        f"the model no longer sees the oldest {left_out[-1]} messages; /save keeps them all" in err
+    )
 
 
 def test_a_question_that_does_not_fit_forgets_nothing(say: Any, requests: list[Any]) -> None:
-    status, _, err = say(f"one\n{'x' * 100}\n{'y' * 200}\ntwo", "--max-new-tokens", "2", "--ctx-len", "192")
+    status, _, err = say(
+        f"one\n{'x' * 100}\n{'y' * 200}\ntwo", "--max-new-tokens", "2", "--ctx-len", "192"
+    )
     assert (status, "so this was not added" in err) == (1, True)
-    asked = [[message["content"] for message in seen if message["role"] == "user"] for seen, _, _ in requests]
+    asked = [
+        [message["content"] for message in seen if message["role"] == "user"]
+        for seen, _, _ in requests
+    ]
     assert asked == [["one"], ["one", "x" * 100], ["one", "x" * 100, "two"]]
 
 
-def test_a_saved_conversation_that_waits_for_an_answer(say: Any, package: Package, tmp_path: Path) -> None:
+def test_a_saved_conversation_that_waits_for_an_answer(
+    say: Any, package: Package, tmp_path: Path
+) -> None:
     saved = tmp_path / "talk.json"
     saved.write_text(json.dumps([user("hello")]))
     _, out, err = say(f"/load {saved}\n/retry\n")
@@ -283,7 +339,9 @@ def test_a_saved_conversation_that_waits_for_an_answer(say: Any, package: Packag
     assert out == answer(load(package.path), [user("hello")]) + "\n"
 
 
-def test_a_missing_library_is_told_before_a_model_is_looked_for(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_told_before_a_model_is_looked_for(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     from qsample.text.chat import compile_template
 
@@ -346,7 +404,9 @@ def test_an_answer_that_is_stopped_before_it_begins(text: str | None, package: P
 def test_a_model_that_gives_nan(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     real = Engine.add_request
-    monkeypatch.setattr(Engine, "add_request", lambda self, *_, **options: real(self, [POISON], max_new_tokens=3))
+    monkeypatch.setattr(
+        Engine, "add_request", lambda self, *_, **options: real(self, [POISON], max_new_tokens=3)
+    )
     status, _, err = run("chat", fake_package(tmp_path / "package").path)
     assert status == 1
     assert "NaN" in err
@@ -382,7 +442,9 @@ class Terminal:
         """What came up to the pattern, which is taken off."""
         deadline = time.monotonic() + seconds
         while not (match := re.search(pattern, self.seen)):
-            ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._master], [], [], max(0.0, deadline - time.monotonic())
+            )
             assert ready, f"{pattern!r} did not come: {self.seen!r}"
             try:
                 self.seen += os.read(self._master, 65536).decode("utf-8", "replace")
@@ -409,7 +471,9 @@ class Terminal:
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
     pytest.importorskip("pty")
-    package = fake_package(tmp_path / "package", tokenizer_config={"chat_template": CHAT_TEMPLATE, "bos_token": "<s>"})
+    package = fake_package(
+        tmp_path / "package", tokenizer_config={"chat_template": CHAT_TEMPLATE, "bos_token": "<s>"}
+    )
     slow = (
         "import time; from qsample.runtime.request import Request; update = Request.update\n"
         "Request.update = lambda self: (time.sleep(0.05), update(self))[1]\n"

@@ -33,7 +33,11 @@ def test_help_of_a_command_has_examples(run: Any, command: str) -> None:
 
 def test_the_examples_in_the_help_use_options_that_exist() -> None:
     for name, command in cli.commands().items():
-        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        known = {
+            option
+            for parameter in command.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         for line in (command.epilog or "").splitlines():
             if line.startswith(f"qsample {name} ") or f"| qsample {name} " in line:
                 assert set(re.findall(r" (--[a-z-]+)", line)) <= known
@@ -47,7 +51,9 @@ def test_version_tells_another_distribution_with_the_same_module(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "qsample-0.0.2.dist-info").mkdir()
-    (tmp_path / "qsample-0.0.2.dist-info" / "METADATA").write_text("Name: qsample\nVersion: 0.0.2\n")
+    (tmp_path / "qsample-0.0.2.dist-info" / "METADATA").write_text(
+        "Name: qsample\nVersion: 0.0.2\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     status, out, err = run("--version")
     assert (status, out) == (0, f"qsample {__version__}\n")
@@ -68,7 +74,9 @@ def test_debug_shows_the_traceback(tmp_path: Path, arguments: list[str]) -> None
     assert "PackageError" in done.stderr
 
 
-def test_an_unexpected_error_names_its_type(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unexpected_error_names_its_type(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -78,8 +86,12 @@ def test_an_unexpected_error_names_its_type(run: Any, monkeypatch: pytest.Monkey
     assert err == "qsample: ZeroDivisionError: a bug (QSAMPLE_DEBUG=1 shows the traceback)\n"
 
 
-def test_a_missing_dependency_says_what_to_install(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in [name for name in sys.modules if name.split(".")[0] == "transformers" or "exporters" in name]:
+def test_a_missing_dependency_says_what_to_install(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in [
+        name for name in sys.modules if name.split(".")[0] == "transformers" or "exporters" in name
+    ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "config.json").write_text("{}")
@@ -89,7 +101,9 @@ def test_a_missing_dependency_says_what_to_install(run: Any, monkeypatch: pytest
     assert install_hint("export") in err
 
 
-def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupt_ends_with_130(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

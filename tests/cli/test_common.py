@@ -26,7 +26,9 @@ def test_a_package_is_opened_with_the_features_that_it_has(tmp_path: Path) -> No
     assert open_exported(str(path), None).package.path == path
 
 
-def test_a_checkpoint_is_not_loaded_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_not_loaded_when_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
@@ -72,7 +74,9 @@ def test_the_options_of_loading_and_measuring_reach_the_runtime(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, seen = fake_package(tmp_path / "package").path, dict[str, Any]()
-    monkeypatch.setattr("qsample.runtime.bench.measure", lambda model, *given: seen.update(given=given))
+    monkeypatch.setattr(
+        "qsample.runtime.bench.measure", lambda model, *given: seen.update(given=given)
+    )
     run("bench", package, "--batch", "2", "--top-k", "3")
     assert seen["given"] == (2, 64, 64, SamplingParams(temperature=0, top_k=3), 3, [], None)
 
@@ -80,7 +84,17 @@ def test_the_options_of_loading_and_measuring_reach_the_runtime(
         seen.update(options, path=path, provider=provider)
 
     monkeypatch.setattr("qsample.runtime.load", load)
-    run("chat", package, "--provider", "cpu", "--threads", "3", "--ctx-len", "32", "--no-batch-invariant")
+    run(
+        "chat",
+        package,
+        "--provider",
+        "cpu",
+        "--threads",
+        "3",
+        "--ctx-len",
+        "32",
+        "--no-batch-invariant",
+    )
     del seen["given"]
     options = {"ctx_len": 32, "intra_op_num_threads": 3, "batch_invariant": False, "verify": False}
     options["trusted_keys"] = None
@@ -89,7 +103,11 @@ def test_the_options_of_loading_and_measuring_reach_the_runtime(
 
 def test_a_package_cannot_leave_out_its_images(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package").path
-    for command in (("generate", package, "-p", "x"), ("compile", package, tmp_path / "out"), ("bench", package)):
+    for command in (
+        ("generate", package, "-p", "x"),
+        ("compile", package, tmp_path / "out"),
+        ("bench", package),
+    ):
         code, _, said = run(*command, "--text-only")
         assert code == 2
         assert "--text-only is for a checkpoint, and" in " ".join(said.split())

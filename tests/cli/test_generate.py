@@ -49,13 +49,18 @@ def test_generate_reads_the_prompt_from_standard_input(
 def test_standard_input_of_another_encoding(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"In the\xff"), encoding="utf-8"))
     status, _, err = run("generate", "nothing")
-    assert (status, err.partition(";")[0]) == (2, "qsample: standard input is not valid UTF-8 from byte 6 on")
+    assert (status, err.partition(";")[0]) == (
+        2,
+        "qsample: standard input is not valid UTF-8 from byte 6 on",
+    )
 
 
 def test_generate_several_prompts_in_sections(run: Any, llama_package: Path) -> None:
     status, out, _ = run("generate", llama_package, "-p", "One", "-p", "Two [b]", *GENERATE)
     assert status == 0
-    output = load(llama_package).generate(["One", "Two [b]"], max_new_tokens=8, seed=3, temperature=1.0)
+    output = load(llama_package).generate(
+        ["One", "Two [b]"], max_new_tokens=8, seed=3, temperature=1.0
+    )
     assert output.texts is not None
     for row, (prompt, text) in enumerate(zip(["One", "Two [b]"], output.texts, strict=True)):
         assert f"{row + 1}: 8 tokens, length, seed {3 + row} " in out
@@ -109,17 +114,25 @@ def test_a_prompt_is_a_user_s_message_if_the_model_has_a_template(run: Any, tmp_
 
 def test_a_model_without_a_template_continues_the_prompt(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package", tokenizer_config={}).path
-    plain, raw = (run("generate", package, "-p", "One", *more, *GENERATE) for more in ([], ["--raw"]))
+    plain, raw = (
+        run("generate", package, "-p", "One", *more, *GENERATE) for more in ([], ["--raw"])
+    )
     assert plain[:2] == (0, raw[1])
     assert plain[1].startswith("One")
     assert AS_A_CHAT not in plain[2]
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}?")
-    status, out, err = run("generate", package, "-p", "One", "--chat-template", tmp_path / "mine.jinja", *GENERATE)
+    status, out, err = run(
+        "generate", package, "-p", "One", "--chat-template", tmp_path / "mine.jinja", *GENERATE
+    )
     model = load(package)
     assert model.tokenizer is not None
     ids = model.tokenizer.encode("One?", add_special_tokens=False)
     done = model.generate(ids, max_new_tokens=8, seed=3, temperature=1.0)
-    assert (status, [out], AS_A_CHAT in err) == (0, [f"{text}\n" for text in done.texts or ()], False)
+    assert (status, [out], AS_A_CHAT in err) == (
+        0,
+        [f"{text}\n" for text in done.texts or ()],
+        False,
+    )
 
 
 @pytest.mark.ci
@@ -132,12 +145,23 @@ def test_generate_with_images(run: Any, smolvlm_package: Path, tmp_path: Path, c
         picture(30, 20, seed).save(file)
     flags = [flag for file in files for flag in ("--image", file)] + ["--raw"] * (not chat)
     status, out, err = run(
-        "generate", smolvlm_package, "-p", "hi", *flags, "--max-new-tokens", 6, "--seed", 1, "--json"
+        "generate",
+        smolvlm_package,
+        "-p",
+        "hi",
+        *flags,
+        "--max-new-tokens",
+        6,
+        "--seed",
+        1,
+        "--json",
     )
     assert status == 0, err
     parts = [*({"type": "image", "image": file} for file in files), {"type": "text", "text": "hi"}]
     given: dict[str, Any] = (
-        {"inputs": [{"role": "user", "content": parts}]} if chat else {"images": files, "inputs": "hi"}
+        {"inputs": [{"role": "user", "content": parts}]}
+        if chat
+        else {"images": files, "inputs": "hi"}
     )
     done = load(smolvlm_package).generate(**given, max_new_tokens=6, seed=1)
     assert json.loads(out)["results"][0]["token_ids"] == done.token_ids[0]
@@ -145,7 +169,9 @@ def test_generate_with_images(run: Any, smolvlm_package: Path, tmp_path: Path, c
     assert (status, "goes with a single --prompt" in err) == (2, True)
 
 
-def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_passes_every_sampling_option(
+    run: Any, llama_package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, Any] = {}
 
     def spy(self: Any, inputs: Any, **options: Any) -> None:
@@ -153,14 +179,36 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
         raise ValueError("seen")
 
     monkeypatch.setattr("qsample.runtime.causal_lm.CausalLM.generate", spy)
-    given = {"max_new_tokens": 9, "temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.125, "seed": 11}
-    given |= {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -0.5, "min_new_tokens": 2}
+    given = {
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.75,
+        "min_p": 0.125,
+        "seed": 11,
+    }
+    given |= {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "min_new_tokens": 2,
+    }
     given |= {"prompt_lookup_num_tokens": 6, "flush_every": 3}
     # The filters' numbers: all but a decay take a 1 or a 2.
-    given |= {name: 1.0 if isinstance(OFF[name], float) else 2 for name in FILTER_FIELDS if OFF[name] is not None}
+    given |= {
+        name: 1.0 if isinstance(OFF[name], float) else 2
+        for name in FILTER_FIELDS
+        if OFF[name] is not None
+    }
     given["adaptive_decay"] = 0.5
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    flags += ["--no-double-buffering", "--stop-string=one", "--stop-string=two", "--stop-id=5", "--stop-id=6"]
+    flags += [
+        "--no-double-buffering",
+        "--stop-string=one",
+        "--stop-string=two",
+        "--stop-id=5",
+        "--stop-id=6",
+    ]
     flags += ["--bad-word=one", "--bad-word=two", "--dry-sequence-breaker=."]
     status, _, err = run("generate", llama_package, "-p", "x", *flags)
     assert (status, err) == (1, "qsample: seen\n")
@@ -176,12 +224,19 @@ def test_guesses_are_counted(run: Any, tmp_path: Path) -> None:
     """From a flag, and from a line of a file."""
     package = fake_package(tmp_path / "package", num_speculative_tokens=4).path
     # The fake's cache is float32, over which guesses change last bits.
-    prompt, more = "abcabcabcabc", ("--raw", "--greedy", "--max-new-tokens=40", "--seed=1", "--no-batch-invariant")
+    prompt, more = (
+        "abcabcabcabc",
+        ("--raw", "--greedy", "--max-new-tokens=40", "--seed=1", "--no-batch-invariant"),
+    )
     status, plain, err = run("generate", package, "-p", prompt, *more)
     assert (status, "a step" in err) == (0, False), err
-    status, guessed, err = run("generate", package, "-p", prompt, *more, "--prompt-lookup-num-tokens=4")
+    status, guessed, err = run(
+        "generate", package, "-p", prompt, *more, "--prompt-lookup-num-tokens=4"
+    )
     assert (status, guessed) == (0, plain), err
-    drafts = json.loads(run("generate", package, "-p", prompt, *more, "--prompt-lookup-num-tokens=4", "--json")[1])
+    drafts = json.loads(
+        run("generate", package, "-p", prompt, *more, "--prompt-lookup-num-tokens=4", "--json")[1]
+    )
     assert drafts["timing"]["drafts"]["num_drafts"] > 0
     assert re.search(r" a second, \d\.\d\d a step; seed 1\n$", err)
     row = {"prompt": prompt, "max_new_tokens": 4, "do_sample": False, "prompt_lookup_num_tokens": 5}
@@ -194,21 +249,42 @@ def test_filters_reach_the_graph(run: Any, tmp_path: Path, monkeypatch: pytest.M
     """From flags, and from a line of a file."""
     package = fake_package(tmp_path / "package", filters=FILTERS)
     begun = record_parameters(monkeypatch)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in ASKED.items() if not isinstance(value, list)]
-    flags += ["--dry-sequence-breaker=a", "--dry-sequence-breaker=:", "--bad-word=ab", "--bad-word=c"]
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in ASKED.items()
+        if not isinstance(value, list)
+    ]
+    flags += [
+        "--dry-sequence-breaker=a",
+        "--dry-sequence-breaker=:",
+        "--bad-word=ab",
+        "--bad-word=c",
+    ]
     status, _, err = run("generate", package.path, "-p", "In", "--max-new-tokens=2", *flags)
     assert status == 0, err
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "In", "max_new_tokens": 2, **ASKED}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "In", "max_new_tokens": 2, **ASKED}) + "\n"
+    )
     assert run("generate", package.path, "--prompt-file", tmp_path / "rows.jsonl")[0] == 0
     assert len(begun) == 2
     for row in begun:
         assert_read(row, read_by_the_graph())
-    status, _, err = run("generate", fake_package(tmp_path / "bare").path, "-p", "In", "--typical-p=0.9")
-    assert (status, "--typical-p is 0.9, and the package was exported with no filters" in err) == (1, True), err
-    assert "export the model again with --filter typical_p, or give --typical-p 1.0 to go without" in err
+    status, _, err = run(
+        "generate", fake_package(tmp_path / "bare").path, "-p", "In", "--typical-p=0.9"
+    )
+    assert (status, "--typical-p is 0.9, and the package was exported with no filters" in err) == (
+        1,
+        True,
+    ), err
+    assert (
+        "export the model again with --filter typical_p, or give --typical-p 1.0 to go without"
+        in err
+    )
 
 
-def test_generate_from_a_package_without_the_sampler(run: Any, exported: Any, llama_package: Path) -> None:
+def test_generate_from_a_package_without_the_sampler(
+    run: Any, exported: Any, llama_package: Path
+) -> None:
     host = run("generate", exported("llama", include_sampler=False), "-p", "One", *GENERATE)
     baked = run("generate", llama_package, "-p", "One", *GENERATE)
     assert (host[0], host[1]) == (0, baked[1])
@@ -226,7 +302,11 @@ def test_generate_tells_once_of_compile_for_a_large_portable_package(
     figures = {"matrices": 1, "bits": [4], "block_sizes": [32], "bytes": 9}
     package = fake_package(tmp_path / "packed", manifest={"packed_weights": figures}).path
     err = run("generate", package, *arguments[2:])[2]
-    assert (f"`qsample compile {package} OUT`" in err, "int4" in err, "4 bits" in err) == (True, False, False)
+    assert (f"`qsample compile {package} OUT`" in err, "int4" in err, "4 bits" in err) == (
+        True,
+        False,
+        False,
+    )
 
 
 def test_an_answer_that_is_cut_inside_a_character(run: Any, tmp_path: Path) -> None:
@@ -245,7 +325,11 @@ def test_an_answer_that_is_cut_inside_a_character(run: Any, tmp_path: Path) -> N
     streamed = run("generate", package, "-p", "x", *options)[1]
     whole = json.loads(run("generate", package, "-p", "x", "--json", *options)[1])["results"][0]
     line = json.loads(run("generate", package, "--prompt-file", tmp_path / "prompts", *options)[1])
-    assert (streamed, whole["token_ids"], line["token_ids"]) == (f"x{text}\n", [first] * 3, [first] * 3)
+    assert (streamed, whole["token_ids"], line["token_ids"]) == (
+        f"x{text}\n",
+        [first] * 3,
+        [first] * 3,
+    )
     assert whole["text"] == line["text"] == text
 
 
@@ -257,7 +341,15 @@ def test_answers_in_a_form(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package", allowed_tokens=True, generation_config={}).path
     prompts = ["-p", "One", "-p", "Two"]
     status, out, err = run(
-        "generate", package, *prompts, "--num-return-sequences", "3", "--regex", "(ab|cd){2}e?", "--json", *FORMED
+        "generate",
+        package,
+        *prompts,
+        "--num-return-sequences",
+        "3",
+        "--regex",
+        "(ab|cd){2}e?",
+        "--json",
+        *FORMED,
     )
     assert status == 0, err
     results = json.loads(out)["results"]
@@ -285,7 +377,9 @@ def test_rows_of_a_prompt_file_in_a_form(run: Any, tmp_path: Path) -> None:
     (tmp_path / "form.gbnf").write_text('root ::= ("ab" | "cd") "!"\n')
     rows = ["--prompt-file", tmp_path / "prompts.txt", "--slots", "2", *FORMED]
     output = tmp_path / "out.jsonl"
-    status, _, err = run("generate", package, *rows, "--grammar", tmp_path / "form.gbnf", "--output", output)
+    status, _, err = run(
+        "generate", package, *rows, "--grammar", tmp_path / "form.gbnf", "--output", output
+    )
     assert status == 0, err
     assert {json.loads(line)["text"] for line in output.read_text().splitlines()} <= {"ab!", "cd!"}
     status, _, err = run("generate", package, *rows, "--regex", "ab!|cd!", "--output", output)

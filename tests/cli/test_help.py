@@ -10,12 +10,20 @@ import typer
 from qsample import cli
 from qsample.cli import inspect
 
-COMMANDS = {(name,): command for name, command in cli.commands().items() if command.params and name != "cache"}
-COMMANDS |= {("cache", name): one for name, one in typer.main.get_command(inspect.cache_app).commands.items()}  # type: ignore[attr-defined]
+COMMANDS = {
+    (name,): command
+    for name, command in cli.commands().items()
+    if command.params and name != "cache"
+}
+COMMANDS |= {
+    ("cache", name): one for name, one in typer.main.get_command(inspect.cache_app).commands.items()
+}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", COMMANDS, ids="-".join)
-def test_every_name_is_whole(name: tuple[str, ...], run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_name_is_whole(
+    name: tuple[str, ...], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     status, out, err = run(*name, "--help")
     assert (status, err) == (0, "")

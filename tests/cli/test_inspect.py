@@ -36,13 +36,18 @@ def test_inspect_shows_every_tensor_of_the_contract(run: Any, llama_package: Pat
 
 
 @pytest.mark.ci
-def test_inspect_shows_what_becomes_of_images(run: Any, smolvlm_package: Path, tmp_path: Path) -> None:
+def test_inspect_shows_what_becomes_of_images(
+    run: Any, smolvlm_package: Path, tmp_path: Path
+) -> None:
     """Of SmolVLM's processor: 48 pixels at most in tiles of 24, and the whole: five tiles of nine tokens."""
     import onnx
 
     _, out, _ = run("inspect", smolvlm_package)
     shown = " ".join(out.split())
-    assert "images split, <image>; tokens: 45 for 640 x 480 pixels, 45 for 1920 x 1080 pixels; vision: " in shown
+    assert (
+        "images split, <image>; tokens: 45 for 640 x 480 pixels, 45 for 1920 x 1080 pixels; vision: "
+        in shown
+    )
     nodes = onnx.load(smolvlm_package / "vision.onnx", load_external_data=False).graph.node
     assert f"MatMul {sum(node.op_type == 'MatMul' for node in nodes)}, " in shown
     broken = shutil.copytree(smolvlm_package, tmp_path / "broken")
@@ -54,7 +59,9 @@ def test_inspect_shows_what_becomes_of_images(run: Any, smolvlm_package: Path, t
 
 
 def test_inspect_shows_filters(run: Any, tmp_path: Path) -> None:
-    package = fake_package(tmp_path / "package", filters=("mirostat", "dry"), filter_order="llama.cpp", seed=True)
+    package = fake_package(
+        tmp_path / "package", filters=("mirostat", "dry"), filter_order="llama.cpp", seed=True
+    )
     _, out, _ = run("inspect", package.path)
     assert "sampler, filters dry mirostat, filter_order llama.cpp, seed" in out
     for name in ("dry_sequence_breakers", "mirostat_mu", "seed"):
@@ -69,9 +76,13 @@ def test_inspect_json_holds_manifest_and_graphs(run: Any, llama_package: Path) -
     manifest = json.loads((llama_package / "qsample.json").read_text())
     assert {key: shown[key] for key in manifest} == manifest
     for name, graph in package.interface.graphs.items():
-        assert [entry["name"] for entry in shown["graphs"][name]["inputs"]] == [spec.name for spec in graph.inputs]
+        assert [entry["name"] for entry in shown["graphs"][name]["inputs"]] == [
+            spec.name for spec in graph.inputs
+        ]
         assert {
-            entry["name"]: entry["next"] for entry in shown["graphs"][name]["states"] if entry["next"]
+            entry["name"]: entry["next"]
+            for entry in shown["graphs"][name]["states"]
+            if entry["next"]
         } == graph.retained
     assert shown["axes"]["V"] == package.interface.vocab_size
 
@@ -101,7 +112,9 @@ def test_a_bundle(run: Any, fake: Callable[..., Package], tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Callable[..., Package]) -> list[dict[str, Any]]:
+def made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Callable[..., Package]
+) -> list[dict[str, Any]]:
     """The options of each package that was made, which is a fake package in place of a compiled one."""
     monkeypatch.setenv("QSAMPLE_CACHE", str(tmp_path / "cache"))
     calls: list[dict[str, Any]] = []
@@ -133,7 +146,9 @@ def test_a_checkpoint_is_made_once_for_each_of_its_options(
     assert (status, Path(path.rstrip()).parent) == (0, tmp_path / "cache")
     assert "--weights int4" not in told
     assert run(*arguments, "--weights", "int8")[:2] == (0, first)
-    monkeypatch.setattr(CompileOptions, "_check_quantization", lambda options: None)  # it would be given a text
+    monkeypatch.setattr(
+        CompileOptions, "_check_quantization", lambda options: None
+    )  # it would be given a text
     assert run("pull", tmp_path / "model", "--weights", "int8", "--preset", "speed")[1] != path
     assert made == [
         {"provider": "cpu", "weights": None, "preset": "quick"},
@@ -153,7 +168,9 @@ def test_a_package_for_serving_is_one_of_its_own(run: Any, made: list[Any], tmp_
     assert len(made) == 2
 
 
-def test_list_and_clear(run: Any, made: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_and_clear(
+    run: Any, made: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = run("cache", "list")
     assert empty[0] == 0
     assert empty[1].startswith("no model, 0 B of at most 50.0 GB, in ")
@@ -183,7 +200,11 @@ def test_list_and_clear(run: Any, made: list[Any], tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("packed", "shown"),
-    [(None, "float32"), ({"bits": [4, 8]}, "4 and 8 bits"), ({"bits": [4, 8], "type": "Q4_1"}, "Q4_1")],
+    [
+        (None, "float32"),
+        ({"bits": [4, 8]}, "4 and 8 bits"),
+        ({"bits": [4, 8], "type": "Q4_1"}, "Q4_1"),
+    ],
 )
 def test_list_names_the_type_of_weights(
     packed: dict[str, Any] | None,
@@ -198,15 +219,20 @@ def test_list_names_the_type_of_weights(
     for weights, expected in ((None, shown), ("int8", "int8")):
         quantization = {"packed_matrices": 3} if weights is None else {"dtype": weights}
         package = fake(
-            manifest={"packed_weights": figures}, compilation=replace(compilation(), quantization=quantization)
+            manifest={"packed_weights": figures},
+            compilation=replace(compilation(), quantization=quantization),
         )
-        monkeypatch.setattr(SourceModel, "_make", lambda *_, made=package, **__: shutil.copytree(made.path, _[1]))
+        monkeypatch.setattr(
+            SourceModel, "_make", lambda *_, made=package, **__: shutil.copytree(made.path, _[1])
+        )
         run("pull", tmp_path / "model", *([] if weights is None else ["--weights", weights]))
         (entry, *_) = json.loads(run("cache", "list", "--json")[1])["entries"]
         assert entry["options"][:3] == ["cpu", expected, f"{compilation().ctx_len} tokens"]
         run("cache", "clear", "--yes")
     packed_line = f"3 matrices of the checkpoint, {'Q4_1, ' if shown == 'Q4_1' else ''}4 and 8 bits, blocks of 32"
-    assert (packed_line in " ".join(run("inspect", package.path)[1].split())) == (packed is not None)
+    assert (packed_line in " ".join(run("inspect", package.path)[1].split())) == (
+        packed is not None
+    )
 
 
 def test_inspect_shows_a_gguf_file(run: Any, tmp_path: Path) -> None:
@@ -226,7 +252,9 @@ def test_inspect_shows_a_gguf_file(run: Any, tmp_path: Path) -> None:
         "weights +F32 12",
         "refusal +.*architecture 'gemma3n'",
     ):
-        assert re.search(row, " ".join(out.split())), row  # whose lines are as long as the path lets them be
+        assert re.search(row, " ".join(out.split())), (
+            row
+        )  # whose lines are as long as the path lets them be
     assert json.loads(run("inspect", tmp_path / "blob", "--json")[1])["weights"] == {"F32": 12}
     status, _, told = run("generate", tmp_path / "blob", "-p", "x")
     assert (status, "torch" in told, "llama, qwen2, qwen3" in told) == (1, False, True)
@@ -239,7 +267,16 @@ def test_a_gguf_file_is_given_directly(tmp_path: Path) -> None:
 
     path = tiny_lm_gguf(tmp_path / "sha256-0123", "Q4_0").rename(tmp_path / "blob")
     variables = {"QSAMPLE_CACHE": str(tmp_path / "cache")}
-    command = ["generate", path, "-p", "And the LORD spake unto", "--temperature", "0", "--max-new-tokens", "12"]
+    command = [
+        "generate",
+        path,
+        "-p",
+        "And the LORD spake unto",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "12",
+    ]
     first = qsample(*command, **variables)
     assert first.stdout.startswith("And the LORD spake unto Moses, saying,"), first.stderr
     assert "Loading weights" not in first.stderr, "no notices of the libraries"
@@ -247,6 +284,16 @@ def test_a_gguf_file_is_given_directly(tmp_path: Path) -> None:
     again = qsample(*command, **variables)
     assert (again.stdout, "cache" in again.stderr) == (first.stdout, False)
     path.rename(tmp_path / "other")
-    assert qsample(*command[:1], tmp_path / "other", *command[2:], **variables).stdout == first.stdout
-    verified = qsample("verify", tmp_path / "other", "--against", tmp_path / "other", "--max-mean", "0.05", **variables)
+    assert (
+        qsample(*command[:1], tmp_path / "other", *command[2:], **variables).stdout == first.stdout
+    )
+    verified = qsample(
+        "verify",
+        tmp_path / "other",
+        "--against",
+        tmp_path / "other",
+        "--max-mean",
+        "0.05",
+        **variables,
+    )
     assert verified.returncode == 0, verified.stderr

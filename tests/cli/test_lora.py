@@ -13,7 +13,18 @@ from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of
 from tests.helpers.adapters import random_adapter
 
-SETTINGS = ["--max-new-tokens", "6", "--temperature", "1", "--top-k", "0", "--seed", "1", "--stop-id", "1"]
+SETTINGS = [
+    "--max-new-tokens",
+    "6",
+    "--temperature",
+    "1",
+    "--top-k",
+    "0",
+    "--seed",
+    "1",
+    "--stop-id",
+    "1",
+]
 
 
 @pytest.fixture
@@ -37,7 +48,9 @@ def test_the_only_adapter_is_used_and_another_by_its_name(
     loras = [f"--lora={name}={tmp_path / name}" for name in "ab"]
     cases = [(loras[:1], "a"), (loras, None), ([*loras, "--adapter", "b"], "b")]
     for arguments, name in cases:
-        status, out, err = run("generate", package, "-p", "In the beginning", "--json", *arguments, *SETTINGS)
+        status, out, err = run(
+            "generate", package, "-p", "In the beginning", "--json", *arguments, *SETTINGS
+        )
         assert status == 0, err
         params = SamplingParams(max_new_tokens=6, seed=1, eos_token_id=(1,), adapter=name)
         wanted = model.generate("In the beginning", params).token_ids[0]
@@ -45,7 +58,9 @@ def test_the_only_adapter_is_used_and_another_by_its_name(
 
 
 @pytest.mark.ci
-def test_rows_of_a_prompt_file_have_their_own(run: Any, package: Path, model: CausalLM, tmp_path: Path) -> None:
+def test_rows_of_a_prompt_file_have_their_own(
+    run: Any, package: Path, model: CausalLM, tmp_path: Path
+) -> None:
     names: list[Any] = ["a", "b", None, "c"]
     rows = [{"prompt": [5, 6, 7], "adapter": name, "seed": 1} for name in names]
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
@@ -65,11 +80,15 @@ def test_rows_of_a_prompt_file_have_their_own(run: Any, package: Path, model: Ca
 
 
 @pytest.mark.ci
-def test_a_prefix_and_a_measurement_with_adapters(run: Any, package: Path, model: CausalLM, tmp_path: Path) -> None:
+def test_a_prefix_and_a_measurement_with_adapters(
+    run: Any, package: Path, model: CausalLM, tmp_path: Path
+) -> None:
     file_path = tmp_path / "own.prefix"
     text = tmp_path / "text"
     text.write_text("And the LORD spake unto Moses. " * 5)
-    status, _, err = run("prefix", package, file_path, "--prompt-text", text, f"--lora=a={tmp_path / 'a'}")
+    status, _, err = run(
+        "prefix", package, file_path, "--prompt-text", text, f"--lora=a={tmp_path / 'a'}"
+    )
     assert status == 0, err
     file = PrefixFile.open(file_path, signature_of(model.package, model.sessions), model.interface)
     assert file.adapter == model.adapters["a"].sha256

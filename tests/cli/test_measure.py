@@ -14,7 +14,16 @@ from tests.helpers.fake_package import fake_package
 
 def test_bench_as_json_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = fake_package(tmp_path / "package")
-    arguments = ["bench", str(package.path), "--new-tokens", "4", "--prompt-tokens", "3", "--repetitions", "1"]
+    arguments = [
+        "bench",
+        str(package.path),
+        "--new-tokens",
+        "4",
+        "--prompt-tokens",
+        "3",
+        "--repetitions",
+        "1",
+    ]
     assert run([*arguments, "--batch", "1", "--batch", "2", "--temperature", "0.7", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [row["rows"] for row in shown["measurements"]] == [1, 2]
@@ -29,14 +38,28 @@ def test_bench_as_json_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_guessed_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--new-tokens", "5", "--prompt-tokens", "9", "--repetitions", "2", "--prompt-lookup-num-tokens", "4"
-    options += ("--no-batch-invariant",)  # the fake's cache is float32, over which guesses change last bits
+    options = (
+        "--new-tokens",
+        "5",
+        "--prompt-tokens",
+        "9",
+        "--repetitions",
+        "2",
+        "--prompt-lookup-num-tokens",
+        "4",
+    )
+    options += (
+        "--no-batch-invariant",
+    )  # the fake's cache is float32, over which guesses change last bits
     package = fake_package(tmp_path / "guessing", num_speculative_tokens=4)
     assert run(["bench", str(package.path), *options, "--temperature", "0", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["measurements"]
     assert 1 <= row["tokens_per_step"] <= 5
     assert run(["bench", str(fake_package(tmp_path / "plain").path), *options]) == 1
-    assert "--prompt-lookup-num-tokens is 4, and the package draws a token a step" in capsys.readouterr().err
+    assert (
+        "--prompt-lookup-num-tokens is 4, and the package draws a token a step"
+        in capsys.readouterr().err
+    )
 
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps.\n"
@@ -56,7 +79,10 @@ def test_a_table_json_and_a_plot(run: Any, text: Path, tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     assert "first" in out
     assert "KL, nats" in out
-    assert f"{2 * len(TEXT)} tokens of 2 texts, in windows of 16, 8 apart; 90 % intervals by block bootstrap" in out
+    assert (
+        f"{2 * len(TEXT)} tokens of 2 texts, in windows of 16, 8 apart; 90 % intervals by block bootstrap"
+        in out
+    )
 
     plot = tmp_path / "plot.svg"
     status, out, err = run(*arguments, "--plot", plot, "--step-time", "--json")
@@ -100,8 +126,22 @@ def test_several_references_have_a_row_each(run: Any, text: Path, tmp_path: Path
 
 
 def test_verify_two_packages(run: Any, text: Path, tmp_path: Path) -> None:
-    first, second = fake_package(tmp_path / "first").path, fake_package(tmp_path / "second", logprobs=True).path
-    arguments = ("verify", first, "--against", second, "--text", text, "--positions", 20, "--max-length", 20)
+    first, second = (
+        fake_package(tmp_path / "first").path,
+        fake_package(tmp_path / "second", logprobs=True).path,
+    )
+    arguments = (
+        "verify",
+        first,
+        "--against",
+        second,
+        "--text",
+        text,
+        "--positions",
+        20,
+        "--max-length",
+        20,
+    )
     status, out, err = run(*arguments, "--max-difference", 0, "--min-agreement", 1)
     assert (status, err) == (0, "")
     assert out.count("0.00e+00     0.00e+00   0.00e+00   100") == 2
@@ -124,14 +164,29 @@ def test_verify_two_packages(run: Any, text: Path, tmp_path: Path) -> None:
 def test_verify_against_a_checkpoint(run: Any, llama_package: Path, checkpoint: Any) -> None:
     """The checkpoint is run by transformers; of another model, it is outside of every limit."""
     own, other = checkpoint("llama"), checkpoint("qwen3")
-    status, out, _ = run("verify", llama_package, "--against", own, "--max-difference", "1e-4", "--positions", 40)
+    status, out, _ = run(
+        "verify", llama_package, "--against", own, "--max-difference", "1e-4", "--positions", 40
+    )
     assert status == 0
     assert f"tokens of {own}" in " ".join(out.split())
-    limits = ("--max-mean", "0.01", "--max-p99", "0.01", "--max-difference", "0.01", "--min-agreement", "0.99")
-    status, out, err = run("verify", llama_package, "--against", other, "--positions", 40, *limits, "--json")
+    limits = (
+        "--max-mean",
+        "0.01",
+        "--max-p99",
+        "0.01",
+        "--max-difference",
+        "0.01",
+        "--min-agreement",
+        "0.99",
+    )
+    status, out, err = run(
+        "verify", llama_package, "--against", other, "--positions", 40, *limits, "--json"
+    )
     assert status == 1
     failures = json.loads(out)["failures"]
     assert err.splitlines()[-8:] == failures  # after the progress bar of transformers
     assert [failure.split(" is ")[0] for failure in failures] == [
-        f"{form}: {name}" for form in ("sequential", "batched") for name in ("mean", "p99", "largest", "agreement")
+        f"{form}: {name}"
+        for form in ("sequential", "batched")
+        for name in ("mean", "p99", "largest", "agreement")
     ]

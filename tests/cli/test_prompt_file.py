@@ -27,7 +27,10 @@ ROWS: list[Any] = [
     {"messages": [{"role": "user", "content": "hi"}], "id": 7, "temperature": 0.5},
     {"prompt": [5, 6, 7], "do_sample": False, "metadata": {"kept": "out"}},
     {"prompt": "x", "max_length": 30, "seed": 5, "stop_strings": ["zz"]},
-    {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}], "tools": [{"name": "f"}]},
+    {
+        "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}],
+        "tools": [{"name": "f"}],
+    },
     {"prompt": "long one", "max_new_tokens": 11, "eos_token_id": [5]},
 ]
 AS_A_CHAT = "answering as a chat, with the model's chat template; --raw continues the text itself\n"
@@ -40,7 +43,9 @@ def package(tmp_path: Path) -> Package:
 
 
 def written(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8"
+    )
     return path
 
 
@@ -51,8 +56,16 @@ def records(text: str) -> list[dict[str, Any]]:
 def test_images_of_a_line(tmp_path: Path) -> None:
     """They are files beside the prompts, and the fingerprint depends on what is in them, not on where they are."""
     url = "data:image/png;base64,AAAA"
-    said = [{"type": "image", "path": "a.png"}, "hi", {"type": "image_url", "image_url": {"url": url}}]
-    lines = [{"prompt": "x", "images": ["a.png", url]}, {"messages": [{"role": "user", "content": said}]}, ROWS[0]]
+    said = [
+        {"type": "image", "path": "a.png"},
+        "hi",
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    lines = [
+        {"prompt": "x", "images": ["a.png", url]},
+        {"messages": [{"role": "user", "content": said}]},
+        ROWS[0],
+    ]
 
     def read(folder: Path, content: bytes, as_chat: bool = False) -> list[str]:
         folder.mkdir()
@@ -64,7 +77,10 @@ def test_images_of_a_line(tmp_path: Path) -> None:
         if as_chat:
             assert rows[0].inputs == [{"role": "user", "content": [*parts, text]}]
         else:
-            assert (rows[0].inputs, rows[0].options["images"]) == ("x", [folder / "a.png", bytes(3)])
+            assert (rows[0].inputs, rows[0].options["images"]) == (
+                "x",
+                [folder / "a.png", bytes(3)],
+            )
         assert rows[1].inputs == [{"role": "user", "content": [parts[0], "hi", parts[1]]}]
         return [row.fingerprint for row in with_fingerprints(rows, {})]
 
@@ -85,14 +101,18 @@ def test_rows_with_images(run: Any, smolvlm_package: Path, tmp_path: Path) -> No
     status, out, err = run("generate", smolvlm_package, "--prompt-file", source, "--raw", *SETTINGS)
     assert status == 0, err
     model = load(smolvlm_package)
-    for row, (record, images) in enumerate(zip(records(out), [tmp_path / "a.png", None], strict=True)):
+    for row, (record, images) in enumerate(
+        zip(records(out), [tmp_path / "a.png", None], strict=True)
+    ):
         done = model.generate("x", images=images, max_new_tokens=6, temperature=0.9, seed=3 + row)
         assert record["token_ids"] == done.token_ids[0]
         assert record["prompt_tokens"] == done.prompt_lengths[0]
 
 
 def test_every_row_is_what_it_is_alone(run: Any, package: Package, tmp_path: Path) -> None:
-    status, out, err = run("generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", ROWS), *SETTINGS)
+    status, out, err = run(
+        "generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", ROWS), *SETTINGS
+    )
     assert status == 0, err
     found = records(out)
     assert [record["id"] for record in found] == ["a", 7, 3, 4, 5, 6]
@@ -112,7 +132,10 @@ def test_every_row_is_what_it_is_alone(run: Any, package: Package, tmp_path: Pat
         assert record["token_ids"] == alone.token_ids[0], row
         assert alone.texts is not None
         assert (record["text"], record["seed"]) == (alone.texts[0], options["seed"])
-        assert (record["finish_reason"], record["prompt_tokens"]) == (alone.finish_reasons[0], alone.prompt_lengths[0])
+        assert (record["finish_reason"], record["prompt_tokens"]) == (
+            alone.finish_reasons[0],
+            alone.prompt_lengths[0],
+        )
         assert record["completion_tokens"] == len(record["token_ids"])
     assert "6 rows, " in err
     assert err.count(AS_A_CHAT) == 1
@@ -125,7 +148,11 @@ def test_a_line_of_text_is_a_prompt(run: Any, package: Package, tmp_path: Path) 
     for flags, head, told in ((["--raw"], None, 0), ([], [], 1), (["--system", "S"], [system], 0)):
         status, out, err = run("generate", package.path, "--prompt-file", path, *flags, *SETTINGS)
         found = records(out)
-        assert (status, [record["id"] for record in found], err.count(AS_A_CHAT)) == (0, [1, 3, 4], told)
+        assert (status, [record["id"] for record in found], err.count(AS_A_CHAT)) == (
+            0,
+            [1, 3, 4],
+            told,
+        )
         for record, prompt in zip(found, ["one", '{"two": 2}', "three"], strict=True):
             inputs: Any = prompt if head is None else [*head, {"role": "user", "content": prompt}]
             alone = model.generate(inputs, max_new_tokens=6, temperature=0.9, seed=record["seed"])
@@ -135,20 +162,38 @@ def test_a_line_of_text_is_a_prompt(run: Any, package: Package, tmp_path: Path) 
 def test_what_is_no_chat(run: Any, package: Package, tmp_path: Path) -> None:
     """Token ids are continued, conversations are what they are, and a model without a template continues texts."""
     source = written(tmp_path / "p.jsonl", [{"prompt": [5, 6]}, ROWS[1]])
-    plain, raw = (run("generate", package.path, "--prompt-file", source, *more, *SETTINGS) for more in ([], ["--raw"]))
+    plain, raw = (
+        run("generate", package.path, "--prompt-file", source, *more, *SETTINGS)
+        for more in ([], ["--raw"])
+    )
     assert (plain[0], plain[1], AS_A_CHAT in plain[2]) == (0, raw[1], False)
     system = run("generate", package.path, "--prompt-file", source, "--system", "S", *SETTINGS)
-    assert [mine == other for mine, other in zip(records(system[1]), records(raw[1]), strict=True)] == [True, False]
+    assert [
+        mine == other for mine, other in zip(records(system[1]), records(raw[1]), strict=True)
+    ] == [True, False]
     bare = fake_package(tmp_path / "bare", tokenizer_config={}).path
     source = written(tmp_path / "q.jsonl", [{"prompt": "one"}])
-    plain, raw = (run("generate", bare, "--prompt-file", source, *more, *SETTINGS) for more in ([], ["--raw"]))
+    plain, raw = (
+        run("generate", bare, "--prompt-file", source, *more, *SETTINGS) for more in ([], ["--raw"])
+    )
     assert (plain[0], plain[1], AS_A_CHAT in plain[2]) == (0, raw[1], False)
 
 
 def test_a_file_of_texts_goes_on_as_it_began(run: Any, package: Package, tmp_path: Path) -> None:
     """Lines that continue texts, and lines that answer, do not come into one file."""
-    source, output = written(tmp_path / "p.jsonl", [{"prompt": "one"}, {"prompt": "two"}]), tmp_path / "out"
-    command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS]
+    source, output = (
+        written(tmp_path / "p.jsonl", [{"prompt": "one"}, {"prompt": "two"}]),
+        tmp_path / "out",
+    )
+    command: list[Any] = [
+        "generate",
+        package.path,
+        "--prompt-file",
+        source,
+        "--output",
+        output,
+        *SETTINGS,
+    ]
     for first, second in (([], ["--raw"]), (["--raw"], [])):
         assert run(*command, *first)[0] == 0
         whole = output.read_bytes()
@@ -161,19 +206,33 @@ def test_a_file_of_texts_goes_on_as_it_began(run: Any, package: Package, tmp_pat
         output.unlink()
 
 
-def test_log_probabilities_are_for_rows_that_ask(run: Any, everything: Path, tmp_path: Path) -> None:
+def test_log_probabilities_are_for_rows_that_ask(
+    run: Any, everything: Path, tmp_path: Path
+) -> None:
     names = ["logprobs", "top_logprob_ids", "top_logprobs", "probs"]
     asked: list[Any] = [None, [], ["logprobs"], names, ["nonsense"], "logprobs"]
     rows = [{"prompt": "x"}, *({"prompt": "x", "outputs": outputs} for outputs in asked[1:])]
     source = written(tmp_path / "p.jsonl", rows)
-    status, out, _ = run("generate", everything, "--prompt-file", source, "--max-new-tokens", "2", "--greedy")
+    status, out, _ = run(
+        "generate", everything, "--prompt-file", source, "--max-new-tokens", "2", "--greedy"
+    )
     found = records(out)
     assert status == 1
-    assert [[name for name in names if name in record] for record in found] == [[], [], ["logprobs"], names, [], []]
+    assert [[name for name in names if name in record] for record in found] == [
+        [],
+        [],
+        ["logprobs"],
+        names,
+        [],
+        [],
+    ]
     done = load(everything).generate("x", max_new_tokens=2, do_sample=False)
     assert done.logprobs is not None
     assert found[2]["logprobs"] == done.logprobs[0].reshape(-1, 1).tolist()
-    assert all("give a list of the package's optional outputs" in record["error"]["message"] for record in found[4:])
+    assert all(
+        "give a list of the package's optional outputs" in record["error"]["message"]
+        for record in found[4:]
+    )
 
 
 def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -> None:
@@ -186,14 +245,23 @@ def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -
             {"prompt": "x", "temprature": 1},
             "temprature, which is not a parameter; did you mean 'temperature'? Otherwise",
         ),
-        ({"prompt": "x", "max_tokens": 1}, "max_tokens, which is not a parameter; did you mean 'max_new_tokens'?"),
-        ({"prompt": "x", "source": 1}, "source, which is not a parameter; put your own fields into metadata"),
+        (
+            {"prompt": "x", "max_tokens": 1},
+            "max_tokens, which is not a parameter; did you mean 'max_new_tokens'?",
+        ),
+        (
+            {"prompt": "x", "source": 1},
+            "source, which is not a parameter; put your own fields into metadata",
+        ),
         ({"prompt": "x", "messages": []}, "prompt and messages; give either"),
         ({"id": 1}, "neither prompt nor messages"),
         ({"messages": "hi"}, "messages is 'hi'"),
         ({"messages": []}, "messages is []"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "part of type 'image'"),
-        ({"prompt": "x", "images": ["none.png"]}, "the image none.png cannot be read: No such file"),
+        (
+            {"prompt": "x", "images": ["none.png"]},
+            "the image none.png cannot be read: No such file",
+        ),
         ({"prompt": "x", "images": "a.png"}, "images is 'a.png'; give a list of files"),
         ({"prompt": "x", "images": ["https://example.org/a.png"]}, "nothing is fetched here"),
         ({"prompt": "x", "top_p": 7}, "top_p is 7"),
@@ -204,7 +272,9 @@ def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -
         ({"prompt": "\ud800"}, ""),
     ]
     rows = [line for wrong, _ in bad for line in (wrong, {"prompt": "fine"})]
-    status, out, err = run("generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", rows), *SETTINGS)
+    status, out, err = run(
+        "generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", rows), *SETTINGS
+    )
     found = records(out)
     assert status == 1
     assert f"{len(bad)} of {2 * len(bad)} rows have an error" in err
@@ -215,7 +285,11 @@ def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -
 
 
 def test_a_run_that_was_cut_off_goes_on(run: Any, package: Package, tmp_path: Path) -> None:
-    source, whole, part = written(tmp_path / "p.jsonl", [*ROWS, "broken"]), tmp_path / "whole", tmp_path / "part"
+    source, whole, part = (
+        written(tmp_path / "p.jsonl", [*ROWS, "broken"]),
+        tmp_path / "whole",
+        tmp_path / "part",
+    )
     command = ["generate", package.path, "--prompt-file", source, *SETTINGS, "--output"]
     assert run(*command, whole)[0] == 1
     content = whole.read_bytes()
@@ -228,14 +302,18 @@ def test_a_run_that_was_cut_off_goes_on(run: Any, package: Package, tmp_path: Pa
         assert "1 of 7 rows have an error" in err
         assert part.read_bytes() == content, size
         assert (f"{before} of 7 rows are in" in err) == (before > 0)
-        assert (re.search(rf"^{7 - before} rows?, ", err, re.MULTILINE) is not None) == (before < 7), "done once"
+        assert (re.search(rf"^{7 - before} rows?, ", err, re.MULTILINE) is not None) == (
+            before < 7
+        ), "done once"
     source.write_text(source.read_text() + '{"prompt": "one more"}\n')
     run(*command, part)
     assert part.read_bytes().startswith(content)
     assert part.read_bytes().count(b"\n") == 8
 
 
-def test_files_of_something_else_are_refused_and_kept(run: Any, package: Package, tmp_path: Path) -> None:
+def test_files_of_something_else_are_refused_and_kept(
+    run: Any, package: Package, tmp_path: Path
+) -> None:
     source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
     command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output]
     assert run(*command, *SETTINGS)[0] == 0
@@ -265,11 +343,28 @@ def test_files_of_something_else_are_refused_and_kept(run: Any, package: Package
 
 def test_rows_with_an_error_are_done_again(run: Any, package: Package, tmp_path: Path) -> None:
     """Also from corrected prompts; the other lines stay, byte by byte, and must be those of their prompts."""
-    bad = [{"prompt": "a", "id": {"error": {}}}, {"prompt": 3}, "broken", {"prompt": "b"}, {"prompt": "x" * 300}]
+    bad = [
+        {"prompt": "a", "id": {"error": {}}},
+        {"prompt": 3},
+        "broken",
+        {"prompt": "b"},
+        {"prompt": "x" * 300},
+    ]
     good = [bad[0], {"prompt": "c"}, "broken", bad[3], {"prompt": "x"}, {"prompt": "d"}]
     source, output = written(tmp_path / "p.jsonl", bad), tmp_path / "out"
-    command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS]
-    assert "3 of 5 rows have an error, see their lines; --retry-errors does these again" in run(*command)[2]
+    command: list[Any] = [
+        "generate",
+        package.path,
+        "--prompt-file",
+        source,
+        "--output",
+        output,
+        *SETTINGS,
+    ]
+    assert (
+        "3 of 5 rows have an error, see their lines; --retry-errors does these again"
+        in run(*command)[2]
+    )
     before = output.read_bytes().splitlines()
 
     written(source, good)
@@ -289,7 +384,13 @@ def test_rows_with_an_error_are_done_again(run: Any, package: Package, tmp_path:
     whole = tmp_path / "whole"
     run(*command[:5], whole, *SETTINGS)
     assert after == whole.read_bytes().splitlines(), "as a single run of the corrected prompts"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out", "p.jsonl", "package", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "link",
+        "out",
+        "p.jsonl",
+        "package",
+        "whole",
+    ]
 
     written(source, [{"prompt": "another"}, *good[1:]])
     status, _, err = run(*command, "--retry-errors")
@@ -299,9 +400,19 @@ def test_rows_with_an_error_are_done_again(run: Any, package: Package, tmp_path:
     assert "--retry-errors goes with --output" in run(*command[:4], "--retry-errors")[2]
 
 
-def test_a_line_that_was_cut_and_ended_is_no_row(run: Any, package: Package, tmp_path: Path) -> None:
+def test_a_line_that_was_cut_and_ended_is_no_row(
+    run: Any, package: Package, tmp_path: Path
+) -> None:
     source, output = written(tmp_path / "p.jsonl", ROWS[:2]), tmp_path / "out"
-    command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS]
+    command: list[Any] = [
+        "generate",
+        package.path,
+        "--prompt-file",
+        source,
+        "--output",
+        output,
+        *SETTINGS,
+    ]
     assert run(*command)[0] == 0
     cut = output.read_bytes()[:40] + b"\n"
     output.write_bytes(cut)
@@ -315,7 +426,15 @@ def test_a_full_disk_leaves_whole_lines(run: Any, package: Package, tmp_path: Pa
     """A limit of the process, in place of a disk: the system takes a part of a line and then nothing."""
     resource = pytest.importorskip("resource")
     source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
-    command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS]
+    command: list[Any] = [
+        "generate",
+        package.path,
+        "--prompt-file",
+        source,
+        "--output",
+        output,
+        *SETTINGS,
+    ]
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -326,19 +445,34 @@ def test_a_full_disk_leaves_whole_lines(run: Any, package: Package, tmp_path: Pa
         signal.signal(signal.SIGXFSZ, handler)
     content = output.read_bytes()
     assert (status, content.endswith(b"\n"), 0 < content.count(b"\n") < 6) == (1, True, True)
-    assert f"cannot write to --output {output}: File too large; the rows before are in it. Free some space" in err
+    assert (
+        f"cannot write to --output {output}: File too large; the rows before are in it. Free some space"
+        in err
+    )
     assert run(*command)[0] == 0
     assert output.read_bytes().startswith(content)
     assert output.read_bytes().count(b"\n") == 6
 
 
-def test_standard_output_has_lines_alone_where_rows_have_errors(run: Any, package: Package, tmp_path: Path) -> None:
-    source, output = written(tmp_path / "p.jsonl", [{"prompt": "x"}, {"prompt": 3}]), tmp_path / "out"
+def test_standard_output_has_lines_alone_where_rows_have_errors(
+    run: Any, package: Package, tmp_path: Path
+) -> None:
+    source, output = (
+        written(tmp_path / "p.jsonl", [{"prompt": "x"}, {"prompt": 3}]),
+        tmp_path / "out",
+    )
     status, out, err = run("generate", package.path, "--prompt-file", source, "--json", *SETTINGS)
-    assert (status, [set(record) & {"text", "error"} for record in records(out)]) == (1, [{"text"}, {"error"}])
+    assert (status, [set(record) & {"text", "error"} for record in records(out)]) == (
+        1,
+        [{"text"}, {"error"}],
+    )
     assert "1 of 2 rows have an error" in err
-    status, out, _ = run("generate", package.path, "--prompt-file", source, "--json", "--output", output, *SETTINGS)
-    assert (status, json.loads(out)["error"]["status"]) == (1, 1), "what is in the file is not on standard output"
+    status, out, _ = run(
+        "generate", package.path, "--prompt-file", source, "--json", "--output", output, *SETTINGS
+    )
+    assert (status, json.loads(out)["error"]["status"]) == (1, 1), (
+        "what is in the file is not on standard output"
+    )
 
 
 def test_two_runs_do_not_write_to_one_file(run: Any, package: Package, tmp_path: Path) -> None:
@@ -346,7 +480,9 @@ def test_two_runs_do_not_write_to_one_file(run: Any, package: Package, tmp_path:
     source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
     with output.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        status, _, err = run("generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS)
+        status, _, err = run(
+            "generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS
+        )
     assert status == 2
     assert "another process writes to --output" in err
 
@@ -354,11 +490,16 @@ def test_two_runs_do_not_write_to_one_file(run: Any, package: Package, tmp_path:
 def test_a_context_that_filled_up_is_said(run: Any, tmp_path: Path) -> None:
     path = fake_package(tmp_path / "package", compilation=compilation(ctx_len=48)).path
     rows = [{"prompt": "x", "max_new_tokens": 400}, {"prompt": "x", "max_new_tokens": 4}]
-    _, out, err = run("generate", path, "--prompt-file", written(tmp_path / "p.jsonl", rows), "--seed", "3")
+    _, out, err = run(
+        "generate", path, "--prompt-file", written(tmp_path / "p.jsonl", rows), "--seed", "3"
+    )
     first, second = records(out)
     assert first["context_full"] is True
     assert "context_full" not in second
-    assert "the context of 48 tokens is full, which ended 1 of 2 rows; compile with a larger --ctx-len" in err
+    assert (
+        "the context of 48 tokens is full, which ended 1 of 2 rows; compile with a larger --ctx-len"
+        in err
+    )
     for more, said in ((400, True), (4, False)):
         err = run("generate", path, "-p", "x", "--max-new-tokens", str(more), "--seed", "3")[2]
         assert ("the context of 48 tokens is full, which ended 1 of 1 rows" in err) == said
@@ -374,9 +515,19 @@ def test_many_rows_keep_the_slots_full_and_their_order(
         step(self)
 
     monkeypatch.setattr(DecodeLoop, "step", counting)
-    rows = [{"prompt": "x", "max_new_tokens": 1 + 7 * index % 40, "eos_token_id": []} for index in range(150)]
+    rows = [
+        {"prompt": "x", "max_new_tokens": 1 + 7 * index % 40, "eos_token_id": []}
+        for index in range(150)
+    ]
     status, out, err = run(
-        "generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", rows), "--slots", "4", "--seed", "1"
+        "generate",
+        package.path,
+        "--prompt-file",
+        written(tmp_path / "p.jsonl", rows),
+        "--slots",
+        "4",
+        "--seed",
+        "1",
     )
     found = records(out)
     assert status == 0, err
@@ -389,8 +540,21 @@ def test_many_rows_keep_the_slots_full_and_their_order(
 def test_a_graph_that_fails_ends_the_run_and_marks_no_row(
     run: Any, package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, output, whole = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out", tmp_path / "whole"
-    command = ["generate", package.path, "--prompt-file", source, *SETTINGS, "--slots", "1", "--output"]
+    source, output, whole = (
+        written(tmp_path / "p.jsonl", ROWS),
+        tmp_path / "out",
+        tmp_path / "whole",
+    )
+    command = [
+        "generate",
+        package.path,
+        "--prompt-file",
+        source,
+        *SETTINGS,
+        "--slots",
+        "1",
+        "--output",
+    ]
     steps, step = [0], DecodeLoop.step
 
     def failing(self: DecodeLoop) -> None:
@@ -436,7 +600,9 @@ def test_the_bar_and_the_rows_do_not_mix(package: Package, tmp_path: Path) -> No
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_is_killed_goes_on(run: Any, package: Package, tmp_path: Path, how: signal.Signals) -> None:
+def test_a_run_that_is_killed_goes_on(
+    run: Any, package: Package, tmp_path: Path, how: signal.Signals
+) -> None:
     source = written(tmp_path / "p.jsonl", [{"prompt": f"row {index}"} for index in range(12)])
     slow = (
         "import time; from qsample.runtime.request import Request; update = Request.update\n"
@@ -445,10 +611,24 @@ def test_a_run_that_is_killed_goes_on(run: Any, package: Package, tmp_path: Path
     )
     slowly = [sys.executable, "-c", slow]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    arguments = ["generate", str(package.path), "--prompt-file", str(source), *SETTINGS, "--slots", "1", "--output"]
-    process = subprocess.Popen([*slowly, *arguments, str(killed)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    arguments = [
+        "generate",
+        str(package.path),
+        "--prompt-file",
+        str(source),
+        *SETTINGS,
+        "--slots",
+        "1",
+        "--output",
+    ]
+    process = subprocess.Popen(
+        [*slowly, *arguments, str(killed)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
-    while not (killed.exists() and killed.read_bytes().count(b"\n") >= 2) and time.monotonic() < deadline:
+    while (
+        not (killed.exists() and killed.read_bytes().count(b"\n") >= 2)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     process.send_signal(how)
     _, err = process.communicate(timeout=60)

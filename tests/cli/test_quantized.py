@@ -39,7 +39,9 @@ def test_inspect_and_chat_say_the_figures_of_compile(int4: Path, run: Any) -> No
 
 
 @pytest.mark.ci
-def test_a_table_of_bits_goes_round(int4: Path, bundled_package: Path, tmp_path: Path, run: Any) -> None:
+def test_a_table_of_bits_goes_round(
+    int4: Path, bundled_package: Path, tmp_path: Path, run: Any
+) -> None:
     _, out, _ = run("inspect", int4, "--bits")
     table = json.loads(out)
     assert table["layers.0.qkv_proj"].startswith("int8:")
@@ -58,7 +60,10 @@ def test_a_table_of_bits_goes_round(int4: Path, bundled_package: Path, tmp_path:
 def test_bits_of_a_package_that_has_none(bundled_package: Path, run: Any) -> None:
     status, _, err = run("inspect", bundled_package, "--bits")
     assert status != 0
-    assert "has no table of bits: compile quantized none of its weights; give a package that was" in one_line(err)
+    assert (
+        "has no table of bits: compile quantized none of its weights; give a package that was"
+        in one_line(err)
+    )
 
 
 def measured(package: Package, kl: float) -> Package:
@@ -74,9 +79,13 @@ def measured(package: Package, kl: float) -> Package:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("kl", "warns"), [(0.0, False), (FAR, False), (FAR + 0.001, True), (float("nan"), True)], ids=str
+    ("kl", "warns"),
+    [(0.0, False), (FAR, False), (FAR + 0.001, True), (float("nan"), True)],
+    ids=str,
 )
-def test_a_package_that_is_far_off(kl: float, warns: bool, int4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_package_that_is_far_off(
+    kl: float, warns: bool, int4: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     note_divergence(measured(read_package(int4), kl))
     shown = one_line(capsys.readouterr().err)
     assert shown.startswith("beside its float model: KL ")
@@ -84,7 +93,9 @@ def test_a_package_that_is_far_off(kl: float, warns: bool, int4: Path, capsys: p
     assert ("--preset balanced or --weights int8" in shown) == warns
 
 
-def test_a_float_package_says_nothing(bundled_package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_float_package_says_nothing(
+    bundled_package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     package = read_package(bundled_package)
     note_divergence(package)
     assert capsys.readouterr() == ("", "")
@@ -96,7 +107,9 @@ def test_figures_of_an_older_version(int4: Path, capsys: pytest.CaptureFixture[s
     package = read_package(int4)
     compilation = package.manifest.compilation
     assert compilation is not None
-    old = replace(compilation, quantization={"divergence": {"kl": 0.1, "kept_kl": 0.2, "tokens": 256}})
+    old = replace(
+        compilation, quantization={"divergence": {"kl": 0.1, "kept_kl": 0.2, "tokens": 256}}
+    )
     package = replace(package, manifest=replace(package.manifest, compilation=old))
     note_divergence(package)
     assert capsys.readouterr().err == ""
@@ -106,6 +119,12 @@ def test_figures_of_an_older_version(int4: Path, capsys: pytest.CaptureFixture[s
 def test_words_of_each_text() -> None:
     estimate = {"value": 0.5, "low": 0.25, "high": 0.75}
     for text, words in divergence.TEXTS.items():
-        figures = {"text": text, "tokens": 1234, "kl": estimate, "agreement": estimate, "perplexity_ratio": estimate}
+        figures = {
+            "text": text,
+            "tokens": 1234,
+            "kl": estimate,
+            "agreement": estimate,
+            "perplexity_ratio": estimate,
+        }
         expected = f"KL 0.5 nats a token (0.25 to 0.75), top-1 50.0 %, perplexity ratio 0.5, on 1,234 tokens of {words}"
         assert str(Divergence.from_json(figures)) == expected

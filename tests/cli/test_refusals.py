@@ -187,7 +187,9 @@ def test_the_commands_refuse(
     *progress, told = err.splitlines()
     assert words in told
     assert told.startswith("qsample: ")
-    assert not progress or command in ("compile", "export", "bake"), "a line, after the stages of a long command"
+    assert not progress or command in ("compile", "export", "bake"), (
+        "a line, after the stages of a long command"
+    )
     assert sorted(place.rglob("*")) == before
 
 
@@ -203,7 +205,13 @@ def test_the_commands_refuse(
     ],
 )
 def test_errors_as_json(
-    line: str, status: int, kind: str, words: str, run: Any, place: Path, monkeypatch: pytest.MonkeyPatch
+    line: str,
+    status: int,
+    kind: str,
+    words: str,
+    run: Any,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(place)
     code, out, err = run(*line.split())

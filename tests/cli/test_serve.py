@@ -15,14 +15,18 @@ from tests.helpers.fake_package import compilation, fake_package
 
 
 @pytest.mark.parametrize("named", [".", "../tiny", "../tiny/", "sub/.."])
-def test_a_package_is_called_like_its_folder(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_called_like_its_folder(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = fake_package(tmp_path / "tiny")
     (package.path / "sub").mkdir()
     monkeypatch.chdir(package.path)
     assert list(_named(named, [], None)) == ["tiny"]
 
 
-def test_web_names_the_provider_that_has_a_gpu(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_web_names_the_provider_that_has_a_gpu(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = list[Package]()
 
     class Server:
@@ -41,7 +45,9 @@ def test_web_names_the_provider_that_has_a_gpu(run: Any, tmp_path: Path, monkeyp
     monkeypatch.setattr("qsample.serve.web.check_built", lambda: None)
     monkeypatch.setattr("qsample.serve.web.WebServer", Server)
     for provider, told in ((None, False), ("cpu", True), ("webgpu", False)):
-        package = fake_package(tmp_path / str(provider), compilation=provider and compilation(provider=provider))
+        package = fake_package(
+            tmp_path / str(provider), compilation=provider and compilation(provider=provider)
+        )
         status, _, err = run("web", package.path)
         assert (status, served.pop().path) == (0, package.path), err
         assert ("--provider webgpu" in err) == told
@@ -50,7 +56,8 @@ def test_web_names_the_provider_that_has_a_gpu(run: Any, tmp_path: Path, monkeyp
 def test_options_become_settings(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, given = fake_package(tmp_path / "tiny"), list[Any]()
     monkeypatch.setattr(
-        "qsample.serve.run.run", lambda settings, *address, **options: given.append((settings, address))
+        "qsample.serve.run.run",
+        lambda settings, *address, **options: given.append((settings, address)),
     )
     (tmp_path / "loras").mkdir()
     plain = ServeSettings(models={"tiny": str(package.path)})

@@ -62,18 +62,24 @@ def start(folder: Path) -> subprocess.Popen[str]:
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("name", ["work", "twice"])
-def test_a_signal_ends_the_command_and_nothing_is_left(number: int, status: int, name: str, tmp_path: Path) -> None:
+def test_a_signal_ends_the_command_and_nothing_is_left(
+    number: int, status: int, name: str, tmp_path: Path
+) -> None:
     process = start(tmp_path / name)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    if name == "twice" and number == signal.SIGINT:  # the second one is the first that is asked to end by
+    if (
+        name == "twice" and number == signal.SIGINT
+    ):  # the second one is the first that is asked to end by
         status = 143
     assert process.returncode == status
     assert os.listdir(tmp_path / name) == []
     assert "Traceback" not in errors
     assert errors.count("\n") <= 1
     if status != 130:
-        assert re.fullmatch(r"qsample: ended by SIG(TERM|HUP); nothing half-written is left\n", errors)
+        assert re.fullmatch(
+            r"qsample: ended by SIG(TERM|HUP); nothing half-written is left\n", errors
+        )
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
@@ -94,7 +100,9 @@ def test_the_library_leaves_signals_alone() -> None:
         "import qsample.cli, qsample.models.auto_model, qsample.runtime, qsample.models.bundled\n"
         "assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
+    )
     assert done.returncode == 0
 
 
@@ -106,7 +114,10 @@ def test_what_the_documents_tell_a_python_program_to_do(tmp_path: Path) -> None:
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, "-c", work, "inspect", str(folder)], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", work, "inspect", str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout
     assert process.stdout.readline() == "working\n"
@@ -121,11 +132,15 @@ def test_what_the_documents_tell_a_python_program_to_do(tmp_path: Path) -> None:
 
 def export(checkpoint: Path, out: Path) -> subprocess.Popen[bytes]:
     arguments = [*COMMAND, "export", str(checkpoint), str(out), "--overwrite"]
-    return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 @pytest.mark.slow
-def test_a_real_export_that_is_ended_or_killed_at_any_moment(checkpoint: object, tmp_path: Path) -> None:
+def test_a_real_export_that_is_ended_or_killed_at_any_moment(
+    checkpoint: object, tmp_path: Path
+) -> None:
     """What is at the place is the old package or the new one; and the next writer finds what a kill left."""
     source, out = checkpoint("llama"), tmp_path / "package"  # type: ignore[operator]
     start_time = time.monotonic()

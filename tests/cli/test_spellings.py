@@ -10,7 +10,9 @@ from qsample import cli
 from qsample.cli.spellings import ELSEWHERE, names_here
 
 COMMANDS = cli.commands()
-OPTIONS = {name for command in COMMANDS.values() for parameter in command.params for name in parameter.opts}
+OPTIONS = {
+    name for command in COMMANDS.values() for parameter in command.params for name in parameter.opts
+}
 
 
 WORDS = [(word, ours) for ours, words in ELSEWHERE.items() for word in words.split()]

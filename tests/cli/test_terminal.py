@@ -19,7 +19,15 @@ from onnx import numpy_helper
 
 from qsample import cli
 from qsample.cli import terminal
-from qsample.cli.terminal import console, format_size, name_options, note, options_of, progress, report
+from qsample.cli.terminal import (
+    console,
+    format_size,
+    name_options,
+    note,
+    options_of,
+    progress,
+    report,
+)
 from qsample.errors import QsampleError, install_hint
 from tests.helpers.fake_package import POISON, VOCAB, fake_package
 
@@ -39,7 +47,9 @@ def test_texts_that_an_encoding_lacks(
     system: str, chosen: str | None, printed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        terminal, "os", SimpleNamespace(name=system, environ={"PYTHONIOENCODING": chosen} if chosen else {})
+        terminal,
+        "os",
+        SimpleNamespace(name=system, environ={"PYTHONIOENCODING": chosen} if chosen else {}),
     )
     pipe = TextIOWrapper(BytesIO(), "cp1252", write_through=True)
     monkeypatch.setattr("sys.stdout", pipe)
@@ -53,7 +63,13 @@ def test_commands_print_in_a_code_page(bundled_package: Path) -> None:
     """Box characters of tables, and a prompt that Windows' code page lacks."""
     environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}
     for command in (["inspect"], ["generate", "-p", "日本", "--max-new-tokens", "2"]):
-        line = [sys.executable, "-c", "import qsample.cli; qsample.cli.main()", *command, str(bundled_package)]
+        line = [
+            sys.executable,
+            "-c",
+            "import qsample.cli; qsample.cli.main()",
+            *command,
+            str(bundled_package),
+        ]
         done = subprocess.run(line, env=environment, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout.decode("cp1252")
@@ -65,9 +81,18 @@ def test_commands_print_in_a_code_page(bundled_package: Path) -> None:
     ids=["usual", "NO_COLOR", "empty NO_COLOR", "dumb"],
 )
 def test_escapes(
-    variables: dict[str, str], escapes: bool, run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    variables: dict[str, str],
+    escapes: bool,
+    run: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
 ) -> None:
-    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "", "TERM": "xterm-256color", **variables}.items():
+    for name, value in {
+        "FORCE_COLOR": "1",
+        "NO_COLOR": "",
+        "TERM": "xterm-256color",
+        **variables,
+    }.items():
         monkeypatch.setenv(name, value)
     for name, value in (("FORCE_TERMINAL", True), ("COLOR_SYSTEM", "auto")):
         monkeypatch.setattr(typer.rich_utils, name, value)
@@ -81,7 +106,13 @@ def test_escapes(
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (12_345_678, "12.3 MB"), (2_000_000_000, "2.0 GB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (12_345_678, "12.3 MB"),
+        (2_000_000_000, "2.0 GB"),
+    ],
 )
 def test_sizes(count: int, text: str) -> None:
     assert format_size(count) == text
@@ -107,7 +138,10 @@ def test_what_a_model_masks_is_null_in_json(run: Any, tmp_path: Path) -> None:
     assert status == 0
     status, line, _ = run("generate", package.path, "--prompt-file", prompts, *options)
     assert status == 0
-    for record in (json.loads(whole, parse_constant=refuse)["results"][0], json.loads(line, parse_constant=refuse)):
+    for record in (
+        json.loads(whole, parse_constant=refuse)["results"][0],
+        json.loads(line, parse_constant=refuse),
+    ):
         assert [row[2] for row in record["top_logprobs"]] == [None, None]
         assert all(value < 0 for row in record["top_logprobs"] for value in row[:2])
 
@@ -155,7 +189,9 @@ def test_no_json_where_none_was_asked_for(run: Any) -> None:
 
 def test_a_result_with_an_error_is_one_document(run: Any, tmp_path: Path) -> None:
     files = {"chat_template.jinja": ""}
-    package = fake_package(tmp_path / "package", files=files, generation_config={"do_sample": False})
+    package = fake_package(
+        tmp_path / "package", files=files, generation_config={"do_sample": False}
+    )
     bias = tmp_path / "rows.jsonl"
     bias.write_text(json.dumps({"prompt": [5, POISON]}) + "\n")
     status, out, err = run("generate", package.path, "--prompt-file", bias)
@@ -167,7 +203,12 @@ def test_a_result_with_an_error_is_one_document(run: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("module", "extra"),
-    [("onnxruntime", "cpu"), ("uvicorn", "serve"), ("fastapi.routing", "serve"), ("torch", "export")],
+    [
+        ("onnxruntime", "cpu"),
+        ("uvicorn", "serve"),
+        ("fastapi.routing", "serve"),
+        ("torch", "export"),
+    ],
 )
 def test_a_missing_module_is_told_with_the_extra_that_brings_it(
     module: str, extra: str, capsys: pytest.CaptureFixture[str]

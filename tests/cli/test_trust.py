@@ -33,7 +33,10 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 def test_sign_and_verify(run: Any, keys: tuple[Path, Path], tmp_path: Path) -> None:
     private, public = keys
     folder = write(tmp_path / "package").path
-    assert run("verify", folder)[1] == f"{folder}: 5 files have the sha256 of the manifest; not signed\n"
+    assert (
+        run("verify", folder)[1]
+        == f"{folder}: 5 files have the sha256 of the manifest; not signed\n"
+    )
     status, out, err = run("verify", folder, "--trusted-keys", public)
     assert (status, out) == (1, "")
     assert "is not signed" in err
@@ -57,10 +60,19 @@ def test_wrong_usage(run: Any, keys: tuple[Path, Path], tmp_path: Path) -> None:
     folder = write(tmp_path / "package").path
     for arguments, message in (
         (("sign", folder), "either --private-key or --sigstore"),
-        (("sign", folder, "--sigstore", "--private-key", keys[0]), "either --private-key or --sigstore"),
-        (("sign", folder, "--private-key", keys[0], "--certificate", keys[1]), "--certificate-chain go together"),
+        (
+            ("sign", folder, "--sigstore", "--private-key", keys[0]),
+            "either --private-key or --sigstore",
+        ),
+        (
+            ("sign", folder, "--private-key", keys[0], "--certificate", keys[1]),
+            "--certificate-chain go together",
+        ),
         (("verify", folder, "--max-mean", "1"), "go with --against"),
-        (("generate", "a-model", "--trusted-keys", keys[1], "-p", "x"), "--trusted-keys is for packages"),
+        (
+            ("generate", "a-model", "--trusted-keys", keys[1], "-p", "x"),
+            "--trusted-keys is for packages",
+        ),
     ):
         status, _, err = run(*arguments)
         assert status == 2, err
@@ -78,7 +90,11 @@ def test_sbom(run: Any, tmp_path: Path) -> None:
 
 
 def test_nothing_of_an_untrusted_package_runs(
-    run: Any, fake: Callable[..., Package], keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any,
+    fake: Callable[..., Package],
+    keys: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     private, public = keys
     folder = tmp_path / "package"
@@ -87,18 +103,27 @@ def test_nothing_of_an_untrusted_package_runs(
     model = load(folder, trusted_keys=[public])
     again = pickle.loads(pickle.dumps(model))
     assert again.package == model.package
-    assert run("generate", folder, "-p", "a", "--max-new-tokens", 2, "--trusted-keys", public)[0] == 0
+    assert (
+        run("generate", folder, "-p", "a", "--max-new-tokens", 2, "--trusted-keys", public)[0] == 0
+    )
     opened = qsample.AutoModelForCausalLM.from_pretrained(folder, trusted_keys=[public])
     ServedModels(ServeSettings(models={"a": str(folder)}, trusted_keys=(str(public),))).close()
 
     another = key_pair(tmp_path / "another")[1]
     content = (folder / "tokenizer.json").read_bytes()
-    monkeypatch.setattr(session_module, "open_session", lambda *_, **__: pytest.fail("a graph was opened"))
-    for damage, trusted, message in ((b" ", public, "tokenizer.json"), (b"", another, "not trusted")):
+    monkeypatch.setattr(
+        session_module, "open_session", lambda *_, **__: pytest.fail("a graph was opened")
+    )
+    for damage, trusted, message in (
+        (b" ", public, "tokenizer.json"),
+        (b"", another, "not trusted"),
+    ):
         (folder / "tokenizer.json").write_bytes(content + damage)
         for refused in (
             lambda trusted=trusted: load(folder, trusted_keys=trusted, verify=False),
-            lambda trusted=trusted: qsample.AutoModelForCausalLM.from_pretrained(folder, trusted_keys=[trusted]),
+            lambda trusted=trusted: qsample.AutoModelForCausalLM.from_pretrained(
+                folder, trusted_keys=[trusted]
+            ),
             lambda trusted=trusted: ServedModels(
                 ServeSettings(models={"a": str(folder)}, trusted_keys=(str(trusted),))
             ),

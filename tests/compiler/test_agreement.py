@@ -31,7 +31,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, bug: Callable[[ir.Model], bool]) -> N
     monkeypatch.setattr(cpu, "lean_phases", lambda *given: [*real(*given), graph_pass(bug)])
 
 
-def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_test_refuses_a_wrong_graph(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def negate_first_norm(model: ir.Model) -> bool:
         """Plant a bug: the first norm of the model has the wrong sign."""
         norm = next(node for node in model.graph if node.op_type == "SimplifiedLayerNormalization")
@@ -41,7 +43,9 @@ def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, mo
 
     plant(monkeypatch, negate_first_norm)
     with pytest.raises(CompileError, match=r"self-test failed: .* times of 16"):
-        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
+        compile_package(
+            read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64)
+        )
     assert os.listdir(tmp_path) == []
 
 
@@ -50,15 +54,21 @@ def test_self_test_refuses_a_weight_that_moves_no_token(
 ) -> None:
     def change_one_weight(model: ir.Model) -> bool:
         """Plant a bug: a single weight of the head is a little larger."""
-        head = next(node for node in reversed(list(model.graph)) if node.op_type == "MatMul").inputs[1]
+        head = next(
+            node for node in reversed(list(model.graph)) if node.op_type == "MatMul"
+        ).inputs[1]
         weights = head.const_value.numpy().copy()
         weights[3, 40] += 0.02
         head.const_value = ir.tensor(weights)
         return True
 
     plant(monkeypatch, change_one_weight)
-    with pytest.raises(CompileError, match="self-test failed: the compiled graph's logits differ from the portable"):
-        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
+    with pytest.raises(
+        CompileError, match="self-test failed: the compiled graph's logits differ from the portable"
+    ):
+        compile_package(
+            read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64)
+        )
 
 
 @pytest.mark.ci
@@ -68,7 +78,9 @@ def test_a_sampler_that_is_off_is_refused(
 ) -> None:
     def invert_greedy(model: ir.Model) -> bool:
         """Plant a bug: the sampler reads the logits with the wrong sign."""
-        logits = next(value for node in model.graph for value in node.outputs if value.name == "logits")
+        logits = next(
+            value for node in model.graph for value in node.outputs if value.name == "logits"
+        )
         negative = ir.node("Neg", [logits])
         negative.outputs[0].type, negative.outputs[0].shape = logits.type, logits.shape
         logits.replace_all_uses_with(negative.outputs[0])
@@ -79,7 +91,9 @@ def test_a_sampler_that_is_off_is_refused(
     real = cpu.merge_equal_nodes  # the first pass over model and sampler
     monkeypatch.setattr(cpu, "merge_equal_nodes", lambda model: invert_greedy(model) or real(model))
     with pytest.raises(CompileError, match=r"self-test failed: .* times of (16|8)"):
-        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64, **options))
+        compile_package(
+            read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64, **options)
+        )
 
 
 def test_self_test_refuses_a_graph_that_reads_padding(
@@ -109,7 +123,9 @@ class ReplaysNothing(CapturingSession):
             super().run_with_iobinding(binding, options)
 
 
-def open_with(monkeypatch: pytest.MonkeyPatch, session: type[CapturingSession]) -> list[CapturingSession]:
+def open_with(
+    monkeypatch: pytest.MonkeyPatch, session: type[CapturingSession]
+) -> list[CapturingSession]:
     """Have the self-test's decoder captured and replayed; the list gets its sessions."""
     opened: list[CapturingSession] = []
 
@@ -127,7 +143,9 @@ def test_the_published_session_is_captured_and_replayed(
     llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = open_with(monkeypatch, CapturingSession)
-    compilation = read_package(compile_captured(llama_package, tmp_path / "device", 64)).manifest.compilation
+    compilation = read_package(
+        compile_captured(llama_package, tmp_path / "device", 64)
+    ).manifest.compilation
     assert dict(compilation.self_test) == {"tokens": 32, "agreeing": 32, "replayed": 28}
     assert len(opened) == 1
     assert opened[0].replayed == 7
@@ -147,7 +165,9 @@ def test_over_a_float_cache_guesses_change_the_last_bits(
 ) -> None:
     monkeypatch.setattr(cpu, "_check_speculation", lambda plan: None)
     options = CompileOptions(ctx_len=64, num_speculative_tokens=5)
-    with pytest.raises(CompileError, match="self-test failed: the logits of row 0 differ between a step of several"):
+    with pytest.raises(
+        CompileError, match="self-test failed: the logits of row 0 differ between a step of several"
+    ):
         compile_package(small, tmp_path / "device", options)
     assert os.listdir(tmp_path) == []
 
@@ -155,7 +175,9 @@ def test_over_a_float_cache_guesses_change_the_last_bits(
 def test_guesses_change_nothing_unless_the_attention_counts_wrong(
     small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = CompileOptions(ctx_len=32, kv_cache_dtype="int8", num_speculative_tokens=4, max_divergence=100)
+    options = CompileOptions(
+        ctx_len=32, kv_cache_dtype="int8", num_speculative_tokens=4, max_divergence=100
+    )
     right = compile_package(small, tmp_path / "right", options)
     assert right.interface.features.num_speculative_tokens == 4
     assert any(node.op_type == "GatherND" for node in ir.load(right.path / "decoder.onnx").graph)

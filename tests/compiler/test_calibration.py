@@ -25,7 +25,9 @@ def test_half_of_the_text_is_of_another_kind_than_chats(
     source = read_package(bundled_package)
     chat = Opening(CHATS, (3, 4, 5), source.manifest.token_ids.eos, 0.8, ((6,), (7, 8)))
     monkeypatch.setattr(
-        calibration, "opening_of", lambda package, capacity: chat if template else random_starts(package)
+        calibration,
+        "opening_of",
+        lambda package, capacity: chat if template else random_starts(package),
     )
     plan = make_plan(source, CompileOptions(weights="int4", preset="speed", ctx_len=24))
     told: list[float] = []
@@ -45,7 +47,10 @@ def test_a_fit_to_it_is_closer_than_rounding(bundled_package: Path, tmp_path: Pa
     for preset in ("quick", "speed"):
         given: dict[str, Any] = {"weights": {"*": "int4:32"}, "preset": preset, "ctx_len": 256}
         made = compile_package(
-            source, tmp_path / preset, CompileOptions(**given), progress=lambda stage, _: stages.append(stage)
+            source,
+            tmp_path / preset,
+            CompileOptions(**given),
+            progress=lambda stage, _: stages.append(stage),
         )
         assert made.manifest.compilation is not None
         assert made.manifest.compilation.quantization is not None
@@ -53,4 +58,6 @@ def test_a_fit_to_it_is_closer_than_rounding(bundled_package: Path, tmp_path: Pa
     assert found["speed"] < 0.8 * found["quick"]
     names = list(dict.fromkeys(stages))
     assert names.index("writing the text to fit to") < names.index("fitting weights to the text")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["quick", "speed"], "nothing is left beside them"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["quick", "speed"], (
+        "nothing is left beside them"
+    )

@@ -42,7 +42,9 @@ def test_capacity_is_fixed_and_the_batch_bounded(compiled: Path) -> None:
 
 
 def test_a_batch_of_one_is_fixed(llama_package: Path, tmp_path: Path) -> None:
-    compile_package(read_package(llama_package), tmp_path / "one", CompileOptions(batch_size=1, ctx_len=64))
+    compile_package(
+        read_package(llama_package), tmp_path / "one", CompileOptions(batch_size=1, ctx_len=64)
+    )
     dims = input_dims(tmp_path / "one" / "decoder.onnx")
     assert dims["input_ids"] == [1, "S"]
     assert dims["noise"] == [1, 64]
@@ -50,12 +52,18 @@ def test_a_batch_of_one_is_fixed(llama_package: Path, tmp_path: Path) -> None:
         [PROMPTS[0]], do_sample=False, max_new_tokens=9
     )
     portable = AutoModelForCausalLM.from_pretrained(llama_package)
-    assert out.token_ids == portable.generate([PROMPTS[0]], do_sample=False, max_new_tokens=9).token_ids
+    assert (
+        out.token_ids
+        == portable.generate([PROMPTS[0]], do_sample=False, max_new_tokens=9).token_ids
+    )
 
 
 def test_provider_fusions_ran(llama_package: Path, compiled: Path) -> None:
     def operators(path: Path) -> list[str]:
-        return [node.op_type for node in onnx.load(path / "decoder.onnx", load_external_data=False).graph.node]
+        return [
+            node.op_type
+            for node in onnx.load(path / "decoder.onnx", load_external_data=False).graph.node
+        ]
 
     before, after = operators(llama_package), operators(compiled)
     assert after.count("GroupQueryAttention") == before.count("GroupQueryAttention") == 2
@@ -76,7 +84,8 @@ def test_manifest_says_where_every_node_runs(compiled: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gemma3_text", "gpt_oss"))]
+    "model_type",
+    ["llama", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gemma3_text", "gpt_oss"))],
 )
 def test_compiled_and_portable_graphs_give_the_same_tokens(
     model_type: str, exported: Callable[..., Path], tmp_path: Path
@@ -90,10 +99,15 @@ def test_compiled_and_portable_graphs_give_the_same_tokens(
 
 
 def test_host_sampling_package_compiles(exported: Callable[..., Path], tmp_path: Path) -> None:
-    portable = AutoModelForCausalLM.from_pretrained(exported("llama", include_sampler=False), include_sampler=False)
+    portable = AutoModelForCausalLM.from_pretrained(
+        exported("llama", include_sampler=False), include_sampler=False
+    )
     device = portable.compile(tmp_path / "device", ctx_len=64)
     options = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_new_tokens": 12}
-    assert device.generate(PROMPTS, **options).token_ids == portable.generate(PROMPTS, **options).token_ids
+    assert (
+        device.generate(PROMPTS, **options).token_ids
+        == portable.generate(PROMPTS, **options).token_ids
+    )
 
 
 def test_a_device_package_cannot_be_compiled_again(compiled: Path, tmp_path: Path) -> None:
@@ -102,8 +116,12 @@ def test_a_device_package_cannot_be_compiled_again(compiled: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_exported_in_the_dtype_that_it_is_compiled_for(checkpoint: Callable[[str], Path]) -> None:
-    half = AutoModelForCausalLM.from_pretrained(checkpoint("llama")).compile(dtype="float16", ctx_len=32)
+def test_a_checkpoint_is_exported_in_the_dtype_that_it_is_compiled_for(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    half = AutoModelForCausalLM.from_pretrained(checkpoint("llama")).compile(
+        dtype="float16", ctx_len=32
+    )
     assert half.package.interface.dtype == "float16"
     tokens = half.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4).token_ids
     assert np.shape(tokens) == (1, 4)

@@ -29,7 +29,8 @@ OPERATORS = {
     "lfm2": "CausalConvWithState",
     "bloom": "MatMul",
     **dict.fromkeys(
-        ("kimi_linear", "olmo_hybrid", "qwen3_next", "qwen3_5_moe_text", "bailing_hybrid"), "LinearAttention"
+        ("kimi_linear", "olmo_hybrid", "qwen3_next", "qwen3_5_moe_text", "bailing_hybrid"),
+        "LinearAttention",
     ),
     **dict.fromkeys(("mamba", "mamba2"), "LinearAttention"),
 }
@@ -38,12 +39,16 @@ KINDS = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for 
 
 @pytest.fixture(scope="module", params=KINDS)
 def portable(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, exported: Callable[..., Path]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    exported: Callable[..., Path],
 ) -> PackagedModel:
     if request.param in FAST:
         return PackagedModel(read_package(exported(request.param)))
     path = tmp_path_factory.mktemp(request.param) / "package"
-    package = export_model(tiny_model(request.param), None, path, Features(), model_id=request.param)
+    package = export_model(
+        tiny_model(request.param), None, path, Features(), model_id=request.param
+    )
     return PackagedModel(package)
 
 
@@ -51,7 +56,12 @@ def tokens(
     model: PackagedModel, prompts: list[list[int]] = PROMPTS, prefill_chunk_size: int | None = None
 ) -> list[list[int]]:
     opened = AutoModelForCausalLM.from_pretrained(model.package.path)
-    options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": (), "prefill_chunk_size": prefill_chunk_size}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 10,
+        "eos_token_id": (),
+        "prefill_chunk_size": prefill_chunk_size,
+    }
     return opened.generate(prompts, **options).token_ids
 
 
@@ -88,7 +98,11 @@ def test_compiled_in_four_bits_it_stays_close(portable: PackagedModel, tmp_path:
 
     # All that a token is multiplied by is quantized, in the bodies of loops as well.
     graph = ir.load(compiled.package.path / "decoder.onnx").graph
-    weights = [node.inputs[1].const_value for node in graph.all_nodes() if node.op_type == "MatMul" and node.inputs[1]]
+    weights = [
+        node.inputs[1].const_value
+        for node in graph.all_nodes()
+        if node.op_type == "MatMul" and node.inputs[1]
+    ]
     left = [weight.shape for weight in weights if weight is not None and weight.shape[0] % 16 == 0]
     assert left == []
 

@@ -24,7 +24,9 @@ LENGTH = {"max_new_tokens": 8, "eos_token_id": ()}
 @pytest.fixture(scope="module")
 def portable(tmp_path_factory: pytest.TempPathFactory) -> PackagedModel:
     path = tmp_path_factory.mktemp("mixture") / "package"
-    return PackagedModel(export_model(mixture("qwen2_moe"), None, path, Features(), model_id="mixture"))
+    return PackagedModel(
+        export_model(mixture("qwen2_moe"), None, path, Features(), model_id="mixture")
+    )
 
 
 def operators(model: PackagedModel) -> list[str]:
@@ -67,13 +69,17 @@ def test_everything_is_packed(
 def test_in_float_it_chooses_the_same_tokens(portable: PackagedModel, tmp_path: Path) -> None:
     compiled = portable.compile(tmp_path / "compiled", ctx_len=64)
     assert operators(compiled).count("MoE") == 1
-    rows = [AutoModelForCausalLM.from_pretrained(model.package.path) for model in (portable, compiled)]
+    rows = [
+        AutoModelForCausalLM.from_pretrained(model.package.path) for model in (portable, compiled)
+    ]
     first, second = (model.generate(PROMPTS, do_sample=False, **LENGTH).token_ids for model in rows)
     assert first == second
 
 
 @pytest.mark.slow
-def test_stored_in_half_the_space_they_compute_the_same(portable: PackagedModel, tmp_path: Path) -> None:
+def test_stored_in_half_the_space_they_compute_the_same(
+    portable: PackagedModel, tmp_path: Path
+) -> None:
     compiled = portable.compile(tmp_path / "compiled", ctx_len=64, weights="float16")
     constants = ir.load(compiled.package.path / "decoder.onnx").graph.initializers
     dtypes = {value.dtype for name, value in constants.items() if ".experts." in name}
@@ -88,7 +94,9 @@ def test_the_divergence_finds_experts_in_another_order(
 ) -> None:
     original = QuantizedWeight._quantize_rows
 
-    def rolled(weight: QuantizedWeight, source: ir.TensorProtocol, expert: int, *rest: Any) -> Array:
+    def rolled(
+        weight: QuantizedWeight, source: ir.TensorProtocol, expert: int, *rest: Any
+    ) -> Array:
         return original(weight, source, (expert + 1) % (weight.experts or 1), *rest)
 
     monkeypatch.setattr(QuantizedWeight, "_quantize_rows", rolled)

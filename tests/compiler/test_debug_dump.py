@@ -25,19 +25,25 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def test_a_file_and_counts_for_each_phase(portable: Package, tmp_path: Path) -> None:
-    options = CompileOptions(ctx_len=32, weights="int4", block_size=16, max_divergence=99, debug_dump=tmp_path / "dump")
+    options = CompileOptions(
+        ctx_len=32, weights="int4", block_size=16, max_divergence=99, debug_dump=tmp_path / "dump"
+    )
     compiled = compile_package(portable, tmp_path / "out", options)
     phases = ["portable", *(phase.name for phase in TARGET.phases(make_plan(portable, options)))]
     counts = read_counts(tmp_path / "dump")
     assert [entry["phase"] for entry in counts] == phases
     files = [f"{number:02}-{phase}.onnx" for number, phase in enumerate(phases)]
     assert [entry["file"] for entry in counts] == files
-    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == sorted([*files, "counts.json"])
+    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == sorted(
+        [*files, "counts.json"]
+    )
     cut = slice(phases.index("split-sampler"), phases.index("join-sampler"))
     for entry in counts:
         graph = onnx.load(tmp_path / "dump" / entry["file"], load_external_data=False).graph
         assert len(graph.node) <= entry["nodes"] == sum(entry["operators"].values())
-        assert {value.name for value in graph.output} >= {"logits" if entry in counts[cut] else "next_ids"}
+        assert {value.name for value in graph.output} >= {
+            "logits" if entry in counts[cut] else "next_ids"
+        }
     quantized = next(entry for entry in counts if entry["phase"] == "quantize-matrices")
     assert quantized["operators"]["com.microsoft::MatMulNBits"] == 2
     last = onnx.load(tmp_path / "dump" / files[-1], load_external_data=False)
@@ -46,7 +52,9 @@ def test_a_file_and_counts_for_each_phase(portable: Package, tmp_path: Path) -> 
 
 
 def test_large_weights_are_left_out_and_small_ones_kept(portable: Package, tmp_path: Path) -> None:
-    compile_package(portable, tmp_path / "out", CompileOptions(ctx_len=32, debug_dump=tmp_path / "dump"))
+    compile_package(
+        portable, tmp_path / "out", CompileOptions(ctx_len=32, debug_dump=tmp_path / "dump")
+    )
     for path in (tmp_path / "dump").glob("*.onnx"):
         for tensor in onnx.load(path, load_external_data=False).graph.initializer:
             size = onnx.numpy_helper.to_array(tensor).nbytes if not tensor.external_data else 0
@@ -60,23 +68,40 @@ def test_places_that_cannot_be(portable: Package, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     for folder, message in (
-        (tmp_path / "full", r"debug_dump is '.*full', which holds files \(thesis.txt\); give a new or empty folder"),
+        (
+            tmp_path / "full",
+            r"debug_dump is '.*full', which holds files \(thesis.txt\); give a new or empty folder",
+        ),
         (tmp_path / "file", r"cannot be written to \(File exists\)"),
         (portable.path / "dump", "is in the package"),
         (tmp_path / "out", "is in the package"),
     ):
         with pytest.raises(CompileError, match=message):
-            compile_package(portable, tmp_path / "out", CompileOptions(ctx_len=32, debug_dump=folder))
-    with pytest.raises(CompileError, match="debug_dump is 3; give the path of a new or empty folder"):
+            compile_package(
+                portable, tmp_path / "out", CompileOptions(ctx_len=32, debug_dump=folder)
+            )
+    with pytest.raises(
+        CompileError, match="debug_dump is 3; give the path of a new or empty folder"
+    ):
         CompileOptions(debug_dump=3)  # type: ignore[arg-type]
     assert not (portable.path / "dump").exists()
     assert not (tmp_path / "out").exists()
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
 
 
-def test_the_command_prints_a_table(portable: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table(
+    portable: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dump = tmp_path / "dump"
-    command = ["compile", str(portable.path), str(tmp_path / "out"), "--ctx-len", "32", "--debug-dump", str(dump)]
+    command = [
+        "compile",
+        str(portable.path),
+        str(tmp_path / "out"),
+        "--ctx-len",
+        "32",
+        "--debug-dump",
+        str(dump),
+    ]
     assert cli.run(command) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'out'}\n"

@@ -33,7 +33,9 @@ def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_pa
 
     model = ir.load(package.file("decoder.onnx"))
     head = next(
-        node for node in reversed(list(model.graph)) if node.op_type == "MatMul" and node.inputs[1].is_initializer()
+        node
+        for node in reversed(list(model.graph))
+        if node.op_type == "MatMul" and node.inputs[1].is_initializer()
     )  # type: ignore[union-attr]
     tensor = head.inputs[1].const_value  # type: ignore[union-attr]
     head.inputs[1].const_value = ir.Tensor(tensor.numpy() * np.float32(3), name=tensor.name)  # type: ignore[union-attr]
@@ -54,7 +56,9 @@ def test_a_distribution_is_that_of_float64() -> None:
     np.testing.assert_allclose(found.normalizer, np.log(exact.sum(-1, keepdims=True)), rtol=1e-7)
 
 
-def test_the_gates_open_one_graph_at_a_time(small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gates_open_one_graph_at_a_time(
+    small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint fills the memory of a machine that its package will run on: both do not fit."""
     opened: list[tuple[Path, weakref.ref[GraphRunner]]] = []
 
@@ -78,7 +82,8 @@ def test_figures_are_those_of_numpy(small: Package, tmp_path: Path) -> None:
     assert found is not None
     text = divergence._written(small, 24, lambda fraction: None)
     readers = [
-        GraphRunner(trial.logits_of(one.path, one.interface), one.path, one.interface, 24) for one in (small, package)
+        GraphRunner(trial.logits_of(one.path, one.interface), one.path, one.interface, 24)
+        for one in (small, package)
     ]
     states = [reader.start(len(text.prompt)) for reader in readers]
     ids, kl, same, ratio = text.rows, [], [], []
@@ -104,7 +109,9 @@ def test_figures_are_those_of_numpy(small: Package, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_package_for_few_rows_is_measured_on_the_same_text(batch_size: int, small: Package, tmp_path: Path) -> None:
+def test_a_package_for_few_rows_is_measured_on_the_same_text(
+    batch_size: int, small: Package, tmp_path: Path
+) -> None:
     found = []
     for size in (batch_size, None):
         options = CompileOptions(batch_size=size, ctx_len=24, weights="int8")
@@ -117,10 +124,22 @@ def test_a_package_for_few_rows_is_measured_on_the_same_text(batch_size: int, sm
 def test_divergence_of_manifests(small: Package) -> None:
     """None without a quantization, and for the figures of older versions."""
     assert Divergence.of(small) is None
-    old = {"tokens": 256, "kl": 0.07, "kept_kl": 0.1, "agreement": 0.8, "perplexity": 2.0, "quantized_perplexity": 2.1}
-    compilation = Compilation("cpu", ("CPUExecutionProvider",), None, 24, {}, {}, quantization={"divergence": old})
+    old = {
+        "tokens": 256,
+        "kl": 0.07,
+        "kept_kl": 0.1,
+        "agreement": 0.8,
+        "perplexity": 2.0,
+        "quantized_perplexity": 2.1,
+    }
+    compilation = Compilation(
+        "cpu", ("CPUExecutionProvider",), None, 24, {}, {}, quantization={"divergence": old}
+    )
     assert (
-        Divergence.of(replace(small, manifest=replace(small.manifest, kind="device", compilation=compilation))) is None
+        Divergence.of(
+            replace(small, manifest=replace(small.manifest, kind="device", compilation=compilation))
+        )
+        is None
     )
 
 

@@ -35,7 +35,9 @@ def adapted(image_package: Callable[..., Path]) -> Package:
 @pytest.mark.ci
 def test_weights_cache_and_adapters_go_with_images(adapted: Package, tmp_path: Path) -> None:
     """Each layer rotates queries and keys by a table of the call; names of adapted layers are PEFT's."""
-    assert {target.path.split(".layers.")[0] for target in adapted.interface.adapters} == {"model.language_model"}
+    assert {target.path.split(".layers.")[0] for target in adapted.interface.adapters} == {
+        "model.language_model"
+    }
     package = compile_package(adapted, tmp_path / "cpu", CompileOptions(ctx_len=64, **QUANTIZED))
     nodes = [node.op_type for node in ir.load(package.path / "decoder.onnx").graph]
     assert nodes.count("RotaryEmbedding") == 2 * nodes.count("GroupQueryAttention") == 4
@@ -45,7 +47,8 @@ def test_weights_cache_and_adapters_go_with_images(adapted: Package, tmp_path: P
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "name", [pytest.param(IMAGE_ROWS.name, marks=pytest.mark.slow), IMAGE_FEATURES, POSITION_OFFSETS.name]
+    "name",
+    [pytest.param(IMAGE_ROWS.name, marks=pytest.mark.slow), IMAGE_FEATURES, POSITION_OFFSETS.name],
 )
 def test_the_self_test_sees_images(
     adapted: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -75,7 +78,8 @@ def test_inputs_of_guesses(rank: int) -> None:
     shapes = {"step_ids": ["B", "J"], "given": ["B", "S", 3][:rank]}
     types = {"step_ids": ir.DataType.INT64, "given": ir.DataType.INT32}
     ids, given = (
-        ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(types[name])) for name, shape in shapes.items()
+        ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(types[name]))
+        for name, shape in shapes.items()
     )
     given.name = POSITION_OFFSETS.name if rank == 3 else IMAGE_ROWS.name
     last = ir.node("Identity", [given])
@@ -90,17 +94,23 @@ def test_inputs_of_guesses(rank: int) -> None:
 
 
 @pytest.mark.ci
-def test_guesses_behind_an_image(smolvlm_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_behind_an_image(
+    smolvlm_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The self-test compares steps of several tokens with steps of one, bit by bit, behind an image."""
     options = CompileOptions(ctx_len=64, num_speculative_tokens=4, **QUANTIZED)
     compile_package(read_package(smolvlm_package), tmp_path / "good", options)
     monkeypatch.setattr(several_tokens, "IMAGE_ROWS", replace(IMAGE_ROWS, off=0))
-    with pytest.raises(CompileError, match="differ between a step of several tokens and steps of one"):
+    with pytest.raises(
+        CompileError, match="differ between a step of several tokens and steps of one"
+    ):
         compile_package(read_package(smolvlm_package), tmp_path / "bad", options)
 
 
 @pytest.mark.ci
-def test_weights_are_fitted_to_text(smolvlm_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_fitted_to_text(
+    smolvlm_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     own = GraphPart.__call__
 
@@ -112,7 +122,9 @@ def test_weights_are_fitted_to_text(smolvlm_package: Path, tmp_path: Path, monke
     text = [list(range(5, 75))] * 2
     given: dict[str, Any] = {"preset": "speed", "calibration_text": text, "weights": "int4"}
     compile_package(
-        read_package(smolvlm_package), tmp_path / "gptq", CompileOptions(ctx_len=64, max_divergence=1e9, **given)
+        read_package(smolvlm_package),
+        tmp_path / "gptq",
+        CompileOptions(ctx_len=64, max_divergence=1e9, **given),
     )
     rows = [rows for rows in seen if rows is not None]
     assert rows

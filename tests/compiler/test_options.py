@@ -25,24 +25,45 @@ from qsample.errors import CompileError
         ({"ctx_len": 1}, "ctx_len is 1; give 2 to the model's max_position_embeddings"),
         ({"ctx_len": 2.5}, "ctx_len is 2.5"),
         ({"ctx_len": 2**63}, "ctx_len is 9223372036854775808"),
-        ({"dtype": "float64"}, "dtype is 'float64'; choose one of float32, float16, bfloat16, or None"),
-        ({"weights": "int3"}, "weights is 'int3'; give int2, int4, int8, float32, .*a table, such as .*JSON file"),
+        (
+            {"dtype": "float64"},
+            "dtype is 'float64'; choose one of float32, float16, bfloat16, or None",
+        ),
+        (
+            {"weights": "int3"},
+            "weights is 'int3'; give int2, int4, int8, float32, .*a table, such as .*JSON file",
+        ),
         ({"weights": {}}, "weights is {}; give int2"),
-        ({"weights": {"lm_head": "int3"}}, r"weights\['lm_head'\] is 'int3'; give int2, int4, int8 .* or float"),
+        (
+            {"weights": {"lm_head": "int3"}},
+            r"weights\['lm_head'\] is 'int3'; give int2, int4, int8 .* or float",
+        ),
         ({"weights": {"lm_head": "int4:33"}}, r"weights\['lm_head'\] is 'int4:33'; give"),
         ({"weights": {"lm_head": 4}}, r"weights\['lm_head'\] is 4; give"),
         ({"weights": "missing.json"}, "weights: cannot read the table missing.json"),
-        ({"weights": "int2", "block_size": 16}, "block_size is 16, and the kernels of 2 bits take blocks of 32, 64"),
+        (
+            {"weights": "int2", "block_size": 16},
+            "block_size is 16, and the kernels of 2 bits take blocks of 32, 64",
+        ),
         ({"block_size": 33}, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
         ({"block_size": "32"}, "block_size is '32'; choose one of 16"),
         ({"preset": "gptq"}, "preset is 'gptq'; choose one of quick, balanced, speed"),
-        ({"kv_cache_dtype": "int2"}, "kv_cache_dtype is 'int2'; choose one of .*int8, int4, or None"),
-        ({"max_divergence": -0.1}, "max_divergence is -0.1; give a number of nats a token, at least 0"),
+        (
+            {"kv_cache_dtype": "int2"},
+            "kv_cache_dtype is 'int2'; choose one of .*int8, int4, or None",
+        ),
+        (
+            {"max_divergence": -0.1},
+            "max_divergence is -0.1; give a number of nats a token, at least 0",
+        ),
         ({"max_divergence": math.nan}, "max_divergence is nan"),
         ({"max_divergence": "1"}, "max_divergence is '1'"),
         ({"block_size": 64}, "block_size is 64, which is only read if weights are quantized"),
         ({"weights": "float16", "preset": "speed"}, "preset is 'speed', which is only read if"),
-        ({"weights": "int4", "calibration_text": "text"}, "read with .* and preset='balanced' or 'speed'; leave"),
+        (
+            {"weights": "int4", "calibration_text": "text"},
+            "read with .* and preset='balanced' or 'speed'; leave",
+        ),
         ({"preset": "speed", "calibration_text": "text"}, "calibration_text is only read with"),
     ],
 )
@@ -55,21 +76,28 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 
 def test_fields_replace_those_that_were_given() -> None:
     options = CompileOptions(provider="cuda", dtype="bfloat16")
-    assert options.override(ctx_len=64) == CompileOptions(provider="cuda", dtype="bfloat16", ctx_len=64)
+    assert options.override(ctx_len=64) == CompileOptions(
+        provider="cuda", dtype="bfloat16", ctx_len=64
+    )
     assert options.override() == options
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("batchsize", "did you mean 'batch_size'?"), ("quux", "choose from provider, batch_size")]
+    ("name", "hint"),
+    [("batchsize", "did you mean 'batch_size'?"), ("quux", "choose from provider, batch_size")],
 )
 def test_an_unknown_field(name: str, hint: str) -> None:
-    with pytest.raises(TypeError, match=f"compile has no option '{name}'; {hint}".replace("?", r"\?")):
+    with pytest.raises(
+        TypeError, match=f"compile has no option '{name}'; {hint}".replace("?", r"\?")
+    ):
         CompileOptions().override(**{name: 1})
 
 
 def test_they_are_public_and_need_nothing_of_the_export_side() -> None:
     heavy = ["torch", "transformers", "onnx", "onnxscript", "onnx_ir", "onnxruntime"]
     code = f"import sys; from qsample import CompileOptions; print([name for name in {heavy} if name in sys.modules])"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert printed == "[]\n"
     assert "CompileOptions" in qsample.__all__

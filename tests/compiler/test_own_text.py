@@ -36,7 +36,9 @@ def writer(*tokens: int) -> Any:
 def test_the_host_begins_turns() -> None:
     """The stop is replaced by what ends the turn and begins the next; users and assistants take turns."""
     opening = Opening(CHATS, (1, 2), (STOP,), 0.8, ((3, 4), (5,)))
-    text = write_text(writer(8, STOP, 0, 9, STOP, 6, STOP, 0), opening, VOCAB, rows=2, tokens=8, seed=0)
+    text = write_text(
+        writer(8, STOP, 0, 9, STOP, 6, STOP, 0), opening, VOCAB, rows=2, tokens=8, seed=0
+    )
     assert text.rows.tolist() == [[1, 2, 8, 3, 4, 9, 5, 6, 3, 4]] * 2
     scored = [True, True, False, True, True, True, True, False]
     assert np.array(text.scored).T.tolist() == [scored] * 2
@@ -44,7 +46,14 @@ def test_the_host_begins_turns() -> None:
 
 
 def test_without_turns_a_stop_is_a_token_as_any() -> None:
-    text = write_text(writer(8, STOP, 2), Opening(RANDOM_STARTS, (), (STOP,), 1.0, ()), VOCAB, rows=3, tokens=3, seed=4)
+    text = write_text(
+        writer(8, STOP, 2),
+        Opening(RANDOM_STARTS, (), (STOP,), 1.0, ()),
+        VOCAB,
+        rows=3,
+        tokens=3,
+        seed=4,
+    )
     assert text.prompt.shape == (3, 1)
     assert len(np.unique(text.prompt)) > 1
     assert text.rows[:, 1:].tolist() == [[8, STOP, 2]] * 3
@@ -59,7 +68,9 @@ def test_the_same_text_each_time_and_another_with_another_seed() -> None:
             return {"logits": np.zeros((len(ids), 1000), np.float32)}
 
         told: list[float] = []
-        text = write_text(step, opening, 1000, rows=4, tokens=5, seed=seed, keep_logits=True, progress=told.append)
+        text = write_text(
+            step, opening, 1000, rows=4, tokens=5, seed=seed, keep_logits=True, progress=told.append
+        )
         assert told == [0.2, 0.4, 0.6, 0.8, 1.0]
         assert [logits.shape for logits in text.logits] == [(4, 1000)] * 5
         return text.rows
@@ -68,7 +79,9 @@ def test_the_same_text_each_time_and_another_with_another_seed() -> None:
     assert not np.array_equal(written(1), written(2))
 
 
-def with_template(package: Package, template: str | None, monkeypatch: pytest.MonkeyPatch) -> Package:
+def with_template(
+    package: Package, template: str | None, monkeypatch: pytest.MonkeyPatch
+) -> Package:
     """`package` as if its tokenizer had the template."""
     plain = Tokenizer.of
 
@@ -86,7 +99,9 @@ TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
 ASKED = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
-def test_a_chat_begins_as_its_template_has_it(bundled_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_begins_as_its_template_has_it(
+    bundled_package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = with_template(read_package(bundled_package), "rules " + ASKED, monkeypatch)
     tokenizer = Tokenizer.of(package)
     assert tokenizer is not None
@@ -116,17 +131,22 @@ def test_without_a_template_that_serves_it_writes_documents(
 ) -> None:
     package = with_template(read_package(bundled_package), template, monkeypatch)
     ids = package.manifest.token_ids
-    assert opening_of(package, 256) == Opening(DOCUMENTS, (ids.bos,), ids.eos, 1.0, ((ids.eos[0], ids.bos),))
+    assert opening_of(package, 256) == Opening(
+        DOCUMENTS, (ids.bos,), ids.eos, 1.0, ((ids.eos[0], ids.bos),)
+    )
 
 
-def test_a_template_that_fills_the_context(bundled_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_fills_the_context(
+    bundled_package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = with_template(read_package(bundled_package), "word " * 40 + ASKED, monkeypatch)
     assert opening_of(package, 256).text == CHATS
     assert opening_of(package, 48).text == DOCUMENTS
 
 
 @pytest.mark.parametrize(
-    ("bos", "eos", "expected"), [(0, (5,), DOCUMENTS), (0, (), DOCUMENTS), (None, (5, 6), RANDOM_STARTS)]
+    ("bos", "eos", "expected"),
+    [(0, (5,), DOCUMENTS), (0, (), DOCUMENTS), (None, (5, 6), RANDOM_STARTS)],
 )
 def test_models_without_a_first_or_a_stop_token(
     bos: int | None, eos: tuple[int, ...], expected: str, llama_package: Path

@@ -27,7 +27,10 @@ def test_each_pass_meets_a_graph_without_unused_nodes() -> None:
     x = ir.val("x", ir.DataType.FLOAT, [2])
     middle = ir.node("Neg", [x])
     last = ir.node("Abs", [middle.outputs[0]])
-    model = ir.Model(ir.Graph([x], [last.outputs[0]], nodes=[middle, last], opset_imports={"": 20}), ir_version=10)
+    model = ir.Model(
+        ir.Graph([x], [last.outputs[0]], nodes=[middle, last], opset_imports={"": 20}),
+        ir_version=10,
+    )
     met = []
 
     def skip_negation(model: ir.Model) -> bool:
@@ -79,7 +82,13 @@ def generate(runner: GraphRunner) -> Array:
     rows, lengths = 3, np.array([11, 4, 7])
     state = runner.start(rows)
     found = [runner.step(rng.integers(0, VOCAB_SIZE, (rows, 11)), lengths, state)["logits"]]
-    found += [runner.step(rng.integers(0, VOCAB_SIZE, (rows, 1)), np.ones(rows), state)["logits"] for _ in range(3)]
+    found += [
+        runner.step(rng.integers(0, VOCAB_SIZE, (rows, 1)), np.ones(rows), state)["logits"]
+        for _ in range(3)
+    ]
     state = runner.start(1)
-    found += [runner.step(rng.integers(0, VOCAB_SIZE, (1, n)), np.array([n]), state)["logits"] for n in (9, 1, 12)]
+    found += [
+        runner.step(rng.integers(0, VOCAB_SIZE, (1, n)), np.array([n]), state)["logits"]
+        for n in (9, 1, 12)
+    ]
     return np.concatenate(found)

@@ -25,20 +25,34 @@ def package(**changes: Any) -> Package:
 
 def test_defaults_come_from_the_package() -> None:
     plan = make_plan(package(), CompileOptions())
-    assert (plan.ctx_len, plan.dtype, plan.batch_size, plan.pad_token_id) == (4096, "float32", None, 0)
+    assert (plan.ctx_len, plan.dtype, plan.batch_size, plan.pad_token_id) == (
+        4096,
+        "float32",
+        None,
+        0,
+    )
     assert (plan.weights, plan.kv_cache_dtype, plan.calibrated) == (None, None, False)
     assert not plan.quantized
     assert plan.interface == plan.source.interface
     assert make_plan(package(max_position_embeddings=512), CompileOptions()).ctx_len == 512
     assert make_plan(package(max_position_embeddings=9999), CompileOptions()).ctx_len == 4096
-    assert make_plan(package(max_position_embeddings=9999), CompileOptions(ctx_len=9999)).ctx_len == 9999
+    assert (
+        make_plan(package(max_position_embeddings=9999), CompileOptions(ctx_len=9999)).ctx_len
+        == 9999
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"weights": "int4", "block_size": 16, "preset": "speed", "calibration_text": "text"}, "weights"),
-        ({"weights": {"lm_head": "float"}, "preset": "balanced", "calibration_text": "text"}, "weights"),
+        (
+            {"weights": "int4", "block_size": 16, "preset": "speed", "calibration_text": "text"},
+            "weights",
+        ),
+        (
+            {"weights": {"lm_head": "float"}, "preset": "balanced", "calibration_text": "text"},
+            "weights",
+        ),
         ({"weights": "int8"}, "weights"),
         ({"weights": "float16"}, "store_float16"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
@@ -47,7 +61,9 @@ def test_defaults_come_from_the_package() -> None:
 def test_what_changes_the_numbers_is_quantized(options: dict[str, Any], what: str) -> None:
     plan = make_plan(package(), CompileOptions(**options))
     assert plan.quantized
-    assert [name for name in ("weights", "store_float16", "kv_cache_dtype") if getattr(plan, name)] == [what]
+    assert [
+        name for name in ("weights", "store_float16", "kv_cache_dtype") if getattr(plan, name)
+    ] == [what]
     if plan.weights is not None:
         expected = {"int4": (4, 16, "gptq"), "int8": (8, 32, "rtn")}
         found = (plan.weights.bits, plan.weights.block_size, plan.weights.method)
@@ -62,13 +78,17 @@ def test_what_changes_the_numbers_is_quantized(options: dict[str, Any], what: st
         ({"weights": "int8", "block_size": 64}, (8, 64)),
     ],
 )
-def test_experts_are_rounded_in_blocks_that_bear_it(options: dict[str, Any], expected: tuple[int, int]) -> None:
+def test_experts_are_rounded_in_blocks_that_bear_it(
+    options: dict[str, Any], expected: tuple[int, int]
+) -> None:
     experts = make_plan(package(), CompileOptions(**options)).expert_weights
     assert experts is not None
     assert (experts.bits, experts.block_size) == expected
 
 
-@pytest.mark.parametrize("options", [{"weights": "float32"}, {"kv_cache_dtype": "float32"}, {"dtype": "float32"}])
+@pytest.mark.parametrize(
+    "options", [{"weights": "float32"}, {"kv_cache_dtype": "float32"}, {"dtype": "float32"}]
+)
 def test_the_packages_own_dtype_changes_nothing(options: dict[str, Any]) -> None:
     assert not make_plan(package(), CompileOptions(**options)).quantized
 
@@ -84,20 +104,44 @@ def test_another_cache_dtype_is_that_of_the_compiled_model() -> None:
     assert (plan.dtype, plan.kv_cache_dtype) == ("bfloat16", None)
 
 
-RECURRENT = replace(INTERFACE, dtype="float32", recurrent=(RecurrentShape(0, "conv_state", 0, (4,), "float32"),))
+RECURRENT = replace(
+    INTERFACE, dtype="float32", recurrent=(RecurrentShape(0, "conv_state", 0, (4,), "float32"),)
+)
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"max_position_embeddings": 64}, {"ctx_len": 65}, "ctx_len is 65; it must be 2 to 64, the model's max_pos"),
-        ({}, {"weights": "bfloat16"}, "weights is 'bfloat16' and the package holds float32; choose one of int2, int4"),
-        ({}, {"kv_cache_dtype": "float16"}, "kv_cache_dtype is 'float16' and the package holds float32"),
-        ({"parity": {"plain_attention_layers": 2}}, {"kv_cache_dtype": "int8"}, "2 layers of this model attend"),
-        ({"interface": RECURRENT}, {"kv_cache_dtype": "int8"}, "1 of its states are no keys or values"),
+        (
+            {"max_position_embeddings": 64},
+            {"ctx_len": 65},
+            "ctx_len is 65; it must be 2 to 64, the model's max_pos",
+        ),
+        (
+            {},
+            {"weights": "bfloat16"},
+            "weights is 'bfloat16' and the package holds float32; choose one of int2, int4",
+        ),
+        (
+            {},
+            {"kv_cache_dtype": "float16"},
+            "kv_cache_dtype is 'float16' and the package holds float32",
+        ),
+        (
+            {"parity": {"plain_attention_layers": 2}},
+            {"kv_cache_dtype": "int8"},
+            "2 layers of this model attend",
+        ),
+        (
+            {"interface": RECURRENT},
+            {"kv_cache_dtype": "int8"},
+            "1 of its states are no keys or values",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CompileError, match=message):
         make_plan(package(**changes), CompileOptions(**options))
 
@@ -124,6 +168,8 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], options: dict[str
     ],
 )
 def test_what_cannot_guess_is_refused(interface: Interface, message: str) -> None:
-    options = CompileOptions(num_speculative_tokens=3, kv_cache_dtype=None if interface.recurrent else "int8")
+    options = CompileOptions(
+        num_speculative_tokens=3, kv_cache_dtype=None if interface.recurrent else "int8"
+    )
     with pytest.raises(CompileError, match=message):
         TARGET.check(make_plan(package(interface=interface), options))

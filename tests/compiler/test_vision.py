@@ -41,12 +41,21 @@ def plan(tmp_path: Path) -> Any:
         constants={"weight": WEIGHT},
     )
     ir.save(model, folder / "vision.onnx", external_data="vision.onnx.data")
-    interface = Interface(8, (KeyValueShape(1, 8),), "float32", image=ImageShape(WIDTH, patch_values=VALUES))
-    parity = {"vision_images": [{"pixel_values": [6, VALUES], "grid": [2, 3]}, {"pixel_values": [1, VALUES]}]}
+    interface = Interface(
+        8, (KeyValueShape(1, 8),), "float32", image=ImageShape(WIDTH, patch_values=VALUES)
+    )
+    parity = {
+        "vision_images": [
+            {"pixel_values": [6, VALUES], "grid": [2, 3]},
+            {"pixel_values": [1, VALUES]},
+        ]
+    }
     parity["vision_images"][1]["grid"] = [1, 1]
     source = SimpleNamespace(path=folder, manifest=SimpleNamespace(parity=parity))
     options = SimpleNamespace(provider="cpu")
-    return SimpleNamespace(source=source, interface=interface, weights=None, store_float16=False, options=options)
+    return SimpleNamespace(
+        source=source, interface=interface, weights=None, store_float16=False, options=options
+    )
 
 
 def compiled(plan: Any, tmp_path: Path, providers: tuple[str, ...] = (CPU,)) -> Path:
@@ -73,13 +82,19 @@ def stored(folder: Path) -> set[ir.DataType | None]:
 )
 @pytest.mark.parametrize("providers", [(CPU,), (CUDA, CPU)])
 def test_weights_are_float16_unless_the_decoder_stays_in_float32(
-    changes: dict[str, Any], dtype: ir.DataType, providers: tuple[str, ...], plan: Any, tmp_path: Path
+    changes: dict[str, Any],
+    dtype: ir.DataType,
+    providers: tuple[str, ...],
+    plan: Any,
+    tmp_path: Path,
 ) -> None:
     vars(plan).update(changes)
     folder = compiled(plan, tmp_path, providers)
     assert stored(folder) == {dtype}
     pixels = np.random.default_rng(1).standard_normal((6, VALUES), np.float32)
-    weight = WEIGHT.astype(np.float16 if dtype == ir.DataType.FLOAT16 else np.float32).astype(np.float64)
+    weight = WEIGHT.astype(np.float16 if dtype == ir.DataType.FLOAT16 else np.float32).astype(
+        np.float64
+    )
     got = vision_session(folder).features(pixels, [2, 3])
     np.testing.assert_allclose(got, np.tanh(pixels @ weight), atol=1e-5)
 
@@ -91,7 +106,11 @@ def test_the_result_has_the_dtype_of_the_interface(dtype: str, plan: Any, tmp_pa
     assert ir.load(folder / "vision.onnx").graph.outputs[0].dtype == ir.DataType[dtype.upper()]
     pixels = np.random.default_rng(1).standard_normal((6, VALUES), np.float32)
     rows = vision_session(folder).features(pixels, [2, 3])
-    wide = (rows.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else rows.astype(np.float32)
+    wide = (
+        (rows.astype(np.uint32) << 16).view(np.float32)
+        if dtype == "bfloat16"
+        else rows.astype(np.float32)
+    )
     np.testing.assert_allclose(wide, np.tanh(pixels @ WEIGHT), atol=4e-3)  # 2 ** -9 of bfloat16
 
 
@@ -103,7 +122,12 @@ def test_the_comparison(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fuse_wrongly(model: ir.Model, provider: str) -> bool:
         tanh = next(node for node in model.graph if node.op_type == "Tanh")
         ir.convenience.replace_nodes_and_values(
-            model.graph, tanh, [tanh], [wrong := ir.node("Erf", tanh.inputs)], tanh.outputs, wrong.outputs
+            model.graph,
+            tanh,
+            [tanh],
+            [wrong := ir.node("Erf", tanh.inputs)],
+            tanh.outputs,
+            wrong.outputs,
         )
         return True
 
@@ -111,7 +135,8 @@ def test_the_comparison(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     again = tmp_path / "again"
     again.mkdir()
     with pytest.raises(
-        CompileError, match=r"features of vision.onnx compiled for cpu differ .* more than 0.0001, with"
+        CompileError,
+        match=r"features of vision.onnx compiled for cpu differ .* more than 0.0001, with",
     ):
         compare_vision(plan, compiled(plan, again))  # type: ignore[arg-type]
     plan.store_float16 = True  # a tolerance of 0.03, and a difference of 0.1

@@ -27,12 +27,17 @@ def python(code: str, *arguments: Path) -> None:
 def test_compiling(llama_package: Path, tmp_path: Path) -> None:
     python(
         "from qsample.cli import main; main()",
-        *map(Path, ("compile", llama_package, tmp_path / "device", "--ctx-len", "64", "--weights", "int8")),
+        *map(
+            Path,
+            ("compile", llama_package, tmp_path / "device", "--ctx-len", "64", "--weights", "int8"),
+        ),
     )
     compilation = read_package(tmp_path / "device").manifest.compilation
     assert compilation.quantization["dtype"] == "int8"
     assert compilation.quantization["divergence"]["agreement"]["value"] > 0.8
-    assert compilation.placement["CPUExecutionProvider"]["SkipSimplifiedLayerNormalization"] == 4  # fused, as always
+    assert (
+        compilation.placement["CPUExecutionProvider"]["SkipSimplifiedLayerNormalization"] == 4
+    )  # fused, as always
 
 
 @pytest.mark.ci
@@ -69,7 +74,9 @@ def test_baking_and_compiling_packed_weights(tmp_path: Path) -> None:
     unpack("genai_cpu_int4", tmp_path / "file")
     command = "from qsample.cli import main; main()"
     python(command, *map(Path, ("bake", tmp_path / "file", tmp_path / "baked")))
-    python(command, *map(Path, ("compile", tmp_path / "baked", tmp_path / "device", "--ctx-len", "64")))
+    python(
+        command, *map(Path, ("compile", tmp_path / "baked", tmp_path / "device", "--ctx-len", "64"))
+    )
     settings = {"max_new_tokens": 8, "do_sample": False}
     models = (load(tmp_path / "baked"), load(tmp_path / "device"))
     first, second = (model.generate([[1, 17, 40]], **settings).token_ids for model in models)

@@ -69,7 +69,10 @@ def test_what_a_session_reports(tmp_path: Path) -> None:
 def test_a_graph_whose_nodes_a_session_has_reported(tmp_path: Path) -> None:
     path = saved(tmp_path / "graph.onnx")
     known = {"node0": "Other", "node2": CPU, "gone": CPU}
-    assert placement_in_graph(ir.load(path), known, default=CPU) == {"Other": {"Sin": 1}, CPU: {"Cos": 1, "Sin": 1}}
+    assert placement_in_graph(ir.load(path), known, default=CPU) == {
+        "Other": {"Sin": 1},
+        CPU: {"Cos": 1, "Sin": 1},
+    }
 
 
 def test_a_graph_with_control_flow() -> None:
@@ -89,7 +92,9 @@ def test_weights_are_hashed_while_they_are_written(
     """They are not read again, and a byte that changes later is found."""
     read: list[str] = []
     own = package_module.sha256_of
-    monkeypatch.setattr(package_module, "sha256_of", lambda path: read.append(path.name) or own(path))
+    monkeypatch.setattr(
+        package_module, "sha256_of", lambda path: read.append(path.name) or own(path)
+    )
     package = compile_package(small, tmp_path / "out", CompileOptions(ctx_len=16))
     assert "decoder.onnx" in read
     assert WEIGHTS not in read
@@ -102,7 +107,9 @@ def test_weights_are_hashed_while_they_are_written(
         read_package(package.path)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 def test_a_full_disk_or_an_interruption_while_weights_are_written(
     error: BaseException, small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +119,9 @@ def test_a_full_disk_or_an_interruption_while_weights_are_written(
     monkeypatch.setattr(save.WeightFile, "_append", fail)
     with pytest.raises((PackageError, KeyboardInterrupt)) as caught:
         compile_package(small, tmp_path / "out", CompileOptions(ctx_len=16))
-    assert isinstance(error, KeyboardInterrupt) or "is full; nothing was written" in str(caught.value)
+    assert isinstance(error, KeyboardInterrupt) or "is full; nothing was written" in str(
+        caught.value
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -121,9 +130,15 @@ def test_nodes_off_the_device_are_named(tmp_path: Path) -> None:
     build: Any = SimpleNamespace(model=ir.load(path), folder=tmp_path, provider_options={})
     session = load_written(build, (CPU,), {})
     assert misplaced_nodes(build, session, CPU) == []
-    assert sorted(misplaced_nodes(build, session, "Device")) == ["Cos node2", "Sin node0", "Sin node1"]
+    assert sorted(misplaced_nodes(build, session, "Device")) == [
+        "Cos node2",
+        "Sin node0",
+        "Sin node1",
+    ]
     path.write_bytes(b"no graph")
-    with pytest.raises(CompileError, match="ONNX Runtime cannot load the compiled graph for CPUExecutionProvider: "):
+    with pytest.raises(
+        CompileError, match="ONNX Runtime cannot load the compiled graph for CPUExecutionProvider: "
+    ):
         load_written(build, (CPU,), {})
 
 
@@ -141,7 +156,13 @@ def write_unchanged(source: Path, destination: Path, *_: Any) -> None:
     """In place of a compiler: the model as it was, with the domains that a build of ONNX Runtime adds."""
     model = onnx.load(source)
     model.opset_import.append(onnx.helper.make_opsetid("com.ms.internal.nhwc", 20))
-    onnx.save(model, destination, save_as_external_data=True, location=f"{destination.name}.data", size_threshold=0)
+    onnx.save(
+        model,
+        destination,
+        save_as_external_data=True,
+        location=f"{destination.name}.data",
+        size_threshold=0,
+    )
 
 
 @pytest.fixture
@@ -155,9 +176,13 @@ def test_the_whole_sampler_follows_what_was_compiled(
     llama: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context, "CONTEXT", "MatMul")  # what the stand-in leaves
-    package = compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY))
+    package = compile_package(
+        llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY)
+    )
     assert package.interface == llama.interface
-    assert {path.name for path in package.path.iterdir()} == {path.name for path in llama.path.iterdir()}
+    assert {path.name for path in package.path.iterdir()} == {
+        path.name for path in llama.path.iterdir()
+    }
     graph = onnx.load(package.file("decoder.onnx"), load_external_data=False)
     assert {entry.domain for entry in graph.opset_import} == {"", "com.microsoft"}
     assert any(node.op_type == "If" for node in graph.graph.node)
@@ -167,18 +192,26 @@ def test_the_whole_sampler_follows_what_was_compiled(
 @pytest.mark.usefixtures("on_cpu")
 def test_a_provider_that_compiles_nothing_is_refused(llama: Package, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="compiled no part of this model"):
-        compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY))
+        compile_package(
+            llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_compiler_that_fails(llama: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails(
+    llama: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(compile_module, "find_target", lambda name: OnCpu())
     monkeypatch.setattr(context, "compile_context", fail)
-    with pytest.raises(CompileError, match="CPUExecutionProvider cannot compile the model: no memory"):
-        compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY))
+    with pytest.raises(
+        CompileError, match="CPUExecutionProvider cannot compile the model: no memory"
+    ):
+        compile_package(
+            llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -194,7 +227,9 @@ decode (float[B,4] past) => (float[B,4] logits, float[B,4] present)
 
 def test_a_state_that_the_provider_would_write_is_refused() -> None:
     model = ir.from_onnx_text(STATE_OF_ITS_OWN)
-    with pytest.raises(CompileError, match=r"would update 1 states of this model by itself \(present"):
+    with pytest.raises(
+        CompileError, match=r"would update 1 states of this model by itself \(present"
+    ):
         run_on(model, ahead_of_time_phases(("CPUExecutionProvider",), {}))
 
 
@@ -208,7 +243,9 @@ def test_a_kernel_provider_compiles_to_the_same_graph(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_a_tied_table_is_stored_once(bundled_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tied_table_is_stored_once(
+    bundled_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its scales, which the head and the lookup want in other shapes; this model's are small."""
     monkeypatch.setattr(save, "_LEAST", 1 << 12)
     package = (
@@ -221,6 +258,8 @@ def test_a_tied_table_is_stored_once(bundled_package: Path, tmp_path: Path, monk
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes >= 1 << 12:
             places.setdefault((tensor.offset or 0, tensor.nbytes), []).append(str(value.name))
-    contents = {(package.path / "decoder.onnx.data").read_bytes()[at : at + size] for at, size in places}
+    contents = {
+        (package.path / "decoder.onnx.data").read_bytes()[at : at + size] for at, size in places
+    }
     assert len(contents) == len(places)
     assert any(len(names) > 1 for names in places.values())

@@ -15,7 +15,10 @@ from qsample.errors import ArgumentError
     [
         ({"logprobs": 1}, "logprobs is 1; give True or False"),
         ({"top_logprobs": -1}, "top_logprobs is -1; give an integer >= 0"),
-        ({"filters": ("dry", "typical")}, r"filters is \('dry', 'typical'\); give a list of typical_p, top_a"),
+        (
+            {"filters": ("dry", "typical")},
+            r"filters is \('dry', 'typical'\); give a list of typical_p, top_a",
+        ),
         ({"filters": 5}, "filters is 5; give a list of"),
         ({"filters": [["dry"]]}, r"filters is \[\['dry'\]\]; give a list of"),
         ({"filters": "dry"}, "filters is 'dry'"),
@@ -26,7 +29,10 @@ from qsample.errors import ArgumentError
             "max_loras is -1; give the most LoRA adapters that a batch may use, 1 to 1024, or 0 for none",
         ),
         ({"max_loras": 1025}, "max_loras is 1025"),
-        ({"max_loras": 2, "max_lora_rank": 0}, "max_lora_rank is 0; give the largest rank of an adapter, 1 to 4096"),
+        (
+            {"max_loras": 2, "max_lora_rank": 0},
+            "max_lora_rank is 0; give the largest rank of an adapter, 1 to 4096",
+        ),
         ({"max_loras": 2, "max_lora_rank": 4097}, "max_lora_rank is 4097"),
         ({"max_loras": 2, "max_lora_rank": True}, "max_lora_rank is True"),
     ],

@@ -31,7 +31,9 @@ def alone(host: PlainHost) -> list[list[int]]:
 
 @pytest.mark.parametrize("padding", [0, 259, -1])
 @pytest.mark.parametrize("width", [12, 15])
-def test_first_pieces_are_read_together(padding: int, width: int, host: PlainHost, alone: list[list[int]]) -> None:
+def test_first_pieces_are_read_together(
+    padding: int, width: int, host: PlainHost, alone: list[list[int]]
+) -> None:
     if padding < 0:  # any ids: a different id in each place
         padding = np.random.default_rng(1).integers(0, 260, width)  # type: ignore[assignment]
     ids = np.broadcast_to(padding, (2, width)).copy()
@@ -121,7 +123,14 @@ def test_a_row_that_does_not_run_stays_as_it_is(status: int, host: PlainHost) ->
 @pytest.fixture(scope="module")
 def with_features(exported: Callable[..., Path]) -> PlainHost:
     return PlainHost(
-        exported("llama", logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=3, return_pdfs=True)
+        exported(
+            "llama",
+            logit_bias=True,
+            allowed_tokens=True,
+            logprobs=True,
+            top_logprobs=3,
+            return_pdfs=True,
+        )
     )
 
 
@@ -134,14 +143,22 @@ def test_what_a_row_returns_that_emits_nothing(with_features: PlainHost) -> None
     assert outputs["top_logprobs"][1].tolist() == [0] * 3
     assert not outputs["probs"][1].any()
     assert np.sort(outputs["probs"][0])[-2:].tolist() == [0, 1], "a greedy row"
-    assert outputs["probs"][0].argmax() == outputs["next_ids"][0, 0] == outputs["top_logprob_ids"][0, 0]
+    assert (
+        outputs["probs"][0].argmax()
+        == outputs["next_ids"][0, 0]
+        == outputs["top_logprob_ids"][0, 0]
+    )
 
 
 @pytest.mark.parametrize(
     "spoilt", [{"logit_bias": [[np.inf]]}, {"logit_bias": [[np.nan]]}, {"repetition_penalty": [0]}]
 )
-def test_an_invalid_logit_of_the_steps_counts_as_the_models(spoilt: dict[str, Any], with_features: PlainHost) -> None:
-    outputs = with_features.call(with_features.start([0], T), [LONG], logit_bias_ids=[[LONG[0]]], **spoilt)
+def test_an_invalid_logit_of_the_steps_counts_as_the_models(
+    spoilt: dict[str, Any], with_features: PlainHost
+) -> None:
+    outputs = with_features.call(
+        with_features.start([0], T), [LONG], logit_bias_ids=[[LONG[0]]], **spoilt
+    )
     assert outputs["status_RetainedState"].tolist() == [3]
     assert outputs["lengths_RetainedState"].tolist() == [0]
 
@@ -154,9 +171,19 @@ def test_the_manifest_has_what_the_page_says(llama_package: Path, tmp_path: Path
         PAGE.split("A host needs these keys of the manifest")[1],
         re.MULTILINE,
     )
-    named = [key for keys, _ in rows for key in re.findall(r"`([\w.]+)`", keys) if not key.startswith("qsample")]
+    named = [
+        key
+        for keys, _ in rows
+        for key in re.findall(r"`([\w.]+)`", keys)
+        if not key.startswith("qsample")
+    ]
     assert {"contract_version", "interface.vocab_size", "token_ids", "compilation"} <= set(named)
-    absent = {key for keys, text in rows if text.startswith("absent") for key in re.findall(r"`([\w.]+)`", keys)}
+    absent = {
+        key
+        for keys, text in rows
+        if text.startswith("absent")
+        for key in re.findall(r"`([\w.]+)`", keys)
+    }
     for key in named[: named.index("files") + 1]:
         *parents, name = key.split(".")
         for manifest in (portable, device):
@@ -165,11 +192,21 @@ def test_the_manifest_has_what_the_page_says(llama_package: Path, tmp_path: Path
                 value = value[part]
             assert value is None or (name in value) == (key not in absent), key
     texts = dict(rows)
-    inside = {name: set(re.findall(r"`(\w+)`", texts[f"`{name}`"])) for name in ("token_ids", "compilation", "files")}
+    inside = {
+        name: set(re.findall(r"`(\w+)`", texts[f"`{name}`"]))
+        for name in ("token_ids", "compilation", "files")
+    }
     assert inside["token_ids"] == set(portable["token_ids"])
     assert inside["compilation"] <= set(device["compilation"]) | {"decoder"}
     assert inside["files"] == set(portable["files"]["decoder.onnx"])
-    assert set(re.findall(r"`(\w+)`", texts["`interface.features`"])) == set(portable["interface"]["features"])
-    layer, slides = texts["`interface.key_values`"], {"capacity"}  # of layers that forget old tokens
-    assert set(re.findall(r"`(\w+)`", layer)) == set(portable["interface"]["key_values"][0]) | slides
+    assert set(re.findall(r"`(\w+)`", texts["`interface.features`"])) == set(
+        portable["interface"]["features"]
+    )
+    layer, slides = (
+        texts["`interface.key_values`"],
+        {"capacity"},
+    )  # of layers that forget old tokens
+    assert (
+        set(re.findall(r"`(\w+)`", layer)) == set(portable["interface"]["key_values"][0]) | slides
+    )
     assert portable["compilation"] is None

@@ -31,7 +31,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 @pytest.fixture(scope="session", autouse=True)
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Sessions on CUDA get their numbers from the CPU, and leave a trace of their calls."""
-    assert puppet.CUDA in ort.get_available_providers(), "QSAMPLE_CUDA_STUBS is set, but this is not onnxruntime-gpu"
+    assert puppet.CUDA in ort.get_available_providers(), (
+        "QSAMPLE_CUDA_STUBS is set, but this is not onnxruntime-gpu"
+    )
     # The stubs open the file at the first call of any of them.
     os.environ[TRACE] = str(tmp_path_factory.mktemp("trace") / "calls")
     # The stub of cuDNN builds no graphs, which its attention would want.
@@ -48,11 +50,15 @@ def portable(exported: Callable[..., Path], shared_folder: Path) -> Callable[[st
         from qsample import AutoModelForCausalLM
         from tests.helpers.tiny_models import save_checkpoint
 
-        checkpoint = save_checkpoint(shared_folder / "qwen3-wide-heads-checkpoint", "qwen3", head_dim=128)
+        checkpoint = save_checkpoint(
+            shared_folder / "qwen3-wide-heads-checkpoint", "qwen3", head_dim=128
+        )
         AutoModelForCausalLM.from_pretrained(checkpoint).export(path)
 
     return lambda family: (
-        made_once(shared_folder / "qwen3-wide-heads-package", wide_heads) if family == "qwen3" else exported(family)
+        made_once(shared_folder / "qwen3-wide-heads-package", wide_heads)
+        if family == "qwen3"
+        else exported(family)
     )
 
 
@@ -70,7 +76,9 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     from qsample.evaluation.statistics import Estimate
 
     def measured(*_: Any, **__: Any) -> Divergence:
-        return Divergence(DOCUMENTS, 1, *(Estimate(value, value, value) for value in (0.0, 1.0, 1.0)))
+        return Divergence(
+            DOCUMENTS, 1, *(Estimate(value, value, value) for value in (0.0, 1.0, 1.0))
+        )
 
     monkeypatch.setattr(compile_module, "run_self_test", lambda *_: SelfTest(tokens=0, agreeing=0))
     monkeypatch.setattr(compile_module, "measure_divergence", measured)

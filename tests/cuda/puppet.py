@@ -79,7 +79,13 @@ class Binding:
         self.computed: dict[str, Any] = {}  # the CPU's results without bound memory
 
     def bind_input(
-        self, name: str, device_type: str, device_id: int, element_type: Any, shape: Any, buffer_ptr: int
+        self,
+        name: str,
+        device_type: str,
+        device_id: int,
+        element_type: Any,
+        shape: Any,
+        buffer_ptr: int,
     ) -> None:
         self.real.bind_input(name, device_type, device_id, element_type, shape, buffer_ptr)
         self.inputs[name] = _element(element_type), tuple(shape), buffer_ptr, None
@@ -102,7 +108,9 @@ class Binding:
         buffer_ptr: int | None = None,
     ) -> None:
         self.real.bind_output(name, device_type, device_id, element_type, shape, buffer_ptr)
-        self.outputs[name] = None if buffer_ptr is None else (_element(element_type), tuple(shape), buffer_ptr, None)
+        self.outputs[name] = (
+            None if buffer_ptr is None else (_element(element_type), tuple(shape), buffer_ptr, None)
+        )
 
     def bind_ortvalue_output(self, name: str, value: Any) -> None:
         self.real.bind_ortvalue_output(name, value)
@@ -112,7 +120,9 @@ class Binding:
         if self.outputs.keys() == self.computed.keys():
             return list(self.computed.values())
         made = self.real.get_outputs()
-        return [self.computed.get(name, value) for name, value in zip(self.outputs, made, strict=True)]
+        return [
+            self.computed.get(name, value) for name, value in zip(self.outputs, made, strict=True)
+        ]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -122,7 +132,12 @@ class Session(Original):  # type: ignore[misc]
     """An InferenceSession that computes on the CPU if it runs on CUDA."""
 
     def __init__(
-        self, model: Any, sess_options: Any = None, providers: Any = None, provider_options: Any = None, **more: Any
+        self,
+        model: Any,
+        sess_options: Any = None,
+        providers: Any = None,
+        provider_options: Any = None,
+        **more: Any,
     ) -> None:
         # Without constant folding the device would compute shapes from constants, which the stubs cannot.
         more.pop("disabled_optimizers", None)
@@ -136,8 +151,12 @@ class Session(Original):  # type: ignore[misc]
             return
         proto = _proto(model)
         # The file may be gone by the time that the twin is made, unless it is that of weights as well.
-        whole = not any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in proto.graph.initializer)
-        self._make_twin = partial(_on_cpu, proto.SerializeToString() if whole else model, proto, sess_options)
+        whole = not any(
+            tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in proto.graph.initializer
+        )
+        self._make_twin = partial(
+            _on_cpu, proto.SerializeToString() if whole else model, proto, sess_options
+        )
         self._captures = (provider_options or [{}])[0].get("enable_cuda_graph") == "1"
         self._captured: dict[tuple[int, int], tuple[dict[str, Bound], dict[str, Bound | None]]] = {}
         # Which side of a branch runs, and the sizes there, would follow from numbers that the device lacks.
@@ -196,7 +215,11 @@ class Session(Original):  # type: ignore[misc]
             COUNTS["cuda runs"] += 1
 
     def _run_twin(
-        self, inputs: dict[str, Bound], outputs: dict[str, Bound | None], binding: Binding, times: int
+        self,
+        inputs: dict[str, Bound],
+        outputs: dict[str, Bound | None],
+        binding: Binding,
+        times: int,
     ) -> None:
         twin = self.twin.io_binding()
         for name, (kind, shape, address, _) in inputs.items():
@@ -214,7 +237,9 @@ class Session(Original):  # type: ignore[misc]
             self.twin.run_with_iobinding(twin)
         for (name, bound), value in zip(outputs.items(), twin.get_outputs(), strict=True):
             if bound is None:
-                binding.computed[name] = ort.OrtValue.ortvalue_from_numpy(np.array(value.numpy()), "cuda")
+                binding.computed[name] = ort.OrtValue.ortvalue_from_numpy(
+                    np.array(value.numpy()), "cuda"
+                )
 
 
 def _graph_number(run_options: Any) -> int:
@@ -287,7 +312,11 @@ def separate_norms(proto: onnx.ModelProto) -> None:
 
 def _norms(node: onnx.NodeProto) -> list[str]:
     """The weights of the norms inside a GroupQueryAttention: those of queries and of keys."""
-    return list(node.input[14:16]) if node.op_type == "GroupQueryAttention" and any(node.input[14:16]) else []
+    return (
+        list(node.input[14:16])
+        if node.op_type == "GroupQueryAttention" and any(node.input[14:16])
+        else []
+    )
 
 
 def _head_norm(
@@ -300,7 +329,11 @@ def _head_norm(
     return [
         onnx.helper.make_node("Reshape", [value, split.name], [f"{result}_split"]),
         onnx.helper.make_node(
-            "SimplifiedLayerNormalization", [f"{result}_split", weight], [f"{result}_normed"], axis=-1, epsilon=epsilon
+            "SimplifiedLayerNormalization",
+            [f"{result}_split", weight],
+            [f"{result}_normed"],
+            axis=-1,
+            epsilon=epsilon,
         ),
         onnx.helper.make_node("Reshape", [f"{result}_normed", merge.name], [result]),
     ]

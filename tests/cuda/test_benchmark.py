@@ -49,7 +49,14 @@ def test_the_stubs_serve_no_process_that_was_forked_from_one_they_served(first: 
 
 @pytest.mark.slow
 def test_the_benchmark_runs_to_its_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.cuda.puppet", ROOT / "benchmarks" / "gpu.py", "--dtype", "float16"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.cuda.puppet",
+        ROOT / "benchmarks" / "gpu.py",
+        "--dtype",
+        "float16",
+    ]
     command += [
         "--shapes",
         "tiny",
@@ -77,8 +84,18 @@ def test_the_benchmark_runs_to_its_end(tmp_path: Path) -> None:
     cells = {(row["system"], row["rows"], row["mix"]) for row in found["rows"]}
     mixes = ("greedy", "plain temperature", "everything")
     assert cells == {
-        *((system, rows, mix) for system in ("captured", "captured, int4") for rows in (1, 32) for mix in mixes),
-        *((system, rows, mix) for system in ("uncaptured", "host") for rows in (1, 32) for mix in mixes[::2]),
+        *(
+            (system, rows, mix)
+            for system in ("captured", "captured, int4")
+            for rows in (1, 32)
+            for mix in mixes
+        ),
+        *(
+            (system, rows, mix)
+            for system in ("uncaptured", "host")
+            for rows in (1, 32)
+            for mix in mixes[::2]
+        ),
     }
     assert all(row["floor"] > 0 for row in found["rows"])
     assert len(found["rows"]) == len(cells)

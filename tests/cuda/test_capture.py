@@ -47,8 +47,12 @@ PROMPTS = [[1, 5, 6, 7, 8], [1, 9, 4], [1, 200, 201, 202, 203, 204, 205, 206], [
 PARAMS = [
     SamplingParams(temperature=0.0, max_new_tokens=10),
     SamplingParams(temperature=1.0, max_new_tokens=10, seed=1),
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, max_new_tokens=10, seed=2),
-    SamplingParams(temperature=3.0, top_p=0.95, max_new_tokens=10, seed=3),  # beyond the candidates: it is searched
+    SamplingParams(
+        temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, max_new_tokens=10, seed=2
+    ),
+    SamplingParams(
+        temperature=3.0, top_p=0.95, max_new_tokens=10, seed=3
+    ),  # beyond the candidates: it is searched
 ]
 
 
@@ -58,25 +62,44 @@ def cases() -> list[Any]:
     possible = [case for case in every if case[0] not in RECURRENT or case[2] != "int8 cache"]
     assert SHORT.issubset(possible)
     return [
-        pytest.param(*case, id="-".join(map(str, case)), marks=() if case in SHORT else pytest.mark.slow)
+        pytest.param(
+            *case, id="-".join(map(str, case)), marks=() if case in SHORT else pytest.mark.slow
+        )
         for case in possible
     ]
 
 
 def compiled(
-    portable: Path, path: Path, dtype: str, quantization: str, rows: int | None, request: pytest.FixtureRequest
+    portable: Path,
+    path: Path,
+    dtype: str,
+    quantization: str,
+    rows: int | None,
+    request: pytest.FixtureRequest,
 ) -> Package:
     if dtype == "bfloat16":
         request.getfixturevalue("without_numbers")
-    options = {"dtype": dtype, "batch_size": rows, "ctx_len": 64, "max_divergence": 100, **QUANTIZATIONS[quantization]}
-    return AutoModelForCausalLM.from_pretrained(portable).compile(path, provider="cuda", **options).package
+    options = {
+        "dtype": dtype,
+        "batch_size": rows,
+        "ctx_len": 64,
+        "max_divergence": 100,
+        **QUANTIZATIONS[quantization],
+    }
+    return (
+        AutoModelForCausalLM.from_pretrained(portable)
+        .compile(path, provider="cuda", **options)
+        .package
+    )
 
 
 def run_slots(model: CausalLM, rows: int) -> None:
     """Prompts in two chunks, the capture of `decode`, replays, another prompt."""
     slots = Slots(model.sessions, rows, model.capacity(64))
     parameters = {
-        spec.name: np.array(spec.off, spec.dtype) for spec in model.interface.parameters if len(spec.axes) == 1
+        spec.name: np.array(spec.off, spec.dtype)
+        for spec in model.interface.parameters
+        if len(spec.axes) == 1
     }
     assert not slots.prepared
 
@@ -127,7 +150,9 @@ def test_captured(
         check_tokens(model, PROMPTS[: rows or 4], PARAMS[: rows or 4])
 
 
-def check_tokens(model: CausalLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
+def check_tokens(
+    model: CausalLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> None:
     """The same file on the CPU's provider is not captured, and nothing in it is late."""
     before = puppet.COUNTS["replays"]
     got = model.generate(prompts, params)

@@ -29,7 +29,9 @@ def test_rows_move_alone_and_steps_move_nothing(package: Path, trace: Trace) -> 
     model = load(package)
     slots = Slots(model.sessions, ROWS, CONTEXT)
     specs = {spec.name: spec for spec in model.interface.parameters}
-    parameters = {name: np.array(spec.off, spec.dtype) for name, spec in specs.items() if len(spec.axes) == 1}
+    parameters = {
+        name: np.array(spec.off, spec.dtype) for name, spec in specs.items() if len(spec.axes) == 1
+    }
     parameters["stop_ids"] = np.array([1, 2], np.int32)
     prompt = np.arange(4, 9)
 
@@ -76,7 +78,12 @@ def test_rows_move_alone_and_steps_move_nothing(package: Path, trace: Trace) -> 
         snapshot.tokens_from(0, 5)
 
 
-OUTPUTS = {"logprobs": 1, "top_logprob_ids": 3, "top_logprobs": 3, "probs": None}  # numbers of 4 bytes a row; None: V
+OUTPUTS = {
+    "logprobs": 1,
+    "top_logprob_ids": 3,
+    "top_logprobs": 3,
+    "probs": None,
+}  # numbers of 4 bytes a row; None: V
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +101,25 @@ def test_outputs_of_four_steps_cross_together(returning: Path, trace: Trace) -> 
     model = load(returning)
     slots = Slots(model.sessions, 4, CONTEXT, flush_every=4)
     specs = {spec.name: spec for spec in model.interface.parameters}
-    parameters = {name: np.array(spec.off, spec.dtype) for name, spec in specs.items() if len(spec.axes) == 1}
+    parameters = {
+        name: np.array(spec.off, spec.dtype) for name, spec in specs.items() if len(spec.axes) == 1
+    }
     prompt = np.arange(4, 9)
     for slot in range(4):
         slots.begin(slot, prompt, slot, parameters)
         slots.prefill(slot, prompt, emit=True)
     trace.clear()
     slots.prepare()
-    assert trace.captures() == 6  # a place for each of four steps that wait, and for the step after them
+    assert (
+        trace.captures() == 6
+    )  # a place for each of four steps that wait, and for the step after them
     steps, wanted = range(slots.step + 1, slots.step + 5), {}
     for step in steps:
         slots.decode()
-        wanted |= {(name, step): slots.read_outputs(range(step, step + 1), [name], range(4))[name] for name in OUTPUTS}
+        wanted |= {
+            (name, step): slots.read_outputs(range(step, step + 1), [name], range(4))[name]
+            for name in OUTPUTS
+        }
     slots.read_outputs(steps, [*OUTPUTS], range(1, 3))  # what it needs is there from now on
 
     widths = {name: width or model.interface.vocab_size for name, width in OUTPUTS.items()}
@@ -125,28 +139,38 @@ def test_outputs_of_four_steps_cross_together(returning: Path, trace: Trace) -> 
 
 
 @pytest.mark.parametrize("double_buffering", [True, False])
-def test_rows_that_ask_for_nothing_read_their_tokens(returning: Path, trace: Trace, double_buffering: bool) -> None:
+def test_rows_that_ask_for_nothing_read_their_tokens(
+    returning: Path, trace: Trace, double_buffering: bool
+) -> None:
     """In an engine: three copies for four tokens, of the state and the new tokens; log-probabilities add one."""
     row = SamplingParams(max_new_tokens=25, eos_token_id=())
     with Engine(load(returning), slots=2, double_buffering=double_buffering) as engine:
         for names in ((), ["logprobs"]):
-            engine.add_request([5, 6], row, seed=3, outputs=names).result(120)  # captured, and all memory is there
+            engine.add_request([5, 6], row, seed=3, outputs=names).result(
+                120
+            )  # captured, and all memory is there
             trace.clear()
             engine.add_request([5, 6], row, seed=3, outputs=names).result(120)
             copies = len(trace.calls("device->pageable") + trace.calls("device->pinned"))
             reads = 1 + 24 // 4
-            assert copies - (3 + len(names)) * reads in (0, 3)  # a window after the last, if it was run ahead
+            assert copies - (3 + len(names)) * reads in (
+                0,
+                3,
+            )  # a window after the last, if it was run ahead
             assert trace.bytes_to_host() < 600  # the probabilities of a single step are more
 
 
 def test_late_outputs_are_those_of_each_step(returning: Path) -> None:
     """Rows that end in the middle of a window; beside a guided row, and alone."""
-    rows = [SamplingParams(temperature=0.9, max_new_tokens=most, eos_token_id=()) for most in (9, 12, 3)]
+    rows = [
+        SamplingParams(temperature=0.9, max_new_tokens=most, eos_token_id=()) for most in (9, 12, 3)
+    ]
     prompts = [[5, 6], [7], [8, 9, 10]]
     model = load(returning)
     for guide in (None, lambda step, mask: None):
         early, *late = (
-            model.generate(prompts, rows, seed=1, flush_every=every, allowed_tokens=guide) for every in (1, 4, 7)
+            model.generate(prompts, rows, seed=1, flush_every=every, allowed_tokens=guide)
+            for every in (1, 4, 7)
         )
         for one in late:
             assert early.token_ids == one.token_ids

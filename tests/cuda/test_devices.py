@@ -23,12 +23,18 @@ ROWS, CONTEXT, GPUS = 4, 64, 2
     ("family", "options"),
     [
         ("llama", {}),
-        pytest.param("llama", {"weights": "int4", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param(
+            "llama", {"weights": "int4", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow
+        ),
         pytest.param("olmo_hybrid", {}, marks=pytest.mark.slow),
     ],
 )
 def test_two_gpus(
-    portable: Callable[[str], Path], tmp_path: Path, trace: Trace, family: str, options: dict[str, Any]
+    portable: Callable[[str], Path],
+    tmp_path: Path,
+    trace: Trace,
+    family: str,
+    options: dict[str, Any],
 ) -> None:
     source = AutoModelForCausalLM.from_pretrained(portable(family))
     fixed = {"provider": "cuda", "dtype": "float16", "ctx_len": CONTEXT, "max_divergence": 100}
@@ -38,10 +44,15 @@ def test_two_gpus(
 
     trace.clear()
     slots = Slots(model.sessions, ROWS, CONTEXT)
-    caches = {(spec.name.split(".")[1], model.sessions.device_of(spec)) for spec in model.interface.cache_states}
+    caches = {
+        (spec.name.split(".")[1], model.sessions.device_of(spec))
+        for spec in model.interface.cache_states
+    }
     assert caches == {("0", "cuda"), ("1", "cuda:1")}
     parameters = {
-        spec.name: np.array(spec.off, spec.dtype) for spec in model.interface.parameters if len(spec.axes) == 1
+        spec.name: np.array(spec.off, spec.dtype)
+        for spec in model.interface.parameters
+        if len(spec.axes) == 1
     }
     for row in range(ROWS):
         slots.begin(row, np.arange(4, 14), row, parameters)
@@ -65,7 +76,11 @@ def test_two_gpus(
     hidden = {spec.name for part in model.sessions.parts for spec in part.spec.outputs} - {
         *model.interface.decoder.output_names
     }
-    sizes = [ROWS * int(spec.axes[-1]) * 2 for spec in model.sessions.parts[0].spec.outputs if spec.name in hidden]
+    sizes = [
+        ROWS * int(spec.axes[-1]) * 2
+        for spec in model.sessions.parts[0].spec.outputs
+        if spec.name in hidden
+    ]
     # Lengths; recurrent layers also read the numbers of tokens, and whether a row runs.
     states = [4 * ROWS] * (3 if family == "olmo_hybrid" else 1)
     assert sorted(copies) == sorted(

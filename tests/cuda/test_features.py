@@ -25,7 +25,9 @@ PROMPTS = [[1, 5, 6, 7, 8], [1, 9, 4], [1, 200, 201, 202]]
 PARAMS = [
     SamplingParams(temperature=0.0, max_new_tokens=8, logit_bias={40: 4.0, 41: float("-inf")}),
     SamplingParams(temperature=1.0, max_new_tokens=8, seed=1),
-    SamplingParams(temperature=3.0, top_p=0.95, max_new_tokens=8, seed=2, logit_bias={7: -2.0}),  # it is searched
+    SamplingParams(
+        temperature=3.0, top_p=0.95, max_new_tokens=8, seed=2, logit_bias={7: -2.0}
+    ),  # it is searched
 ]
 WORDS = 10  # of 32 tokens, for a vocabulary of 320
 
@@ -51,7 +53,9 @@ def test_every_feature_is_captured(package: Path, trace: Trace, masks: str) -> N
     model = load(package)
     compilation = model.package.manifest.compilation
     assert compilation is not None
-    assert not any(name.startswith("Memcpy") for placed in compilation.placement.values() for name in placed)
+    assert not any(
+        name.startswith("Memcpy") for placed in compilation.placement.values() for name in placed
+    )
 
     trace.clear()
     before = puppet.COUNTS["replays"]
@@ -70,9 +74,14 @@ def test_every_feature_is_captured(package: Path, trace: Trace, masks: str) -> N
 
 
 def test_an_engine_hands_out_log_probabilities(package: Path) -> None:
-    wanted = [load(package, [puppet.CPU]).generate([prompt], row) for prompt, row in zip(PROMPTS, PARAMS, strict=True)]
+    wanted = [
+        load(package, [puppet.CPU]).generate([prompt], row)
+        for prompt, row in zip(PROMPTS, PARAMS, strict=True)
+    ]
     with Engine(load(package), slots=2) as engine:
-        requests = [engine.add_request(prompt, row) for prompt, row in zip(PROMPTS, PARAMS, strict=True)]
+        requests = [
+            engine.add_request(prompt, row) for prompt, row in zip(PROMPTS, PARAMS, strict=True)
+        ]
         for request, alone in zip(requests, wanted, strict=True):
             output = request.result(120)
             assert list(output.token_ids) == alone.token_ids[0]

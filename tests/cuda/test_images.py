@@ -24,7 +24,9 @@ PARAMS = SamplingParams(temperature=0.9, max_new_tokens=8, eos_token_id=())
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_captured(devices: int, image_package: Callable[..., Path], tmp_path: Path, trace: Trace) -> None:
+def test_captured(
+    devices: int, image_package: Callable[..., Path], tmp_path: Path, trace: Trace
+) -> None:
     source = AutoModelForImageTextToText.from_pretrained(image_package(TYPE))
     options = {"dtype": "float16", "ctx_len": 128, "max_divergence": 100, "num_devices": devices}
     package = source.compile(tmp_path / "cuda", provider="cuda", **options).package
@@ -37,7 +39,9 @@ def test_captured(devices: int, image_package: Callable[..., Path], tmp_path: Pa
     assert not trace.captured_reads_of_the_host()
     wanted = load(package.path, [puppet.CPU])
     for row, (text, images) in enumerate(zip(TEXTS, IMAGES, strict=True)):
-        assert wanted.generate(text, PARAMS, images=images, seed=1 + row).token_ids == [got.token_ids[row]]
+        assert wanted.generate(text, PARAMS, images=images, seed=1 + row).token_ids == [
+            got.token_ids[row]
+        ]
     with Engine(model, slots=2) as engine:
         requests = [
             engine.add_request(text, PARAMS, images=images, seed=1 + row)

@@ -49,7 +49,11 @@ def test_every_kernel_of_the_list_is_there(operator: str, kernels: dict[str, lis
     if operator in VERSIONS:
         schema = onnx.defs.get_schema(operator, OPSET, "")
         assert has_kernel(operator, schema.since_version)
-        used = [kernel for kernel in used if kernel.domain == "" and serves(kernel, schema.since_version)]
+        used = [
+            kernel
+            for kernel in used
+            if kernel.domain == "" and serves(kernel, schema.since_version)
+        ]
         main: tuple[str, ...] = (schema.inputs[0].type_str,) if schema.inputs else MAIN
     else:
         main = MAIN[:1] if any("T" in kernel.type_constraints for kernel in used) else MAIN
@@ -60,10 +64,14 @@ def test_every_kernel_of_the_list_is_there(operator: str, kernels: dict[str, lis
 
 
 @pytest.mark.parametrize("operator", VERSIONS)
-def test_every_version_of_the_list_has_a_kernel(operator: str, kernels: dict[str, list[Any]]) -> None:
+def test_every_version_of_the_list_has_a_kernel(
+    operator: str, kernels: dict[str, list[Any]]
+) -> None:
     first, last = VERSIONS[operator]
     used = [kernel for kernel in kernels[operator] if kernel.domain == ""]
-    assert all(any(serves(kernel, version) for kernel in used) for version in {first, last or first})
+    assert all(
+        any(serves(kernel, version) for kernel in used) for version in {first, last or first}
+    )
 
 
 def test_the_values_of_where(kernels: dict[str, list[Any]]) -> None:

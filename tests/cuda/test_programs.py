@@ -14,7 +14,14 @@ from qsample.runtime import Engine, load
 from tests.cuda import puppet
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "generate_onnxruntime.py"
-PROMPTS = ["In the beginning", "Moses", "And the Lord spake unto", "a", "the sons of Levi:", "unto them"]
+PROMPTS = [
+    "In the beginning",
+    "Moses",
+    "And the Lord spake unto",
+    "a",
+    "the sons of Levi:",
+    "unto them",
+]
 PARAMS = [
     SamplingParams(temperature=0.0, max_new_tokens=9),
     SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2, max_new_tokens=12),
@@ -38,7 +45,9 @@ def expected(package: Path) -> list[list[int]]:
     """Of the same file on the CPU's provider, each prompt alone."""
     model = load(package, [puppet.CPU])
     pairs = enumerate(zip(PROMPTS, PARAMS, strict=True))
-    return [model.generate([prompt], params, seed=seed).token_ids[0] for seed, (prompt, params) in pairs]
+    return [
+        model.generate([prompt], params, seed=seed).token_ids[0] for seed, (prompt, params) in pairs
+    ]
 
 
 @pytest.mark.parametrize("flush_every", [1, 3, 8])
@@ -55,15 +64,32 @@ def test_an_engine_with_fewer_slots_than_requests(
 ) -> None:
     with Engine(load(package), slots=2, double_buffering=double_buffering) as engine:
         pairs = enumerate(zip(PROMPTS, PARAMS, strict=True))
-        requests = [engine.add_request(prompt, params, seed=seed) for seed, (prompt, params) in pairs]
+        requests = [
+            engine.add_request(prompt, params, seed=seed) for seed, (prompt, params) in pairs
+        ]
         assert [list(request.result(120).token_ids) for request in requests] == expected
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.8, 0.95), (3.0, 0.97)])
 def test_the_stand_alone_script(package: Path, temperature: float, top_p: float) -> None:
-    arguments = [f"--temperature={temperature}", f"--top-p={top_p}", "--max-new-tokens=12", "--seed=7"]
-    command = [sys.executable, "-m", "tests.cuda.puppet", SCRIPT, package, "--provider=cuda", "--prompt=Moses"]
-    done = subprocess.run([*map(str, command), *arguments], capture_output=True, text=True, check=False)
+    arguments = [
+        f"--temperature={temperature}",
+        f"--top-p={top_p}",
+        "--max-new-tokens=12",
+        "--seed=7",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.cuda.puppet",
+        SCRIPT,
+        package,
+        "--provider=cuda",
+        "--prompt=Moses",
+    ]
+    done = subprocess.run(
+        [*map(str, command), *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     model = load(package, [puppet.CPU])
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=12)

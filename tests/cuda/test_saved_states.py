@@ -14,10 +14,14 @@ from tests.cuda.trace import Trace
 
 CONTEXT, PIECE = 64, 4
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=5, eos_token_id=())
-FLAT = SamplingParams(temperature=3.0, max_new_tokens=5, eos_token_id=())  # from the whole vocabulary
+FLAT = SamplingParams(
+    temperature=3.0, max_new_tokens=5, eos_token_id=()
+)  # from the whole vocabulary
 
 
-def test_a_conversation_goes_on(exported: Callable[..., Path], tmp_path: Path, trace: Trace) -> None:
+def test_a_conversation_goes_on(
+    exported: Callable[..., Path], tmp_path: Path, trace: Trace
+) -> None:
     AutoModelForCausalLM.from_pretrained(exported("olmo_hybrid")).compile(
         tmp_path / "cuda", provider="cuda", dtype="float16", ctx_len=CONTEXT, max_divergence=100
     )

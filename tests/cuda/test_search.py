@@ -40,7 +40,9 @@ def test_rows_are_searched(package: Path, trace: Trace) -> None:
     assert got.token_ids == wanted.token_ids
 
 
-def test_kernels_of_a_search_are_launched_where_rows_are_listed(package: Path, trace: Trace) -> None:
+def test_kernels_of_a_search_are_launched_where_rows_are_listed(
+    package: Path, trace: Trace
+) -> None:
     """docs/devices.md gives this count; over empty tensors CUDA would refuse a launch."""
     kernels = []
     for params in (WIDE[3:], WIDE):
@@ -57,4 +59,6 @@ def test_the_self_test_replays(package: Path) -> None:
     compilation = load(package).package.manifest.compilation
     assert compilation is not None
     assert compilation.self_test["agreeing"] >= 0.8 * compilation.self_test["tokens"]
-    assert compilation.self_test["replayed"] == compilation.self_test["tokens"] - 4  # the first run captures
+    assert (
+        compilation.self_test["replayed"] == compilation.self_test["tokens"] - 4
+    )  # the first run captures

@@ -42,7 +42,9 @@ def test_a_lock_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         held.add(place)
 
     monkeypatch.setattr(locks, "sys", SimpleNamespace(platform="win32"))
-    monkeypatch.setattr(locks, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2), raising=False)
+    monkeypatch.setattr(
+        locks, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2), raising=False
+    )
     (tmp_path / "file").write_text("of somebody")
     with (tmp_path / "file").open("r+") as first, (tmp_path / "file").open("r+") as second:
         assert lock(first.fileno(), shared=True) is None
@@ -53,7 +55,9 @@ def test_a_lock_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @posix
-@pytest.mark.parametrize(("number", "answer"), [(errno.ENOLCK, None), (errno.EACCES, False), (errno.EAGAIN, False)])
+@pytest.mark.parametrize(
+    ("number", "answer"), [(errno.ENOLCK, None), (errno.EACCES, False), (errno.EAGAIN, False)]
+)
 def test_what_the_system_answers(
     number: int, answer: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +67,10 @@ def test_what_the_system_answers(
     monkeypatch.setattr("fcntl.flock", refuse)
     assert lock(0) is answer
     if answer is None:
-        with alone(tmp_path / "lock", lambda: pytest.fail("waits")), alone(tmp_path / "lock", lambda: None):
+        with (
+            alone(tmp_path / "lock", lambda: pytest.fail("waits")),
+            alone(tmp_path / "lock", lambda: None),
+        ):
             pass  # a file system without locks stops nobody
 
 

@@ -14,9 +14,21 @@ def test_fields_are_those_that_protobuf_writes() -> None:
     message.t.MergeFrom(onnx.TensorProto(dims=[3], name="t"))
     data = b"\xff" + message.SerializeToString() + b"\xff"
     found = list(fields(data, 1, len(data) - 1))
-    read = [(number, one if isinstance(one, int) else data[one.start : one.stop]) for number, one in found]
+    read = [
+        (number, one if isinstance(one, int) else data[one.start : one.stop])
+        for number, one in found
+    ]
     tensor = message.t.SerializeToString()
-    wanted = [(1, b"n" * 300), (2, b"\0\0\xc0\x3f"), (3, 2**40), (5, tensor), (8, 0), (8, 127), (8, 128), (20, 2)]
+    wanted = [
+        (1, b"n" * 300),
+        (2, b"\0\0\xc0\x3f"),
+        (3, 2**40),
+        (5, tensor),
+        (8, 0),
+        (8, 127),
+        (8, 128),
+        (20, 2),
+    ]
     assert sorted(read, key=lambda one: one[0]) == wanted
     for end in range(2, len(data) - 1):  # cut anywhere, it is refused or ends after a field
         try:
@@ -30,7 +42,11 @@ def test_fields_are_those_that_protobuf_writes() -> None:
 def test_what_field_writes_is_what_protobuf_reads() -> None:
     tensor = b"".join(field(1, size) for size in (0, 127, 128, 2**40)) + field(8, b"t" * 300)
     attribute = onnx.AttributeProto.FromString(field(5, tensor) + field(20, 4))
-    assert (list(attribute.t.dims), attribute.t.name, attribute.type) == ([0, 127, 128, 2**40], "t" * 300, 4)
+    assert (list(attribute.t.dims), attribute.t.name, attribute.type) == (
+        [0, 127, 128, 2**40],
+        "t" * 300,
+        4,
+    )
 
 
 @pytest.mark.parametrize(

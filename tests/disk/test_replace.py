@@ -35,19 +35,34 @@ def file_system(atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(command: str, folder: Path, *numbers: int, atomic: bool = True) -> Any:
-    arguments = [sys.executable, "-m", "tests.helpers.writers", command, str(folder), *map(str, numbers)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if atomic else {"WITHOUT_EXCHANGE": "1"})
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    arguments = [
+        sys.executable,
+        "-m",
+        "tests.helpers.writers",
+        command,
+        str(folder),
+        *map(str, numbers),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | (
+        {} if atomic else {"WITHOUT_EXCHANGE": "1"}
+    )
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.parametrize(("rounds", "writers"), [(10, 3), pytest.param(100, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rounds", "writers"), [(10, 3), pytest.param(100, 4, marks=pytest.mark.slow)]
+)
 def test_of_several_writers_one_succeeds(rounds: int, writers: int, tmp_path: Path) -> None:
     results, errors = run("race", tmp_path, rounds, writers, 0)
     for statuses in results:
         assert sorted(statuses) == [0] + [REFUSED] * (writers - 1)
-    assert errors.count("already holds a package; pass overwrite=True to replace it") == rounds * (writers - 1)
+    assert errors.count("already holds a package; pass overwrite=True to replace it") == rounds * (
+        writers - 1
+    )
     assert sorted(os.listdir(tmp_path)) == sorted(f"race{number}" for number in range(rounds))
 
 
@@ -62,13 +77,17 @@ def test_writers_that_overwrite_all_succeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_steps(atomic: bool, overwrite: int, stride: int, tmp_path: Path) -> None:
     """Old or new is there, or will be; and the next writer finds the remains. The first step differs in each case."""
-    seen, _ = run("kill", tmp_path, (13 * overwrite + 7 * atomic) % stride, stride, overwrite, atomic=atomic)
+    seen, _ = run(
+        "kill", tmp_path, (13 * overwrite + 7 * atomic) % stride, stride, overwrite, atomic=atomic
+    )
     assert seen["old" if overwrite else "new"] > 0
     if atomic or stride == 1:
         assert (seen["none"] == 0) == (atomic or not overwrite)
 
 
-@pytest.mark.parametrize(("times", "readers"), [(60, 2), pytest.param(400, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("times", "readers"), [(60, 2), pytest.param(400, 3, marks=pytest.mark.slow)]
+)
 def test_readers_while_a_package_is_replaced(times: int, readers: int, tmp_path: Path) -> None:
     result, errors = run("read", tmp_path, times, readers, 0)
     assert result == [0] * readers, errors
@@ -102,7 +121,9 @@ def a_package_and_more(target: Path) -> None:
 
 def state(folder: Path) -> dict[str, Any]:
     return {
-        path.relative_to(folder).as_posix(): os.readlink(path) if path.is_symlink() else path.stat().st_ino
+        path.relative_to(folder).as_posix(): os.readlink(path)
+        if path.is_symlink()
+        else path.stat().st_ino
         for path in folder.rglob("*")
     }
 
@@ -117,7 +138,10 @@ def state(folder: Path) -> dict[str, Any]:
         (a_folder, "is not empty and not a qsample package, so it is not replaced"),
         (a_dangling_link, "is a file; give a folder"),
         (a_link_to_a_folder, "is a file; give a folder"),
-        (a_package_and_more, r"already holds a package|holds files that are not its package's \(notes.txt\)"),
+        (
+            a_package_and_more,
+            r"already holds a package|holds files that are not its package's \(notes.txt\)",
+        ),
     ],
 )
 def test_what_appeared_meanwhile_stays(
@@ -131,7 +155,9 @@ def test_what_appeared_meanwhile_stays(
 
     with pytest.raises(PackageError, match=message):
         write(tmp_path / "package", then=appear, overwrite=overwrite)
-    assert state(tmp_path) == {name: value for name, value in seen.items() if not name.startswith(".")}
+    assert state(tmp_path) == {
+        name: value for name, value in seen.items() if not name.startswith(".")
+    }
 
 
 @both_ways
@@ -154,11 +180,15 @@ def test_what_appears_in_the_very_moment_of_the_swap_goes_back(
     monkeypatch.setattr(module, "exchange", exchange)
     with pytest.raises(PackageError):
         write(target, files(1), overwrite=True)
-    assert state(tmp_path) == {name: value for name, value in done[0].items() if not name.startswith(".")}
+    assert state(tmp_path) == {
+        name: value for name, value in done[0].items() if not name.startswith(".")
+    }
     read_package(tmp_path / "moved")
 
 
-def test_a_package_that_cannot_go_back_is_kept_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_cannot_go_back_is_kept_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without exchange: somebody takes the name while it is missing, and the new package is refused."""
     target, real = write(tmp_path / "package").path, Path.rename
 
@@ -174,7 +204,10 @@ def test_a_package_that_cannot_go_back_is_kept_beside_it(tmp_path: Path, monkeyp
         write(target, files(1), overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["package", "package.old1"]
     assert os.listdir(target) == ["mine"]
-    assert read_package(tmp_path / "package.old1").file("decoder.onnx").read_bytes() == FILES["decoder.onnx"]
+    assert (
+        read_package(tmp_path / "package.old1").file("decoder.onnx").read_bytes()
+        == FILES["decoder.onnx"]
+    )
 
 
 @both_ways
@@ -214,8 +247,13 @@ def test_interrupted_right_before_the_swap(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_mount_point_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "volume").mkdir()
-    monkeypatch.setattr(Path, "rename", lambda self, to: (_ for _ in ()).throw(OSError(errno.EBUSY, "Device busy")))
-    with pytest.raises(PackageError, match=r"cannot move the package to .*volume: Device busy; choose another folder"):
+    monkeypatch.setattr(
+        Path, "rename", lambda self, to: (_ for _ in ()).throw(OSError(errno.EBUSY, "Device busy"))
+    )
+    with pytest.raises(
+        PackageError,
+        match=r"cannot move the package to .*volume: Device busy; choose another folder",
+    ):
         write(tmp_path / "volume")
     assert os.listdir(tmp_path) == ["volume"]
 
@@ -248,7 +286,9 @@ def test_a_package_with_files_of_others_is_not_replaced(tmp_path: Path) -> None:
     target = write(tmp_path / "package").path
     (target / "tokenizer" / "notes.txt").write_text("mine")
     with (
-        pytest.raises(PackageError, match=r"not its package's \(tokenizer/notes.txt\), so it is not replaced"),
+        pytest.raises(
+            PackageError, match=r"not its package's \(tokenizer/notes.txt\), so it is not replaced"
+        ),
         write_package(target, overwrite=True),
     ):
         pytest.fail("the body ran")
@@ -256,7 +296,9 @@ def test_a_package_with_files_of_others_is_not_replaced(tmp_path: Path) -> None:
     assert version_of(write(target, files(2), overwrite=True).path) == 2
 
 
-def test_a_damaged_package_can_be_replaced_but_not_with_files_of_other_kinds(tmp_path: Path) -> None:
+def test_a_damaged_package_can_be_replaced_but_not_with_files_of_other_kinds(
+    tmp_path: Path,
+) -> None:
     target = write(tmp_path / "package").path
     for content in (b"", b"{}", b"[1]", b'{"files": 3}', b"\xff", b"[" * 100_000):
         (target / MANIFEST_NAME).write_bytes(content)
@@ -350,7 +392,10 @@ def refuses(code: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("library", "platform"),
     [
-        *((refuses(code), "linux") for code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)),
+        *(
+            (refuses(code), "linux")
+            for code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+        ),
         (object(), "linux"),
         (object(), "win32"),
     ],
@@ -364,7 +409,9 @@ def test_systems_without_the_call(
     assert numbers(*folders) == ["0", "1"]
 
 
-def test_windows_moves_no_folder_with_an_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_moves_no_folder_with_an_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = write(tmp_path / "package").path
     move = Path.rename
 

@@ -84,12 +84,16 @@ def by_another_machine(folder: Path) -> None:
     (folder / OWNER).write_text("qsample scratch folder of another machine")
 
 
-def test_a_scratch_folder_is_deleted_when_it_is_left_or_with_the_last_reference(tmp_path: Path) -> None:
+def test_a_scratch_folder_is_deleted_when_it_is_left_or_with_the_last_reference(
+    tmp_path: Path,
+) -> None:
     with ScratchFolder(tmp_path) as scratch:
         (scratch.path / "a").mkdir()
         assert scratch.path.parent == tmp_path
         assert scratch.path.stat().st_mode & 0o077 == 0
-        assert sorted(os.listdir(scratch.path)) == ["a", "new", "owner", "replaced"], "the names that others look for"
+        assert sorted(os.listdir(scratch.path)) == ["a", "new", "owner", "replaced"], (
+            "the names that others look for"
+        )
     assert os.listdir(tmp_path) == []
     scratch.cleanup()
     scratch = ScratchFolder(tmp_path)
@@ -98,7 +102,9 @@ def test_a_scratch_folder_is_deleted_when_it_is_left_or_with_the_last_reference(
     assert os.listdir(tmp_path) == []
 
 
-def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_deleted_keeps_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its process then waits for nobody: the lock is free, and the next one tries again."""
 
     def refuse(path: object, **options: object) -> None:
@@ -183,7 +189,9 @@ def a_link(folder: Path) -> None:
     "change",
     [
         lambda folder: folder.rename(folder.with_name(".qsample-0123456789abcdeg")),
-        lambda folder: folder.rename(folder.with_name(".model.0a1b2c3d.tmp")),  # of an older version
+        lambda folder: folder.rename(
+            folder.with_name(".model.0a1b2c3d.tmp")
+        ),  # of an older version
         lambda folder: (folder / OWNER).unlink(),
         lambda folder: (folder / OWNER).write_text('{"name": "Anna"}'),
         by_another_machine,
@@ -197,11 +205,15 @@ def test_what_only_looks_like_one_stays(change: Callable[[Path], object], abando
     (abandoned.parent / ".qsample-0123456789abcdef").write_text("a file")
     before = sorted(path.relative_to(abandoned.parent) for path in abandoned.parent.rglob("*"))
     remove_abandoned(abandoned.parent)
-    assert sorted(path.relative_to(abandoned.parent) for path in abandoned.parent.rglob("*")) == before
+    assert (
+        sorted(path.relative_to(abandoned.parent) for path in abandoned.parent.rglob("*")) == before
+    )
     assert len(before) > 4
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give folders away")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give folders away"
+)
 def test_that_of_another_user_stays(abandoned: Path) -> None:
     os.chown(abandoned, 12345, -1)
     remove_abandoned(abandoned.parent)
@@ -249,7 +261,9 @@ def test_killed_before_it_had_said_whose_it_is(content: bytes | None, tmp_path: 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_is_taken_away_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_taken_away_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By another process that takes it for abandoned, at each of the steps."""
     real, taken = module.lock, []
 
@@ -291,7 +305,9 @@ def test_a_replaced_package_goes_back_to_its_place(abandoned: Path) -> None:
     assert (abandoned.parent / "target" / "old").read_text() == "old"
 
 
-def test_it_goes_beside_its_place_if_that_is_taken_and_is_deleted_if_the_new_package_arrived(abandoned: Path) -> None:
+def test_it_goes_beside_its_place_if_that_is_taken_and_is_deleted_if_the_new_package_arrived(
+    abandoned: Path,
+) -> None:
     replaced(abandoned)
     (abandoned.parent / "target").mkdir()
     (abandoned / NEW).rmdir()
@@ -309,14 +325,18 @@ def test_a_folder_that_cannot_be_listed_or_written(tmp_path: Path) -> None:
         ScratchFolder(tmp_path / "missing")
 
 
-def test_a_folder_that_takes_no_other_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_takes_no_other_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(PackageError) as told:
         scratch_near(tmp_path / "no" / "package")
-    assert str(told.value) == f"cannot write to {tmp_path}: Permission denied; choose another folder"
+    assert (
+        str(told.value) == f"cannot write to {tmp_path}: Permission denied; choose another folder"
+    )
 
 
 def test_a_scratch_folder_for_a_place_makes_its_parents_and_takes_them_back(tmp_path: Path) -> None:
@@ -335,7 +355,9 @@ def test_a_scratch_folder_for_a_place_makes_its_parents_and_takes_them_back(tmp_
     assert os.listdir(target.parent) == []
 
 
-def test_a_temporary_destination_is_kept_or_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_destination_is_kept_or_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
     with Destination(None) as destination:
         destination.path.mkdir()

@@ -38,7 +38,9 @@ def work(files: SourceFiles, change: Callable[[], object], error: BaseException)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_told_and_so_is_an_error_that_came_of_it(change: str, files: SourceFiles, tmp_path: Path) -> None:
+def test_a_change_is_told_and_so_is_an_error_that_came_of_it(
+    change: str, files: SourceFiles, tmp_path: Path
+) -> None:
     files.check()
     words = rf"second was {'deleted' if change == 'deleted' else 'replaced or written'}.* nothing was published"
     with pytest.raises(QsampleError, match=words) as caught:

@@ -53,7 +53,9 @@ FULL = [
 @pytest.mark.parametrize("error", FULL, ids=lambda error: type(error).__name__)
 def test_errors_that_say_so(error: Exception, tmp_path: Path) -> None:
     with (
-        pytest.raises(PackageError, match=r"^the disk of .* is full; nothing was written\. Free some space") as caught,
+        pytest.raises(
+            PackageError, match=r"^the disk of .* is full; nothing was written\. Free some space"
+        ) as caught,
         full_disk_named(tmp_path, 3 * 10**9, "the package"),
     ):
         raise error
@@ -61,25 +63,38 @@ def test_errors_that_say_so(error: Exception, tmp_path: Path) -> None:
     assert caught.value.__cause__ is error
 
 
-UNCLEAR = [Fail("ToGraphProtoWithExternalInitializers failed"), OSError("61440 requested and 14336 written")]
+UNCLEAR = [
+    Fail("ToGraphProtoWithExternalInitializers failed"),
+    OSError("61440 requested and 14336 written"),
+]
 
 
 @pytest.mark.usefixtures("full")
 @pytest.mark.parametrize("error", UNCLEAR, ids=lambda error: type(error).__name__)
 def test_unclear_errors_on_a_full_disk(error: Exception, tmp_path: Path) -> None:
     missing = tmp_path / "deep" / "missing"
-    with pytest.raises(PackageError, match="is full; nothing was written"), full_disk_named(missing):
+    with (
+        pytest.raises(PackageError, match="is full; nothing was written"),
+        full_disk_named(missing),
+    ):
         raise error
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EFBIG, "File too large"), UNCLEAR[1]], ids=["EFBIG", "short write"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EFBIG, "File too large"), UNCLEAR[1]], ids=["EFBIG", "short write"]
+)
 def test_limits_of_a_file(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match=r"takes no more of a file: .*ulimit -f"), full_disk_named(tmp_path):
+    with (
+        pytest.raises(PackageError, match=r"takes no more of a file: .*ulimit -f"),
+        full_disk_named(tmp_path),
+    ):
         raise error
 
 
 @pytest.mark.usefixtures("full")
-@pytest.mark.parametrize("error", [ValueError("no"), QsampleError("a bad option"), OSError(errno.EACCES, "no")])
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), QsampleError("a bad option"), OSError(errno.EACCES, "no")]
+)
 def test_other_errors_pass(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(type(error)) as caught, full_disk_named(tmp_path):
         raise error
@@ -100,7 +115,12 @@ def test_unclear_errors_on_a_disk_with_room_pass(
 
 def test_sizes_as_text() -> None:
     sizes = (12_300_000, 99_940_000, 100_000_000, 3_000_000_000)
-    assert [space.format_bytes(size) for size in sizes] == ["12.3 MB", "99.9 MB", "0.1 GB", "3.0 GB"]
+    assert [space.format_bytes(size) for size in sizes] == [
+        "12.3 MB",
+        "99.9 MB",
+        "0.1 GB",
+        "3.0 GB",
+    ]
 
 
 def test_a_circle_of_causes_ends(tmp_path: Path) -> None:
@@ -138,7 +158,9 @@ def test_what_was_used_longest_ago_is_trimmed(tmp_path: Path) -> None:
 def test_the_folder_that_is_named_is_the_users(tmp_path: Path) -> None:
     with (
         ScratchFolder(tmp_path) as scratch,
-        pytest.raises(PackageError, match=re.escape(f"{tmp_path} has ") + r".* free and the copy needs about"),
+        pytest.raises(
+            PackageError, match=re.escape(f"{tmp_path} has ") + r".* free and the copy needs about"
+        ),
     ):
         check_free(scratch.new, 10**18, "the copy")
     with (
@@ -186,10 +208,14 @@ def write_with_onnxruntime(folder: Path) -> None:
     if not source.exists():
         fake_package(source)
     level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    optimize_file(source / "decoder.onnx", folder / "optimized.onnx", ["CPUExecutionProvider"], level)
+    optimize_file(
+        source / "decoder.onnx", folder / "optimized.onnx", ["CPUExecutionProvider"], level
+    )
 
 
-@pytest.mark.parametrize("write_file", [write_with_numpy, write_with_safetensors, write_with_onnxruntime])
+@pytest.mark.parametrize(
+    "write_file", [write_with_numpy, write_with_safetensors, write_with_onnxruntime]
+)
 @pytest.mark.parametrize("size", [4096, 16384])
 def test_whoever_writes(write_file: Callable[[Path], None], size: int, disk: Any) -> None:
     folder = disk(size)
@@ -205,7 +231,9 @@ def test_a_package_on_a_full_disk_leaves_nothing(size: int, disk: Any) -> None:
     assert os.listdir(folder) == []
 
 
-def test_an_export_is_asked_for_the_room_of_the_weights_as_they_are_stored(disk: Any, tmp_path: Path) -> None:
+def test_an_export_is_asked_for_the_room_of_the_weights_as_they_are_stored(
+    disk: Any, tmp_path: Path
+) -> None:
     import torch
 
     import qsample
@@ -217,7 +245,9 @@ def test_an_export_is_asked_for_the_room_of_the_weights_as_they_are_stored(disk:
     size = space.format_bytes(sum(count * (2 if count >= SMALLEST else 4) for count in counts))
     folder = disk(1 << 17)
     opened = qsample.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None)
-    with pytest.raises(PackageError, match=rf"disk has 0\.1 MB free and the package needs about {size}"):
+    with pytest.raises(
+        PackageError, match=rf"disk has 0\.1 MB free and the package needs about {size}"
+    ):
         opened.export(folder / "package")
     assert os.listdir(folder) == []
 
@@ -235,5 +265,7 @@ def test_a_limit_of_the_process(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     arguments = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
-    assert re.search(r"PackageError: .* takes no more of a file: .*\(ulimit -f\)", done.stderr), done.stderr
+    assert re.search(r"PackageError: .* takes no more of a file: .*\(ulimit -f\)", done.stderr), (
+        done.stderr
+    )
     assert os.listdir(tmp_path) == []

@@ -79,13 +79,22 @@ def change(edit: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]
             change(lambda header: header["a"].update(data_offsets=[0, 16])),
             "b is not where it should be",
         ),  # overlaps "b"
-        (change(lambda header: header["b"].update(data_offsets=[24, 0])), "b is not where it should be"),
+        (
+            change(lambda header: header["b"].update(data_offsets=[24, 0])),
+            "b is not where it should be",
+        ),
         (change(lambda header: header.pop("b")), "a is not where it should be"),  # a hole
         (change(lambda header: header["b"].update(shape=[2, 4])), "b is not where it should be"),
         (change(lambda header: header["b"].update(shape=[-1, 3])), "b has sizes that are none"),
-        (change(lambda header: header["b"].update(shape=[2**70, 2**70])), "b is not where it should be"),
+        (
+            change(lambda header: header["b"].update(shape=[2**70, 2**70])),
+            "b is not where it should be",
+        ),
         (change(lambda header: header["b"].update(shape=None)), "header is damaged: TypeError"),
-        (change(lambda header: header["b"].update(dtype="F8_E4M3")), "b is 'F8_E4M3'; it may be F32, "),
+        (
+            change(lambda header: header["b"].update(dtype="F8_E4M3")),
+            "b is 'F8_E4M3'; it may be F32, ",
+        ),
         (change(lambda header: header["b"].pop("dtype")), "header is damaged: KeyError"),
         (lambda content: b"\xff" * 8 + content[8:], "header is too long"),
         (lambda content: content[:8] + b"[" + content[9:], "Expecting"),

@@ -17,19 +17,81 @@ import pytest
 from onnx import AttributeProto, TensorProto, helper
 
 from qsample.disk.protobuf import field
-from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name, read_json, referenced_files
+from qsample.disk.untrusted import (
+    colliding_name,
+    parse_json,
+    problem_of_name,
+    read_json,
+    referenced_files,
+)
 
 GOOD_NAMES = [
-    *("decoder.onnx", "decoder.onnx.data", "tokenizer/extra.json", "a/b/c", ".hidden", "x..y", "...x", "Überraschung"),
-    *("con1", "console", "comet", "com10", "nulls.json", "auxiliary.txt", "a b", "100%", "模型.json", "x" * 255),
+    *(
+        "decoder.onnx",
+        "decoder.onnx.data",
+        "tokenizer/extra.json",
+        "a/b/c",
+        ".hidden",
+        "x..y",
+        "...x",
+        "Überraschung",
+    ),
+    *(
+        "con1",
+        "console",
+        "comet",
+        "com10",
+        "nulls.json",
+        "auxiliary.txt",
+        "a b",
+        "100%",
+        "模型.json",
+        "x" * 255,
+    ),
 ]
 OUTSIDE = [
-    *("/etc/passwd", "..", "../x", "a/../b", "a/..", "/", "//server/share", "C:/x", "c:x", "C:", "c:\\x"),
+    *(
+        "/etc/passwd",
+        "..",
+        "../x",
+        "a/../b",
+        "a/..",
+        "/",
+        "//server/share",
+        "C:/x",
+        "c:x",
+        "C:",
+        "c:\\x",
+    ),
     *("..\\x", "a\\b", "\\\\server\\share", "\\x", "\\\\?\\C:\\x", "a/..\\b"),
 ]
 EMPTY_PARTS = ["", ".", "./x", "a/./b", "a//b", "a/"]
-CHARACTERS = ["a\0b", "a\nb", "ab:c", "file:stream", "a*", "a?", 'a"', "a|b", "<a", "a>", "a\x7f", "a\x9b1m"]
-DEVICES = ["con", "NUL", "Aux.txt", "a/prn", "COM1", "lpt9.json", "com¹", "CONIN$", "nul .txt", "a/com0/b"]
+CHARACTERS = [
+    "a\0b",
+    "a\nb",
+    "ab:c",
+    "file:stream",
+    "a*",
+    "a?",
+    'a"',
+    "a|b",
+    "<a",
+    "a>",
+    "a\x7f",
+    "a\x9b1m",
+]
+DEVICES = [
+    "con",
+    "NUL",
+    "Aux.txt",
+    "a/prn",
+    "COM1",
+    "lpt9.json",
+    "com¹",
+    "CONIN$",
+    "nul .txt",
+    "a/com0/b",
+]
 ENDS = ["a.", "a ", "a./b", "a/b ."]
 
 
@@ -182,8 +244,14 @@ def context(
     file: str, mode: int | None = 0, operator: str = "EPContext", domain: str = "com.microsoft"
 ) -> onnx.NodeProto:
     attributes: dict[str, Any] = {} if mode is None else {"embed_mode": mode}
-    attributes |= {"fixed": 0.5, "doubles": onnx.numpy_helper.from_array(np.ones(1)), "zeros": [0.0]}
-    return helper.make_node(operator, ["x"], ["y"], domain=domain, ep_cache_context=file, **attributes)
+    attributes |= {
+        "fixed": 0.5,
+        "doubles": onnx.numpy_helper.from_array(np.ones(1)),
+        "zeros": [0.0],
+    }
+    return helper.make_node(
+        operator, ["x"], ["y"], domain=domain, ep_cache_context=file, **attributes
+    )
 
 
 def model(*nodes: Any, **options: Any) -> onnx.ModelProto:
@@ -198,7 +266,9 @@ def without_number(made: onnx.ModelProto) -> onnx.ModelProto:
 
 def sparse() -> onnx.ModelProto:
     made = model()
-    made.graph.sparse_initializer.add(values=external("sparse"), indices=external("indices"), dims=[4])
+    made.graph.sparse_initializer.add(
+        values=external("sparse"), indices=external("indices"), dims=[4]
+    )
     node = made.graph.node.add(op_type="Constant", output=["y"])
     attribute = node.attribute.add(name="sparse_value", type=AttributeProto.SPARSE_TENSOR)
     attribute.sparse_tensor.CopyFrom(made.graph.sparse_initializer[0])
@@ -209,12 +279,16 @@ def sparse() -> onnx.ModelProto:
 
 def everywhere() -> onnx.ModelProto:
     made = model(constant("constant"), nested(3, "nested"), initializers=[external("initializer")])
-    made.graph.node[0].attribute.add(name="many", type=AttributeProto.TENSORS).tensors.append(external("tensors"))
+    made.graph.node[0].attribute.add(name="many", type=AttributeProto.TENSORS).tensors.append(
+        external("tensors")
+    )
     graphs = made.graph.node[0].attribute.add(name="graphs", type=AttributeProto.GRAPHS).graphs
     graphs.append(graph(constant("graphs")))
     function = made.functions.add(name="f", domain="mine")
     function.node.append(constant("function"))
-    function.attribute_proto.add(name="default", type=AttributeProto.TENSOR).t.CopyFrom(external("default"))
+    function.attribute_proto.add(name="default", type=AttributeProto.TENSOR).t.CopyFrom(
+        external("default")
+    )
     training = made.training_info.add()
     training.initialization.CopyFrom(graph(constant("initialization")))
     training.algorithm.CopyFrom(graph(constant("algorithm")))
@@ -223,14 +297,26 @@ def everywhere() -> onnx.ModelProto:
 
 CASES: dict[str, tuple[onnx.ModelProto, set[str]]] = {
     "none": (model(helper.make_node("Identity", ["x"], ["y"])), set()),
-    "inline": (model(initializers=[onnx.numpy_helper.from_array(np.zeros(1000, np.float32), "w")]), set()),
+    "inline": (
+        model(initializers=[onnx.numpy_helper.from_array(np.zeros(1000, np.float32), "w")]),
+        set(),
+    ),
     "one": (model(initializers=[external("decoder.onnx.data")]), {"decoder.onnx.data"}),
     "two": (model(initializers=[external("a"), external("b", name="other")]), {"a", "b"}),
     "not declared external": (model(initializers=[external("hidden", declared=False)]), {"hidden"}),
     "everywhere": (
         everywhere(),
         {
-            *("constant", "nested", "initializer", "tensors", "graphs", "function", "default", "initialization"),
+            *(
+                "constant",
+                "nested",
+                "initializer",
+                "tensors",
+                "graphs",
+                "function",
+                "default",
+                "initialization",
+            ),
             "algorithm",
         },
     ),
@@ -241,10 +327,17 @@ CASES: dict[str, tuple[onnx.ModelProto, set[str]]] = {
     "context of another domain": (model(context("engine.bin", domain="")), {"engine.bin"}),
     "context of another mode": (model(context("engine.bin", 7)), {"engine.bin"}),
     "context in a branch": (
-        model(helper.make_node("If", ["c"], ["y"], then_branch=graph(context("deep")), else_branch=graph())),
+        model(
+            helper.make_node(
+                "If", ["c"], ["y"], then_branch=graph(context("deep")), else_branch=graph()
+            )
+        ),
         {"deep"},
     ),
-    "context whose mode has no number": (without_number(model(context("engine.bin"))), {"engine.bin"}),
+    "context whose mode has no number": (
+        without_number(model(context("engine.bin"))),
+        {"engine.bin"},
+    ),
     "no context": (model(context("engine.bin", operator="Other")), set()),
     "not text": (model(initializers=[external("placeholder")]), {"placeholder"}),
 }
@@ -275,9 +368,15 @@ def test_a_location_that_comes_twice_counts_twice(tmp_path: Path) -> None:
     entry = b"\x0a\x08location\x12\x05third\x12\x06fourth"  # one entry with two values
     tensor_bytes = external("first").SerializeToString() + b"\x6a" + bytes([len(entry)]) + entry
     graph_bytes = b"\x2a" + bytes([len(tensor_bytes)]) + tensor_bytes
-    made += b"\x3a" + bytes([len(graph_bytes)]) + graph_bytes  # protobuf merges it with the first graph
+    made += (
+        b"\x3a" + bytes([len(graph_bytes)]) + graph_bytes
+    )  # protobuf merges it with the first graph
     (tmp_path / "m.onnx").write_bytes(made)
-    assert {value.value for t in onnx.ModelProto.FromString(made).graph.initializer for value in t.external_data} >= {
+    assert {
+        value.value
+        for t in onnx.ModelProto.FromString(made).graph.initializer
+        for value in t.external_data
+    } >= {
         *("first", "second", "fourth"),
     }
     assert referenced_files(tmp_path / "m.onnx") == {"first", "second", "third", "fourth"}
@@ -350,7 +449,9 @@ def locations(made: onnx.ModelProto) -> set[str]:
             values = value if descriptor.is_repeated else [value]
             for item in values:
                 if descriptor.name == "external_data" and item.key == "location":
-                    found.add(item.value if isinstance(item.value, str) else os.fsdecode(item.value))
+                    found.add(
+                        item.value if isinstance(item.value, str) else os.fsdecode(item.value)
+                    )
                 visit(item)
 
     visit(made)

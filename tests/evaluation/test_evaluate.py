@@ -18,7 +18,13 @@ from qsample.errors import PackageError, QsampleError
 from qsample.evaluation import Evaluation, evaluate
 from qsample.package.package import Package, read_package
 from tests.helpers.capturing import compile_captured
-from tests.helpers.fake_package import POISON, byte_tokenizer, compilation, fake_interface, fake_package
+from tests.helpers.fake_package import (
+    POISON,
+    byte_tokenizer,
+    compilation,
+    fake_interface,
+    fake_package,
+)
 from tests.helpers.tiny_models import VOCAB_SIZE
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps under a tree until the morning comes."
@@ -36,7 +42,9 @@ def log_probabilities(
         for begin in range(0, len(ids), stride):
             end = min(begin + max_length, len(ids))
             with torch.no_grad():
-                log_p = torch.log_softmax(model(torch.tensor(ids[None, begin:end])).logits[0], -1).numpy()
+                log_p = torch.log_softmax(
+                    model(torch.tensor(ids[None, begin:end])).logits[0], -1
+                ).numpy()
             for position in range(max(previous, begin + 1), end):
                 rows.append(log_p[position - 1 - begin])
                 targets.append(ids[position])
@@ -61,11 +69,17 @@ def perplexity_of(log_p: Array, targets: Array) -> float:
     ],
 )
 def test_perplexity_is_transformers_own(
-    model_type: str, max_length: int, stride: int, exported: Callable[..., Path], checkpoint: Callable[[str], Path]
+    model_type: str,
+    max_length: int,
+    stride: int,
+    exported: Callable[..., Path],
+    checkpoint: Callable[[str], Path],
 ) -> None:
     documents = [IDS, IDS[40:45], IDS[10:60]]
     log_p, targets = log_probabilities(checkpoint(model_type), documents, max_length, stride)
-    found = evaluate(exported(model_type), documents, max_length=max_length, stride=stride, batch_size=3)
+    found = evaluate(
+        exported(model_type), documents, max_length=max_length, stride=stride, batch_size=3
+    )
     assert (found.tokens, found.documents) == (len(targets), 3)
     (one,) = found.packages
     assert one.perplexity.value == pytest.approx(perplexity_of(log_p, targets), rel=1e-4)
@@ -84,8 +98,12 @@ def test_divergence_and_agreement_are_those_of_transformers_logits(
     assert [one.path for one in found.packages] == [str(llama), str(hybrid)]
     for one, (own, other) in zip(found.packages, ((log_p, log_q), (log_q, log_p)), strict=True):
         (comparison,) = one.comparisons  # with itself there is none
-        assert comparison.kl.value == pytest.approx(float((np.exp(other) * (other - own)).sum(-1).mean()), rel=1e-4)
-        assert comparison.agreement.value == pytest.approx(float((own.argmax(-1) == other.argmax(-1)).mean()))
+        assert comparison.kl.value == pytest.approx(
+            float((np.exp(other) * (other - own)).sum(-1).mean()), rel=1e-4
+        )
+        assert comparison.agreement.value == pytest.approx(
+            float((own.argmax(-1) == other.argmax(-1)).mean())
+        )
         ratio = perplexity_of(own, targets) / perplexity_of(other, targets)
         assert comparison.perplexity_ratio.value == pytest.approx(ratio, rel=1e-4)
         assert comparison.kl.low < comparison.kl.value < comparison.kl.high
@@ -94,7 +112,9 @@ def test_divergence_and_agreement_are_those_of_transformers_logits(
 
 def test_with_and_without_the_sampler_in_the_graph(fake: Callable[..., Package]) -> None:
     ways = [fake(), fake(sampler=False), fake(logprobs=True)]
-    values = [evaluate(package, IDS, max_length=20).packages[0].perplexity.value for package in ways]
+    values = [
+        evaluate(package, IDS, max_length=20).packages[0].perplexity.value for package in ways
+    ]
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)
 
 
@@ -122,12 +142,17 @@ def test_a_compiled_package_against_the_portable_one(llama_package: Path, tmp_pa
     assert first.comparisons[0].kl.value > 1e-3
     assert reference.comparisons == ()
     assert all(one.step_ms is not None and one.step_ms > 0 for one in found.packages)
-    size = sum(path.stat().st_size for path in (tmp_path / "int4").iterdir() if path.name != "qsample.json")
+    size = sum(
+        path.stat().st_size for path in (tmp_path / "int4").iterdir() if path.name != "qsample.json"
+    )
     assert first.bytes == size
 
 
 def test_windows_read_together_or_alone(llama_package: Path) -> None:
-    ways = [evaluate(llama_package, [IDS, IDS[:9]], max_length=16, stride=7, batch_size=rows) for rows in (1, 2, 50)]
+    ways = [
+        evaluate(llama_package, [IDS, IDS[:9]], max_length=16, stride=7, batch_size=rows)
+        for rows in (1, 2, 50)
+    ]
     values = [found.packages[0].perplexity.value for found in ways]
     assert values == pytest.approx([values[0]] * 3, rel=1e-5)
 
@@ -135,7 +160,9 @@ def test_windows_read_together_or_alone(llama_package: Path) -> None:
 def test_a_text_is_tokenized_as_a_prompt_is(llama_package: Path) -> None:
     ids = byte_tokenizer().encode(TEXT).ids
     assert ids[0] == 1
-    assert evaluate(llama_package, TEXT, max_length=32) == evaluate(llama_package, [ids], max_length=32)
+    assert evaluate(llama_package, TEXT, max_length=32) == evaluate(
+        llama_package, [ids], max_length=32
+    )
 
 
 def test_only_a_few_numbers_of_a_token_are_kept(tmp_path: Path) -> None:
@@ -182,12 +209,20 @@ def test_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:
         (TEXT, {"confidence": 95}, "confidence is 95"),
         (TEXT, {"against": 3}, "3 is not a reference"),
         (TEXT, {"against": "package"}, "the package itself; give another one to compare it with"),
-        (TEXT, {"against": ["link", "package"]}, "the package itself; give another one to compare it with"),
+        (
+            TEXT,
+            {"against": ["link", "package"]},
+            "the package itself; give another one to compare it with",
+        ),
         (TEXT, {"intra_op_num_threads": 0}, "intra_op_num_threads is 0"),
     ],
 )
 def test_what_is_refused(
-    text: Any, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Any,
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     package = fake_package(tmp_path / "package", compilation=compilation())
     (tmp_path / "link").symlink_to(package.path)
@@ -215,7 +250,9 @@ def test_packages_that_do_not_go_together(tmp_path: Path) -> None:
     larger = fake_package(tmp_path / "larger", interface=replace(fake_interface(), vocab_size=2048))
     with pytest.raises(QsampleError, match=r"a vocabulary of 320 tokens and .* one of 2048"):
         evaluate(larger, TEXT, against=first)
-    with pytest.raises(QsampleError, match=r"first gives logits that are not numbers, at scored token 3;"):
+    with pytest.raises(
+        QsampleError, match=r"first gives logits that are not numbers, at scored token 3;"
+    ):
         evaluate(first, [5, 6, 7, POISON, 8])
     with pytest.raises(PackageError, match="missing"):
         evaluate(first, TEXT, against=tmp_path / "nowhere")
@@ -226,6 +263,8 @@ def test_packages_that_do_not_go_together(tmp_path: Path) -> None:
 def test_the_same_package_twice_is_one(tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package")
     other = fake_package(tmp_path / "other")
-    found = evaluate([package, str(package.path)], TEXT, against=[read_package(package.path), other])
+    found = evaluate(
+        [package, str(package.path)], TEXT, against=[read_package(package.path), other]
+    )
     assert isinstance(found, Evaluation)
     assert [len(one.comparisons) for one in found.packages] == [1, 0]

@@ -13,16 +13,23 @@ from qsample.evaluation import plot as plots
 
 def evaluation(*, compared: bool = True, timed: bool = False, kl: float = 0.01) -> Evaluation:
     one = Estimate(0.9, 0.8, 1.0)
-    comparisons = (Comparison("out/plain", Estimate(kl, 0.9 * kl, 1.1 * kl), one, one),) if compared else ()
+    comparisons = (
+        (Comparison("out/plain", Estimate(kl, 0.9 * kl, 1.1 * kl), one, one),) if compared else ()
+    )
     step = 3.5 if timed else None
-    packages = [PackageQuality(f"out/small-{bits}", f"int{bits}", 10**bits, one, comparisons, step) for bits in (4, 8)]
+    packages = [
+        PackageQuality(f"out/small-{bits}", f"int{bits}", 10**bits, one, comparisons, step)
+        for bits in (4, 8)
+    ]
     reference = PackageQuality("out/plain", "float32", 10**9, one, (), step)
     return Evaluation(100, 1, 64, 32, 0.95, (*packages, *([reference] if compared else [])))
 
 
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("compared", [False, True])
-def test_an_svg_names_the_packages_and_the_axes(compared: bool, timed: bool, tmp_path: Path) -> None:
+def test_an_svg_names_the_packages_and_the_axes(
+    compared: bool, timed: bool, tmp_path: Path
+) -> None:
     plots.draw(evaluation(compared=compared, timed=timed), tmp_path / "plot.svg")
     # Text is drawn as glyphs; a comment in front of each says what it spells.
     drawn = (tmp_path / "plot.svg").read_text("utf-8")

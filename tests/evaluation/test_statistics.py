@@ -34,7 +34,9 @@ def test_blocks_of_numbers_that_are_not_correlated_are_short() -> None:
     assert np.median([block_length(rng.normal(size=20_000)) for _ in range(9)]) <= 5
 
 
-@pytest.mark.parametrize("series", [np.ones(100), np.arange(3.0), np.array([0.0]), np.array([1.0, np.inf] * 20)])
+@pytest.mark.parametrize(
+    "series", [np.ones(100), np.arange(3.0), np.array([0.0]), np.array([1.0, np.inf] * 20)]
+)
 def test_series_without_correlations_to_speak_of(series: Array) -> None:
     assert block_length(series) == 1
 
@@ -44,7 +46,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say(rho: float) -> None:
     """90 % intervals of 60 series; taken for independent, those with rho = 0.7 would hold the mean 51 times in 100."""
     hits = 0
     for seed in range(60):
-        found = estimate_means({"x": autoregressive(500, rho, seed)}, confidence=0.9, seed=seed)["x"]
+        found = estimate_means({"x": autoregressive(500, rho, seed)}, confidence=0.9, seed=seed)[
+            "x"
+        ]
         hits += found.low <= 0 <= found.high
     assert 0.75 <= hits / 60 <= 0.99
 

@@ -15,7 +15,9 @@ def guide(length: int, max_length: int, stride: int) -> list[tuple[int, int, int
     for begin in range(0, length, stride):
         end = min(begin + max_length, length)
         targets = end - previous
-        first = max(end - targets, begin + 1)  # the model predicts nothing for a window's first token
+        first = max(
+            end - targets, begin + 1
+        )  # the model predicts nothing for a window's first token
         if first < end:
             found.append((begin, end, first))
         previous = end
@@ -26,7 +28,9 @@ def guide(length: int, max_length: int, stride: int) -> list[tuple[int, int, int
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(2, 12), st.data())
-def test_every_token_is_scored_as_in_the_guide(lengths: list[int], max_length: int, data: st.DataObject) -> None:
+def test_every_token_is_scored_as_in_the_guide(
+    lengths: list[int], max_length: int, data: st.DataObject
+) -> None:
     stride = data.draw(st.integers(1, max_length))
     documents = [np.arange(length) + 1000 * number for number, length in enumerate(lengths)]
     windows = cut_windows(documents, max_length, stride)
@@ -37,6 +41,8 @@ def test_every_token_is_scored_as_in_the_guide(lengths: list[int], max_length: i
     ]
     found = [(int(w.ids[0]), int(w.ids[-1]) + 1, int(w.ids[w.first])) for w in windows]
     assert found == expected
-    assert [w.offset for w in windows] == [sum(v.scored for v in windows[:index]) for index in range(len(windows))]
+    assert [w.offset for w in windows] == [
+        sum(v.scored for v in windows[:index]) for index in range(len(windows))
+    ]
     if stride < max_length:
         assert sum(w.scored for w in windows) == sum(max(length - 1, 0) for length in lengths)

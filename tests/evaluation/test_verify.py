@@ -53,12 +53,21 @@ def differences(one: Array, reference: Array) -> tuple[Array, Array]:
     return np.abs(next(pair) - next(pair)), one.argmax(-1) == reference.argmax(-1)
 
 
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "model_type", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.ci)]
+)
 def test_an_exact_package_is_the_model(
     model_type: str, exported: Callable[..., Path], checkpoint: Callable[[str], Path]
 ) -> None:
     package = exported(model_type)
-    found = verify(package, eager(checkpoint(model_type)), positions=50, max_length=24, batch_size=3, name="eager")
+    found = verify(
+        package,
+        eager(checkpoint(model_type)),
+        positions=50,
+        max_length=24,
+        batch_size=3,
+        name="eager",
+    )
     assert (found.positions, found.head, found.reference) == (50, 20, "eager")
     assert [form for form, one in found.forms.items() if one] == ["sequential", "batched"]
     for one in filter(None, found.forms.values()):
@@ -69,11 +78,18 @@ def test_an_exact_package_is_the_model(
     assert found.tokens == 3 * 12
 
 
-def test_figures_are_those_of_numpy(exported: Callable[..., Path], checkpoint: Callable[[str], Path]) -> None:
+def test_figures_are_those_of_numpy(
+    exported: Callable[..., Path], checkpoint: Callable[[str], Path]
+) -> None:
     """Two models, so that the figures are large; each row's prompt and tokens are cut out of the text here."""
     ids = np.random.default_rng(5).integers(4, VOCAB_SIZE, 400)
     found = verify(
-        exported("llama"), eager(checkpoint("qwen3_5_text")), text=ids, positions=30, max_length=24, batch_size=2
+        exported("llama"),
+        eager(checkpoint("qwen3_5_text")),
+        text=ids,
+        positions=30,
+        max_length=24,
+        batch_size=2,
     )
     one, reference = eager(checkpoint("llama")), eager(checkpoint("qwen3_5_text"))
     errors, same, begin = [], [], 0
@@ -88,7 +104,9 @@ def test_figures_are_those_of_numpy(exported: Callable[..., Path], checkpoint: C
         got = found.forms[form]
         assert got is not None
         assert got.mean == pytest.approx(wanted.mean(), rel=1e-4)
-        assert got.p99 == pytest.approx(np.sort(wanted.ravel())[int(np.ceil(0.99 * (wanted.size - 1)))], rel=1e-4)
+        assert got.p99 == pytest.approx(
+            np.sort(wanted.ravel())[int(np.ceil(0.99 * (wanted.size - 1)))], rel=1e-4
+        )
         assert got.largest == pytest.approx(wanted.max(), rel=1e-4)
         assert got.agreement == agreement
 
@@ -101,7 +119,10 @@ def test_a_quantized_package_and_the_bundled_model(tmp_path: Path) -> None:
     portable = model.export(tmp_path / "float32")
     int4 = portable.compile(tmp_path / "int4", weights="int4", ctx_len=64)
     text = Path("docs/evaluation.md").read_text("utf-8")
-    exact, rough = (verify(one, eager(TINY_LM), text=text, positions=64, batch_size=4) for one in (portable, int4))
+    exact, rough = (
+        verify(one, eager(TINY_LM), text=text, positions=64, batch_size=4)
+        for one in (portable, int4)
+    )
     against = verify(int4, portable, text=text, positions=64, batch_size=4)
     for form in ("sequential", "batched"):
         float32, quantized, other = exact.forms[form], rough.forms[form], against.forms[form]
@@ -113,7 +134,9 @@ def test_a_quantized_package_and_the_bundled_model(tmp_path: Path) -> None:
         assert quantized.p99 > 50 * float32.largest
         assert quantized.agreement < 1 == float32.agreement
         assert other.mean == pytest.approx(quantized.mean, rel=1e-3)
-    assert exact.sha256 == exact.alone_sha256 != rough.sha256 == rough.alone_sha256 == against.sha256
+    assert (
+        exact.sha256 == exact.alone_sha256 != rough.sha256 == rough.alone_sha256 == against.sha256
+    )
 
 
 @pytest.mark.ci
@@ -139,7 +162,10 @@ def test_a_graph_for_replay(
     for sessions in (open_sessions, replaying):
         monkeypatch.setattr(sys.modules[verify.__module__], "open_sessions", sessions)
         found = verify(captured, eager(checkpoint(model_type)), positions=80, batch_size=3)
-        assert all(one is not None and one.largest < 1e-4 and one.agreement == 1 for one in found.forms.values())
+        assert all(
+            one is not None and one.largest < 1e-4 and one.agreement == 1
+            for one in found.forms.values()
+        )
     assert decoders[0].replayed > 40
     assert plain.sha256 == verify(captured, captured, positions=40, batch_size=3).sha256
 
@@ -174,7 +200,9 @@ def test_features_make_no_difference(tmp_path: Path) -> None:
 def scaled(model: onnx.ModelProto) -> None:
     """The head's weights, 1 % larger."""
     head = next(one for one in model.graph.initializer if one.name == "w_head")
-    head.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(head) * np.float32(1.01), "w_head"))
+    head.CopyFrom(
+        onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(head) * np.float32(1.01), "w_head")
+    )
 
 
 def test_a_planted_deviation_shows(tmp_path: Path) -> None:
@@ -186,7 +214,9 @@ def test_a_planted_deviation_shows(tmp_path: Path) -> None:
         assert one.mean > 1e-3
         assert one.largest > one.p99 > one.mean
     other_way = verify(right, wrong, text=TEXT * 3, positions=30, max_length=20)
-    assert [form for form, one in other_way.forms.items() if one] == ["sequential"]  # it is compiled for a single row
+    assert [form for form, one in other_way.forms.items() if one] == [
+        "sequential"
+    ]  # it is compiled for a single row
 
 
 @pytest.mark.parametrize(
@@ -210,9 +240,21 @@ def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) 
 
 def test_references_that_do_not_fit(tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package")
-    with pytest.raises(QsampleError, match="other has a vocabulary of 7 tokens and the package one of 320"):
-        verify(package, lambda rows: [np.zeros((len(row), 7)) for row in rows], text=TEXT * 30, name="other")
+    with pytest.raises(
+        QsampleError, match="other has a vocabulary of 7 tokens and the package one of 320"
+    ):
+        verify(
+            package,
+            lambda rows: [np.zeros((len(row), 7)) for row in rows],
+            text=TEXT * 30,
+            name="other",
+        )
     with pytest.raises(QsampleError, match="other gives logits that are not numbers"):
-        verify(package, lambda rows: [np.full((len(row), 320), np.nan) for row in rows], text=TEXT * 30, name="other")
+        verify(
+            package,
+            lambda rows: [np.full((len(row), 320), np.nan) for row in rows],
+            text=TEXT * 30,
+            name="other",
+        )
     with pytest.raises(PackageError, match="missing"):
         verify(package, tmp_path / "nowhere")

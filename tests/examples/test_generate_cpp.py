@@ -17,7 +17,12 @@ from tests.helpers.fake_package import compilation, fake_package
 
 SOURCE = Path(__file__).parents[2] / "examples" / "generate.cpp"
 HEADER = "onnxruntime_cxx_api.h"
-INCLUDES = ("/usr/local/include", "/usr/local/include/onnxruntime", "/usr/include", "/usr/include/onnxruntime")
+INCLUDES = (
+    "/usr/local/include",
+    "/usr/local/include/onnxruntime",
+    "/usr/include",
+    "/usr/include/onnxruntime",
+)
 LONG = 3 * 10**8 + 1  # of a seed, times 3 * 10**8: beyond the 53 bits of a double
 
 
@@ -25,16 +30,29 @@ LONG = 3 * 10**8 + 1  # of a seed, times 3 * 10**8: beyond the 53 bits of a doub
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled program, over the library that onnxruntime's wheel brings."""
     folders = [os.environ.get("ORT_INCLUDE", ""), *INCLUDES]
-    include = next((folder for folder in folders if folder and (Path(folder) / HEADER).is_file()), None)
+    include = next(
+        (folder for folder in folders if folder and (Path(folder) / HEADER).is_file()), None
+    )
     library = next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*"), None)
     if (compiler := shutil.which("g++")) is None or library is None:
         pytest.skip("needs g++, and an onnxruntime wheel for Linux")
     if include is None:
-        pytest.skip(f"needs {HEADER}: name its folder, `include` of a release of ONNX Runtime, in ORT_INCLUDE")
+        pytest.skip(
+            f"needs {HEADER}: name its folder, `include` of a release of ONNX Runtime, in ORT_INCLUDE"
+        )
     folder = tmp_path_factory.mktemp("cpp")
     (folder / "libonnxruntime.so").symlink_to(library)
     (folder / "libonnxruntime.so.1").symlink_to(library)  # the name that programs load
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-isystem", include, SOURCE, f"-L{folder}", "-lonnxruntime"]
+    flags = [
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-isystem",
+        include,
+        SOURCE,
+        f"-L{folder}",
+        "-lonnxruntime",
+    ]
     built = subprocess.run(
         [compiler, *flags, f"-Wl,-rpath,{folder}", "-o", folder / "generate"],
         capture_output=True,
@@ -50,24 +68,51 @@ def run(program: Path, package: Path, *arguments: object) -> subprocess.Complete
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
-def same_tokens(program: Path, package: Path, prompt: list[int], seed: int, **options: float) -> None:
-    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
-    result = run(program, package, " ".join(map(str, prompt)), "--seed", seed, "--max-new-tokens", 20, *flags)
+def same_tokens(
+    program: Path, package: Path, prompt: list[int], seed: int, **options: float
+) -> None:
+    flags = [
+        word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)
+    ]
+    result = run(
+        program, package, " ".join(map(str, prompt)), "--seed", seed, "--max-new-tokens", 20, *flags
+    )
     assert result.returncode == 0, result.stderr
-    expected = load(package).generate(prompt, max_new_tokens=20, seed=seed, **({"top_k": 0} | options))  # type: ignore[arg-type]
-    assert [int(token) for token in result.stdout.split()] == expected.sequences[0, len(prompt) :].tolist()
+    expected = load(package).generate(
+        prompt, max_new_tokens=20, seed=seed, **({"top_k": 0} | options)
+    )  # type: ignore[arg-type]
+    assert [int(token) for token in result.stdout.split()] == expected.sequences[
+        0, len(prompt) :
+    ].tolist()
 
 
 @pytest.mark.slow
 def test_every_kind_of_package(
     program: Path, bundled_package: Path, exported: Callable[..., Path], tmp_path: Path
 ) -> None:
-    same_tokens(program, bundled_package, [260, 1031, 75], LONG * 3 * 10**8, temperature=0.8, top_k=20, top_p=0.9)
+    same_tokens(
+        program,
+        bundled_package,
+        [260, 1031, 75],
+        LONG * 3 * 10**8,
+        temperature=0.8,
+        top_k=20,
+        top_p=0.9,
+    )
     same_tokens(program, bundled_package, [5], 0, temperature=0, top_p=1)
     every = exported("llama", filters=tuple(EXTRA_PARAMETERS), seed_input=True)
     same_tokens(program, every, [5, 6, 7], LONG * 3 * 10**8, temperature=0.8, top_k=20, top_p=0.9)
-    features = {"logit_bias": True, "allowed_tokens": True, "logprobs": True, "top_logprobs": 2, "probs": True}
-    made = [fake_package(tmp_path / "features", **features), fake_package(tmp_path / "at", compilation=compilation())]  # type: ignore[arg-type]
+    features = {
+        "logit_bias": True,
+        "allowed_tokens": True,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "probs": True,
+    }
+    made = [
+        fake_package(tmp_path / "features", **features),
+        fake_package(tmp_path / "at", compilation=compilation()),
+    ]  # type: ignore[arg-type]
     for package in made:
         same_tokens(program, package.path, [1, 2], 3, temperature=0.9, top_p=1)
 
@@ -75,8 +120,16 @@ def test_every_kind_of_package(
 @pytest.mark.slow
 def test_clear_messages(program: Path, bundled_package: Path, tmp_path: Path) -> None:
     for package, arguments, message in (
-        (fake_package(tmp_path / "host", sampler=False).path, ("1",), "the package was exported without its sampler"),
-        (fake_package(tmp_path / "short", compilation=compilation(ctx_len=4)).path, ("1 2 3 4",), "has 4 tokens"),
+        (
+            fake_package(tmp_path / "host", sampler=False).path,
+            ("1",),
+            "the package was exported without its sampler",
+        ),
+        (
+            fake_package(tmp_path / "short", compilation=compilation(ctx_len=4)).path,
+            ("1 2 3 4",),
+            "has 4 tokens",
+        ),
         (bundled_package, ("",), "has 0 tokens"),
         (bundled_package, ("1", "--top", "2"), "unknown option --top"),
         (tmp_path, ("1",), "has no qsample.json"),

@@ -19,7 +19,9 @@ NEEDED = ("onnxruntime-node", "@huggingface/tokenizers")
 
 def _node(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     # Node looks for packages from the folder of a program on, or of this one for a program on the command line.
-    return subprocess.run(["node", *arguments], capture_output=True, text=True, check=False, cwd=SCRIPT.parent)
+    return subprocess.run(
+        ["node", *arguments], capture_output=True, text=True, check=False, cwd=SCRIPT.parent
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,13 +29,17 @@ def _is_possible() -> None:
     if shutil.which("node") is None:
         pytest.skip("needs Node")
     for name in NEEDED:
-        if _node("--input-type=module", "--eval", f"import.meta.resolve('{name}'); import '{name}'").returncode:
+        if _node(
+            "--input-type=module", "--eval", f"import.meta.resolve('{name}'); import '{name}'"
+        ).returncode:
             pytest.skip(f"npm install {' '.join(NEEDED)}, in this repository")
 
 
 def same_text(package: Path, seed: int, **options: float) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    result = _node(SCRIPT, package, "--prompt=In the", f"--seed={seed}", "--max-new-tokens=20", *flags)
+    result = _node(
+        SCRIPT, package, "--prompt=In the", f"--seed={seed}", "--max-new-tokens=20", *flags
+    )
     assert result.returncode == 0, result.stderr
     model = load(package)
     output = model.generate("In the", max_new_tokens=20, seed=seed, **({"top_k": 0} | options))  # type: ignore[arg-type]
@@ -52,15 +58,34 @@ def test_every_filter_and_seeds_as_an_input(exported: Callable[..., Path]) -> No
 
 
 def test_every_feature_and_a_device_package(tmp_path: Path) -> None:
-    features = {"logit_bias": True, "allowed_tokens": True, "logprobs": True, "top_logprobs": 2, "probs": True}
+    features = {
+        "logit_bias": True,
+        "allowed_tokens": True,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "probs": True,
+    }
     same_text(fake_package(tmp_path / "features", **features).path, 2, temperature=0.9, top_p=1)  # type: ignore[arg-type]
-    same_text(fake_package(tmp_path / "device", compilation=compilation()).path, 3, temperature=0.9, top_p=1)
+    same_text(
+        fake_package(tmp_path / "device", compilation=compilation()).path,
+        3,
+        temperature=0.9,
+        top_p=1,
+    )
 
 
 def test_clear_messages(tmp_path: Path) -> None:
     for package, arguments, message in (
-        (fake_package(tmp_path / "host", sampler=False), (), "the package was exported without its sampler"),
-        (fake_package(tmp_path / "short", compilation=compilation(ctx_len=4)), ("--prompt=too long",), "has 9 tokens"),
+        (
+            fake_package(tmp_path / "host", sampler=False),
+            (),
+            "the package was exported without its sampler",
+        ),
+        (
+            fake_package(tmp_path / "short", compilation=compilation(ctx_len=4)),
+            ("--prompt=too long",),
+            "has 9 tokens",
+        ),
     ):
         result = _node(SCRIPT, package.path, *arguments)
         assert result.returncode == 1

@@ -22,7 +22,11 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "generate_onnxruntime.py"
 def run(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # -I: neither the repository nor an installed qsample's folder is on the path by way of the environment.
     return subprocess.run(
-        [sys.executable, "-I", SCRIPT, package, *arguments], capture_output=True, text=True, check=False, cwd="/"
+        [sys.executable, "-I", SCRIPT, package, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
     )
 
 
@@ -58,11 +62,19 @@ def test_it_gives_the_runtimes_text(temperature: float, tmp_path: Path) -> None:
 
 
 def test_packages_with_every_feature_and_device_packages(tmp_path: Path) -> None:
-    features = {"logit_bias": True, "allowed_tokens": True, "logprobs": True, "top_logprobs": 2, "probs": True}
+    features = {
+        "logit_bias": True,
+        "allowed_tokens": True,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "probs": True,
+    }
     same_text(fake_package(tmp_path / "features", **features), 2, temperature=0.9, top_p=1.0)
     filters = {"filters": tuple(EXTRA_PARAMETERS), "filter_order": "llama.cpp", "seed": True}
     same_text(fake_package(tmp_path / "filters", **filters), 2, temperature=0.9, top_p=1.0)
-    same_text(fake_package(tmp_path / "device", compilation=compilation()), 3, temperature=0.9, top_p=1.0)
+    same_text(
+        fake_package(tmp_path / "device", compilation=compilation()), 3, temperature=0.9, top_p=1.0
+    )
 
 
 ALL_FILTERS = {"filters": tuple(EXTRA_PARAMETERS), "seed_input": True}
@@ -90,5 +102,11 @@ def test_clear_messages(tmp_path: Path) -> None:
         1,
         "the package was exported without its sampler; this script needs a package with the sampler",
     )
-    result = run(fake_package(tmp_path / "short", compilation=compilation(ctx_len=4)).path, "--prompt=too long")
-    assert (result.returncode, result.stderr.strip()) == (1, "the prompt has 9 tokens and the context holds 4")
+    result = run(
+        fake_package(tmp_path / "short", compilation=compilation(ctx_len=4)).path,
+        "--prompt=too long",
+    )
+    assert (result.returncode, result.stderr.strip()) == (
+        1,
+        "the prompt has 9 tokens and the context holds 4",
+    )

@@ -39,15 +39,21 @@ def assert_follows_the_schema(value: dict[str, object]) -> None:
 def test_every_row_is_json_of_the_schema(sampler: bool, tmp_path: Path) -> None:
     model = load(fake_package(tmp_path / "package", sampler=sampler, allowed_tokens=True).path)
     guided_json = example()
-    texts = guided_json.generate_json(model, ["In the", "And", "Blessed are"], guided_json.SCHEMA, seed=3)
+    texts = guided_json.generate_json(
+        model, ["In the", "And", "Blessed are"], guided_json.SCHEMA, seed=3
+    )
     assert len(set(texts)) == 3
     for text in texts:
         assert_follows_the_schema(json.loads(text))
 
 
 def test_a_package_without_a_prompt(tmp_path: Path) -> None:
-    package = fake_package(tmp_path / "package")  # which takes no masks: the bundled model was taken in its place
-    result = subprocess.run([sys.executable, SCRIPT, package.path], capture_output=True, text=True, check=False)
+    package = fake_package(
+        tmp_path / "package"
+    )  # which takes no masks: the bundled model was taken in its place
+    result = subprocess.run(
+        [sys.executable, SCRIPT, package.path], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 1
     assert "allowed_tokens" in result.stderr
 

@@ -25,7 +25,12 @@ def test_it_prints_what_generate_gives(bundled_package: Path) -> None:
         capture_output=True, text=True, check=False, env={**os.environ, **variables, "PYTHONPATH": python_path},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    prompts = ["In the beginning", "Blessed are", "And Jesus said unto them", "And the LORD spake unto"]
+    prompts = [
+        "In the beginning",
+        "Blessed are",
+        "And Jesus said unto them",
+        "And the LORD spake unto",
+    ]
     model = load(bundled_package)
     lines = []
     for number in range(8):

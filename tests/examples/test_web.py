@@ -23,12 +23,18 @@ from qsample.serve.web import WebServer
 from tests.conftest import made_once
 from tests.helpers.browsers import WIDE_MARKDOWN, check_readable, open_browser, pages, tab_order
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright; the page needs a browser")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="pip install playwright; the page needs a browser"
+)
 pytestmark = pytest.mark.slow
 
 WEB = Path(__file__).parents[2] / "examples" / "web"
 BUNDLED = Path(qsample.__file__).parent / "assets" / "tiny_lm"
-SWIFTSHADER = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan,WebGPUService")
+SWIFTSHADER = (
+    "--enable-unsafe-webgpu",
+    "--use-webgpu-adapter=swiftshader",
+    "--enable-features=Vulkan,WebGPUService",
+)
 PROMPT = "And the LORD spake unto"
 SEED = 2**53 + 1  # no exact number of JavaScript
 PATIENCE = 300_000  # milliseconds: a GPU in software is slow
@@ -58,7 +64,9 @@ def package(shared_folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def compiled(package: Path, shared_folder: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(package)
-    return made_once(shared_folder / "tiny_lm-for-the-page-cpu", lambda path: model.compile(path, ctx_len=128))
+    return made_once(
+        shared_folder / "tiny_lm-for-the-page-cpu", lambda path: model.compile(path, ctx_len=128)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +77,9 @@ def float32_package(shared_folder: Path) -> Path:
 
     def make(path: Path) -> None:
         checkpoint = path.with_name("tiny_lm-float32")
-        transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).save_pretrained(checkpoint)
+        transformers.AutoModelForCausalLM.from_pretrained(
+            BUNDLED, dtype=torch.float32
+        ).save_pretrained(checkpoint)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(BUNDLED / name, checkpoint)
         AutoModelForCausalLM.from_pretrained(checkpoint, logprobs=True, top_logprobs=5).export(path)
@@ -145,13 +155,21 @@ def expected(model: CausalLM, prompt: str | list[int], **params: Any) -> str:
 
 
 def test_a_link_writes_pythons_text(
-    open_page: Callable[..., Any], url: str, compiled: Path, serve: Callable[[Path], str], model: CausalLM
+    open_page: Callable[..., Any],
+    url: str,
+    compiled: Path,
+    serve: Callable[[Path], str],
+    model: CausalLM,
 ) -> None:
-    page = open_page(link(url, PROMPT, temperature=0.85, topP=0.92, minP=0.02, repetitionPenalty=1.1))
+    page = open_page(
+        link(url, PROMPT, temperature=0.85, topP=0.92, minP=0.02, repetitionPenalty=1.1)
+    )
     text = finished(page)
     params = {"temperature": 0.85, "top_p": 0.92, "min_p": 0.02, "repetition_penalty": 1.1}
     assert text == expected(model, PROMPT, **params)
-    sync_api.expect(page.locator("#about")).to_have_text(re.compile(r"^tiny_lm, \d+ MB, on WebAssembly$"))
+    sync_api.expect(page.locator("#about")).to_have_text(
+        re.compile(r"^tiny_lm, \d+ MB, on WebAssembly$")
+    )
     sync_api.expect(page.locator("#remark")).to_contain_text("this browser")
     assert page.evaluate("crossOriginIsolated") is True
     # All sliders count, and the link under the text is all that it takes.
@@ -163,7 +181,8 @@ def test_a_link_writes_pythons_text(
     assert text == expected(model, PROMPT, **params)
     facts = page.locator("article footer").last.inner_text()
     assert re.match(
-        rf"24 tokens, [\d.]+ a second, the first after \d+ ms, cut off by the limit of 24 tokens\. Seed {SEED}\b", facts
+        rf"24 tokens, [\d.]+ a second, the first after \d+ ms, cut off by the limit of 24 tokens\. Seed {SEED}\b",
+        facts,
     )
     address = page.locator("article a").last.get_attribute("href")
     assert finished(open_page(f"{url}/{address}")) == text
@@ -173,10 +192,14 @@ def test_a_link_writes_pythons_text(
     sync_api.expect(other.locator("#note")).to_contain_text("another package")
 
 
-def test_bars_show_the_models_own_probabilities(open_page: Callable[..., Any], url: str, model: CausalLM) -> None:
+def test_bars_show_the_models_own_probabilities(
+    open_page: Callable[..., Any], url: str, model: CausalLM
+) -> None:
     page = open_page(link(url, PROMPT, temperature=1.5))
     finished(page)
-    output = model.generate(PROMPT, temperature=1.5, top_k=0, top_p=1.0, max_new_tokens=24, seed=SEED)
+    output = model.generate(
+        PROMPT, temperature=1.5, top_k=0, top_p=1.0, max_new_tokens=24, seed=SEED
+    )
     length = output.sequences.shape[1] - 24
     for place in (24, 3):
         page.locator("#place").fill(str(place))
@@ -195,7 +218,9 @@ def test_bars_show_the_models_own_probabilities(open_page: Callable[..., Any], u
         assert page.locator("#bars .bar").evaluate_all(widths)[:5] == pytest.approx(shares, abs=1.5)
 
 
-def test_a_conversation_and_its_link(open_page: Callable[..., Any], url: str, model: CausalLM) -> None:
+def test_a_conversation_and_its_link(
+    open_page: Callable[..., Any], url: str, model: CausalLM
+) -> None:
     page = ready(open_page(url))
     sync_api.expect(page.locator("#as-chat")).to_be_checked()
     said = [{"role": "system", "content": "Be brief."}]
@@ -231,7 +256,9 @@ def test_a_chat_may_fill_the_context(
     prompt.type("Who")
     prompt.press("Shift+Enter")
     for composing in ({"isComposing": True}, {"keyCode": 229}):  # an input method's Enter; Safari's
-        prompt.dispatch_event("keydown", {"key": "Enter", "bubbles": True, "cancelable": True, **composing})
+        prompt.dispatch_event(
+            "keydown", {"key": "Enter", "bubbles": True, "cancelable": True, **composing}
+        )
     prompt.type("art thou?")
     sync_api.expect(prompt).to_have_value("Who\nart thou?")
     sync_api.expect(page.locator("article")).to_have_count(0)
@@ -242,7 +269,9 @@ def test_a_chat_may_fill_the_context(
     assert output.finish_reasons[0] == "length"  # of more than the text mode's 100 tokens
     text = finished(page)
     assert words(text) == words(output.texts[0])
-    sync_api.expect(page.locator("article footer")).to_contain_text("cut off by the end of the context")
+    sync_api.expect(page.locator("article footer")).to_contain_text(
+        "cut off by the end of the context"
+    )
     address = page.locator("article a").get_attribute("href")
     again = open_page(f"{page.url}{address}")
     assert finished(again) == text
@@ -261,14 +290,19 @@ def test_answers_are_markdown_and_harm_nobody(open_page: Callable[..., Any], url
     sync_api.expect(shown.locator("h1")).to_have_text("Title")
     sync_api.expect(shown.locator("strong")).to_have_text("Bold")
     sync_api.expect(shown.locator("pre")).to_have_text("<b>")
-    addresses = shown.locator("a").evaluate_all("links => links.map(link => [link.href, link.target, link.rel])")
+    addresses = shown.locator("a").evaluate_all(
+        "links => links.map(link => [link.href, link.target, link.rel])"
+    )
     assert addresses == [["https://example.org/", "_blank", "noopener noreferrer"]]
     sync_api.expect(shown.locator("img")).to_have_count(0)
     assert page.evaluate("window.harmed") is None
 
 
 def test_a_model_without_a_chat_template_writes_texts(
-    open_page: Callable[..., Any], serve: Callable[[Path], str], float32_package: Path, model: CausalLM
+    open_page: Callable[..., Any],
+    serve: Callable[[Path], str],
+    float32_package: Path,
+    model: CausalLM,
 ) -> None:
     page = ready(open_page(serve(float32_package)))
     sync_api.expect(page.locator("#as-text")).to_be_checked()
@@ -279,7 +313,9 @@ def test_a_model_without_a_chat_template_writes_texts(
     sync_api.expect(page.locator("#prompt")).to_have_value("In the\n")
     page.press("#prompt", "Control+Enter")
     finished(page)
-    sync_api.expect(page.locator("article footer")).to_contain_text("cut off by the limit of 100 tokens")
+    sync_api.expect(page.locator("article footer")).to_contain_text(
+        "cut off by the limit of 100 tokens"
+    )
 
 
 def test_a_text_is_stopped_and_spoken_once(open_page: Callable[..., Any], url: str) -> None:
@@ -307,7 +343,11 @@ def test_a_text_is_stopped_and_spoken_once(open_page: Callable[..., Any], url: s
 
 
 def test_damaged_and_missing_parts_and_no_gpu(
-    open_page: Callable[..., Any], package: Path, serve: Callable[[Path], str], tmp_path: Path, model: CausalLM
+    open_page: Callable[..., Any],
+    package: Path,
+    serve: Callable[[Path], str],
+    tmp_path: Path,
+    model: CausalLM,
 ) -> None:
     copy = tmp_path / "package"
     shutil.copytree(package, copy)
@@ -359,9 +399,14 @@ def test_webgpu_and_a_lost_device(
 
 
 def test_too_little_memory(url: str, browser: Any) -> None:
-    with open_browser("--js-flags=--wasm-max-mem-pages=320", beside=browser) as small, pages(small) as make:
+    with (
+        open_browser("--js-flags=--wasm-max-mem-pages=320", beside=browser) as small,
+        pages(small) as make,
+    ):
         page = ready(make(url))
-        sync_api.expect(page.locator("#note.error")).to_contain_text("too little memory", timeout=PATIENCE)
+        sync_api.expect(page.locator("#note.error")).to_contain_text(
+            "too little memory", timeout=PATIENCE
+        )
         sync_api.expect(page.locator("#go")).to_be_enabled()
 
 
@@ -371,13 +416,18 @@ def test_everything_can_be_seen_read_and_touched(
     open_page: Callable[..., Any], url: str, width: int, scheme: str
 ) -> None:
     page = open_page(
-        link(url, PROMPT), viewport={"width": width, "height": 640}, color_scheme=scheme, reduced_motion="reduce"
+        link(url, PROMPT),
+        viewport={"width": width, "height": 640},
+        color_scheme=scheme,
+        reduced_motion="reduce",
     )
     finished(page)
     if width < 900:
         sync_api.expect(page.locator("#seed")).to_be_hidden()
         page.click("#settings summary")
-    page.evaluate("document.querySelector('article').setAttribute('aria-busy', 'true')")  # as while it writes
+    page.evaluate(
+        "document.querySelector('article').setAttribute('aria-busy', 'true')"
+    )  # as while it writes
     assert page.evaluate("document.getAnimations().length") == 0
     sliders = {
         "temperature",
@@ -389,7 +439,16 @@ def test_everything_can_be_seen_read_and_touched(
         "frequencyPenalty",
         "place",
     }
-    others = {"device", "maxNewTokens", "seed", "prompt", "go", "clear", "Use this seed", "Link to this text"}
+    others = {
+        "device",
+        "maxNewTokens",
+        "seed",
+        "prompt",
+        "go",
+        "clear",
+        "Use this seed",
+        "Link to this text",
+    }
     assert check_readable(page, width) >= sliders | others
     page.fill("#prompt", "and " * 5000)
     page.evaluate("document.querySelector('article').setAttribute('aria-busy', 'false')")
@@ -407,7 +466,16 @@ def test_everything_can_be_seen_read_and_touched(
 
 def test_the_keyboard_is_enough(open_page: Callable[..., Any], url: str, model: CausalLM) -> None:
     page = ready(open_page(url))
-    fields = ["system", "maxNewTokens", "seed", "temperature", "topK", "topP", "minP", "repetitionPenalty"]
+    fields = [
+        "system",
+        "maxNewTokens",
+        "seed",
+        "temperature",
+        "topK",
+        "topP",
+        "minP",
+        "repetitionPenalty",
+    ]
     fields += ["presencePenalty", "frequencyPenalty", "prompt"]
     assert tab_order(page, 15) == ["as-chat", "device", "Settings", *fields, "go"]
     for name in ["device", *fields, "place"]:
@@ -415,7 +483,9 @@ def test_the_keyboard_is_enough(open_page: Callable[..., Any], url: str, model: 
     page.focus("#temperature")
     for _ in range(10):
         page.keyboard.press("ArrowLeft")
-    sync_api.expect(page.locator("#temperature + output, label:has(#temperature) output")).to_have_text("0.7")
+    sync_api.expect(
+        page.locator("#temperature + output, label:has(#temperature) output")
+    ).to_have_text("0.7")
     page.focus("#as-chat")
     page.keyboard.press("ArrowRight")
     page.fill("#prompt", PROMPT)
@@ -423,5 +493,7 @@ def test_the_keyboard_is_enough(open_page: Callable[..., Any], url: str, model: 
     page.fill("#maxNewTokens", "8")
     page.focus("#go")
     page.keyboard.press("Enter")
-    assert finished(page) == expected(model, PROMPT, temperature=0.7, top_p=0.95, seed=3, max_new_tokens=8)
+    assert finished(page) == expected(
+        model, PROMPT, temperature=0.7, top_p=0.95, seed=3, max_new_tokens=8
+    )
     assert page.evaluate("document.activeElement.id") == "go"

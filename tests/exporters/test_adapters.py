@@ -28,18 +28,29 @@ from tests.helpers.quantized_checkpoints import Scheme, save_quantized
 from tests.helpers.tiny_models import FAMILIES, save_checkpoint
 
 TOKENS = 12
-PROMPTS = [[5, 9, 30, 7, 100, 40, 8], [17, 44, 9], [80, 21, 22, 90, 120], [200, 3, 61, 61], [11, 12, 13, 14, 15, 16]]
+PROMPTS = [
+    [5, 9, 30, 7, 100, 40, 8],
+    [17, 44, 9],
+    [80, 21, 22, 90, 120],
+    [200, 3, 61, 61],
+    [11, 12, 13, 14, 15, 16],
+]
 
 
-def make_adapter(folder: Path, interface: Interface, seed: int, rank: int, *kinds: str, **config: Any) -> Path:
+def make_adapter(
+    folder: Path, interface: Interface, seed: int, rank: int, *kinds: str, **config: Any
+) -> Path:
     """A folder of an adapter of the layers of some kinds, or all. config: also rank_pattern, of kinds."""
     tensors, ranks = {}, config.get("rank_pattern", {})
     for index, target in enumerate(interface.adapters):
         if not kinds or target.kind in kinds:
             torch.manual_seed(1000 * seed + index)
-            pair = lora_pair(target.path, target.out_features, target.in_features, ranks.get(target.kind, rank))
+            pair = lora_pair(
+                target.path, target.out_features, target.in_features, ranks.get(target.kind, rank)
+            )
             tensors |= {
-                name: torch.randn_like(matrix) / (16 if "lora_B" in name else 1) for name, matrix in pair.items()
+                name: torch.randn_like(matrix) / (16 if "lora_B" in name else 1)
+                for name, matrix in pair.items()
             }
     save_adapter(folder, tensors, r=rank, **config)
     return folder
@@ -53,7 +64,9 @@ def merged(checkpoint: Path, adapter: Path | None, scale: Callable[[str], float]
         name = f"base_model.model.{path}"
         if f"{name}.lora_A.weight" in tensors:
             change = (
-                scale(path.rpartition(".")[2]) * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+                scale(path.rpartition(".")[2])
+                * tensors[f"{name}.lora_B.weight"]
+                @ tensors[f"{name}.lora_A.weight"]
             )
             module.weight.data += change.T if isinstance(module, Conv1D) else change
     return model
@@ -62,12 +75,17 @@ def merged(checkpoint: Path, adapter: Path | None, scale: Callable[[str], float]
 def greedy(model: Any, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
     ends = {"eos_token_id": None, "pad_token_id": 0}
-    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, **ends)
+    tokens = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, **ends
+    )
     return tokens[0, len(prompt) :].tolist()
 
 
 def generated(model: CausalLM, prompts: list[list[int]], names: list[str | None]) -> Any:
-    params = [SamplingParams(temperature=0, max_new_tokens=TOKENS, eos_token_id=(), adapter=name) for name in names]
+    params = [
+        SamplingParams(temperature=0, max_new_tokens=TOKENS, eos_token_id=(), adapter=name)
+        for name in names
+    ]
     return model.generate(prompts, params)
 
 
@@ -77,18 +95,29 @@ def package(adapted: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapters(package: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, tuple[Path | None, Any]]:
+def adapters(
+    package: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str | None, tuple[Path | None, Any]]:
     """Name → the folder, and kind → scale."""
     folder, interface = tmp_path_factory.mktemp("adapters"), read_package(package).interface
-    pattern = {"rank_pattern": {"o_proj": 8, "v_proj": 2}, "alpha_pattern": {"v_proj": 6}, "lora_alpha": 4}
+    pattern = {
+        "rank_pattern": {"o_proj": 8, "v_proj": 2},
+        "alpha_pattern": {"v_proj": 6},
+        "lora_alpha": 4,
+    }
     return {
         None: (None, None),
         "all": (make_adapter(folder / "all", interface, 1, 4, lora_alpha=12), lambda kind: 3.0),
         "query, value": (
-            make_adapter(folder / "qv", interface, 2, 8, "q_proj", "v_proj", lora_alpha=16, use_rslora=True),
+            make_adapter(
+                folder / "qv", interface, 2, 8, "q_proj", "v_proj", lora_alpha=16, use_rslora=True
+            ),
             lambda kind: 16 / 8**0.5,
         ),
-        "down": (make_adapter(folder / "down", interface, 3, 1, "down_proj", lora_alpha=8), lambda kind: 8.0),
+        "down": (
+            make_adapter(folder / "down", interface, 3, 1, "down_proj", lora_alpha=8),
+            lambda kind: 8.0,
+        ),
         "patterns": (
             make_adapter(folder / "patterns", interface, 4, 4, **pattern),
             lambda kind: {"o_proj": 4 / 8, "v_proj": 6 / 2}.get(kind, 1.0),
@@ -115,7 +144,10 @@ def test_each_row_has_its_own_adapter(
         greedy(merged(checkpoint("llama"), *adapter), prompt)
         for prompt, adapter in zip(PROMPTS, adapters.values(), strict=True)
     ]
-    plain, others = merged(checkpoint("llama"), None, float), zip(wanted[1:], PROMPTS[1:], strict=True)
+    plain, others = (
+        merged(checkpoint("llama"), None, float),
+        zip(wanted[1:], PROMPTS[1:], strict=True),
+    )
     assert not any(row == greedy(plain, prompt) for row, prompt in others)  # the adapters matter
     AutoModelForCausalLM.from_pretrained(package).compile(tmp_path / "cpu", ctx_len=64)
     for path in (package, tmp_path / "cpu"):
@@ -142,14 +174,18 @@ def test_adapters_over_quantized_weights(
     weights: str,
     most: float,
 ) -> None:
-    AutoModelForCausalLM.from_pretrained(package).compile(tmp_path / "p", ctx_len=64, weights=weights, max_divergence=9)
+    AutoModelForCausalLM.from_pretrained(package).compile(
+        tmp_path / "p", ctx_len=64, weights=weights, max_divergence=9
+    )
     output = generated(loaded(tmp_path / "p", adapters), PROMPTS, [*adapters])
     differences = []
     for row, (prompt, adapter) in enumerate(zip(PROMPTS, adapters.values(), strict=True)):
         with torch.no_grad():
             logits = merged(checkpoint("llama"), *adapter)(torch.tensor([prompt])).logits[0, -1]
         token = output.token_ids[row][0]
-        differences.append(abs(float(output.logprobs[row][0]) - logits.log_softmax(-1)[token].item()))
+        differences.append(
+            abs(float(output.logprobs[row][0]) - logits.log_softmax(-1)[token].item())
+        )
     assert max(differences) < most, differences
 
 
@@ -171,7 +207,12 @@ def marked(path: str, states: ir.Value, result_shape: list[Any]) -> list[ir.Node
     """A layer that squares its input, and the marker after it."""
     result = ir.node("Mul", [states, states])
     result.outputs[0].shape, result.outputs[0].dtype = ir.Shape(result_shape), ir.DataType.FLOAT
-    marker = ir.node("Adapted", [states, result.outputs[0]], domain="qsample", metadata_props={ADAPTED_PATH: path})
+    marker = ir.node(
+        "Adapted",
+        [states, result.outputs[0]],
+        domain="qsample",
+        metadata_props={ADAPTED_PATH: path},
+    )
     return [result, marker]
 
 
@@ -190,32 +231,51 @@ def test_layers_whose_rows_nobody_knows_are_left_alone() -> None:
     adapted = adapt_layers(model, interface, "root.")
     assert adapted.adapters == (AdapterTarget("a", 4, 4),)
     assert all(node.op_type != "Adapted" for node in graph)
-    assert [value.name for value in graph.inputs] == ["x", "flat", *(spec.name for spec in adapted.adapter_inputs)]
+    assert [value.name for value in graph.inputs] == [
+        "x",
+        "flat",
+        *(spec.name for spec in adapted.adapter_inputs),
+    ]
     flat = named("flat", "N", 4)
-    graph = ir.Graph([flat], [], nodes=marked("root.b", flat, ["N", 4]), opset_imports={"": 20}, name="g")
-    with pytest.raises(UnsupportedModelError, match=r"no linear layers that read .*leave max_loras out"):
+    graph = ir.Graph(
+        [flat], [], nodes=marked("root.b", flat, ["N", 4]), opset_imports={"": 20}, name="g"
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"no linear layers that read .*leave max_loras out"
+    ):
         adapt_layers(ir.Model(graph, ir_version=10), interface, "root.")
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("target", ["cuda", "openvino"])
 def test_targets_without_adapters_say_so(package: Path, tmp_path: Path, target: str) -> None:
-    with pytest.raises(CompileError, match=rf"takes LoRA adapters \(max_loras=4\), and the target {target} has no"):
-        AutoModelForCausalLM.from_pretrained(package).compile(tmp_path / "p", provider=target, ctx_len=64)
+    with pytest.raises(
+        CompileError, match=rf"takes LoRA adapters \(max_loras=4\), and the target {target} has no"
+    ):
+        AutoModelForCausalLM.from_pretrained(package).compile(
+            tmp_path / "p", provider=target, ctx_len=64
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
 def test_families(family: str, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "checkpoint", family)
-    portable = AutoModelForCausalLM.from_pretrained(checkpoint, max_loras=2, max_lora_rank=8).export(tmp_path / "p")
+    portable = AutoModelForCausalLM.from_pretrained(
+        checkpoint, max_loras=2, max_lora_rank=8
+    ).export(tmp_path / "p")
     portable.compile(tmp_path / "cpu", ctx_len=64)
     portable.compile(tmp_path / "int4", ctx_len=64, weights="int4", max_divergence=99)
     interface = portable.package.interface
-    folders = [make_adapter(tmp_path / f"{seed}", interface, seed, 4 * seed, lora_alpha=8) for seed in (1, 2)]
+    folders = [
+        make_adapter(tmp_path / f"{seed}", interface, seed, 4 * seed, lora_alpha=8)
+        for seed in (1, 2)
+    ]
     wanted = [
         greedy(merged(checkpoint, folder, lambda kind, scale=scale: scale), prompt)
-        for prompt, folder, scale in zip(PROMPTS[:3], [None, *folders], (0.0, 2.0, 1.0), strict=True)
+        for prompt, folder, scale in zip(
+            PROMPTS[:3], [None, *folders], (0.0, 2.0, 1.0), strict=True
+        )
     ]
     for path in (tmp_path / "p", tmp_path / "cpu"):
         model = loaded(path, {None: (None, None), "1": (folders[0], None), "2": (folders[1], None)})
@@ -224,7 +284,9 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_peft_gives_the_same_tokens(package: Path, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_peft_gives_the_same_tokens(
+    package: Path, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft")
     every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     configs: dict[str, dict[str, Any]] = {
@@ -238,11 +300,16 @@ def test_peft_gives_the_same_tokens(package: Path, checkpoint: Callable[[str], P
         },
         "a layer": {"r": 2, "lora_alpha": 20, "target_modules": every, "layers_to_transform": [1]},
     }
-    model, wanted = load(package), [greedy(HuggingFace.from_pretrained(checkpoint("llama")), PROMPTS[0])]
+    model, wanted = (
+        load(package),
+        [greedy(HuggingFace.from_pretrained(checkpoint("llama")), PROMPTS[0])],
+    )
     for seed, (name, config) in enumerate(configs.items()):
         torch.manual_seed(seed)
         base = HuggingFace.from_pretrained(checkpoint("llama"), dtype=torch.float32)
-        adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))
+        adapted = peft.get_peft_model(
+            base, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config)
+        )
         adapted.save_pretrained(tmp_path / name)
         model.load_adapter(name, tmp_path / name)
         wanted.append(greedy(adapted.eval(), PROMPTS[seed + 1]))
@@ -254,7 +321,9 @@ def test_peft_gives_the_same_tokens(package: Path, checkpoint: Callable[[str], P
 @pytest.mark.parametrize("scheme", [Scheme("gptq", act_order=True), Scheme("awq")], ids=str)
 def test_adapters_over_weights_that_came_quantized(scheme: Scheme, tmp_path: Path) -> None:
     save_quantized(tmp_path / "checkpoint", "llama", scheme)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", max_loras=2, max_lora_rank=8)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "checkpoint", max_loras=2, max_lora_rank=8
+    )
     portable = model.export(tmp_path / "p")
     interface = portable.package.interface
     portable.compile(tmp_path / "cpu", ctx_len=64)

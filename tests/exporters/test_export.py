@@ -29,7 +29,12 @@ from qsample.models.model import PackagedModel, SourceModel
 from qsample.package.package import read_package
 from qsample.text.tokenizer import Tokenizer as RuntimeTokenizer
 from tests.helpers.mixtures import mixture
-from tests.helpers.tiny_models import byte_tokenizer, export_without_sampler, random_model, save_checkpoint
+from tests.helpers.tiny_models import (
+    byte_tokenizer,
+    export_without_sampler,
+    random_model,
+    save_checkpoint,
+)
 
 WORDS = ["in", "the", "begin", "##ning"]
 
@@ -44,40 +49,63 @@ def test_graphs_have_the_interface_of_the_contract(exported: Callable[..., Path]
     for features in ({}, {"include_sampler": False}, {**everything, "top_logprobs": 3}):
         package = read_package(exported("llama", **features))
         for name, spec in package.interface.graphs.items():
-            assert graph_interface(package.path / name) == (spec.input_names, spec.output_names), (features, name)
+            assert graph_interface(package.path / name) == (spec.input_names, spec.output_names), (
+                features,
+                name,
+            )
 
 
 def test_axes_and_dtypes_are_those_of_the_contract(llama_package: Path) -> None:
     package = read_package(llama_package)
     graph = onnx.load(package.path / "decoder.onnx", load_external_data=False).graph
-    specs = {spec.name: spec for spec in (*package.interface.decoder.inputs, *package.interface.decoder.states)}
+    specs = {
+        spec.name: spec
+        for spec in (*package.interface.decoder.inputs, *package.interface.decoder.states)
+    }
     assert "logits" not in {value.name for value in graph.output}
     for value in graph.input:
         spec, tensor = specs[value.name], value.type.tensor_type
         dims = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
         assert dims == [package.interface.sizes.get(axis, axis) for axis in spec.axes], value.name
-        assert onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) == np.dtype(spec.dtype), value.name
+        assert onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) == np.dtype(spec.dtype), (
+            value.name
+        )
 
 
-def test_manifest_records_source_versions_and_parity(llama_package: Path, checkpoint: Callable[[str], Path]) -> None:
+def test_manifest_records_source_versions_and_parity(
+    llama_package: Path, checkpoint: Callable[[str], Path]
+) -> None:
     manifest = read_package(llama_package).manifest
     folder = checkpoint("llama")
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     assert (manifest.source.model_id, manifest.source.files) == (folder.name, files)
-    assert (manifest.source.model_type, manifest.source.architecture) == ("llama", "LlamaForCausalLM")
+    assert (manifest.source.model_type, manifest.source.architecture) == (
+        "llama",
+        "LlamaForCausalLM",
+    )
     release = torch.__version__.partition("+")[0]  # its metadata may lack the build
     assert manifest.versions["torch"].partition("+")[0] == release
     assert manifest.max_position_embeddings == 256
-    assert (manifest.token_ids.pad, manifest.token_ids.bos, tuple(manifest.token_ids.eos)) == (0, 1, (2,))
+    assert (manifest.token_ids.pad, manifest.token_ids.bos, tuple(manifest.token_ids.eos)) == (
+        0,
+        1,
+        (2,),
+    )
     assert manifest.parity is not None
     assert manifest.parity["max_error"] in (1e-6, 1e-5, 1e-4)
     assert manifest.parity["attention_layers"] == 2
     on_disk = json.loads((llama_package / "qsample.json").read_text())
-    assert {"decoder.onnx", "initial_state.onnx", "tokenizer.json", "config.json"} <= set(on_disk["files"])
+    assert {"decoder.onnx", "initial_state.onnx", "tokenizer.json", "config.json"} <= set(
+        on_disk["files"]
+    )
 
 
 def unigram() -> Tokenizer:
-    pieces = [("<unk>", 0.0), *(("\u2581" + word, -1.0) for word in ("in", "the", "begin")), ("ning", -1.5)]
+    pieces = [
+        ("<unk>", 0.0),
+        *(("\u2581" + word, -1.0) for word in ("in", "the", "begin")),
+        ("ning", -1.5),
+    ]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     return tokenizer
@@ -91,12 +119,21 @@ def word_piece() -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    ("make", "ids"), [(unigram, [1, 2, 3, 4]), (word_piece, [1, 2, 3, 4])], ids=["unigram", "word_piece"]
+    ("make", "ids"),
+    [(unigram, [1, 2, 3, 4]), (word_piece, [1, 2, 3, 4])],
+    ids=["unigram", "word_piece"],
 )
-def test_tokenizers_reach_the_runtime(make: Callable[[], Tokenizer], ids: list[int], tmp_path: Path) -> None:
+def test_tokenizers_reach_the_runtime(
+    make: Callable[[], Tokenizer], ids: list[int], tmp_path: Path
+) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), unk_token="<unk>")
     _save_model_files(random_model("llama"), tokenizer, tmp_path)
-    assert RuntimeTokenizer(Tokenizer.from_file(str(tmp_path / "tokenizer.json"))).encode("in the beginning") == ids
+    assert (
+        RuntimeTokenizer(Tokenizer.from_file(str(tmp_path / "tokenizer.json"))).encode(
+            "in the beginning"
+        )
+        == ids
+    )
 
 
 def test_every_stop_token_of_the_generation_config_is_kept() -> None:
@@ -107,7 +144,14 @@ def test_every_stop_token_of_the_generation_config_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [([2, 7, 100_000], (2, 7)), ([-1, 2, -100], (2,)), (100_000, ()), (-1, ()), ([], ()), (None, (2,))],
+    [
+        ([2, 7, 100_000], (2, 7)),
+        ([-1, 2, -100], (2,)),
+        (100_000, ()),
+        (-1, ()),
+        ([], ()),
+        (None, (2,)),
+    ],
 )
 def test_stop_and_pad_tokens_that_the_model_cannot_sample_are_left_out(
     given: Any, kept: tuple[int, ...], recwarn: pytest.WarningsRecorder
@@ -130,7 +174,13 @@ def test_stop_and_pad_tokens_that_the_model_cannot_sample_are_left_out(
 def test_a_temperature_of_a_model_that_does_not_sample(tmp_path: Path) -> None:
     """As Llama 2 has it. transformers would not save it once a stop token was left out."""
     source = save_checkpoint(tmp_path / "checkpoint", "llama")
-    settings = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": [2, 400], "bos_token_id": 1, "pad_token_id": 0}
+    settings = {
+        "temperature": 0.9,
+        "top_p": 0.6,
+        "eos_token_id": [2, 400],
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+    }
     (source / "generation_config.json").write_text(json.dumps(settings))
     model = Checkpoint(str(source)).load()
     with pytest.warns(UserWarning, match="eos_token_id 400 is left out"):
@@ -144,13 +194,17 @@ def test_a_number_that_json_lacks(tmp_path: Path) -> None:
     """The package could not be opened."""
     model = random_model("llama")
     model.generation_config.temperature = float("nan")
-    with pytest.raises(QsampleError, match="the model's generation_config cannot be stored: NaN is not JSON; correct"):
+    with pytest.raises(
+        QsampleError,
+        match="the model's generation_config cannot be stored: NaN is not JSON; correct",
+    ):
         export_without_sampler(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [(5, 5), ([5, 6], 5), ([400, 6], 6), ([], None), (True, ...), ("5", ...), ([5.0], ...)]
+    ("given", "kept"),
+    [(5, 5), ([5, 6], 5), ([400, 6], 6), ([], None), (True, ...), ("5", ...), ([5.0], ...)],
 )
 def test_ids_of_any_form(given: Any, kept: Any) -> None:
     model = random_model("llama")
@@ -173,7 +227,9 @@ def test_a_model_can_be_exported_twice(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_float16_package(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="float16").export(tmp_path / "half")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="float16").export(
+        tmp_path / "half"
+    )
     assert model.package.interface.dtype == "float16"
     assert model.package.manifest.parity["max_error"] < 0.1
     assert len(model.generate([[5, 6, 7]], do_sample=False, max_new_tokens=5).token_ids[0]) == 5
@@ -187,7 +243,9 @@ def without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("packed_weights", "in_nibbles"):
         monkeypatch.setattr(portable, name, lambda model: None)
     monkeypatch.setattr(
-        portable, "write_graphs", lambda model, interface, pad, folder, **_: (folder / "decoder.onnx").write_bytes(b"")
+        portable,
+        "write_graphs",
+        lambda model, interface, pad, folder, **_: (folder / "decoder.onnx").write_bytes(b""),
     )
 
 
@@ -195,7 +253,10 @@ def without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RuntimeError("no kernel for it"), r"onnxruntime cannot run the exported graph \(no kernel for it\)"),
+        (
+            RuntimeError("no kernel for it"),
+            r"onnxruntime cannot run the exported graph \(no kernel for it\)",
+        ),
         (KeyboardInterrupt(), None),
         (OSError(28, "No space left on device"), None),
     ],
@@ -214,7 +275,9 @@ def test_a_failed_or_interrupted_export_leaves_nothing(
     with pytest.raises(BaseException) as raised:  # noqa: PT011
         export_without_sampler(random_model("llama"), tmp_path / "package")
     assert raised.value is error or raised.value.__cause__ is error
-    assert message is None or (isinstance(raised.value, ParityError) and re.search(message, str(raised.value)))
+    assert message is None or (
+        isinstance(raised.value, ParityError) and re.search(message, str(raised.value))
+    )
     assert len(written) == 1
     assert os.listdir(tmp_path) == []
 
@@ -222,8 +285,12 @@ def test_a_failed_or_interrupted_export_leaves_nothing(
 # Bad input.
 
 
-def test_models_without_a_cache_are_refused_before_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "trace", lambda *_: pytest.fail("traced a model that it cannot export"))
+def test_models_without_a_cache_are_refused_before_tracing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        export, "trace", lambda *_: pytest.fail("traced a model that it cannot export")
+    )
     with pytest.raises(UnsupportedModelError):
         export_without_sampler(random_model("openai-gpt"), tmp_path / "package")
     assert os.listdir(tmp_path) == []
@@ -237,13 +304,17 @@ def test_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
 
 def test_dtype_without_a_kernel(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"bfloat16.*float32, float16"):
-        AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="bfloat16").export(tmp_path / "package")
+        AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="bfloat16").export(
+            tmp_path / "package"
+        )
 
 
 SIZES = {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 1000, "num_hidden_layers": 1}
 
 
-def large_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> SourceModel:
+def large_checkpoint(
+    folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: object
+) -> SourceModel:
     random_model("llama", **SIZES | changes).to(dtype).save_pretrained(folder, max_shard_size="1MB")  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_pretrained(folder, tokenizer=None, include_sampler=False)
     assert isinstance(model, SourceModel)
@@ -282,7 +353,9 @@ def test_it_is_the_package_that_a_portable_one_is_compiled_to(
     before = size(tmp_path / "checkpoint")
     sizes = sizes_at_the_gate(tmp_path, monkeypatch)
     portable = model.export(tmp_path / "portable")
-    assert size(tmp_path / "portable") < 1.05 * before + 1_000_000  # the graph of the sampler is most of the rest
+    assert (
+        size(tmp_path / "portable") < 1.05 * before + 1_000_000
+    )  # the graph of the sampler is most of the rest
     there = portable.compile(tmp_path / "there", ctx_len=64, max_divergence=10, **options)
     if options == {"weights": "int4"}:
         check_asked_space(portable, tmp_path, monkeypatch)
@@ -294,14 +367,21 @@ def test_it_is_the_package_that_a_portable_one_is_compiled_to(
     assert straight.package.manifest.parity == portable.package.manifest.parity
     assert straight.package.manifest.source == portable.package.manifest.source
     prompts = [[5, 6, 7], [900, 1]]
-    ids = [package.generate(prompts, max_new_tokens=8, do_sample=False).token_ids for package in (there, straight)]
+    ids = [
+        package.generate(prompts, max_new_tokens=8, do_sample=False).token_ids
+        for package in (there, straight)
+    ]
     assert ids[0] == ids[1]
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "portable", "straight", "there"]
 
 
-def check_asked_space(portable: PackagedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_asked_space(
+    portable: PackagedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is really written, 4 bits, scales and tables, has to fit before anything is written."""
-    numbers = sum(file.stat().st_size for file in (folder / "checkpoint").glob("*.safetensors")) // 2
+    numbers = (
+        sum(file.stat().st_size for file in (folder / "checkpoint").glob("*.safetensors")) // 2
+    )
     asked: list[int] = []
 
     def full(folder: Path, needed: int, what: str) -> None:
@@ -318,7 +398,9 @@ def check_asked_space(portable: PackagedModel, folder: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_no_weight_is_copied_on_the_way(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_is_copied_on_the_way(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = large_checkpoint(tmp_path / "checkpoint", dtype)
     sizes = sizes_at_the_gate(tmp_path, monkeypatch)
     model.compile(tmp_path / "package", ctx_len=64, weights="int4", max_divergence=10)
@@ -343,9 +425,13 @@ def test_weights_that_are_computed(tmp_path: Path) -> None:
         "granitemoe",  # all experts in one tensor, up behind gate
     ],
 )
-def test_experts_are_not_copied_on_the_way(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_not_copied_on_the_way(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes_of_experts = {"hidden_size": 256, "moe_intermediate_size": 96, "intermediate_size": 96}
-    mixture(model_type, **sizes_of_experts).to(torch.bfloat16).save_pretrained(tmp_path / "checkpoint")
+    mixture(model_type, **sizes_of_experts).to(torch.bfloat16).save_pretrained(
+        tmp_path / "checkpoint"
+    )
     sizes = sizes_at_the_gate(tmp_path, monkeypatch)
     written = check_straight(tmp_path)
     assert sizes[1] - written < 0.2 * size(tmp_path / "checkpoint") + 800_000
@@ -369,11 +455,15 @@ def check_straight(folder: Path, **options: Any) -> int:
         MemoryError(),
         OSError(12, "Cannot allocate memory"),
         SystemError("<function _find_and_load at 0x7f> returned NULL without setting an exception"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to"
+        ),
         ParityError("onnxruntime cannot run the exported graph (std::bad_alloc)"),
     ],
 )
-def test_memory_that_is_used_up(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_used_up(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is what an export under `ulimit -v` ended with."""
 
     def fail(*arguments: Any, **options: Any) -> None:

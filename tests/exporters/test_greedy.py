@@ -32,7 +32,11 @@ def hugging_face_greedy(checkpoint: Path, rows: list[list[int]]) -> list[list[in
     for row in rows:
         ids = torch.tensor([row])
         generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
         )
         out.append(generated[0, len(row) :].tolist())
     return out
@@ -45,9 +49,14 @@ QUICK = ("llama", "gemma2", "gpt2", "qwen3_5_text")
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(FAMILIES)],
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in sorted(FAMILIES)
+    ],
 )
-def test_random_models(model_type: str, checkpoint: Callable[[str], Path], exported: Callable[..., Path]) -> None:
+def test_random_models(
+    model_type: str, checkpoint: Callable[[str], Path], exported: Callable[..., Path]
+) -> None:
     rows = prompts(VOCAB_SIZE)
     output = AutoModelForCausalLM.from_pretrained(exported(model_type)).generate(
         rows, do_sample=False, max_new_tokens=NEW_TOKENS

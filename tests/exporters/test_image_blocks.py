@@ -41,7 +41,10 @@ NEW_TOKENS = 12
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"sliding_window": 14}),
     "gemma4": ("gemma4", {"sliding_window": 14}),
-    "gemma4, blockwise": ("gemma4", {"sliding_window": 14, "use_bidirectional_attention": "vision"}),
+    "gemma4, blockwise": (
+        "gemma4",
+        {"sliding_window": 14, "use_bidirectional_attention": "vision"},
+    ),
 }
 CASES = (
     ("Only text here.", 0),
@@ -60,7 +63,9 @@ def vlm(shared_folder: Path) -> Callable[[str], tuple[Path, Path]]:
         model_type, text = MODELS[name]
         folder = shared_folder / f"blocks-{list(MODELS).index(name)}"
         checkpoint = made_once(folder, lambda path: make_tiny_vlm(model_type, path, **text))
-        return checkpoint, made_once(folder.with_suffix(".package"), lambda path: export(checkpoint, path))
+        return checkpoint, made_once(
+            folder.with_suffix(".package"), lambda path: export(checkpoint, path)
+        )
 
     return make
 
@@ -68,7 +73,9 @@ def vlm(shared_folder: Path) -> Callable[[str], tuple[Path, Path]]:
 def export(checkpoint: Path, path: Path) -> Package:
     open_reference.cache_clear()  # an export changes its model
     model, processor = open_reference(checkpoint)
-    package = export_model(model, processor.tokenizer, path, Features(), processor=processor, model_id="tiny")
+    package = export_model(
+        model, processor.tokenizer, path, Features(), processor=processor, model_id="tiny"
+    )
     open_reference.cache_clear()
     return package
 
@@ -77,7 +84,9 @@ def cases(name: str) -> tuple[list[str], list[list[Any]]]:
     """Prompts, and their images: of several sizes."""
     text, seeds = IMAGE_TEXT[MODELS[name][0]], iter(range(100))
     prompts = [prompt.format(*[text] * count) for prompt, count in CASES]
-    return prompts, [[picture(40 + 16 * i, 48, next(seeds)) for i in range(count)] for _, count in CASES]
+    return prompts, [
+        [picture(40 + 16 * i, 48, next(seeds)) for i in range(count)] for _, count in CASES
+    ]
 
 
 def check_tokens(package: Path, checkpoint: Path, name: str) -> None:
@@ -91,22 +100,35 @@ def check_tokens(package: Path, checkpoint: Path, name: str) -> None:
     for prompt, some, tokens in zip(prompts, images, expected, strict=True):
         assert model.generate(prompt, images=some, **options).token_ids == [tokens]
     # Pieces are longer where they would end within an image.
-    assert model.generate(prompts, images=images, prefill_chunk_size=5, **options).token_ids == expected
-    options = {"max_new_tokens": NEW_TOKENS, "temperature": 1.3, "top_k": 0, "top_p": 1.0, "eos_token_id": ()}
+    assert (
+        model.generate(prompts, images=images, prefill_chunk_size=5, **options).token_ids
+        == expected
+    )
+    options = {
+        "max_new_tokens": NEW_TOKENS,
+        "temperature": 1.3,
+        "top_k": 0,
+        "top_p": 1.0,
+        "eos_token_id": (),
+    }
     seeds = range(40, 40 + len(prompts))
     sampled = model.generate(prompts, images=images, seed=list(seeds), **options).token_ids
     for prompt, some, tokens, seed in zip(prompts, images, sampled, seeds, strict=True):
         assert tokens == drawn(checkpoint, prompt, some, tokens, seed)
 
 
-def drawn(checkpoint: Path, prompt: str, images: list[Any], tokens: list[int], seed: int) -> list[int]:
+def drawn(
+    checkpoint: Path, prompt: str, images: list[Any], tokens: list[int], seed: int
+) -> list[int]:
     """What the contract draws from transformers' logits, each token after the ones before it in `tokens`."""
     model, _ = open_reference(checkpoint)
     inputs = reference_inputs(checkpoint, prompt, images)
     n = inputs["input_ids"].shape[1]
     for key, value in inputs.items():
         if value.shape[:2] == (1, n):
-            more = {"input_ids": tokens, "attention_mask": [1] * len(tokens)}.get(key, [0] * len(tokens))
+            more = {"input_ids": tokens, "attention_mask": [1] * len(tokens)}.get(
+                key, [0] * len(tokens)
+            )
             inputs[key] = torch.cat([value, torch.tensor([more], dtype=value.dtype)], dim=1)
     with torch.no_grad():
         logits = model(**inputs).logits[0, n - 1 : -1].double().numpy() / 1.3
@@ -126,7 +148,9 @@ def test_gemma3(vlm: Callable[[str], tuple[Path, Path]]) -> None:
 
 
 @pytest.mark.ci
-def test_the_gate_refuses_causal_images(vlm: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_the_gate_refuses_causal_images(
+    vlm: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
     """The same graph without its branches."""
     checkpoint, package = vlm("gemma3")
     folder = tmp_path / "causal"
@@ -163,12 +187,16 @@ def test_gemma4(vlm: Callable[[str], tuple[Path, Path]], name: str) -> None:
 def test_compiled(vlm: Callable[[str], tuple[Path, Path]], tmp_path: Path, name: str) -> None:
     """Passes see a text model: no rotation is left in front of the attention. The branches rotate for themselves."""
     checkpoint, package = vlm(name)
-    compiled = compile_package(read_package(package), tmp_path / "cpu", CompileOptions(provider="cpu", ctx_len=256))
+    compiled = compile_package(
+        read_package(package), tmp_path / "cpu", CompileOptions(provider="cpu", ctx_len=256)
+    )
     check_tokens(compiled.path, checkpoint, name)
     graph = load_graph(compiled.path / "decoder.onnx").graph
     if name == "gemma3":
         assert not [node for node in graph if node.op_type == "RotaryEmbedding"]
-    assert len([node for node in graph if str(node.name).startswith("image_blocks")]) == (5 if name == "gemma3" else 4)
+    assert len([node for node in graph if str(node.name).startswith("image_blocks")]) == (
+        5 if name == "gemma3" else 4
+    )
 
 
 @pytest.mark.slow
@@ -177,7 +205,9 @@ def test_compiled(vlm: Callable[[str], tuple[Path, Path]], tmp_path: Path, name:
     [{"kv_cache_dtype": "int8"}, {"weights": "int4"}, {"num_devices": 2}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_compiled_otherwise(vlm: Callable[[str], tuple[Path, Path]], tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_compiled_otherwise(
+    vlm: Callable[[str], tuple[Path, Path]], tmp_path: Path, changes: dict[str, Any]
+) -> None:
     """Rows alone and in a batch, in one piece and in several, have the same tokens; two devices those of one."""
     checkpoint, package = vlm("gemma3")
     options: dict[str, Any] = {"provider": "cpu", "ctx_len": 256, "max_divergence": 1e9, **changes}
@@ -189,7 +219,12 @@ def test_compiled_otherwise(vlm: Callable[[str], tuple[Path, Path]], tmp_path: P
     greedy: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     together = model.generate(prompts, images=images, **greedy).token_ids
     alone = [
-        model.generate(prompt, images=some, **greedy).token_ids[0] for prompt, some in zip(prompts, images, strict=True)
+        model.generate(prompt, images=some, **greedy).token_ids[0]
+        for prompt, some in zip(prompts, images, strict=True)
     ]
-    assert together == alone == model.generate(prompts, images=images, prefill_chunk_size=5, **greedy).token_ids
+    assert (
+        together
+        == alone
+        == model.generate(prompts, images=images, prefill_chunk_size=5, **greedy).token_ids
+    )
     return None

@@ -70,7 +70,9 @@ def without_delta(images: ImageReference) -> ImageReference:
 
 def without_delta_in_steps(images: ImageReference) -> ImageReference:
     assert images.offsets is not None
-    return replace(images, offsets=np.concatenate([images.offsets[:-1], np.zeros((1, 3), np.int32)]))
+    return replace(
+        images, offsets=np.concatenate([images.offsets[:-1], np.zeros((1, 3), np.int32)])
+    )
 
 
 def second_image_by_itself(images: ImageReference) -> ImageReference:
@@ -99,7 +101,9 @@ def added_after_the_wrong_layer(images: ImageReference) -> ImageReference:
     ],
 )
 def test_the_gate(
-    package: Package, expected: Reference, mistake: Callable[[ImageReference], ImageReference] | None
+    package: Package,
+    expected: Reference,
+    mistake: Callable[[ImageReference], ImageReference] | None,
 ) -> None:
     assert expected.images is not None
     images = expected.images if mistake is None else mistake(expected.images)
@@ -124,12 +128,16 @@ def test_a_context_without_room_for_an_image(opened: tuple[Any, Any]) -> None:
     both, _ = image_reference(model, processor, shape, None)  # and a token after the prompt
     one, _ = image_reference(model, processor, shape, len(both.prompt))
     assert len(one.prompt) < len(both.prompt)
-    assert [np.count_nonzero(np.diff(each.rows >= 0)) for each in (both, one)] == [4, 2], "beginnings and ends"
+    assert [np.count_nonzero(np.diff(each.rows >= 0)) for each in (both, one)] == [4, 2], (
+        "beginnings and ends"
+    )
 
 
 def test_positions_that_no_host_computes() -> None:
     is_image = np.array([False, True, True, True, True, False])
-    rows = torch.tensor([[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]])[:, None]
+    rows = torch.tensor([[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]])[
+        :, None
+    ]
     offsets = _offsets(rows, is_image)
     np.testing.assert_array_equal(offsets + np.arange(7)[:, None], rows[:, 0].T)
     rows[0, 0, 3:5] += 1  # time goes on within an image

@@ -20,7 +20,9 @@ from qsample.images.processing import ImageProcessor, ImageTexts
 from tests.helpers.tiny_vlms import TYPES, config_of, picture, processor_of
 
 FAMILY = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"), "grid"),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"), "grid"
+    ),
     **dict.fromkeys(("gemma3", "llava"), "square"),
     **dict.fromkeys(("llava_next", "llava_onevision"), "any_resolution"),
     **dict.fromkeys(("smolvlm", "idefics3"), "split"),
@@ -30,7 +32,10 @@ FAMILY = {
 }
 # Published sizes, of the image class and of the processor.
 REAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_5_vl": ({"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 12845056}}, {}),
+    "qwen2_5_vl": (
+        {"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 12845056}},
+        {},
+    ),
     "gemma3": ({"size": {"height": 896, "width": 896}}, {"image_seq_length": 256}),
     "gemma4": ({"patch_size": 16, "max_soft_tokens": 280}, {}),
     "llava_next": (
@@ -41,8 +46,14 @@ REAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"patch_size": 14},
     ),
-    "smolvlm": ({"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}, {"image_seq_len": 64}),
-    "internvl": ({"size": {"height": 448, "width": 448}, "max_patches": 12}, {"image_seq_length": 256}),
+    "smolvlm": (
+        {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
+        {"image_seq_len": 64},
+    ),
+    "internvl": (
+        {"size": {"height": 448, "width": 448}, "max_patches": 12},
+        {"image_seq_length": 256},
+    ),
     "mistral3": ({"size": {"longest_edge": 1540}, "patch_size": 14}, {"patch_size": 14}),
     "glm4v": ({"patch_size": 14, "size": {"shortest_edge": 12544, "longest_edge": 9633792}}, {}),
 }
@@ -54,7 +65,9 @@ def described(model_type: str) -> tuple[Any, dict[str, Any]]:
     return processor, describe_images(processor, config_of(model_type))
 
 
-def compare(processor: Any, images: dict[str, Any], prompt: str, pictures: list[Image.Image]) -> None:
+def compare(
+    processor: Any, images: dict[str, Any], prompt: str, pictures: list[Image.Image]
+) -> None:
     """`{}` in the prompt stands for an image."""
     ours = ImageProcessor(json.loads(json.dumps(images)), axial=False)
     text = prompt.format(*[ours.placeholder] * len(pictures))
@@ -63,7 +76,9 @@ def compare(processor: Any, images: dict[str, Any], prompt: str, pictures: list[
     ids = processor.tokenizer(ours.expand(text, seen))["input_ids"]
     assert ids == np.asarray(theirs["input_ids"])[0].tolist()
     given = ours.prompt(ids, seen)
-    assert np.flatnonzero(given.rows >= 0).tolist() == [at for at, token in enumerate(ids) if token == ours.token_id]
+    assert np.flatnonzero(given.rows >= 0).tolist() == [
+        at for at, token in enumerate(ids) if token == ours.token_id
+    ]
     for image, one in zip(pictures, seen, strict=True):
         values = processor(text=[ours.placeholder], images=[image])["pixel_values"]
         values = values if hasattr(values, "shape") else [np.asarray(each) for each in values]
@@ -74,7 +89,8 @@ QUICK = ("llava_next", "smolvlm")
 
 
 @pytest.mark.parametrize(
-    "model_type", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.ci) for kind in TYPES]
+    "model_type",
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.ci) for kind in TYPES],
 )
 def test_a_described_processor_gives_the_pixels_and_ids_of_transformers(model_type: str) -> None:
     processor, images = described(model_type)
@@ -86,7 +102,8 @@ def test_a_described_processor_gives_the_pixels_and_ids_of_transformers(model_ty
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(kind, marks=pytest.mark.slow) if kind == "smolvlm" else kind for kind in REAL]
+    "model_type",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind == "smolvlm" else kind for kind in REAL],
 )
 def test_published_sizes_are_described(model_type: str) -> None:
     image_settings, settings = REAL[model_type]
@@ -98,18 +115,24 @@ def test_published_sizes_are_described(model_type: str) -> None:
 
 def test_other_pixels_are_refused_by_name() -> None:
     crops = {"pan_and_scan_min_crop_size": 16, "pan_and_scan_max_num_crops": 4}
-    processor = processor_of("gemma3", {"do_pan_and_scan": True, **crops, "pan_and_scan_min_ratio_to_activate": 1.2})
+    processor = processor_of(
+        "gemma3", {"do_pan_and_scan": True, **crops, "pan_and_scan_min_ratio_to_activate": 1.2}
+    )
     processor.images_kwargs = {}
     said = r"Gemma3Processor with Gemma3ImageProcessorPil does: .* 640 x 420 pixels in mode RGB.*--text-only"
     with pytest.raises(UnsupportedModelError, match=said):
         describe_images(processor, config_of("gemma3"))
 
 
-@pytest.mark.parametrize("settings", [{"do_pad": True}, {"do_resize": False}, {"size": {"shortest_edge": 20}}])
+@pytest.mark.parametrize(
+    "settings", [{"do_pad": True}, {"do_resize": False}, {"size": {"shortest_edge": 20}}]
+)
 def test_settings_that_packages_lack_are_refused_or_followed(settings: dict[str, Any]) -> None:
     processor = processor_of("llava", settings)
     if "size" in settings:
-        assert describe_images(processor, config_of("llava"))["settings"]["size"] == {"shortest_edge": 20}
+        assert describe_images(processor, config_of("llava"))["settings"]["size"] == {
+            "shortest_edge": 20
+        }
         return
     with pytest.raises(UnsupportedModelError, match="LlavaProcessor with LlavaImageProcessorPil"):
         describe_images(processor, config_of("llava"))
@@ -125,17 +148,27 @@ def test_a_difference_of_a_single_number_or_token_is_found(monkeypatch: pytest.M
             result["pixel_values"][-1, -1] += np.float32(1e-6)
         return result
 
-    monkeypatch.setattr(type(processor.image_processor), "_preprocess", lambda _, *a, **s: other_pixel(*a, **s))
-    with pytest.raises(UnsupportedModelError, match=r"1 of .* numbers differ in the pixels of an image of"):
+    monkeypatch.setattr(
+        type(processor.image_processor), "_preprocess", lambda _, *a, **s: other_pixel(*a, **s)
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"1 of .* numbers differ in the pixels of an image of"
+    ):
         describe_images(processor, config_of("qwen2_vl"))
     monkeypatch.undo()
-    monkeypatch.setattr(type(processor), "replace_image_token", lambda _, *a, **s: "<" + replace(*a, **s) + ">")
+    monkeypatch.setattr(
+        type(processor), "replace_image_token", lambda _, *a, **s: "<" + replace(*a, **s) + ">"
+    )
     images = describe_images(processor, config_of("qwen2_vl"))
     assert (images["texts"]["single"], images["texts"]["after"]) == ("<", ">")
     monkeypatch.setattr(
-        type(processor), "replace_image_token", lambda _, *a, **s: replace(*a, **s) + "!" * len(replace(*a, **s))
+        type(processor),
+        "replace_image_token",
+        lambda _, *a, **s: replace(*a, **s) + "!" * len(replace(*a, **s)),
     )
-    with pytest.raises(UnsupportedModelError, match="the token ids of an image of 640 x 420 pixels"):
+    with pytest.raises(
+        UnsupportedModelError, match="the token ids of an image of 640 x 420 pixels"
+    ):
         describe_images(processor, config_of("qwen2_vl"))
 
 
@@ -146,7 +179,9 @@ def test_processors_without_the_parts_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="has no text and id that stand for an image"):
         describe_images(processor, config)
     processor.image_processor = BaseImageProcessor()
-    with pytest.raises(UnsupportedModelError, match="with BaseImageProcessor has no class that works with Pillow"):
+    with pytest.raises(
+        UnsupportedModelError, match="with BaseImageProcessor has no class that works with Pillow"
+    ):
         describe_images(processor, config_of("llava"))
 
 
@@ -154,7 +189,9 @@ def test_the_texts_of_tiles_are_found_from_examples() -> None:
     token, many = "*", Layout(0, 0, 2, (2, 3), whole=True)
     text = "[1:**2:**3:**|4:**5:**6:**+**]"
     found = image_texts([Layout(0, 0, 2), many], ["(**]", text], token)
-    assert found == ImageTexts(single="(", before="[", tile="{number}:", line="|", whole="+", after="]")
+    assert found == ImageTexts(
+        single="(", before="[", tile="{number}:", line="|", whole="+", after="]"
+    )
     assert found.written(Layout(0, 0, 1, (1, 2)), token) == "[1:*2:*]"
     text = "<r1c1>**<r1c2>**<r1c3>**/<r2c1>**<r2c2>**<r2c3>**+**"
     found = image_texts([many], [text], token)

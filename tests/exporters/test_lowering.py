@@ -21,7 +21,12 @@ from qsample.compiler.options import CompileOptions
 from qsample.contract.arrays import Array
 from qsample.errors import ParityError
 from qsample.exporters import lowering
-from qsample.exporters.lowering import align_row_sums, fill_placeholders, lower_experts, outline_scans
+from qsample.exporters.lowering import (
+    align_row_sums,
+    fill_placeholders,
+    lower_experts,
+    outline_scans,
+)
 from qsample.graph import moe
 from qsample.graph.edit import constant_value
 from qsample.runtime import SamplingParams, load
@@ -49,7 +54,9 @@ def session_of(model: ir.Model) -> ort.InferenceSession:
 def run(model: ir.Model, **inputs: object) -> list[Array]:
     session = session_of(model)
     types = {value.name: value.dtype for value in model.graph.inputs}
-    return session.run(None, {name: np.array(value, types[name].numpy()) for name, value in inputs.items()})
+    return session.run(
+        None, {name: np.array(value, types[name].numpy()) for name, value in inputs.items()}
+    )
 
 
 def only(graph: ir.Graph, op_type: str) -> ir.Node:
@@ -62,22 +69,34 @@ def operators(graph: ir.Graph) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_placeholders_and_their_views_become_the_numbers_of_a_file(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_placeholders_and_their_views_become_the_numbers_of_a_file(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     stored = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     data = stored.view(torch.int16).numpy().tobytes()
     (tmp_path / "weights").write_bytes(b"header, " + data)
     place = SimpleNamespace(path=str(tmp_path / "weights"), offset=8)
     weight = defer(stored.shape, dtype, lambda: stored, torch.bfloat16, place)
-    views: list[Callable[[Tensor], Tensor]] = [lambda w: w, lambda w: w[2:5], lambda w: w.T, lambda w: w[:, 1:3]]
-    values = [constant_value(f"w{i}", TorchTensor(view(weight), f"w{i}")) for i, view in enumerate(views)]
+    views: list[Callable[[Tensor], Tensor]] = [
+        lambda w: w,
+        lambda w: w[2:5],
+        lambda w: w.T,
+        lambda w: w[:, 1:3],
+    ]
+    values = [
+        constant_value(f"w{i}", TorchTensor(view(weight), f"w{i}")) for i, view in enumerate(views)
+    ]
     model = ir.Model(ir.Graph([], [], nodes=[], initializers=values), ir_version=10)
     assert fill_placeholders(model)
     assert not fill_placeholders(model)
     for value, view in zip(values, views, strict=True):
         assert value.const_value is not None
-        np.testing.assert_array_equal(value.const_value.numpy().astype(np.float32), view(stored).float().numpy())
+        np.testing.assert_array_equal(
+            value.const_value.numpy().astype(np.float32), view(stored).float().numpy()
+        )
     in_file = [
-        isinstance(getattr(value.const_value, "stored", value.const_value), ir.ExternalTensor) for value in values
+        isinstance(getattr(value.const_value, "stored", value.const_value), ir.ExternalTensor)
+        for value in values
     ]
     assert in_file == [True, True, dtype == torch.float32, False]
 
@@ -141,16 +160,27 @@ def marked_model(weights: dict[str, Array], **attributes: float) -> ir.Model:
     names = ("gate", "down", "gate_bias", "down_bias", "up")
     values: dict[str, ir.Value] = {}
     for name, shape in {"rows": ("S", HIDDEN), "choice": ("S", EXPERTS)}.items():
-        values[name] = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
+        values[name] = ir.Value(
+            name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT)
+        )
     for name, array in weights.items():
         tensor = ir.Tensor(array, name=name)
         values[name] = ir.Value(
-            name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+            name=name,
+            shape=ir.Shape(array.shape),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
         )
     inputs = [values["rows"], values["choice"], *(values.get(name) for name in names)]
-    marker = ir.node(markers.EXPERTS, inputs, attributes, domain=markers.MARKER_DOMAIN, name="marker")
+    marker = ir.node(
+        markers.EXPERTS, inputs, attributes, domain=markers.MARKER_DOMAIN, name="marker"
+    )
     output = marker.outputs[0]
-    output.name, output.shape, output.type = "result", ir.Shape(("S", HIDDEN)), ir.TensorType(ir.DataType.FLOAT)
+    output.name, output.shape, output.type = (
+        "result",
+        ir.Shape(("S", HIDDEN)),
+        ir.TensorType(ir.DataType.FLOAT),
+    )
     graph = ir.Graph(
         inputs[:2],
         [output],
@@ -168,7 +198,9 @@ def in_turns(joint: Array) -> Array:
     return np.stack([joint[:, (i // 2) + half * (i % 2)] for i in range(2 * half)], axis=1)
 
 
-LAYOUTS: dict[str, tuple[Callable[[Array, Array, Array, Array], dict[str, Array]], dict[str, float]]] = {
+LAYOUTS: dict[
+    str, tuple[Callable[[Array, Array, Array, Array], dict[str, Array]], dict[str, float]]
+] = {
     "one behind the other": (lambda fc1, fc2, b1, b2: {"gate": fc1, "down": fc2}, {}),
     "with biases": (
         lambda fc1, fc2, b1, b2: {"gate": fc1, "down": fc2, "gate_bias": b1, "down_bias": b2},
@@ -206,13 +238,19 @@ def test_every_layout_of_weights(layout: str) -> None:
     shapes |= {"b1": (EXPERTS, 2 * SIZE), "b2": (EXPERTS, HIDDEN)}
     arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     arrange, attributes = LAYOUTS[layout]
-    weights = {name: np.ascontiguousarray(array) for name, array in arrange(*arrays.values()).items()}
+    weights = {
+        name: np.ascontiguousarray(array) for name, array in arrange(*arrays.values()).items()
+    }
     model = marked_model(weights, **attributes)
     assert lower_experts(model)
     rows = rng.normal(size=(ROWS, HIDDEN)).astype(np.float32)
     chosen = rng.integers(0, EXPERTS, ROWS)
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    result = session.run(None, {"rows": rows, "choice": np.eye(EXPERTS, dtype=np.float32)[chosen]})[0]
+    session = ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    result = session.run(None, {"rows": rows, "choice": np.eye(EXPERTS, dtype=np.float32)[chosen]})[
+        0
+    ]
     has_bias = "gate_bias" in weights
     expected = experts_reference(
         rows,
@@ -232,7 +270,10 @@ def test_every_layout_of_weights(layout: str) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(ROUTERS)],
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in sorted(ROUTERS)
+    ],
 )
 def test_every_router(model_type: str, tmp_path: Path) -> None:
     """The gate of the export compares the logits with transformers' own; here it only has to have met the transform."""
@@ -262,7 +303,8 @@ PLANTS: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "plant", [next(iter(PLANTS)), *(pytest.param(name, marks=pytest.mark.slow) for name in [*PLANTS][1:])]
+    "plant",
+    [next(iter(PLANTS)), *(pytest.param(name, marks=pytest.mark.slow) for name in [*PLANTS][1:])],
 )
 def test_the_gate_finds_a_bug(plant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*PLANTS[plant])
@@ -287,7 +329,12 @@ def summing(shape: tuple[str | int, ...], axes: list[int], *, keepdims: int = 1)
     total = ir.node("ReduceSum", [absolute.outputs[0], axes_value], {"keepdims": keepdims})
     total.outputs[0].name, total.outputs[0].type = "y", x.type
     graph = ir.Graph(
-        [x], total.outputs, nodes=[absolute, total], initializers=[axes_value], opset_imports={"": 20}, name="g"
+        [x],
+        total.outputs,
+        nodes=[absolute, total],
+        initializers=[axes_value],
+        opset_imports={"": 20},
+        name="g",
     )
     return ir.Model(graph, ir_version=10)
 
@@ -352,7 +399,9 @@ def test_a_mixture_computes_a_row_alike_in_any_batch(chosen: int, tmp_path: Path
             slots.prefill(slot, sequence.prompt, emit=True)
         for _ in range(6):
             slots.decode()
-        return [slots._state[spec.name].read()[place].tobytes() for spec in model.interface.cache_states]
+        return [
+            slots._state[spec.name].read()[place].tobytes() for spec in model.interface.cache_states
+        ]
 
     places = [(rows, place) for rows in (1, 2, 3, 4) for place in range(rows)]
     assert len({tuple(caches(*place)) for place in places}) == 1

@@ -40,14 +40,20 @@ def expected() -> parity.Reference:
     return reference(random_model("llama"))
 
 
-def check(package: Package, expected: parity.Reference, folder: Path | None = None, **options: int) -> parity.Parity:
+def check(
+    package: Package, expected: parity.Reference, folder: Path | None = None, **options: int
+) -> parity.Parity:
     return parity.check(folder or package.path, package.interface, expected, **options)
 
 
-def test_a_published_graph_passes_and_stays_as_it_is(package: Package, expected: parity.Reference) -> None:
+def test_a_published_graph_passes_and_stays_as_it_is(
+    package: Package, expected: parity.Reference
+) -> None:
     before = package.file("decoder.onnx").read_bytes()
     found = asdict(check(package, expected))
-    assert 0 < found["max_error"] <= (package.manifest.parity or {})["max_error"] <= found["tolerance"]
+    assert (
+        0 < found["max_error"] <= (package.manifest.parity or {})["max_error"] <= found["tolerance"]
+    )
     assert {**found, "max_error": None} == {**(package.manifest.parity or {}), "max_error": None}
     assert package.file("decoder.onnx").read_bytes() == before
 
@@ -62,23 +68,31 @@ def test_a_graph_that_passed_is_right_in_more_calls_than_the_gate_takes(package:
     for chunks in ([9, *[1] * 15], [4, 5, 3, 1, 11]):
         state, done = runner.start(1), 0
         for number, size in enumerate(chunks):
-            chunk = np.pad(ids[:, done : done + size], ((0, 0), (0, (number * 3) % 4 if size > 1 else 0)))
+            chunk = np.pad(
+                ids[:, done : done + size], ((0, 0), (0, (number * 3) % 4 if size > 1 else 0))
+            )
             done += size
             logits = runner.step(chunk, np.array([size]), state)["logits"][0]
             np.testing.assert_allclose(logits, wanted[done - 1], atol=1e-5)
 
 
-@pytest.mark.parametrize(("row", "step", "wrong"), [(0, 0, 1), (1, 1, 1), (2, 4, 1), (2, 3, np.nan)])
+@pytest.mark.parametrize(
+    ("row", "step", "wrong"), [(0, 0, 1), (1, 1, 1), (2, 4, 1), (2, 3, np.nan)]
+)
 def test_one_logit_that_differs(
     row: int, step: int, wrong: float, package: Package, expected: parity.Reference
 ) -> None:
     logits = [array.copy() for array in expected.logits]
     logits[row][step, 17] += wrong * 2e-4 * max(1.0, np.abs(logits).max())
-    with pytest.raises(ParityError, match=r"differ from the eager model's by .*, more than .* by step"):
+    with pytest.raises(
+        ParityError, match=r"differ from the eager model's by .*, more than .* by step"
+    ):
         check(package, replace(expected, logits=logits))
 
 
-def test_other_attention_operators_than_layers(package: Package, expected: parity.Reference) -> None:
+def test_other_attention_operators_than_layers(
+    package: Package, expected: parity.Reference
+) -> None:
     with pytest.raises(ParityError, match="2 GroupQueryAttention nodes for 1 attention layers"):
         check(package, expected, plain_attention_layers=1)
     interface = package.interface
@@ -106,7 +120,9 @@ def test_a_sampler_that_is_not_greedy_at_temperature_0(
 
 def call(*rows: list[float], wanted: list[list[float]] | None = None) -> parity.Compared:
     """A call whose logits are `rows`; `wanted`: the model's, if they are others."""
-    return parity.Compared(np.array(rows, np.float32), np.array(rows if wanted is None else wanted, np.float32))
+    return parity.Compared(
+        np.array(rows, np.float32), np.array(rows if wanted is None else wanted, np.float32)
+    )
 
 
 SAME = call([1.0, -8.0, 2.0], [0.5, 3.0, -4.0])
@@ -119,14 +135,20 @@ def test_equal_logits_do_not_differ() -> None:
 
 @pytest.mark.parametrize("position", range(4))
 @pytest.mark.parametrize(
-    ("one", "other"), [(NAN, 2.0), (INFINITY, 2.0), (-INFINITY, 2.0), (INFINITY, 3e38), (INFINITY, -INFINITY)]
+    ("one", "other"),
+    [(NAN, 2.0), (INFINITY, 2.0), (-INFINITY, 2.0), (INFINITY, 3e38), (INFINITY, -INFINITY)],
 )
-def test_what_no_difference_can_be_computed_of_never_passes(one: float, other: float, position: int) -> None:
+def test_what_no_difference_can_be_computed_of_never_passes(
+    one: float, other: float, position: int
+) -> None:
     """Whichever call it is in: the largest of a list that holds a NaN depends on the order in Python."""
     for got, wanted in ((one, other), (other, one)):
         calls = [SAME] * 4
         calls[position] = call([1.0, got, 2.0], wanted=[[1.0, wanted, 2.0]])
-        with pytest.raises(ParityError, match=f"differ from the eager model's by {'nan' if np.isnan(one) else 'inf'}"):
+        with pytest.raises(
+            ParityError,
+            match=f"differ from the eager model's by {'nan' if np.isnan(one) else 'inf'}",
+        ):
             parity.compare({"steps": calls[:2], "chunks": calls[2:]}, "float32")
 
 
@@ -146,7 +168,9 @@ def test_the_tolerance(dtype: str, largest: float, scale: float) -> None:
         if passes:
             assert parity.compare(parts, dtype).error == pytest.approx(factor * tolerance)
         else:
-            with pytest.raises(ParityError, match=rf"by {1.01 * tolerance:.3g}, more than {tolerance:.3g}"):
+            with pytest.raises(
+                ParityError, match=rf"by {1.01 * tolerance:.3g}, more than {tolerance:.3g}"
+            ):
                 parity.compare(parts, dtype)
 
 
@@ -171,7 +195,9 @@ def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
 
     def changed(*args: Any, **options: Any) -> Any:
         query = args[2]
-        return original(*args, **(options | {option: query.shape[-1] ** -0.5 if option == "scale" else None}))
+        return original(
+            *args, **(options | {option: query.shape[-1] ** -0.5 if option == "scale" else None})
+        )
 
     return lambda monkeypatch: monkeypatch.setattr(attention, "_group_query_attention", changed)
 
@@ -202,7 +228,9 @@ def dropped_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a layer of plain operators: every key before a token is seen, whatever the model's mask says."""
     allowed = attention.MaskRule.allowed
     monkeypatch.setattr(
-        attention.MaskRule, "allowed", lambda rule, *args: allowed(attention.MaskRule(attention.causal()), *args)
+        attention.MaskRule,
+        "allowed",
+        lambda rule, *args: allowed(attention.MaskRule(attention.causal()), *args),
     )
 
 
@@ -215,7 +243,10 @@ def padding_that_an_operator_takes_for_tokens(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(recurrent_operators.Chunk, "kept", lambda chunk, values: values)
 
 
-ONE_LAYER, LONG = {"num_hidden_layers": 1}, {"sliding_window": 4096, "max_position_embeddings": 32768}
+ONE_LAYER, LONG = (
+    {"num_hidden_layers": 1},
+    {"sliding_window": 4096, "max_position_embeddings": 32768},
+)
 
 
 @pytest.mark.ci
@@ -223,7 +254,11 @@ ONE_LAYER, LONG = {"num_hidden_layers": 1}, {"sliding_window": 4096, "max_positi
     ("plant", "model", "message"),
     [
         (without("softcap"), lambda: random_model("gemma2", **ONE_LAYER), "more than"),
-        (padding_not_counted, lambda: random_model("llama", **ONE_LAYER), r"prompt in chunks: [\d.]+$"),
+        (
+            padding_not_counted,
+            lambda: random_model("llama", **ONE_LAYER),
+            r"prompt in chunks: [\d.]+$",
+        ),
         *(
             pytest.param(plant, model, "more than", marks=pytest.mark.slow)
             for plant, model in (
@@ -254,9 +289,15 @@ def test_an_export_that_computes_something_else(
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("window", "windows"),
-    [(20, "passed by a prompt"), (1024, "narrowed"), pytest.param(32768, "narrowed", marks=pytest.mark.slow)],
+    [
+        (20, "passed by a prompt"),
+        (1024, "narrowed"),
+        pytest.param(32768, "narrowed", marks=pytest.mark.slow),
+    ],
 )
-def test_windows_that_are_one_token_off(window: int, windows: str, package: Package, tmp_path: Path) -> None:
+def test_windows_that_are_one_token_off(
+    window: int, windows: str, package: Package, tmp_path: Path
+) -> None:
     """The package's graph is given windows of its own; the model is the same with windows."""
     model = random_model("mistral", sliding_window=window, max_position_embeddings=2 * window)
     model.load_state_dict(random_model("llama").state_dict())
@@ -271,17 +312,25 @@ def test_windows_that_are_one_token_off(window: int, windows: str, package: Pack
         if passes:
             assert check(package, expected, tmp_path).windows == windows
         else:
-            with pytest.raises(ParityError, match="with a window of" if windows == "narrowed" else "by step"):
+            with pytest.raises(
+                ParityError, match="with a window of" if windows == "narrowed" else "by step"
+            ):
                 check(package, expected, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "llama4_text", "gpt_oss", "olmo3", "gemma4_unified_text"])
-def test_long_windows_are_compared(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "model_type", ["gemma3n_text", "llama4_text", "gpt_oss", "olmo3", "gemma4_unified_text"]
+)
+def test_long_windows_are_compared(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of GroupQueryAttention, of layers that share a cache, of chunked attention."""
     for name in ("sliding_window", "attention_chunk_size"):
         monkeypatch.setitem(configs.SIZES, name, 2048)
-    figures = export_without_sampler(configs.tiny_model(model_type), tmp_path / "package").manifest.parity
+    figures = export_without_sampler(
+        configs.tiny_model(model_type), tmp_path / "package"
+    ).manifest.parity
     assert figures["windows"] == "narrowed"
     assert figures["max_error"] <= 1e-4
 

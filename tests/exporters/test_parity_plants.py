@@ -39,7 +39,9 @@ def model_with_own_norms() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def exported_llama(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return export_without_sampler(model_with_own_norms(), tmp_path_factory.mktemp("plants") / "package")
+    return export_without_sampler(
+        model_with_own_norms(), tmp_path_factory.mktemp("plants") / "package"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,9 @@ def expected() -> parity.Reference:
     return reference(model_with_own_norms())
 
 
-def check(package: Package, expected: parity.Reference, folder: Path, plant: Callable[[ir.Graph], None]) -> None:
+def check(
+    package: Package, expected: parity.Reference, folder: Path, plant: Callable[[ir.Graph], None]
+) -> None:
     model = load_graph(package.file("decoder.onnx"))
     plant(model.graph)
     ir.save(model, folder / "decoder.onnx", external_data="decoder.onnx.data")
@@ -57,7 +61,9 @@ def check(package: Package, expected: parity.Reference, folder: Path, plant: Cal
 
 def matrices(graph: ir.Graph) -> list[ir.Node]:
     """The products with weights: q, k, v, o, gate, up and down of each layer, then the head."""
-    products = [node for node in graph if node.op_type == "MatMul" and node.inputs[1].is_initializer()]  # type: ignore[union-attr]
+    products = [
+        node for node in graph if node.op_type == "MatMul" and node.inputs[1].is_initializer()
+    ]  # type: ignore[union-attr]
     assert len(products) == MATRICES * LAYERS + 1
     return products
 
@@ -70,13 +76,22 @@ def exchange(first: ir.Node, second: ir.Node, index: int) -> None:
 
 def norms(graph: ir.Graph) -> list[ir.Node]:
     """The products with the weights of norms, two a layer and the last."""
-    found = [node for node in graph if node.op_type == "Mul" and "norm.weight" in str(node.inputs[0].name)]  # type: ignore[union-attr]
+    found = [
+        node
+        for node in graph
+        if node.op_type == "Mul" and "norm.weight" in str(node.inputs[0].name)
+    ]  # type: ignore[union-attr]
     assert len(found) == 2 * LAYERS + 1
     return found
 
 
 def put(
-    before: ir.Node, op_type: str, inputs: list[ir.Value], dtype: ir.DataType, rank: int = 0, **attributes: int
+    before: ir.Node,
+    op_type: str,
+    inputs: list[ir.Value],
+    dtype: ir.DataType,
+    rank: int = 0,
+    **attributes: int,
 ) -> ir.Value:
     """The output of a new node before `before`."""
     output = insert(before, op_type, inputs, [None] * rank, attributes)
@@ -104,7 +119,9 @@ def one_wrong_weight(graph: ir.Graph) -> None:
 
 def swapped_layers(graph: ir.Graph) -> None:
     products, weights = matrices(graph), norms(graph)
-    for first, second in zip(products[-1 - 2 * MATRICES : -1 - MATRICES], products[-1 - MATRICES : -1], strict=True):
+    for first, second in zip(
+        products[-1 - 2 * MATRICES : -1 - MATRICES], products[-1 - MATRICES : -1], strict=True
+    ):
         exchange(first, second, 1)
     for first, second in zip(weights[-5:-3], weights[-3:-1], strict=True):
         exchange(first, second, 0)
@@ -133,7 +150,9 @@ def steps_one_position_late(graph: ir.Graph) -> None:
     positions = node.outputs[0]
     uses = list(positions.uses())
     before = uses[0].node
-    later = put(before, "Cast", [is_step(graph, before)], ir.DataType.FLOAT, 1, to=ir.DataType.FLOAT)
+    later = put(
+        before, "Cast", [is_step(graph, before)], ir.DataType.FLOAT, 1, to=ir.DataType.FLOAT
+    )
     moved = put(before, "Add", [positions, later], ir.DataType.FLOAT, len(positions.shape or ()))
     for use, index in uses:
         use.replace_input_with(index, moved)
@@ -144,7 +163,9 @@ def another_frequency(graph: ir.Graph) -> None:
     cosine = next(node for node in graph if node.op_type == "Cos")
     angles = cosine.inputs[0]
     factor = initializer(graph, "planted_factor", np.array(1.02, np.float32))
-    copies: dict[ir.Value, ir.Value] = {angles: insert(cosine, "Mul", [angles, factor], [None, None, None])}  # type: ignore[dict-item]
+    copies: dict[ir.Value, ir.Value] = {
+        angles: insert(cosine, "Mul", [angles, factor], [None, None, None])
+    }  # type: ignore[dict-item]
     node = cosine
     while True:
         copy = copy_node(node, copies, "planted")
@@ -158,7 +179,9 @@ def another_frequency(graph: ir.Graph) -> None:
 
 
 def head_of_the_embedding(graph: ir.Graph) -> None:
-    table = next(node for node in graph if node.op_type == "Gather" and "embed" in str(node.inputs[0].name)).inputs[0]  # type: ignore[union-attr]
+    table = next(
+        node for node in graph if node.op_type == "Gather" and "embed" in str(node.inputs[0].name)
+    ).inputs[0]  # type: ignore[union-attr]
     assert table is not None
     head = matrices(graph)[-1]
     head.replace_input_with(1, insert(head, "Transpose", [table], [None, None], {"perm": [1, 0]}))
@@ -181,14 +204,23 @@ def narrower_last_layer(graph: ir.Graph) -> None:
 
 
 PLANTS = (
-    *(one_wrong_weight, swapped_layers, norm_of_another_layer, cache_of_another_layer, steps_one_position_late),
+    *(
+        one_wrong_weight,
+        swapped_layers,
+        norm_of_another_layer,
+        cache_of_another_layer,
+        steps_one_position_late,
+    ),
     *(another_frequency, head_of_the_embedding, step_that_is_not_kept, narrower_last_layer),
 )
 
 
 @pytest.mark.parametrize("plant", [None, *PLANTS])
 def test_a_planted_mistake(
-    plant: Callable[[ir.Graph], None] | None, exported_llama: Package, expected: parity.Reference, tmp_path: Path
+    plant: Callable[[ir.Graph], None] | None,
+    exported_llama: Package,
+    expected: parity.Reference,
+    tmp_path: Path,
 ) -> None:
     if plant is None:
         check(exported_llama, expected, tmp_path, lambda graph: None)
@@ -207,7 +239,11 @@ def test_padding_that_a_later_chunk_counts(llama_package: Path, tmp_path: Path) 
         int32 = ir.DataType.INT32
         shape = put(last, "Shape", [given(graph, "input_ids")], ir.DataType.INT64, 1, start=1)
         padding = put(
-            last, "Sub", [put(last, "Cast", [shape], int32, 1, to=int32), given(graph, "input_lengths")], int32, 1
+            last,
+            "Sub",
+            [put(last, "Cast", [shape], int32, 1, to=int32), given(graph, "input_lengths")],
+            int32,
+            1,
         )
         later = put(last, "Sign", [given(graph, "lengths")], int32, 1)
         longer = put(last, "Add", [kept, put(last, "Mul", [padding, later], int32, 1)], int32, 1)
@@ -219,7 +255,9 @@ def test_padding_that_a_later_chunk_counts(llama_package: Path, tmp_path: Path) 
         check(read_package(llama_package), reference(random_model("llama")), tmp_path, plant)
 
 
-def test_a_chunk_whose_logits_alone_differ(exported_llama: Package, expected: parity.Reference, tmp_path: Path) -> None:
+def test_a_chunk_whose_logits_alone_differ(
+    exported_llama: Package, expected: parity.Reference, tmp_path: Path
+) -> None:
     logits = [*expected.logits[:-1], expected.logits[-1].copy()]
     logits[-1][3, 7] += 0.05
     with pytest.raises(ParityError, match=r"prompt in chunks: 0\.05"):

@@ -27,7 +27,10 @@ def workflow() -> dict[str, Any]:
     bindings = {role: f"in_{role}" for role in ROLES} | {"token": "out", "next_counter": "counted"}
     sampler = {
         "implementation": {"kind": "onnx", "artifact": "policies/own.onnx"},
-        "ports": {"inputs": ports, "outputs": {name: {"dtype": "int64", **ROW} for name in ("out", "counted")}},
+        "ports": {
+            "inputs": ports,
+            "outputs": {name: {"dtype": "int64", **ROW} for name in ("out", "counted")},
+        },
         "contract": {
             "id": "onnx-genai.token-sampler",
             "version": "2",
@@ -66,14 +69,23 @@ def test_components_and_their_declaration(tmp_path: Path) -> None:
         graph = onnx.load(tmp_path / "out" / component["implementation"]["artifact"]).graph
         for side, values in (("inputs", graph.input), ("outputs", graph.output)):
             shapes = {
-                value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
+                value.name: [
+                    axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim
+                ]
                 for value in values
             }
-            assert shapes == {name: port["shape"] for name, port in component["ports"][side].items()}
+            assert shapes == {
+                name: port["shape"] for name, port in component["ports"][side].items()
+            }
         names = [value.name for value in (*graph.input, *graph.output)]
         assert component["contract"]["bindings"] == {name: name for name in names}
-        assert component["contract"]["parameters"] == {"batching": "per_row", "inactive_rows": "preserve"}
-    assert [name for name, component in declared.items() if component["application_overridable"]] == ["token_sampler"]
+        assert component["contract"]["parameters"] == {
+            "batching": "per_row",
+            "inactive_rows": "preserve",
+        }
+    assert [
+        name for name, component in declared.items() if component["application_overridable"]
+    ] == ["token_sampler"]
     with pytest.raises(PackageError, match="exists; give overwrite"):
         write_policy(tmp_path / "out", 50)
     write_policy(tmp_path / "out", 50, overwrite=True)
@@ -89,7 +101,9 @@ def test_a_package_gets_the_sampler_under_its_own_names(tmp_path: Path) -> None:
     assert [value.name for value in graph.input] == [f"in_{role}" for role in ROLES]
     assert [value.name for value in graph.output] == ["out", "counted"]
     logits = graph.input[0].type.tensor_type.shape.dim
-    assert [axis.dim_param or axis.dim_value for axis in logits] == ["batch", "sequence", 77], "as the model says"
+    assert [axis.dim_param or axis.dim_value for axis in logits] == ["batch", "sequence", 77], (
+        "as the model says"
+    )
     expected = workflow()
     components = expected["pipeline"]["workflow"]["components"]
     components["sampler"]["implementation"]["artifact"] = str(made.relative_to(folder))
@@ -112,15 +126,24 @@ def change(*keys: str, to: Any) -> Callable[[dict[str, Any]], None]:
 
 
 REFUSED = {
-    "another version": (change("contract", "version", to="1"), "0 components of onnx-genai.token-sampler@2"),
+    "another version": (
+        change("contract", "version", to="1"),
+        "0 components of onnx-genai.token-sampler@2",
+    ),
     "not replaceable": (change("application_overridable", to=False), "not application_overridable"),
     "effects": (change("effects", to=["log"]), "has effects"),
     "a binding": (change("implementation", to={"kind": "binding"}), "only an ONNX file"),
     "whole batches": (change("contract", "parameters", "batching", to="whole"), "batching 'whole'"),
     "another port": (change("ports", "inputs", "mask", to=ROW), "must be bound to"),
     "an unbound role": (change("contract", "bindings", "seed", to="noise"), "must be bound to"),
-    "another dtype": (change("ports", "inputs", "in_logits", "dtype", to="float16"), "logits is float32"),
-    "another rank": (change("ports", "inputs", "in_seed", "shape", to=["batch", 1]), "seed is int64 with 1 axes"),
+    "another dtype": (
+        change("ports", "inputs", "in_logits", "dtype", to="float16"),
+        "logits is float32",
+    ),
+    "another rank": (
+        change("ports", "inputs", "in_seed", "shape", to=["batch", 1]),
+        "seed is int64 with 1 axes",
+    ),
     "no components": (lambda document: document["pipeline"].clear(), "has no pipeline.workflow"),
 }
 
@@ -138,7 +161,9 @@ def test_a_package_that_cannot_take_it_stays_as_it_is(tmp_path: Path, case: str)
     assert sorted(path.name for path in folder.rglob("*")) == [METADATA, "own.onnx", "policies"]
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "&a [*a, *a]", "- 1", "pipeline: &x {}\nworkflow: *x"])
+@pytest.mark.parametrize(
+    "text", ["", "a: [", "&a [*a, *a]", "- 1", "pipeline: &x {}\nworkflow: *x"]
+)
 def test_metadata_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     (tmp_path / METADATA).write_text(text)
     with pytest.raises(PackageError, match=r"inference_metadata\.yaml"):

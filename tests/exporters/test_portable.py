@@ -23,7 +23,9 @@ from qsample.progress import Stage, Stages, unreported
 from tests.helpers.reference import philox_uniforms
 
 
-def test_the_version_of_onnxruntime_does_not_depend_on_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_of_onnxruntime_does_not_depend_on_its_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """onnxruntime-gpu and onnxruntime-openvino install the same module, and no distribution `onnxruntime`."""
 
     def installed(name: str) -> str:
@@ -40,11 +42,18 @@ def test_the_figures_of_packed_weights() -> None:
         tensors = [ir.tensor(np.zeros(shape, np.uint8)) for shape in shapes]
         weights = [ir.Value(name="w", const_value=tensor) for tensor in tensors]
         attributes = {"bits": bits, "block_size": block}
-        return ir.node("MatMulNBits", [ir.Value(name="x"), *weights], attributes, domain="com.microsoft")
+        return ir.node(
+            "MatMulNBits", [ir.Value(name="x"), *weights], attributes, domain="com.microsoft"
+        )
 
     nodes = [node(4, 32, (6, 2, 16), (12,), (6,)), node(8, 16, (2, 16), (2,))]
     graph = ir.Graph([], [], nodes=nodes, opset_imports={"": 20})
-    wanted = {"matrices": 2, "bits": [4, 8], "block_sizes": [16, 32], "bytes": 192 + 12 + 6 + 32 + 2}
+    wanted = {
+        "matrices": 2,
+        "bits": [4, 8],
+        "block_sizes": [16, 32],
+        "bytes": 192 + 12 + 6 + 32 + 2,
+    }
     assert portable.packed_weights(ir.Model(graph, ir_version=10)) == wanted
     assert portable.packed_weights(ir.Model(ir.Graph([], [], nodes=[]), ir_version=10)) is None
 
@@ -64,12 +73,16 @@ def test_noise(tmp_path: Path) -> None:
     feeds = {"seed": seeds, "capacity": np.array(13)}
     buffers = load(build_initial_state(face), tmp_path).run(["noise", "xtc_noise"], feeds)
     for stream, buffer in enumerate(buffers):
-        np.testing.assert_array_equal(buffer, [philox_uniforms(int(seed), 13, stream) for seed in seeds])
+        np.testing.assert_array_equal(
+            buffer, [philox_uniforms(int(seed), 13, stream) for seed in seeds]
+        )
 
 
 @pytest.mark.parametrize("seed", [False, True])
 def test_a_graph_with_a_seed_needs_no_noise(seed: bool, tmp_path: Path) -> None:
-    face = Interface(100, FACE.key_values, features=Features(filters=("xtc", "mirostat"), seed=seed))
+    face = Interface(
+        100, FACE.key_values, features=Features(filters=("xtc", "mirostat"), seed=seed)
+    )
     session = load(build_initial_state(face), tmp_path)
     names = [node.name for node in session.get_outputs()]
     assert names == face.initial_state.output_names
@@ -89,13 +102,15 @@ def test_states(dtype: str, tmp_path: Path) -> None:
     feeds = {"seed": np.arange(3), "capacity": np.array(7)}
     if dtype == "bfloat16":  # NumPy has none; the OrtValue gives its shape and type
         values = session.run_with_ort_values(
-            spec.output_names, {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in feeds.items()}
+            spec.output_names,
+            {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in feeds.items()},
         )
         for tensor, value in zip(spec.outputs, values, strict=True):
             assert tuple(value.shape()) == tensor.shape(sizes)
-            assert value.data_type() == {"bfloat16": "tensor(bfloat16)", "float32": "tensor(float)"}.get(
-                tensor.dtype, "tensor(int32)"
-            )
+            assert value.data_type() == {
+                "bfloat16": "tensor(bfloat16)",
+                "float32": "tensor(float)",
+            }.get(tensor.dtype, "tensor(int32)")
         return
     for tensor, value in zip(spec.outputs, session.run(spec.output_names, feeds), strict=True):
         assert value.shape == tensor.shape(sizes)
@@ -105,10 +120,14 @@ def test_states(dtype: str, tmp_path: Path) -> None:
 
 def draft(model: ir.Model, **more: Any) -> Draft:
     source, tokens = Source("m", None, "llama", "Llama"), TokenIds(0, None, ())
-    return Draft(model, FACE, Reference([], [], []), source, tokens, None, original="the file", **more)
+    return Draft(
+        model, FACE, Reference([], [], []), source, tokens, None, original="the file", **more
+    )
 
 
-def test_a_draft_is_judged_by_its_own_tolerance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_is_judged_by_its_own_tolerance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: dict[str, Any] = {}
 
     def check(folder: Path, interface: Interface, expected: Reference, **options: Any) -> Parity:
@@ -128,5 +147,7 @@ def test_a_draft_is_judged_by_its_own_tolerance(tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(portable.parity, "check", fail)
-    with pytest.raises(ParityError, match=r"onnxruntime cannot run the exported graph \(no kernel\)"):
+    with pytest.raises(
+        ParityError, match=r"onnxruntime cannot run the exported graph \(no kernel\)"
+    ):
         write_draft(draft(model), tmp_path, stages)

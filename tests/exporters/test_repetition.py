@@ -56,7 +56,10 @@ def decoder_of(model_type: str) -> tuple[Decoder, Interface]:
     apply_transforms(model, context)
     key_values, recurrent = state_shapes(model, context)
     interface = Interface(
-        int(model.config.vocab_size), key_values, features=Features(sampler=False), recurrent=recurrent
+        int(model.config.vocab_size),
+        key_values,
+        features=Features(sampler=False),
+        recurrent=recurrent,
     )
     return Decoder(model, context, interface), interface
 
@@ -83,13 +86,16 @@ def lowered(model: ir.Model) -> ir.Model:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TYPES]
+    "model_type",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TYPES],
 )
 def test_copies_are_what_a_trace_of_all_layers_has(model_type: str) -> None:
     decoder, interface = decoder_of(model_type)
     once = lowered(trace(decoder, interface.model, interface.sizes, decoder.layers))
     every = lowered(trace(decoder, interface.model, interface.sizes))
-    copied = {number for node in once.graph for number in re.findall(r"_layer(\d+)", str(node.name))}
+    copied = {
+        number for node in once.graph for number in re.findall(r"_layer(\d+)", str(node.name))
+    }
     assert copied == ({"2", "3"} if model_type in KINDS else {"1", "2"})
     counts = [Counter(node.op_type for node in model.graph.all_nodes()) for model in (once, every)]
     assert counts[0] == counts[1]
@@ -146,7 +152,12 @@ SPEC = GraphSpec((VALUES,), (), (replace(VALUES, name="total"),))
 
 
 @pytest.mark.parametrize(
-    "shares", ["nothing", "a product", *(pytest.param(how, marks=pytest.mark.ci) for how in ("an argument", "a layer"))]
+    "shares",
+    [
+        "nothing",
+        "a product",
+        *(pytest.param(how, marks=pytest.mark.ci) for how in ("an argument", "a layer")),
+    ],
 )
 def test_layers_that_share_more_are_all_traced(shares: str) -> None:
     torch.manual_seed(0)
@@ -155,8 +166,12 @@ def test_layers_that_share_more_are_all_traced(shares: str) -> None:
     is_copied = any("_layer2" in str(node.name) for node in model.graph)
     assert is_copied == (shares == "nothing")
     values = torch.randn(2, 4)
-    (total,) = ort.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, {"values": values.numpy()})
-    np.testing.assert_allclose(total, stack({"values": values})["total"].detach().numpy(), rtol=1e-5, atol=1e-6)
+    (total,) = ort.InferenceSession(ir.to_proto(model).SerializeToString()).run(
+        None, {"values": values.numpy()}
+    )
+    np.testing.assert_allclose(
+        total, stack({"values": values})["total"].detach().numpy(), rtol=1e-5, atol=1e-6
+    )
 
 
 class Wrong(Mapping[str, Tensor]):

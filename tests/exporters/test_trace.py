@@ -72,18 +72,28 @@ class Rounds(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         products = inputs["scale"][:, None].bfloat16() * inputs["table"].bfloat16()
         larger = products > inputs["table"].bfloat16()
-        return {"table_RetainedState": larger.float(), "total": products.reshape(-1, 2, 3).flatten(1).float()}
+        return {
+            "table_RetainedState": larger.float(),
+            "total": products.reshape(-1, 2, 3).flatten(1).float(),
+        }
 
 
 def test_bfloat16_is_computed_in_float32_and_rounded() -> None:
     session = ort.InferenceSession(ir.to_proto(trace(Rounds(), SPEC, {"K": 6})).SerializeToString())
     generator = torch.Generator().manual_seed(0)
-    inputs = {"table": torch.randn(5, 6, generator=generator), "scale": torch.randn(5, generator=generator)}
-    feeds = {name: value.numpy() for name, value in inputs.items()} | {"ids": np.zeros((5, 1), np.int64)}
+    inputs = {
+        "table": torch.randn(5, 6, generator=generator),
+        "scale": torch.randn(5, generator=generator),
+    }
+    feeds = {name: value.numpy() for name, value in inputs.items()} | {
+        "ids": np.zeros((5, 1), np.int64)
+    }
     results = dict(zip(["total", "table_RetainedState"], session.run(None, feeds), strict=True))
     for name, wanted in Rounds()(inputs).items():
         np.testing.assert_array_equal(results[name], wanted.numpy())
-    assert not np.allclose(results["total"], (inputs["table"] * inputs["scale"][:, None]).numpy(), rtol=1e-4)
+    assert not np.allclose(
+        results["total"], (inputs["table"] * inputs["scale"][:, None]).numpy(), rtol=1e-4
+    )
 
 
 def test_what_depends_on_values_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
@@ -134,11 +144,15 @@ class Applies(nn.Module):
         self._functions = functions
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {f"result{i}": function(inputs["values"]) for i, function in enumerate(self._functions)}
+        return {
+            f"result{i}": function(inputs["values"]) for i, function in enumerate(self._functions)
+        }
 
 
 def traced(*functions: Callable[[Tensor], Tensor]) -> ir.Model:
-    results = tuple(TensorSpec(f"result{i}", "float32", (BATCH, "K"), "a result") for i in range(len(functions)))
+    results = tuple(
+        TensorSpec(f"result{i}", "float32", (BATCH, "K"), "a result") for i in range(len(functions))
+    )
     return trace(Applies(functions), GraphSpec((VALUES,), (), results), {"K": 4})
 
 
@@ -146,7 +160,9 @@ def test_small_constants_and_scales_near_one_are_kept() -> None:
     values = torch.tensor([[0.0, 1e-9, 3e-7, 1.0], [-2e-12, 1e-30, -0.75, 1.5]])
     model = traced(*CONSTANTS.values())
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
-    for (name, function), got in zip(CONSTANTS.items(), session.run(None, {"values": values.numpy()}), strict=True):
+    for (name, function), got in zip(
+        CONSTANTS.items(), session.run(None, {"values": values.numpy()}), strict=True
+    ):
         np.testing.assert_array_equal(got, function(values).numpy(), err_msg=name)
 
 
@@ -155,13 +171,19 @@ def test_the_eps_of_a_norm_is_kept() -> None:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-9)
 
     values = torch.tensor([[0.0, 0.0, 0.0, 0.0], [3e-6, -1e-5, 2e-5, 0.0]])
-    (got,) = ort.InferenceSession(ir.to_proto(traced(norm)).SerializeToString()).run(None, {"values": values.numpy()})
+    (got,) = ort.InferenceSession(ir.to_proto(traced(norm)).SerializeToString()).run(
+        None, {"values": values.numpy()}
+    )
     np.testing.assert_allclose(got, norm(values).numpy(), rtol=1e-6)
 
 
 def test_what_changes_nothing_goes() -> None:
     model = traced(
-        lambda x: x.cos() + 0.0, lambda x: 1.0 * x.sin(), lambda x: x.exp() - 0, lambda x: x.abs() / 1, lambda x: x * 1
+        lambda x: x.cos() + 0.0,
+        lambda x: 1.0 * x.sin(),
+        lambda x: x.exp() - 0,
+        lambda x: x.abs() / 1,
+        lambda x: x * 1,
     )
     assert sorted(node.op_type for node in model.graph) == ["Abs", "Cos", "Exp", "Identity", "Sin"]
     # An output that is an input has its own name.

@@ -43,7 +43,11 @@ TYPES = [
     *(pytest.param(name, marks=pytest.mark.ci) for name in CI),
     *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
 ]
-GRIDS = [(1, 2), (3, 6), (9, 4)]  # rows and columns of features; one is larger than the image of the trace
+GRIDS = [
+    (1, 2),
+    (3, 6),
+    (9, 4),
+]  # rows and columns of features; one is larger than the image of the trace
 TILES = [4, 1, 2]
 
 
@@ -84,8 +88,13 @@ def images_of(model: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     for rows, columns, tiles in zip(*zip(*GRIDS, strict=True), TILES, strict=True):
         if hasattr(vision, "temporal_patch_size"):
             grid = [rows * vision.spatial_merge_size, columns * vision.spatial_merge_size]
-            pixels = random(grid[0] * grid[1], 3 * vision.temporal_patch_size * vision.patch_size**2)
-            yield (pixels, grid), {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, *grid]])}
+            pixels = random(
+                grid[0] * grid[1], 3 * vision.temporal_patch_size * vision.patch_size**2
+            )
+            yield (
+                (pixels, grid),
+                {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, *grid]])},
+            )
         elif hasattr(vision, "pooling_kernel_size"):
             grid = [rows * vision.pooling_kernel_size, columns * vision.pooling_kernel_size]
             pixels = random(grid[0] * grid[1], 3 * vision.patch_size**2)
@@ -95,7 +104,10 @@ def images_of(model: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         elif vision.model_type == "pixtral":
             side = vision.patch_size * config.spatial_merge_size
             pixels = random(1, 3, rows * side, columns * side)
-            yield (pixels,), {"pixel_values": pixels, "image_sizes": torch.tensor([pixels.shape[2:]])}
+            yield (
+                (pixels,),
+                {"pixel_values": pixels, "image_sizes": torch.tensor([pixels.shape[2:]])},
+            )
         else:
             size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
             points = getattr(config, "image_grid_pinpoints", None)
@@ -106,14 +118,19 @@ def images_of(model: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
             else:
                 height, width = points[tiles % len(points)]
                 pixels = random(1 + height // size * (width // size), 3, size, size)
-                yield (pixels,), {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
+                yield (
+                    (pixels,),
+                    {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])},
+                )
 
 
 def features_of(model: Any, arguments: dict[str, Any]) -> Array:
     with torch.no_grad():
         output = model.base_model.get_image_features(**arguments)
     parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    rows = torch.cat([torch.cat([one.reshape(-1, one.shape[-1]) for one in part]) for part in parts], -1)
+    rows = torch.cat(
+        [torch.cat([one.reshape(-1, one.shape[-1]) for one in part]) for part in parts], -1
+    )
     found: Array = rows.float().numpy()
     return found
 
@@ -125,12 +142,16 @@ def test_features_are_those_of_transformers(model_type: str, written: Any) -> No
     for (pixels, *grid), arguments in images_of(model):
         got, wanted = session.features(pixels.numpy(), *grid), features_of(model, arguments)
         newline = getattr(model.base_model, "image_newline", None)
-        if newline is not None:  # transformers arranges the rows of the tiles, and puts a newline behind each line
+        if (
+            newline is not None
+        ):  # transformers arranges the rows of the tiles, and puts a newline behind each line
             tiles = len(pixels)
             assert np.array_equal(got[-1], newline.detach().numpy())
             first = (len(got) - 1) // tiles
             np.testing.assert_allclose(got[:first], wanted[:first], atol=1e-4)
-            lines = wanted[first:].reshape(-1, arguments["image_sizes"][0, 1] // 4 + 1, wanted.shape[-1])
+            lines = wanted[first:].reshape(
+                -1, arguments["image_sizes"][0, 1] // 4 + 1, wanted.shape[-1]
+            )
             assert np.array_equal(lines[:, -1], np.broadcast_to(got[-1], lines[:, -1].shape))
             down, across = (arguments["image_sizes"][0] // pixels.shape[2]).tolist()
             side = pixels.shape[2] // 4
@@ -154,13 +175,17 @@ def test_a_tower_in_float16_computes_in_float32(written: Any) -> None:
     model, interface, folder, _ = written("llava", "float16")
     graph = ir.load(folder / "vision.onnx").graph
     assert graph.outputs[0].dtype == ir.DataType.FLOAT16 == ir.DataType[interface.dtype.upper()]
-    halves = {value.dtype for node in graph for value in node.outputs if node.op_type not in ("Cast",)}
+    halves = {
+        value.dtype for node in graph for value in node.outputs if node.op_type not in ("Cast",)
+    }
     assert ir.DataType.FLOAT16 not in halves
     stored = {value.dtype for value in graph.initializers.values() if len(value.shape or ()) == 2}
     assert stored == {ir.DataType.FLOAT16}
     (pixels,), arguments = next(images_of(model.float()))
     got, wanted = vision_session(folder).features(pixels.numpy()), features_of(model, arguments)
-    np.testing.assert_allclose(got, wanted, atol=2e-3 * np.abs(wanted).max())  # of the result's dtype alone
+    np.testing.assert_allclose(
+        got, wanted, atol=2e-3 * np.abs(wanted).max()
+    )  # of the result's dtype alone
     model.half()
 
 
@@ -194,6 +219,10 @@ def test_a_rotation_in_one_dimension_is_refused(
             return own(tmp_path if level is None else folder, level)
 
         monkeypatch.setattr(vision, "vision_session", session)
-    cause = r", because of ONNX Runtime's fusions; export the text alone" if fused else r"\); export the text alone"
+    cause = (
+        r", because of ONNX Runtime's fusions; export the text alone"
+        if fused
+        else r"\); export the text alone"
+    )
     with pytest.raises(ParityError, match=rf"eager PixtralVisionModel by .*{cause}"):
         compare_vision(model, vision_module(model), tmp_path, interface.dtype)

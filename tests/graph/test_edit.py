@@ -58,7 +58,11 @@ def test_a_lazy_initializer_is_computed_whenever_it_is_read() -> None:
         return np.full((2, 3), len(calls), np.float16)
 
     value = lazy_initializer("late", (2, 3), ir.DataType.FLOAT16, compute)
-    assert (value.name, value.dtype, list(value.shape or ())) == ("late", ir.DataType.FLOAT16, [2, 3])
+    assert (value.name, value.dtype, list(value.shape or ())) == (
+        "late",
+        ir.DataType.FLOAT16,
+        [2, 3],
+    )
     assert value.const_value.nbytes == 12
     assert calls == []
     assert [int(value.const_value.numpy()[0, 0]) for _ in range(2)] == [1, 2]
@@ -70,7 +74,10 @@ def test_a_node_is_put_before_another_with_its_shape_and_dtype() -> None:
     merged = insert(node, "ReduceSum", [node.inputs[0]], ["B", 1, 1], {"keepdims": 1})
     node.replace_input_with(0, merged)
     assert operators(model) == ["ReduceSum", "Neg"]
-    assert (merged.dtype, list(merged.shape or ())) == (ir.DataType.FLOAT, [ir.SymbolicDim("B"), 1, 1])
+    assert (merged.dtype, list(merged.shape or ())) == (
+        ir.DataType.FLOAT,
+        [ir.SymbolicDim("B"), 1, 1],
+    )
     merged.dtype = ir.DataType.FLOAT16
     assert model.graph.inputs[0].dtype == ir.DataType.FLOAT  # a type of its own
 
@@ -85,7 +92,11 @@ def test_values_are_cast_and_nodes_put_behind_them() -> None:
     behind = put_behind(y, "Abs", name="behind")
     assert operators(model) == ["Cast", "Cast", "Neg", "Abs"]
     assert model.graph.outputs[0] is behind
-    assert (half.dtype, behind.dtype, behind.shape) == (ir.DataType.FLOAT16, ir.DataType.FLOAT, y.shape)
+    assert (half.dtype, behind.dtype, behind.shape) == (
+        ir.DataType.FLOAT16,
+        ir.DataType.FLOAT,
+        y.shape,
+    )
     (result,) = results(model, {"x": (states := normal(2, 3, 8))})
     np.testing.assert_allclose(result, np.abs(states), rtol=1e-3)
 
@@ -109,7 +120,12 @@ def test_numbers_of_constants() -> None:
     )
     first, second = (node for node in model.graph if node.op_type == "Add")
     numbers = [constant(value) for value in (*first.inputs, *second.inputs)]
-    assert [None if array is None else array.tolist() for array in numbers] == [None, [1, 2], None, [3, 4]]
+    assert [None if array is None else array.tolist() for array in numbers] == [
+        None,
+        [1, 2],
+        None,
+        [3, 4],
+    ]
     assert constant(None) is None
 
 
@@ -201,7 +217,11 @@ def test_a_copy_reads_copies() -> None:
     copies: dict[ir.Value, ir.Value] = {}
     first = copy_node(named["b"], copies, "again")
     second = copy_node(named["other"], copies, "again")
-    assert (second.op_type, second.name, second.outputs[0].name) == ("Neg", "node_other_again", "other_again")
+    assert (second.op_type, second.name, second.outputs[0].name) == (
+        "Neg",
+        "node_other_again",
+        "other_again",
+    )
     assert second.inputs[0] is first.outputs[0]
     assert first.inputs[0] is named["b"].inputs[0]  # of which there is no copy
     assert copies[named["other"].outputs[0]] is second.outputs[0]
@@ -221,6 +241,11 @@ def test_only_the_axes_named_are_fixed() -> None:
 def test_fix_axes_reaches_every_shape(llama_package: Path) -> None:
     model = ir.load(llama_package / "decoder.onnx")
     assert fix_axes(model, {"T": 50, "B": 2})
-    names = {str(dim) for node in model.graph.all_nodes() for value in node.outputs for dim in value.shape or ()}
+    names = {
+        str(dim)
+        for node in model.graph.all_nodes()
+        for value in node.outputs
+        for dim in value.shape or ()
+    }
     assert not names & {"T", "B"}
     assert list(model.graph.inputs[0].shape or ()) == [2, ir.SymbolicDim("S")]

@@ -35,7 +35,10 @@ def test_a_value_from_inputs() -> None:
 def test_inputs_that_are_not_given_are_zeros_of_the_axes_sizes() -> None:
     model = small_graph(GRAPH)
     shape, start = (value for node in list(model.graph)[:2] for value in node.outputs)
-    assert [array.tolist() for array in GraphPart(model, [shape, start])({}, {"B": 2, "S": 5})] == [[2, 5], [0, 0]]
+    assert [array.tolist() for array in GraphPart(model, [shape, start])({}, {"B": 2, "S": 5})] == [
+        [2, 5],
+        [0, 0],
+    ]
 
 
 def test_a_value_from_one_in_between() -> None:

@@ -28,10 +28,14 @@ decode (float[B,S,64] q, float[B,S,32] k, float[B,2,8,16] past_key, float[B,2,8,
 
 def test_slots_are_those_of_onnx_runtime() -> None:
     (schema,) = (
-        schema for schema in get_all_operator_schema() if (schema.name, schema.domain) == (OP_TYPE, CONTRIB_DOMAIN)
+        schema
+        for schema in get_all_operator_schema()
+        if (schema.name, schema.domain) == (OP_TYPE, CONTRIB_DOMAIN)
     )
     # Later versions append inputs (1.32 has query_seqlens); those that are there keep their places.
-    assert [slot.name.lower() for slot in Slot] == [value.name for value in schema.inputs][: len(Slot)]
+    assert [slot.name.lower() for slot in Slot] == [value.name for value in schema.inputs][
+        : len(Slot)
+    ]
     assert list(Slot) == list(range(len(Slot)))
 
 
@@ -75,7 +79,9 @@ def test_masks_of_plain_operators() -> None:
     assert narrow_windows(model, {4096: 3}) == 4
     positions = np.arange(10)
     query, key = positions[None, None, :, None], positions[None, None, None]
-    sliding, turned, chunks, total, scaled = results(model, {"query": query, "key": key, "other": positions[None]})
+    sliding, turned, chunks, total, scaled = results(
+        model, {"query": query, "key": key, "other": positions[None]}
+    )
     np.testing.assert_array_equal(sliding, key > query - 3)
     np.testing.assert_array_equal(turned, key > query - 3)
     np.testing.assert_array_equal(chunks, key // 3 == query // 3)

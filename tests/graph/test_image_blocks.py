@@ -41,7 +41,9 @@ class Layer:
 
     @property
     def angles(self) -> Array:
-        return np.outer(np.arange(CAPACITY), 100.0 ** -(np.arange(self.rotary // 2) / (self.rotary // 2)))
+        return np.outer(
+            np.arange(CAPACITY), 100.0 ** -(np.arange(self.rotary // 2) / (self.rotary // 2))
+        )
 
 
 def model_of(*layers: Layer) -> ir.Model:
@@ -58,10 +60,16 @@ def model_of(*layers: Layer) -> ir.Model:
     outputs: dict[str, tuple[int, list[Any]]] = {}
     nodes, constants = [], []
     for one in layers:
-        kind, cell, names = CELLS[one.dtype], CELLS[one.cache or one.dtype], {"x": HEADS, "k": KV, "v": KV}
+        kind, cell, names = (
+            CELLS[one.dtype],
+            CELLS[one.cache or one.dtype],
+            {"x": HEADS, "k": KV, "v": KV},
+        )
         if one.packed:
             names = {"x": HEADS + 2 * KV}
-        inputs |= {f"{name}{one.layer}": (kind, ["B", "S", heads * SIZE]) for name, heads in names.items()}
+        inputs |= {
+            f"{name}{one.layer}": (kind, ["B", "S", heads * SIZE]) for name, heads in names.items()
+        }
         states = {"key": "present.{}.key", "value": "present.{}.value"}
         for name, present in states.items():
             inputs[f"past_key_values.{one.layer}.{name}"] = (cell, ["B", KV, CAPACITY, SIZE])
@@ -73,10 +81,16 @@ def model_of(*layers: Layer) -> ir.Model:
         if one.rotary:
             extra |= {"do_rotary": 1, "rotary_interleaved": one.interleaved}
             for name, table in (("cos", np.cos(one.angles)), ("sin", np.sin(one.angles))):
-                constants.append(onnx.numpy_helper.from_array(table.astype(one.dtype), f"{name}{one.layer}"))
+                constants.append(
+                    onnx.numpy_helper.from_array(table.astype(one.dtype), f"{name}{one.layer}")
+                )
         read += [f"cos{one.layer}", f"sin{one.layer}"] if one.rotary else ["", ""]
         if one.cache:
-            extra |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+            extra |= {
+                "k_quant_type": "PER_CHANNEL",
+                "v_quant_type": "PER_CHANNEL",
+                "kv_cache_bit_width": 8,
+            }
             read += ["", "", "", f"ks{one.layer}", f"vs{one.layer}"]
             constants += [
                 onnx.numpy_helper.from_array(s, f"{n}{one.layer}")
@@ -88,15 +102,27 @@ def model_of(*layers: Layer) -> ir.Model:
         sizes: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV, "softcap": one.softcap}
         nodes.append(
             helper.make_node(
-                "GroupQueryAttention", read, made, f"attention{one.layer}", domain="com.microsoft", **sizes, **extra
+                "GroupQueryAttention",
+                read,
+                made,
+                f"attention{one.layer}",
+                domain="com.microsoft",
+                **sizes,
+                **extra,
             )
         )
-        nodes.append(helper.make_node("Identity", made[:1], [f"out{one.layer}"], f"identity{one.layer}"))
+        nodes.append(
+            helper.make_node("Identity", made[:1], [f"out{one.layer}"], f"identity{one.layer}")
+        )
     before, after = (
-        [helper.make_tensor_value_info(name, *of) for name, of in values.items()] for values in (inputs, outputs)
+        [helper.make_tensor_value_info(name, *of) for name, of in values.items()]
+        for values in (inputs, outputs)
     )
     known: list[Any] = ["B", "S", HEADS * SIZE]
-    plain = [helper.make_tensor_value_info(f"plain{one.layer}", CELLS[one.dtype], known) for one in layers]
+    plain = [
+        helper.make_tensor_value_info(f"plain{one.layer}", CELLS[one.dtype], known)
+        for one in layers
+    ]
     graph = helper.make_graph(nodes, "g", before, after, constants, value_info=plain)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     return ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
@@ -106,9 +132,18 @@ def rotated(one: Layer, states: Array, positions: Array) -> Array:
     """states: [heads, n, SIZE]."""
     angles, result = one.angles[positions], states.copy()
     half, part = one.rotary // 2, states[..., : one.rotary]
-    first, second = (part[..., 0::2], part[..., 1::2]) if one.interleaved else (part[..., :half], part[..., half:])
-    pair = first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)
-    result[..., : one.rotary] = np.stack(pair, -1).reshape(part.shape) if one.interleaved else np.concatenate(pair, -1)
+    first, second = (
+        (part[..., 0::2], part[..., 1::2])
+        if one.interleaved
+        else (part[..., :half], part[..., half:])
+    )
+    pair = (
+        first * np.cos(angles) - second * np.sin(angles),
+        second * np.cos(angles) + first * np.sin(angles),
+    )
+    result[..., : one.rotary] = (
+        np.stack(pair, -1).reshape(part.shape) if one.interleaved else np.concatenate(pair, -1)
+    )
     return result
 
 
@@ -151,23 +186,34 @@ def reference(one: Layer, call: Call, fed: dict[str, Array], row: int) -> Array:
         query, key, value = np.split(whole.transpose(1, 0, 2), [HEADS, HEADS + KV])
     else:
         query, key, value = (
-            fed[f"{p}{one.layer}"][row, :n].astype("d").reshape(n, -1, SIZE).transpose(1, 0, 2) for p in parts
+            fed[f"{p}{one.layer}"][row, :n].astype("d").reshape(n, -1, SIZE).transpose(1, 0, 2)
+            for p in parts
         )
     places = before + np.arange(n)
     if one.rotary:
         query, key = (rotated(one, states, places) for states in (query, key))
-    past = [fed[f"past_key_values.{one.layer}.{kind}"][row, :, :before].astype("d") for kind in ("key", "value")]
+    past = [
+        fed[f"past_key_values.{one.layer}.{kind}"][row, :, :before].astype("d")
+        for kind in ("key", "value")
+    ]
     if one.cache:
         past = [states * scale[0] for states, scale in zip(past, one.scales, strict=True)]
         key, value = (
-            np.clip(np.round(s / c[0]), -128, 127) * c[0] for s, c in zip((key, value), one.scales, strict=True)
+            np.clip(np.round(s / c[0]), -128, 127) * c[0]
+            for s, c in zip((key, value), one.scales, strict=True)
         )
     keys, values = (np.concatenate(pair, axis=1) for pair in zip(past, (key, value), strict=True))
-    run_of = {place: (before + a, before + b) for a, b in call.runs[row] for place in range(before + a, before + b)}
+    run_of = {
+        place: (before + a, before + b)
+        for a, b in call.runs[row]
+        for place in range(before + a, before + b)
+    }
     out = np.zeros((n, HEADS, SIZE))
     for index, place in enumerate(places):
         begin, end = run_of.get(int(place), (place, place))
-        sees = [t for t in range(before + n) if (t <= place or begin <= t < end) and place - t < window]
+        sees = [
+            t for t in range(before + n) if (t <= place or begin <= t < end) and place - t < window
+        ]
         for head in range(HEADS):
             scores = keys[head * KV // HEADS, sees] @ query[head, index] * SIZE**-0.5
             if one.softcap:
@@ -187,14 +233,20 @@ def feeds(call: Call, *layers: Layer) -> dict[str, Array]:
     fed["seqlens"] = fed["lengths"] + new - 1
     fed["total"] = np.array(CAPACITY if rows == 1 or new == 1 else new, "i")
     for one in layers:
-        for name, heads in ({"x": HEADS + 2 * KV} if one.packed else {"x": HEADS, "k": KV, "v": KV}).items():
-            fed[f"{name}{one.layer}"] = rng.standard_normal((rows, new, heads * SIZE)).astype(one.dtype)
+        for name, heads in (
+            {"x": HEADS + 2 * KV} if one.packed else {"x": HEADS, "k": KV, "v": KV}
+        ).items():
+            fed[f"{name}{one.layer}"] = rng.standard_normal((rows, new, heads * SIZE)).astype(
+                one.dtype
+            )
         for kind in ("key", "value"):
             if one.cache:
                 states = rng.integers(-128, 128, (rows, KV, CAPACITY, SIZE), dtype=np.int8)
             else:
                 states = rng.standard_normal((rows, KV, CAPACITY, SIZE)).astype(one.dtype)
-                for row, length in enumerate(call.lengths):  # memory beyond a row's tokens may hold anything
+                for row, length in enumerate(
+                    call.lengths
+                ):  # memory beyond a row's tokens may hold anything
                     states[row, :, length:] = np.nan
             fed[f"past_key_values.{one.layer}.{kind}"] = states
     return fed
@@ -202,7 +254,9 @@ def feeds(call: Call, *layers: Layer) -> dict[str, Array]:
 
 def run(model: ir.Model, fed: dict[str, Array]) -> dict[str, Array]:
     """The results that are no states; these are updated in place, as hosts do."""
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     values, binding = (
         {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in fed.items()},
         session.io_binding(),
@@ -241,7 +295,9 @@ def test_image_tokens_see_their_run(call: Call) -> None:
         tolerance = 4e-3 if one.dtype == "float16" else 2e-5 if one.cache else 2e-6
         for row, new in enumerate(call.new):
             got = after[f"out{one.layer}"][row, :new]
-            np.testing.assert_allclose(got, reference(one, call, fed, row), atol=tolerance, rtol=tolerance)
+            np.testing.assert_allclose(
+                got, reference(one, call, fed, row), atol=tolerance, rtol=tolerance
+            )
             text = call.rows[row, :new] < 0
             np.testing.assert_array_equal(got[text], before[f"out{one.layer}"][row, :new][text])
 
@@ -254,7 +310,10 @@ def test_calls_of_text_ask_one_question() -> None:
     assert [node.op_type for node in added] == ["ReduceMax", "GreaterOrEqual", "If", "If"]
     (passed_on,) = added[-1].attributes["else_branch"].as_graph()
     assert passed_on.op_type == "Identity"
-    assert [node.op_type for node in model.graph if node not in added] == ["GroupQueryAttention", "Identity"] * 2
+    assert [node.op_type for node in model.graph if node not in added] == [
+        "GroupQueryAttention",
+        "Identity",
+    ] * 2
 
 
 def test_what_was_added_can_be_taken_out() -> None:

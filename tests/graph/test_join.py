@@ -31,9 +31,13 @@ def test_split_and_joined_again_it_is_the_same_graph(llama_package: Path) -> Non
         assert [value.name for value in getattr(joined.graph, side)] == [
             value.name for value in getattr(whole.graph, side)
         ]
-    assert {node.name for node in joined.graph.all_nodes()} == {node.name for node in whole.graph.all_nodes()}
+    assert {node.name for node in joined.graph.all_nodes()} == {
+        node.name for node in whole.graph.all_nodes()
+    }
     assert joined.graph.initializers.keys() == whole.graph.initializers.keys()
-    operators = [Counter(node.op_type for node in graph.graph.all_nodes()) for graph in (joined, whole)]
+    operators = [
+        Counter(node.op_type for node in graph.graph.all_nodes()) for graph in (joined, whole)
+    ]
     assert operators[0] == operators[1]
 
     tokens = []
@@ -59,5 +63,7 @@ def test_a_graph_cut_off_at_its_logits_has_no_sampler(llama_package: Path) -> No
     package = read_package(llama_package)
     model = cut_at_logits(ir.load(package.file("decoder.onnx")), package.interface)
     assert model.graph.outputs[0].name == "logits"
-    assert not {"temperature", "top_p", "output_counts"} & {value.name for value in model.graph.inputs}
+    assert not {"temperature", "top_p", "output_counts"} & {
+        value.name for value in model.graph.inputs
+    }
     assert not {"If", "TopK", "CumSum"} & {node.op_type for node in model.graph}

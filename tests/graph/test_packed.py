@@ -18,7 +18,9 @@ product (float[B,{inputs}] x, uint8[{outputs},{blocks},{size}] levels, float[{ou
 """
 
 
-def product(size: int, *, zero_points: bool, level: int | None = None) -> tuple[ir.Model, np.ndarray]:
+def product(
+    size: int, *, zero_points: bool, level: int | None = None
+) -> tuple[ir.Model, np.ndarray]:
     """A product with 8-bit weights, and these in float64. The first block has a scale of 0."""
     rng, blocks = np.random.default_rng(0), INPUTS // size
     arrays = {
@@ -46,7 +48,10 @@ def product(size: int, *, zero_points: bool, level: int | None = None) -> tuple[
 
 
 def attributes(node: ir.Node) -> dict[str, int]:
-    return {name: node.attributes.get_int(name, 0) for name in ("K", "N", "bits", "block_size", "accuracy_level")}
+    return {
+        name: node.attributes.get_int(name, 0)
+        for name in ("K", "N", "bits", "block_size", "accuracy_level")
+    }
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -61,7 +66,9 @@ def test_a_byte_is_two_levels(size: int, zero_points: bool) -> None:
     (packed,) = [node for node in model.graph if node.op_type == "MatMulNBits"]
     assert attributes(packed) == {**numbers, "K": 2 * INPUTS, "bits": 4, "block_size": 2 * size}
     # The same weights, once; factors only for zero points.
-    floats = sum(value.const_value.dtype == ir.DataType.FLOAT for value in model.graph.initializers.values())
+    floats = sum(
+        value.const_value.dtype == ir.DataType.FLOAT for value in model.graph.initializers.values()
+    )
     assert floats == 2 + zero_points  # scales, (1, 16), factors
     np.testing.assert_array_equal(packed.inputs[1].const_value.numpy(), arrays["levels"])
     assert not in_nibbles(model)
@@ -116,17 +123,25 @@ def test_products_of_the_same_states_share_them() -> None:
         "last": np.array([-1]),
     }
     text = SEVERAL.replace("offsets)\n", "offsets, int64[3] shape, int64[1] last)\n", 1)
-    model = small_graph(text, dict.fromkeys(("product", "total", "plain"), ("B", 8)), constants=arrays)
+    model = small_graph(
+        text, dict.fromkeys(("product", "total", "plain"), ("B", 8)), constants=arrays
+    )
     nodes = {node.outputs[0].name: node for node in model.graph}
     found = offsets_of(nodes["product"])
     assert found is not None
-    assert (found.offsets.name, found.product, found.total) == ("offsets", nodes["added"], nodes["total"])
+    assert (found.offsets.name, found.product, found.total) == (
+        "offsets",
+        nodes["added"],
+        nodes["total"],
+    )
     assert offsets_of(nodes["plain"]) is None
     assert in_nibbles(model)
     assert operators(model).count("Unsqueeze") == 1
     x = rng.standard_normal((3, 64)).astype(np.float32)
     scales = arrays["scales"].astype(np.float64)[..., None]
-    first, second = ((scales * (arrays[name] - 128.0)).reshape(8, 64) for name in ("first", "second"))
+    first, second = (
+        (scales * (arrays[name] - 128.0)).reshape(8, 64) for name in ("first", "second")
+    )
     total, plain = results(model, {"x": x})
     sums = x.reshape(3, 2, 32).sum(-1, dtype=np.float64)
     np.testing.assert_allclose(total, x @ first.T + sums @ arrays["offsets"], rtol=1e-5, atol=1e-5)

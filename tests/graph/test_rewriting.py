@@ -26,13 +26,18 @@ chain (float[N] x) => (float[N] y, float[N] z)
 }
 """
 OF_ONE = pattern.RewriteRule(lambda op, x: op.Neg(op.Sin(x)), lambda op, x: op.Sin(op.Neg(x)))
-OF_TWO = pattern.RewriteRule(lambda op, x: (op.Cos(x), op.Tanh(op.Cos(x))), lambda op, x: (op.Exp(x), op.Abs(x)))
+OF_TWO = pattern.RewriteRule(
+    lambda op, x: (op.Cos(x), op.Tanh(op.Cos(x))), lambda op, x: (op.Exp(x), op.Abs(x))
+)
 
 
 def rewritten(rule: pattern.RewriteRule) -> Counter[str]:
     model = ir.from_onnx_text(GRAPH)
     rule.apply_to_model(model)
-    return Counter(f"{node.op_type}({', '.join(str(v.name) for v in node.inputs if v)})" for node in model.graph)
+    return Counter(
+        f"{node.op_type}({', '.join(str(v.name) for v in node.inputs if v)})"
+        for node in model.graph
+    )
 
 
 @pytest.mark.parametrize("rule", [OF_ONE, OF_TWO])
@@ -40,14 +45,22 @@ def test_the_same_nodes_match(rule: pattern.RewriteRule) -> None:
     expected = rewritten(rule)
     with operators_first():
         assert rewritten(rule) == expected
-    assert expected != rewritten(pattern.RewriteRule(lambda op, x: op.Exp(x), lambda op, x: op.Abs(x)))
+    assert expected != rewritten(
+        pattern.RewriteRule(lambda op, x: op.Exp(x), lambda op, x: op.Abs(x))
+    )
 
 
 def test_nodes_of_other_operators_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[str] = []
     match = SimplePatternMatcher.match
 
-    def noted(self: SimplePatternMatcher, model: ir.Model, graph: ir.Graph, node: ir.Node, **options: object) -> object:
+    def noted(
+        self: SimplePatternMatcher,
+        model: ir.Model,
+        graph: ir.Graph,
+        node: ir.Node,
+        **options: object,
+    ) -> object:
         looked_at.append(node.op_type)
         return match(self, model, graph, node, **options)  # type: ignore[arg-type]
 

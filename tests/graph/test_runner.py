@@ -20,7 +20,9 @@ IDS = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 def test_states_move_on_and_the_cache_is_written_in_place(llama_package: Path) -> None:
     package = read_package(llama_package)
-    runner = GraphRunner(load_graph(package.file("decoder.onnx")), package.path, package.interface, CAPACITY)
+    runner = GraphRunner(
+        load_graph(package.file("decoder.onnx")), package.path, package.interface, CAPACITY
+    )
     state = runner.start(2)
     assert state.keys() == {spec.name for spec in package.interface.decoder.states}
     cache = state["past_key_values.0.key"]
@@ -40,7 +42,9 @@ def test_states_move_on_and_the_cache_is_written_in_place(llama_package: Path) -
 def test_a_prompt_in_chunks_has_the_same_logits(llama_package: Path, weights_mapped: bool) -> None:
     package = read_package(llama_package)
     model = cut_at_logits(load_graph(package.file("decoder.onnx")), package.interface)
-    runner = GraphRunner(model, package.path, package.interface, CAPACITY, weights_mapped=weights_mapped)
+    runner = GraphRunner(
+        model, package.path, package.interface, CAPACITY, weights_mapped=weights_mapped
+    )
     whole = runner.step(IDS, np.array([4, 4]), runner.start(2))["logits"]
     state = runner.start(2)
     runner.step(IDS[:, :3], np.array([3, 3]), state)
@@ -65,6 +69,8 @@ def test_images_are_off_unless_they_are_given(fake: Callable[..., Package]) -> N
     seen = logits(package, image_rows=rows, image_features=features)
     np.testing.assert_array_equal(seen[0], text[0])
     assert np.abs(seen[1] - text[1]).max() > 0.01
-    moved = logits(package, position_offsets=np.array([[[0] * 3] * 4, [[0] * 3] * 2 + [[5] * 3] * 2]))
+    moved = logits(
+        package, position_offsets=np.array([[[0] * 3] * 4, [[0] * 3] * 2 + [[5] * 3] * 2])
+    )
     np.testing.assert_array_equal(moved[0], text[0])
     assert np.abs(moved[1] - text[1]).max() > 0.01

@@ -31,11 +31,21 @@ def sum_of(tensors: dict[str, ir.TensorProtocol]) -> ir.Model:
     flat = constant_value("flat", ir.tensor(np.array([-1])))
     for name, tensor in tensors.items():
         value = constant_value(name, tensor)
-        nodes += [reshape := ir.node("Reshape", [value, flat]), ir.node("Add", [total, reshape.outputs[0]])]
+        nodes += [
+            reshape := ir.node("Reshape", [value, flat]),
+            ir.node("Add", [total, reshape.outputs[0]]),
+        ]
         constants.append(value)
         total = nodes[-1].outputs[0]
     total.name, total.type = "y", ir.TensorType(ir.DataType.FLOAT)
-    graph = ir.Graph(inputs, [total], nodes=nodes, initializers=[flat, *constants], opset_imports={"": 20}, name="g")
+    graph = ir.Graph(
+        inputs,
+        [total],
+        nodes=nodes,
+        initializers=[flat, *constants],
+        opset_imports={"": 20},
+        name="g",
+    )
     return ir.Model(graph, ir_version=10)
 
 
@@ -48,8 +58,12 @@ def run(path: Path) -> Array:
 
 
 def weights(path: Path) -> dict[str, ir.ExternalTensor]:
-    tensors = {str(value.name): value.const_value for value in ir.load(path).graph.initializers.values()}
-    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
+    tensors = {
+        str(value.name): value.const_value for value in ir.load(path).graph.initializers.values()
+    }
+    return {
+        name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)
+    }
 
 
 def test_equal_weights_have_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +73,20 @@ def test_equal_weights_have_one_place(tmp_path: Path, monkeypatch: pytest.Monkey
     nearly = one.copy()
     nearly[-1] += 1
     path = tmp_path / "graph.onnx"
-    arrays = {"a": one, "b": other, "c": one.reshape(100, -1), "d": nearly, "e": other.reshape(2, 2, -1), "f": one + 1}
-    sha256 = save_graph(sum_of({name: ir.tensor(array, name=name) for name, array in arrays.items()}), path)
-    expected = sum((array.reshape(-1) for array in arrays.values()), np.arange(SIZE, dtype=np.float32))
+    arrays = {
+        "a": one,
+        "b": other,
+        "c": one.reshape(100, -1),
+        "d": nearly,
+        "e": other.reshape(2, 2, -1),
+        "f": one + 1,
+    }
+    sha256 = save_graph(
+        sum_of({name: ir.tensor(array, name=name) for name, array in arrays.items()}), path
+    )
+    expected = sum(
+        (array.reshape(-1) for array in arrays.values()), np.arange(SIZE, dtype=np.float32)
+    )
     np.testing.assert_allclose(run(path), expected, rtol=1e-5)
     at = {name: tensor.offset or 0 for name, tensor in weights(path).items()}
     assert at["a"] == at["c"]
@@ -75,7 +100,10 @@ def test_equal_weights_have_one_place(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_graph_without_large_weights_has_no_second_file(tmp_path: Path) -> None:
-    assert save_graph(sum_of({"a": ir.tensor(np.ones(1, np.float32))}), tmp_path / "graph.onnx") is None
+    assert (
+        save_graph(sum_of({"a": ir.tensor(np.ones(1, np.float32))}), tmp_path / "graph.onnx")
+        is None
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["graph.onnx"]
 
 
@@ -93,7 +121,13 @@ def in_file(array: Array, path: Path) -> ir.ExternalTensor:
     path.write_bytes(array.tobytes())
     dtype = ir.DataType.from_numpy(array.dtype)
     return ir.ExternalTensor(
-        path.name, 0, array.nbytes, dtype, shape=ir.Shape(array.shape), name=path.name, base_dir=path.parent
+        path.name,
+        0,
+        array.nbytes,
+        dtype,
+        shape=ir.Shape(array.shape),
+        name=path.name,
+        base_dir=path.parent,
     )
 
 
@@ -104,7 +138,8 @@ def stored(folder: Path) -> dict[str, ir.TensorProtocol]:
     more = rng.normal(size=(11, 53)).astype(ml_dtypes.bfloat16)
     experts = rng.normal(size=(5, 6, 7)).astype(np.float32)
     tall = [
-        StoredTensor(in_file(array, folder / f"h{i}"), "t", transposed=True) for i, array in enumerate((half, more))
+        StoredTensor(in_file(array, folder / f"h{i}"), "t", transposed=True)
+        for i, array in enumerate((half, more))
     ]
     turns = [in_file(experts[:, :, None] * sign, folder / f"e{sign}") for sign in (1, -1)]
     lazy = ir.LazyTensor(lambda: ir.Tensor(experts), ir.DataType.FLOAT, ir.Shape(experts.shape))
@@ -112,7 +147,9 @@ def stored(folder: Path) -> dict[str, ir.TensorProtocol]:
         "transposed": tall[0],
         "wide": StoredTensor(in_file(half, folder / "h"), "wide"),
         "columns": JoinedTensor(tall, 1, (53, 48), "columns"),
-        "rows": JoinedTensor([in_file(half, folder / "r0"), in_file(more, folder / "r1")], 0, (48, 53), "rows"),
+        "rows": JoinedTensor(
+            [in_file(half, folder / "r0"), in_file(more, folder / "r1")], 0, (48, 53), "rows"
+        ),
         "turns": JoinedTensor(turns, 2, (5, 12, 7), "turns"),
         "flattened": JoinedTensor(turns, 0, (60, 7), "flattened"),
         "computed": JoinedTensor([lazy, lazy], 0, (10, 6, 7), "computed"),
@@ -120,7 +157,9 @@ def stored(folder: Path) -> dict[str, ir.TensorProtocol]:
 
 
 @pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
-def test_pieces_are_the_whole(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_the_whole(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pieces_module, "PIECE", at_once)
     tensors = stored(tmp_path)
     expected = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -134,7 +173,12 @@ def test_pieces_are_the_whole(at_once: int, tmp_path: Path, monkeypatch: pytest.
 def test_any_part_can_be_read(tmp_path: Path) -> None:
     for name, tensor in stored(tmp_path).items():
         whole, source = tensor.numpy(), readable(tensor)
-        for index in ((slice(1, 4),), (slice(0, 5), slice(2, 40)), (slice(3, 4), slice(0, 3)), (slice(0, 0),)):
+        for index in (
+            (slice(1, 4),),
+            (slice(0, 5), slice(2, 40)),
+            (slice(3, 4), slice(0, 3)),
+            (slice(0, 0),),
+        ):
             np.testing.assert_array_equal(read(source, *index), whole[index], name)
 
 
@@ -168,7 +212,9 @@ def test_threads_are_few_pieces_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(save_module.WeightFile, "_append", note)
     save_graph(sum_of({"a": piecewise(piece, 100)}), tmp_path / "graph.onnx")
     assert max(ahead) <= 8
-    np.testing.assert_array_equal(weights(tmp_path / "graph.onnx")["a"].numpy(), np.repeat(np.arange(100), SIZE // 100))
+    np.testing.assert_array_equal(
+        weights(tmp_path / "graph.onnx")["a"].numpy(), np.repeat(np.arange(100), SIZE // 100)
+    )
 
 
 def test_an_error_in_a_thread_ends_the_work(tmp_path: Path) -> None:
@@ -189,4 +235,7 @@ def test_an_error_in_a_thread_ends_the_work(tmp_path: Path) -> None:
 
 def test_a_tensor_of_another_size_than_its_shape_says(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a has 76000 bytes; its dtype and shape make 80000"):
-        save_graph(sum_of({"a": piecewise(lambda _: np.zeros(SIZE // 20, np.float32), 19)}), tmp_path / "graph.onnx")
+        save_graph(
+            sum_of({"a": piecewise(lambda _: np.zeros(SIZE // 20, np.float32), 19)}),
+            tmp_path / "graph.onnx",
+        )

@@ -35,12 +35,18 @@ def save_adapter(folder: Path, tensors: dict[str, Tensor], **config: Any) -> tup
     return find_adapter(str(folder), HubOptions())
 
 
-def random_adapter(folder: Path, interface: Interface, seed: int, rank: int = 4, **config: Any) -> Path:
+def random_adapter(
+    folder: Path, interface: Interface, seed: int, rank: int = 4, **config: Any
+) -> Path:
     """The folder of an adapter of every layer that a package takes adapters for, large enough to change tokens."""
     generator, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for target in interface.adapters:
         name = f"base_model.model.{target.path}"
-        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, target.in_features, generator=generator)
-        tensors[f"{name}.lora_B.weight"] = torch.randn(target.out_features, rank, generator=generator) / 8
+        tensors[f"{name}.lora_A.weight"] = torch.randn(
+            rank, target.in_features, generator=generator
+        )
+        tensors[f"{name}.lora_B.weight"] = (
+            torch.randn(target.out_features, rank, generator=generator) / 8
+        )
     save_adapter(folder, tensors, r=rank, lora_alpha=rank, **config)
     return folder

@@ -42,7 +42,11 @@ def delta(*tokens: int, text: str = "") -> Delta:
 
 
 def ended(
-    *tokens: int, text: str | None = "", reason: str = "stop", stop: str | None = None, usage: Usage | None = None
+    *tokens: int,
+    text: str | None = "",
+    reason: str = "stop",
+    stop: str | None = None,
+    usage: Usage | None = None,
 ) -> RequestOutput:
     timing = RequestTiming(0.0, 0.0, 0.0)
     usage = usage or Usage(10, len(tokens), 4)
@@ -52,7 +56,9 @@ def ended(
 class Scripted:
     """As `Request`: gives its deltas, then its output; an exception in place of either is raised."""
 
-    def __init__(self, *deltas: Delta | Exception, output: RequestOutput, prompt_tokens: int = 10) -> None:
+    def __init__(
+        self, *deltas: Delta | Exception, output: RequestOutput, prompt_tokens: int = 10
+    ) -> None:
         self.deltas, self.output, self.prompt_tokens = deltas, output, prompt_tokens
         self.cancelled = 0
         self.options: Mapping[str, Any] = {}
@@ -76,7 +82,9 @@ class Scripted:
         self.cancelled += 1
 
 
-def served(*requests: Scripted | Exception, features: Features | None = None, reasoning: str | None = None) -> Any:
+def served(
+    *requests: Scripted | Exception, features: Features | None = None, reasoning: str | None = None
+) -> Any:
     """As `ServedModel`: its `add` gives the requests in turn, and `places` has what it was asked for.
 
     reasoning: the format of thoughts; None = none.
@@ -93,14 +101,18 @@ def served(*requests: Scripted | Exception, features: Features | None = None, re
     return SimpleNamespace(
         name="tiny",
         base="tiny",
-        interface=Interface(300, (), features=features or Features(logprobs=True, top_logprobs=3, probs=True)),
+        interface=Interface(
+            300, (), features=features or Features(logprobs=True, top_logprobs=3, probs=True)
+        ),
         ends={END},
         token_texts=Texts(),
         tool_format=TOOL_FORMATS["hermes"],
         reasoning_reader=lambda prompt: (
             None if reasoning is None else ReasoningReader(REASONING_FORMATS[reasoning], "")
         ),
-        tokenizer=SimpleNamespace(encode=lambda text, *, add_special_tokens: [*text] + ["<s>"] * add_special_tokens),
+        tokenizer=SimpleNamespace(
+            encode=lambda text, *, add_special_tokens: [*text] + ["<s>"] * add_special_tokens
+        ),
         add=add,
         check_places=places.append,
         places=places,

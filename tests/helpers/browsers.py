@@ -29,7 +29,9 @@ def find_browser() -> str | None:
 @contextmanager
 def open_browser(*flags: str, beside: Any = None) -> Iterator[Any]:
     """A browser with these flags; the test is skipped without one. beside: a browser that is open already."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright; the page needs a browser")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="pip install playwright; the page needs a browser"
+    )
     with nullcontext() if beside else sync_api.sync_playwright() as playwright:
         kind = beside.browser_type if beside else playwright.chromium
         try:
@@ -70,11 +72,16 @@ def check_readable(page: Any, width: int) -> set[str]:
     assert seen["text"][0] >= 4.5, seen["text"]
     assert seen["edge"][0] >= 3, seen["edge"]
     # WCAG 2 asks no size of links in a text.
-    controls = page.locator("a:not(.markdown a), button, input, select, textarea, summary").locator("visible=true")
+    controls = page.locator("a:not(.markdown a), button, input, select, textarea, summary").locator(
+        "visible=true"
+    )
     names = set()
     for index in range(controls.count()):
         control = controls.nth(index)
-        box, name = control.bounding_box(), control.evaluate("element => element.id || element.textContent")
+        box, name = (
+            control.bounding_box(),
+            control.evaluate("element => element.id || element.textContent"),
+        )
         assert 0 <= box["x"] <= box["x"] + box["width"] <= width, name
         assert min(box["width"], box["height"]) >= 44, (name, box)
         names.add(name)

@@ -255,7 +255,13 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "ends with the assistant": [USER, ANSWER],
     "tool call": [SYSTEM, USER, CALLING],
     "tool result": [USER, CALLING, RESULT],
-    "after the tool": [USER, CALLING, RESULT, {"role": "assistant", "content": "22 degrees", "reasoning": "so"}, USER],
+    "after the tool": [
+        USER,
+        CALLING,
+        RESULT,
+        {"role": "assistant", "content": "22 degrees", "reasoning": "so"},
+        USER,
+    ],
     "system late": [USER, ANSWER, SYSTEM, USER],
     "None beside": [{"role": "user", "content": "hi", "name": None, "tool_calls": None}],
 }

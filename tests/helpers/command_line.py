@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-c", "from qsample.cli import main; main()"]
 
 
-def qsample(*arguments: str | Path, text: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+def qsample(
+    *arguments: str | Path, text: str | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, as a shell would."""
     return subprocess.run(
         [*COMMAND, *map(str, arguments)],

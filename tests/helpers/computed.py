@@ -43,5 +43,7 @@ def computed(function: Callable[..., Tensor | Tensors], *arrays: Array) -> list[
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     proto = ir.to_proto(graph_of(function, *arrays))
     onnx.checker.check_model(proto, full_check=True)
-    session = ort.InferenceSession(proto.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        proto.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
     return list(session.run(None, {f"input_{index}": array for index, array in enumerate(arrays)}))

@@ -12,5 +12,7 @@ def check_bom(document: Any) -> None:
     """Fail if a document is not valid; skip without the library."""
     validation = pytest.importorskip("cyclonedx.validation.json")
     schema = pytest.importorskip("cyclonedx.schema")
-    error = validation.JsonStrictValidator(schema.SchemaVersion.V1_6).validate_str(json.dumps(document))
+    error = validation.JsonStrictValidator(schema.SchemaVersion.V1_6).validate_str(
+        json.dumps(document)
+    )
     assert error is None, error

@@ -14,7 +14,14 @@ from onnx import numpy_helper
 
 from qsample.compiler.passes.several_tokens import check_guesses
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import ADJUSTED_LOGITS, CAPACITY, FILTER_STATES, STATEFUL, TensorSpec, retained_name
+from qsample.contract.tensors import (
+    ADJUSTED_LOGITS,
+    CAPACITY,
+    FILTER_STATES,
+    STATEFUL,
+    TensorSpec,
+    retained_name,
+)
 from qsample.exporters.portable import build_initial_state
 from tests.helpers.fake_images import image_weights, vision_graph, with_images
 
@@ -262,7 +269,11 @@ _TOP = """
 def _tensors(specs: Any, sizes: Mapping[str, int]) -> str:
     def one(spec: TensorSpec) -> str:
         dims = ", ".join(str(sizes.get(str(axis), axis)) for axis in spec.axes)
-        return f"{_TYPES.get(spec.dtype, spec.dtype)}[{dims}] {spec.name}" if dims else f"{spec.dtype} {spec.name}"
+        return (
+            f"{_TYPES.get(spec.dtype, spec.dtype)}[{dims}] {spec.name}"
+            if dims
+            else f"{spec.dtype} {spec.name}"
+        )
 
     return ", ".join(one(spec) for spec in specs)
 
@@ -277,12 +288,13 @@ def _graph(
     ]
     inputs = _tensors((*spec.inputs, *spec.states), sizes)
     outputs = _tensors((*spec.outputs, *retained), sizes)
-    text = (
-        f'<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>\n{name} ({inputs}) => ({outputs}) {{{body}}}'
-    )
+    head = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>'
+    text = f"{head}\n{name} ({inputs}) => ({outputs}) {{{body}}}"
     model = onnx.parser.parse_model(text.replace(".0.", DOT))
     _restore_dots(model)
-    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(value), key) for key, value in weights.items())
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.asarray(value), key) for key, value in weights.items()
+    )
     return model
 
 
@@ -315,7 +327,9 @@ def _sampler_body(interface: Interface) -> str:
         noise = "u = GatherElements <axis = 1> (noise, u_index64)"
         assert noise in body
         body = body.replace(noise, _UNIFORM_OF_SEED)
-    counting = [FILTER_STATES[name].name for name in features.filters if name in STATEFUL]  # the row's tokens
+    counting = [
+        FILTER_STATES[name].name for name in features.filters if name in STATEFUL
+    ]  # the row's tokens
     body += "  emitted_flat = Squeeze (emitted_float, s_axis1)\n" if counting else ""
     for name in counting:
         body += f"  {name}_RetainedState = Add ({name}, emitted_flat)\n"

@@ -117,7 +117,9 @@ def vision_graph(interface: Interface) -> Any:
         helper.make_node("Mul", ["sides_float", "scale"], ["shift"]),
         helper.make_node("Add", ["product", "shift"], ["image_features"]),
     ]
-    pixels = helper.make_tensor_value_info("pixel_values", TensorProto.FLOAT, ["A", 3 * SIDE * SIDE])
+    pixels = helper.make_tensor_value_info(
+        "pixel_values", TensorProto.FLOAT, ["A", 3 * SIDE * SIDE]
+    )
     grid = helper.make_tensor_value_info("grid", TensorProto.INT64, [2])
     features = helper.make_tensor_value_info("image_features", TensorProto.FLOAT, ["F", DIM])
     weights = [
@@ -131,7 +133,9 @@ def vision_graph(interface: Interface) -> Any:
 def features_of(image: ProcessedImage) -> np.ndarray:
     """[n, C] float64, the rows for an image's placeholders, in NumPy."""
     assert image.grid is not None
-    return (image.pixel_values.astype(np.float64) @ _vision_weights() + 0.01 * sum(image.grid))[image.rows]
+    return (image.pixel_values.astype(np.float64) @ _vision_weights() + 0.01 * sum(image.grid))[
+        image.rows
+    ]
 
 
 class Seen(NamedTuple):
@@ -147,7 +151,9 @@ class Seen(NamedTuple):
         table = table.copy()
         table[: len(is_image)][is_image] = features
         if self.blockwise:
-            edges = np.flatnonzero(np.diff(np.concatenate([[False], is_image, [False]]).astype(int)))
+            edges = np.flatnonzero(
+                np.diff(np.concatenate([[False], is_image, [False]]).astype(int))
+            )
             for start, stop in edges.reshape(-1, 2):
                 table[start:stop] += SEEN * table[start:stop].sum(axis=0)
         return table

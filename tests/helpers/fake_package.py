@@ -17,7 +17,15 @@ import numpy as np
 import onnx
 
 from qsample.contract.interface import Features, ImageShape, Interface, KeyValueShape
-from qsample.package.package import Compilation, Manifest, Package, Source, TokenIds, read_package, write_package
+from qsample.package.package import (
+    Compilation,
+    Manifest,
+    Package,
+    Source,
+    TokenIds,
+    read_package,
+    write_package,
+)
 from tests.helpers import fake_images
 from tests.helpers.fake_graphs import DIM, PAD, VOCAB, fake_graphs
 from tests.helpers.small_packages import byte_tokenizer, manifest
@@ -66,7 +74,9 @@ def ascii_piece(text: str) -> str:
     return next(character for character in text[4:] if "!" <= character <= "~")
 
 
-def fake_manifest(interface: Interface, compilation: Compilation | None = None, **changes: Any) -> Manifest:
+def fake_manifest(
+    interface: Interface, compilation: Compilation | None = None, **changes: Any
+) -> Manifest:
     values: dict[str, Any] = {
         "kind": "portable" if compilation is None else "device",
         "interface": interface,
@@ -113,7 +123,11 @@ def fake_package(
                 bytes_.add_special_tokens(["<image>", "<begin>", "<end>"])
             bytes_.save(str(writer.directory / "tokenizer.json"))
             template = CHAT_TEMPLATE if image is None else fake_images.CHAT_TEMPLATE
-            options = {"chat_template": template, "bos_token": "<s>"} if tokenizer_config is None else tokenizer_config
+            options = (
+                {"chat_template": template, "bos_token": "<s>"}
+                if tokenizer_config is None
+                else tokenizer_config
+            )
             (writer.directory / "tokenizer_config.json").write_text(json.dumps(options))
         for name, text in (files or {}).items():
             (writer.directory / name).parent.mkdir(exist_ok=True)

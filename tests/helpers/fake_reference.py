@@ -45,7 +45,11 @@ def logits(history: Sequence[int], seen: Seen | None = None) -> np.ndarray:
 
 
 def generate(
-    prompt: Sequence[int], params: SamplingParams, seed: int, capacity: int, seen: Seen | None = None
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    capacity: int,
+    seen: Seen | None = None,
 ) -> tuple[list[int], str]:
     """New tokens and finish reason. seen: the images of the prompt. The fake sampler has no top-k, top-p and min-p."""
     least, most = params.lengths(len(prompt), capacity)

@@ -41,7 +41,9 @@ ASKED: dict[str, Any] = {
 def read_by_the_graph() -> dict[str, Any]:
     """Input → its row, in a fake package. Each character of ASKED's texts is a token, and so is a space."""
     a, b, c, colon = byte_tokenizer().encode("abc:", add_special_tokens=False).ids
-    one_a_row = [spec.name for specs in EXTRA_PARAMETERS.values() for spec in specs if len(spec.axes) == 1]
+    one_a_row = [
+        spec.name for specs in EXTRA_PARAMETERS.values() for spec in specs if len(spec.axes) == 1
+    ]
     lists = {"dry_sequence_breakers": [a, colon], "bad_words_ids": [[a, b], [-1, c]]}
     return {**{name: ASKED[name] for name in one_a_row if name in ASKED}, **lists}
 
@@ -51,7 +53,9 @@ def record_parameters(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     begun: list[dict[str, Any]] = []
     plain = Slots.begin
 
-    def begin(self: Slots, slot: int, prompt: Any, seed: int, parameters: Mapping[str, Any], *rest: Any) -> None:
+    def begin(
+        self: Slots, slot: int, prompt: Any, seed: int, parameters: Mapping[str, Any], *rest: Any
+    ) -> None:
         begun.append(dict(parameters))
         plain(self, slot, prompt, seed, parameters, *rest)
 

@@ -17,17 +17,27 @@ def fingerprint(model: ir.Model) -> dict[str, object]:
     outputs = _outputs(model.graph, known)
     names = [value.name for value in model.graph.outputs]
     counts = Counter(f"{node.domain}.{node.op_type}" for node in model.graph.all_nodes())
-    return {**dict(zip(names, outputs, strict=True)), "nodes": counts, "inputs": [v.name for v in model.graph.inputs]}
+    return {
+        **dict(zip(names, outputs, strict=True)),
+        "nodes": counts,
+        "inputs": [v.name for v in model.graph.inputs],
+    }
 
 
 def _outputs(graph: ir.Graph, known: dict[ir.Value, str]) -> list[str]:
     for node in graph:
-        parts = [node.domain, node.op_type, *map(_type, node.outputs)]  # of outputs that nothing reads, too
+        parts = [
+            node.domain,
+            node.op_type,
+            *map(_type, node.outputs),
+        ]  # of outputs that nothing reads, too
         for value in node.inputs:
             parts.append("" if value is None else _value(value, known))
         for name, attribute in sorted(node.attributes.items()):
             inner = attribute.value
-            parts.append(f"{name} {_outputs(inner, known) if isinstance(inner, ir.Graph) else inner}")
+            parts.append(
+                f"{name} {_outputs(inner, known) if isinstance(inner, ir.Graph) else inner}"
+            )
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         for index, output in enumerate(node.outputs):
             known[output] = f"{digest} {index} {_type(output)}"

@@ -27,22 +27,52 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "foreign"
 LAYOUTS = ("model", "model_fp16", "model_q4", "model_q4f16", "model_bnb4", "model_fp16_io32")
 # As they are told apart in tests: the folder, and the file in it where there are several.
 GROUPED = (
-    *("genai_cpu_fp32", "genai_cpu_int4", "genai_cpu_int4_tied", "genai_cpu_int4_pruned", "genai_cpu_fp32_pruned"),
-    *("genai_cpu_mistral", "genai_cpu_gemma2", "genai_cpu_longrope", "genai_dml_fp16", "genai_dml_int4"),
+    *(
+        "genai_cpu_fp32",
+        "genai_cpu_int4",
+        "genai_cpu_int4_tied",
+        "genai_cpu_int4_pruned",
+        "genai_cpu_fp32_pruned",
+    ),
+    *(
+        "genai_cpu_mistral",
+        "genai_cpu_gemma2",
+        "genai_cpu_longrope",
+        "genai_dml_fp16",
+        "genai_dml_int4",
+    ),
     *("genai_cuda_fp16", "genai_webgpu_int4"),
     *(f"community_gqa/onnx/{name}.onnx" for name in LAYOUTS),
 )
 PLAIN = (
-    *("optimum_llama", "optimum_llama_18", "optimum_qwen2", "optimum_qwen3", "optimum_mistral", "optimum_granite"),
+    *(
+        "optimum_llama",
+        "optimum_llama_18",
+        "optimum_qwen2",
+        "optimum_qwen3",
+        "optimum_mistral",
+        "optimum_granite",
+    ),
     *("optimum_gpt2", "optimum_gemma2", "optimum_gemma2_eager", "optimum_gemma3", "optimum_phi3"),
     *(f"community_concat/onnx/{name}.onnx" for name in LAYOUTS),
 )
 TRANSFORMERS = (
-    *("transformers_llama", "transformers_cpu_gemma3", "transformers_cpu_gpt_oss", "transformers_cuda_qwen3"),
+    *(
+        "transformers_llama",
+        "transformers_cpu_gemma3",
+        "transformers_cpu_gpt_oss",
+        "transformers_cuda_qwen3",
+    ),
     "transformers_webgpu_phi3",
 )
 # Of both, tokens.json has the tokens of transformers.
-MOBIUS = ("mobius_cpu_llama", "mobius_gemma3", "mobius_static_qwen3", "mobius_gpt_oss", "mobius_qwen3_next")
+MOBIUS = (
+    "mobius_cpu_llama",
+    "mobius_gemma3",
+    "mobius_static_qwen3",
+    "mobius_gpt_oss",
+    "mobius_qwen3_next",
+)
 
 
 def unpack(name: str, folder: Path) -> Path:
@@ -55,13 +85,20 @@ def unpack(name: str, folder: Path) -> Path:
 def read(folder: Path, file: str | None = None) -> ForeignGraph:
     location = locate(folder, file)
     settings = read_settings(location)
-    return recognise(location.file, load(location.file), head_dim=settings.head_dim, vocab_size=settings.vocab_size)
+    return recognise(
+        location.file,
+        load(location.file),
+        head_dim=settings.head_dim,
+        vocab_size=settings.vocab_size,
+    )
 
 
 def rewritten(folder: Path, file: str | None = None, *, rope: str | None = None) -> bake.Baked:
     location = locate(folder, file)
     settings = read_settings(location)
-    return bake.rewrite(read(folder, file), Features(sampler=False), settings, rope, Stages(None, bake._SHARES))
+    return bake.rewrite(
+        read(folder, file), Features(sampler=False), settings, rope, Stages(None, bake._SHARES)
+    )
 
 
 def save(baked: bake.Baked, folder: Path) -> Path:
@@ -75,10 +112,18 @@ def save(baked: bake.Baked, folder: Path) -> Path:
 def gate(baked: bake.Baked, folder: Path) -> parity.Parity:
     """What the parity gate of a bake says."""
     tolerance = bake._TOLERANCES[bake.arithmetic_of(baked.model)]
-    return parity.check(save(baked, folder), baked.interface, baked.expected, tolerance=tolerance, original="the file")
+    return parity.check(
+        save(baked, folder),
+        baked.interface,
+        baked.expected,
+        tolerance=tolerance,
+        original="the file",
+    )
 
 
-def greedy_of_file(foreign: ForeignGraph, prompt: Sequence[int], tokens: int, *, in_memory: bool = False) -> list[int]:
+def greedy_of_file(
+    foreign: ForeignGraph, prompt: Sequence[int], tokens: int, *, in_memory: bool = False
+) -> list[int]:
     """What the file itself generates, with one row, no padding and a cache that grows."""
     original = Original(foreign, rewritten=in_memory)
     logits, past = original.step(prompt, original.start(), 0)
@@ -107,7 +152,9 @@ def greedy_of_graph(
         state[spec.name] = np.full_like(state[spec.name], left)
     made = [runner.step(ids, lengths, state)["logits"].argmax(-1)]
     while len(made) < tokens:
-        made.append(runner.step(made[-1][:, None], np.ones(len(prompts)), state)["logits"].argmax(-1))
+        made.append(
+            runner.step(made[-1][:, None], np.ones(len(prompts)), state)["logits"].argmax(-1)
+        )
     return np.stack(made, axis=1).tolist()
 
 
@@ -118,7 +165,9 @@ def recorded_tokens(folder: Path) -> dict[str, Any]:
     return made
 
 
-def edited(folder: Path, out: Path, edit: Callable[[ir.Model], None], file: str = "model.onnx") -> Path:
+def edited(
+    folder: Path, out: Path, edit: Callable[[ir.Model], None], file: str = "model.onnx"
+) -> Path:
     """A copy of the decoder in `folder` that `edit` changed, in `out` with its configurations."""
     out.mkdir()
     for path in folder.glob("*.json"):

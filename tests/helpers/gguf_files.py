@@ -47,7 +47,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 BETAS = {"beta_fast": 16.0, "beta_slow": 2.0}
 LONGROPE = {
     "rope_type": "longrope",
@@ -60,12 +65,22 @@ LONGROPE = {
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 LOCAL = {"rope_type": "default", "rope_theta": 2e4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, of Llama 3": ("llama", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
-    "llama, with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}),
+    "llama, of Llama 3": (
+        "llama",
+        {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "llama, with biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR},
+    ),
     "llama, of Mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
     "mistral3": (
         "ministral3",
-        {"rope_parameters": YARN | BETAS | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+        {
+            "rope_parameters": YARN
+            | BETAS
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+        },
     ),
     "qwen2": ("qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
@@ -101,10 +116,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-RECORDED = Path(__file__).parents[1] / "fixtures" / "gguf_logits.json"  # by scripts/gguf_fixtures.py
-PROMPT = [1, *(5 + 41 * i % 295 for i in range(23))]  # with 16 tokens more, no longer than the window of phi3
+RECORDED = (
+    Path(__file__).parents[1] / "fixtures" / "gguf_logits.json"
+)  # by scripts/gguf_fixtures.py
+PROMPT = [
+    1,
+    *(5 + 41 * i % 295 for i in range(23)),
+]  # with 16 tokens more, no longer than the window of phi3
 RECORDED_AT = (8, 23)  # positions
-QUANTIZED = RECORDED.with_name("gguf_q4_k_m.gguf")  # by llama.cpp: Q4_K, Q6_K, and Q5_0 and Q8_0 for narrow matrices
+QUANTIZED = RECORDED.with_name(
+    "gguf_q4_k_m.gguf"
+)  # by llama.cpp: Q4_K, Q6_K, and Q5_0 and Q8_0 for narrow matrices
 
 
 def settled_model(name: str, **changed: Any) -> PreTrainedModel:
@@ -141,7 +163,9 @@ def write_gguf(
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     add_settings(writer, model)
-    add_tokens(writer, model, byte_tokenizer().to_str() if tokenizer is None else tokenizer.read_text())
+    add_tokens(
+        writer, model, byte_tokenizer().to_str() if tokenizer is None else tokenizer.read_text()
+    )
     add(writer)
     with torch.no_grad():
         for name, weight in model.named_parameters():  # a tied head comes once
@@ -152,10 +176,14 @@ def write_gguf(
                 assert target is not None, part
                 shift = 1.0 if config.model_type == "gemma3_text" and "norm" in part else 0.0
                 values = np.ascontiguousarray(view.numpy()) + np.float32(shift)
-                chosen = Kind.F32 if values.ndim == 1 or part.endswith("bias") else Kind[kind(target)]
+                chosen = (
+                    Kind.F32 if values.ndim == 1 or part.endswith("bias") else Kind[kind(target)]
+                )
                 raw = gguf.quants.quantize(values, chosen)
                 writer.add_tensor(target, raw, raw_dtype=chosen)
-                meant = gguf.quants.dequantize(raw, chosen).reshape(values.shape) - np.float32(shift)
+                meant = gguf.quants.dequantize(raw, chosen).reshape(values.shape) - np.float32(
+                    shift
+                )
                 view.copy_(torch.from_numpy(np.ascontiguousarray(meant, np.float32)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -176,7 +204,8 @@ def _parts(name: str, weight: torch.Tensor, config: Any) -> list[tuple[str, torc
         if "gate_up" not in name:
             return [(f"{stem}.down_proj.weight", weight)]
         return [
-            (f"{stem}.{part}_proj.weight", half) for part, half in zip(("gate", "up"), weight.chunk(2, 1), strict=True)
+            (f"{stem}.{part}_proj.weight", half)
+            for part, half in zip(("gate", "up"), weight.chunk(2, 1), strict=True)
         ]
     if ".experts." in name and kind == "gpt_oss":
         stem, last = name.rpartition(".")[::2]
@@ -184,7 +213,9 @@ def _parts(name: str, weight: torch.Tensor, config: Any) -> list[tuple[str, torc
         view = weight if suffix == "bias" else weight.transpose(1, 2)
         if not last.startswith("gate_up"):
             return [(f"{stem}.down_proj.{suffix}", view)]
-        return [(f"{stem}.{part}_proj.{suffix}", view[:, i::2]) for i, part in enumerate(("gate", "up"))]
+        return [
+            (f"{stem}.{part}_proj.{suffix}", view[:, i::2]) for i, part in enumerate(("gate", "up"))
+        ]
     return [(name, weight)]
 
 
@@ -232,10 +263,14 @@ def add_settings(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_logit_scale(config.logits_scaling)
     if kind == "gpt_oss":
         writer.add_sliding_window(config.sliding_window)
-    if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    if experts := getattr(config, "num_experts", None) or getattr(
+        config, "num_local_experts", None
+    ):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+        writer.add_expert_feed_forward_length(
+            getattr(config, "moe_intermediate_size", config.intermediate_size)
+        )
 
 
 def _add_rope(writer: gguf.GGUFWriter, rope: dict[str, Any], config: Any, size: int) -> None:
@@ -287,14 +322,22 @@ def add_tokens(writer: gguf.GGUFWriter, model: PreTrainedModel, text: str) -> No
     }
     special = {token["id"] for token in tokenizer["added_tokens"]}
     kinds, size = gguf.TokenType, model.config.vocab_size
-    tokens = {size - 1: "zq"} | {i: token for token, i in vocabulary.items()}  # a file has a merge at least
+    tokens = {size - 1: "zq"} | {
+        i: token for token, i in vocabulary.items()
+    }  # a file has a merge at least
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(size)])
     writer.add_token_types(
-        [kinds.CONTROL if i in special else kinds.NORMAL if i in tokens else kinds.UNUSED for i in range(size)]
+        [
+            kinds.CONTROL if i in special else kinds.NORMAL if i in tokens else kinds.UNUSED
+            for i in range(size)
+        ]
     )
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge)
+        for merge in tokenizer["model"]["merges"]
+    ]
     writer.add_token_merges(merges or ["z q"])
     for name in ("bos", "eos", "pad"):
         if (token := getattr(model.config, f"{name}_token_id")) is not None:

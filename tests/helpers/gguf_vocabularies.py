@@ -45,15 +45,56 @@ CASES: dict[str, dict[str, Any]] = {  # what they add to the metadata
     "sentencepiece, Phi-3": {"general.name": "A Phi-3 model"},
     "sentencepiece, no BOS": {"add_bos_token": False, "add_eos_token": True},
 }
-STOPS: list[tuple[dict[str, int], dict[str, int]]] = [  # tokens behind those of `SPECIAL`, and ids that are named
-    ({"<|im_start|>": CONTROL, "<|im_end|>": CONTROL, "<|endoftext|>": CONTROL, "<|fim_pad|>": CONTROL}, {"eos": 2}),
-    ({"<|repo_name|>": CONTROL, "<|file_sep|>": USER_DEFINED, "<|eom_id|>": CONTROL, "<a>": CONTROL}, {"eos": 6}),
-    ({"<|return|>": CONTROL, "<|call|>": CONTROL, "<|end|>": CONTROL, "<|start|>": CONTROL}, {"eos": 3}),
+STOPS: list[
+    tuple[dict[str, int], dict[str, int]]
+] = [  # tokens behind those of `SPECIAL`, and ids that are named
+    (
+        {
+            "<|im_start|>": CONTROL,
+            "<|im_end|>": CONTROL,
+            "<|endoftext|>": CONTROL,
+            "<|fim_pad|>": CONTROL,
+        },
+        {"eos": 2},
+    ),
+    (
+        {
+            "<|repo_name|>": CONTROL,
+            "<|file_sep|>": USER_DEFINED,
+            "<|eom_id|>": CONTROL,
+            "<a>": CONTROL,
+        },
+        {"eos": 6},
+    ),
+    (
+        {"<|return|>": CONTROL, "<|call|>": CONTROL, "<|end|>": CONTROL, "<|start|>": CONTROL},
+        {"eos": 3},
+    ),
     ({"<|flush|>": CONTROL, "<|calls|>": CONTROL, "<|end|>": CONTROL}, {"eos": 5}),
     ({"<|end|>": CONTROL, "<|return|>": CONTROL}, {"eos": 1}),
-    ({"<eos>": CONTROL, "<turn|>": CONTROL, "<|tool_response>": CONTROL, "<end_of_turn>": CONTROL}, {"eos": 3}),
-    ({"a": NORMAL, "b": NORMAL, "<|fim_pad|>": CONTROL, "c": CONTROL}, {"eos": 3, "eot": 4, "eom": 5, "fim_pad": 6}),
-    ({"[EOT]": CONTROL, "[EOS]": CONTROL, "[PAD]": CONTROL, "[e~[": CONTROL, "<EOT>": USER_DEFINED}, {"eos": 2}),
+    (
+        {
+            "<eos>": CONTROL,
+            "<turn|>": CONTROL,
+            "<|tool_response>": CONTROL,
+            "<end_of_turn>": CONTROL,
+        },
+        {"eos": 3},
+    ),
+    (
+        {"a": NORMAL, "b": NORMAL, "<|fim_pad|>": CONTROL, "c": CONTROL},
+        {"eos": 3, "eot": 4, "eom": 5, "fim_pad": 6},
+    ),
+    (
+        {
+            "[EOT]": CONTROL,
+            "[EOS]": CONTROL,
+            "[PAD]": CONTROL,
+            "[e~[": CONTROL,
+            "<EOT>": USER_DEFINED,
+        },
+        {"eos": 2},
+    ),
 ]
 _PIECES = {
     "words": "In ¦the ¦beginning, ¦God ¦heaven-¦and\n¦earth…¦don't ¦WON'T ¦it's¦they've ¦'I'm ¦naïve ¦O'Neill. ",
@@ -68,13 +109,51 @@ _PIECES = {
 _RANGES = {
     "ascii": ((0x20, 0x7E),),
     "latin": ((0x41, 0x5A), (0x61, 0x7A), (0xC0, 0x24F), (0x20, 0x20)),
-    "greek and cyrillic": ((0x391, 0x3A1), (0x3B1, 0x3C9), (0x410, 0x44F), (0x20, 0x20), (0x2C, 0x2E)),
+    "greek and cyrillic": (
+        (0x391, 0x3A1),
+        (0x3B1, 0x3C9),
+        (0x410, 0x44F),
+        (0x20, 0x20),
+        (0x2C, 0x2E),
+    ),
     "chinese": ((0x4E00, 0x9FA5), (0x3001, 0x3002), (0xFF01, 0xFF0F), (0x30, 0x39)),
-    "japanese and korean": ((0x3042, 0x3093), (0x30A2, 0x30F3), (0xAC00, 0xD7A3), (0x4E00, 0x4FFF), (0x20, 0x20)),
-    "right to left": ((0x5D0, 0x5EA), (0x621, 0x63A), (0x641, 0x64A), (0x660, 0x669), (0x20, 0x20), (0x60C, 0x60C)),
-    "indian and thai": ((0x905, 0x939), (0x93E, 0x94D), (0xE01, 0xE3A), (0xE40, 0xE4E), (0x966, 0x96F), (0x20, 0x20)),
-    "control characters": ((0x00, 0x20), (0x7F, 0x9F), (0x200B, 0x200F), (0xFEFF, 0xFEFF), (0x61, 0x62)),
-    "planes": ((0x10000, 0x1000B), (0x10400, 0x1044F), (0x1D400, 0x1D454), (0x20000, 0x20100), (0x1F300, 0x1F5FF)),
+    "japanese and korean": (
+        (0x3042, 0x3093),
+        (0x30A2, 0x30F3),
+        (0xAC00, 0xD7A3),
+        (0x4E00, 0x4FFF),
+        (0x20, 0x20),
+    ),
+    "right to left": (
+        (0x5D0, 0x5EA),
+        (0x621, 0x63A),
+        (0x641, 0x64A),
+        (0x660, 0x669),
+        (0x20, 0x20),
+        (0x60C, 0x60C),
+    ),
+    "indian and thai": (
+        (0x905, 0x939),
+        (0x93E, 0x94D),
+        (0xE01, 0xE3A),
+        (0xE40, 0xE4E),
+        (0x966, 0x96F),
+        (0x20, 0x20),
+    ),
+    "control characters": (
+        (0x00, 0x20),
+        (0x7F, 0x9F),
+        (0x200B, 0x200F),
+        (0xFEFF, 0xFEFF),
+        (0x61, 0x62),
+    ),
+    "planes": (
+        (0x10000, 0x1000B),
+        (0x10400, 0x1044F),
+        (0x1D400, 0x1D454),
+        (0x20000, 0x20100),
+        (0x1F300, 0x1F5FF),
+    ),
 }
 
 
@@ -93,10 +172,15 @@ def texts() -> dict[str, list[str]]:
         return chr(first + int(draw() * (last - first + 1)))
 
     split = {name: text.split("¦") for name, text in _PIECES.items()}
-    groups = {name: many(lambda pieces=pieces: choose(pieces), 12) for name, pieces in split.items()}
-    groups |= {name: many(lambda ranges=ranges: character(ranges), 16) for name, ranges in _RANGES.items()}
+    groups = {
+        name: many(lambda pieces=pieces: choose(pieces), 12) for name, pieces in split.items()
+    }
+    groups |= {
+        name: many(lambda ranges=ranges: character(ranges), 16) for name, ranges in _RANGES.items()
+    }
     groups["repeated"] = [
-        choose("a -=_.\n\t0é中'") * (int(draw() * 40) + 1) + choose(["", "b", " "]) for _ in range(100)
+        choose("a -=_.\n\t0é中'") * (int(draw() * 40) + 1) + choose(["", "b", " "])
+        for _ in range(100)
     ]
     groups["short"] = ["", *map(chr, range(0x20, 0x7F)), "\n", " \n", "\u00a0", "▁"]
     everything = [text for group in groups.values() for text in group]
@@ -106,11 +190,15 @@ def texts() -> dict[str, list[str]]:
 
 def metadata(case: str, learned: dict[str, list[str]]) -> dict[str, Any]:
     """The metadata of a case. learned: "merges" of a byte-level BPE, "pieces" of sentencepiece."""
-    blanks = () if "Phi-3" in case else ("\n\n\n",) if "pre" in CASES[case] else ("\n\n\n", "  ", "   ")
+    blanks = (
+        () if "Phi-3" in case else ("\n\n\n",) if "pre" in CASES[case] else ("\n\n\n", "  ", "   ")
+    )
     special = {**SPECIAL, **MORE, **dict.fromkeys(blanks, USER_DEFINED)}
     if "pre" in CASES[case]:
         kind, first = "gpt2", [*special, *sorted(ByteLevel.alphabet())]
-        tokens = dict.fromkeys([*first, *(merge.replace(" ", "") for merge in learned["merges"]), WHOLE], NORMAL)
+        tokens = dict.fromkeys(
+            [*first, *(merge.replace(" ", "") for merge in learned["merges"]), WHOLE], NORMAL
+        )
         own: dict[str, Any] = {"merges": learned["merges"]}
     else:
         kind, first = "llama", [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *special]
@@ -126,16 +214,32 @@ def metadata(case: str, learned: dict[str, list[str]]) -> dict[str, Any]:
         **{f"{name}_token_id": i for i, name in enumerate(("unknown", "bos", "eos"))},
         **CASES[case],
     }
-    values = {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    values = {
+        key if "." in key else f"tokenizer.ggml.{key}": value for key, value in values.items()
+    }
     return {"general.architecture": "llama", **values}
 
 
 def stop_metadata(tokens: dict[str, int], named: dict[str, int]) -> dict[str, Any]:
     """A vocabulary of `STOPS`."""
-    all_tokens = {**SPECIAL, **tokens, **dict.fromkeys(sorted(ByteLevel.alphabet()), NORMAL), "ab": NORMAL, **tokens}
-    values = {"model": "gpt2", "pre": "gpt-2", "tokens": [*all_tokens], "token_type": [*all_tokens.values()]}
+    all_tokens = {
+        **SPECIAL,
+        **tokens,
+        **dict.fromkeys(sorted(ByteLevel.alphabet()), NORMAL),
+        "ab": NORMAL,
+        **tokens,
+    }
+    values = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*all_tokens],
+        "token_type": [*all_tokens.values()],
+    }
     values |= {"merges": ["a b"], **{f"{name}_token_id": number for name, number in named.items()}}
-    return {"general.architecture": "llama", **{f"tokenizer.ggml.{key}": value for key, value in values.items()}}
+    return {
+        "general.architecture": "llama",
+        **{f"tokenizer.ggml.{key}": value for key, value in values.items()},
+    }
 
 
 def digests(tokens: Iterable[Sequence[int]]) -> dict[str, str]:

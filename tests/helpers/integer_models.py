@@ -54,7 +54,10 @@ class IntegerModel(NamedTuple):
 
 
 def integer_model(
-    model_type: str, scratch: Path, make: Callable[..., Mapping[str, Any]] | None = None, **overrides: Any
+    model_type: str,
+    scratch: Path,
+    make: Callable[..., Mapping[str, Any]] | None = None,
+    **overrides: Any,
 ) -> IntegerModel:
     """A random `model_type` whose matrices are all integers. make: layer → arguments of `random_integers`; by default
     none. scratch: a new folder that lives as long as the model."""
@@ -76,10 +79,15 @@ def integer_model(
             tensor.copy_(meant.T if is_turned else meant)
     shapes = {name: tensor.shape for name, tensor in floats.state_dict().items()}
     matrices = [StoredMatrix(layer, one.levels.shape, one.rows) for layer, one in integers.items()]
-    quantized = read_quantized(weights, matrices, scratch, dtype=torch.float32, shapes=shapes, transposed=turned)
+    quantized = read_quantized(
+        weights, matrices, scratch, dtype=torch.float32, shapes=shapes, transposed=turned
+    )
     with deferring(), loading_in_this_thread():
         model: PreTrainedModel = type(floats).from_pretrained(
-            None, config=copy.deepcopy(floats.config), state_dict=quantized.weights, attn_implementation="eager"
+            None,
+            config=copy.deepcopy(floats.config),
+            state_dict=quantized.weights,
+            attn_implementation="eager",
         )
     model.requires_grad_(False)
     quantized.attach(model)

@@ -90,7 +90,9 @@ def _filters(parameters: Parameters, seed: int) -> list[Any]:
         llama.llama_sampler_init_typical(get("typical_p", 1.0), 1),
         llama.llama_sampler_init_top_p(get("top_p", 1.0), 1),
         llama.llama_sampler_init_min_p(get("min_p", 0.0), 1),
-        llama.llama_sampler_init_xtc(get("xtc_probability", 0.0), get("xtc_threshold", 0.1), 1, seed),
+        llama.llama_sampler_init_xtc(
+            get("xtc_probability", 0.0), get("xtc_threshold", 0.1), 1, seed
+        ),
         llama.llama_sampler_init_temp_ext(
             get("temperature", 1.0), get("dynatemp_range", 0.0), get("dynatemp_exponent", 1.0)
         ),
@@ -146,10 +148,16 @@ def chain_steps(
     penalties = llama.llama_sampler_init_penalties(
         len(logits[0]),
         parameters["penalty_last_n"],
-        *(parameters[name] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")),
+        *(
+            parameters[name]
+            for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        ),
     )
     steps = []
-    with _chain(penalties) as first, _chain(*_filters(parameters, 0), llama.llama_sampler_init_dist(seed)) as rest:
+    with (
+        _chain(penalties) as first,
+        _chain(*_filters(parameters, 0), llama.llama_sampler_init_dist(seed)) as rest,
+    ):
         for token in prompt:
             llama.llama_sampler_accept(first, token)
         for step in logits:
@@ -178,7 +186,9 @@ def adaptive_steps(
     # llama.cpp keeps them behind target, decay, two seeds and a std::mt19937, and has no function to read them.
     context = ctypes.cast(adaptive, ctypes.POINTER(_Sampler)).contents.ctx
     weighted, total = (ctypes.c_float.from_address(context + offset) for offset in (5016, 5020))
-    assert np.allclose([weighted.value * (1 - decay), total.value * (1 - decay)], [target, 1]), "another layout"
+    assert np.allclose([weighted.value * (1 - decay), total.value * (1 - decay)], [target, 1]), (
+        "another layout"
+    )
     before = (
         llama.llama_sampler_init_min_p(parameters["min_p"], 1),
         llama.llama_sampler_init_temp(parameters["temperature"]),
@@ -189,7 +199,13 @@ def adaptive_steps(
             candidates = _Candidates(step)
             candidates.apply(chain)
             llama.llama_sampler_accept(chain, candidates.selected)
-            steps.append((candidates.selected, weighted.value / total.value - float(target), candidates.probs))
+            steps.append(
+                (
+                    candidates.selected,
+                    weighted.value / total.value - float(target),
+                    candidates.probs,
+                )
+            )
     return steps
 
 
@@ -223,7 +239,9 @@ def _mirostat_mu(sampler: Any, tau: float, eta: float) -> ctypes.c_float:
     """mu, which llama.cpp keeps behind two seeds, tau and eta, and has no function to read."""
     context = ctypes.cast(sampler, ctypes.POINTER(_Sampler)).contents.ctx
     values = [ctypes.c_float.from_address(context + offset) for offset in (8, 12, 16)]
-    assert [v.value for v in values] == [np.float32(v) for v in (tau, eta, 2 * tau)], "llama.cpp's layout is another"
+    assert [v.value for v in values] == [np.float32(v) for v in (tau, eta, 2 * tau)], (
+        "llama.cpp's layout is another"
+    )
     return values[2]
 
 
@@ -302,8 +320,16 @@ def filters_case(rng: np.random.Generator, names: Sequence[str]) -> dict[str, An
     """`filtered` with these of FILTERS."""
     parameters = _drawn(rng, names)
     logits, seed = _logits(rng), int(rng.integers(1, 1000))
-    probs = {str(id_): float(f"{p:.6g}") for id_, p in filtered(np.array(logits), parameters, seed).items()}
-    return {"logits": logits, "parameters": parameters, "xtc_uniform": xtc_uniform(seed), "probs": probs}
+    probs = {
+        str(id_): float(f"{p:.6g}")
+        for id_, p in filtered(np.array(logits), parameters, seed).items()
+    }
+    return {
+        "logits": logits,
+        "parameters": parameters,
+        "xtc_uniform": xtc_uniform(seed),
+        "probs": probs,
+    }
 
 
 def _drawn(rng: np.random.Generator, names: Sequence[str]) -> dict[str, Any]:
@@ -312,14 +338,20 @@ def _drawn(rng: np.random.Generator, names: Sequence[str]) -> dict[str, Any]:
     needed = (name for filter_ in names for name in (filter_, *FILTERS[filter_]))
     for name in dict.fromkeys(needed):
         low, high = _DRAWS[name]
-        parameters[name] = int(rng.integers(low, high)) if name == "top_k" else _float32(rng.uniform(low, high))
+        parameters[name] = (
+            int(rng.integers(low, high)) if name == "top_k" else _float32(rng.uniform(low, high))
+        )
     return parameters
 
 
 def random_filters(rng: np.random.Generator) -> list[str]:
     """Some of FILTERS, of those only that llama.cpp can combine."""
     names = [name for name in FILTERS if rng.random() < 0.5]
-    return [name for name in names if "top_n_sigma" not in names or name not in ("typical_p", "dynatemp_range")]
+    return [
+        name
+        for name in names
+        if "top_n_sigma" not in names or name not in ("typical_p", "dynatemp_range")
+    ]
 
 
 def dry_case(rng: np.random.Generator) -> dict[str, Any]:
@@ -335,7 +367,9 @@ def dry_case(rng: np.random.Generator) -> dict[str, Any]:
         "dry_sequence_breakers": rng.choice([-1, -1, 0, 1, 2], 2).tolist(),
     }
     after = penalized(np.array(logits), history, parameters)
-    changed = {str(i): float(f"{after[i]:.7g}") for i in np.flatnonzero(after != np.float32(logits))}
+    changed = {
+        str(i): float(f"{after[i]:.7g}") for i in np.flatnonzero(after != np.float32(logits))
+    }
     return {"logits": logits, "history": history, "parameters": parameters, "changed": changed}
 
 
@@ -348,15 +382,25 @@ def chain_case(rng: np.random.Generator, steps: int = 6) -> dict[str, Any]:
         "frequency_penalty": _float32(rng.choice([0, rng.uniform(-0.5, 1)])),
         "presence_penalty": _float32(rng.choice([0, rng.uniform(-1, 1)])),
     }
-    logits, names = _logits(rng), [name for name in random_filters(rng) if name != "xtc_probability"]
+    logits, names = (
+        _logits(rng),
+        [name for name in random_filters(rng) if name != "xtc_probability"],
+    )
     parameters |= _drawn(rng, names)
     prompt = rng.integers(0, rng.integers(2, 40), rng.integers(1, 30)).tolist()
-    results = chain_steps([np.array(logits)] * steps, prompt, parameters, int(rng.integers(1, 1000)))
+    results = chain_steps(
+        [np.array(logits)] * steps, prompt, parameters, int(rng.integers(1, 1000))
+    )
     changed = [
         {str(i): float(f"{after[i]:.7g}") for i in np.flatnonzero(after != np.float32(logits))}
         for _, after, _ in results
     ]
-    return {"logits": logits, "prompt": prompt, "parameters": parameters, "changed": changed} | _steps(results)
+    return {
+        "logits": logits,
+        "prompt": prompt,
+        "parameters": parameters,
+        "changed": changed,
+    } | _steps(results)
 
 
 def adaptive_case(rng: np.random.Generator, steps: int = 5) -> dict[str, Any]:

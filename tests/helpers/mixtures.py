@@ -14,7 +14,12 @@ from tests.helpers.tiny_models import random_model
 _COMMON: Final = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # What each shows: how the router scores and what it does with the scores of those that it chose.
 ROUTERS: Final[dict[str, dict[str, Any]]] = {
-    "qwen3_moe": {**_COMMON, "num_experts": 8, "head_dim": 16, "norm_topk_prob": True},  # softmax, normalised
+    "qwen3_moe": {
+        **_COMMON,
+        "num_experts": 8,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+    },  # softmax, normalised
     "olmoe": {**_COMMON, "num_experts": 8},  # softmax, not normalised
     "mixtral": {**_COMMON, "num_local_experts": 8},  # softmax of the chosen
     "gpt_oss": {
@@ -22,7 +27,11 @@ ROUTERS: Final[dict[str, dict[str, Any]]] = {
         "num_local_experts": 8,
         "head_dim": 16,
     },  # the same; biases, clamped gate, transposed weights
-    "qwen2_moe": {**_COMMON, "num_experts": 8, "shared_expert_intermediate_size": 32},  # a gated shared expert
+    "qwen2_moe": {
+        **_COMMON,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 32,
+    },  # a gated shared expert
     "granitemoe": {**_COMMON, "num_local_experts": 8, "residual_multiplier": 0.5},
     "deepseek_v3": {  # sigmoid, a bias for the choice alone, groups, a shared expert, a scaling factor
         **_COMMON,
@@ -51,7 +60,12 @@ ROUTERS: Final[dict[str, dict[str, Any]]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "jetmoe": {**_COMMON, "num_local_experts": 8, "kv_channels": 16, "num_key_value_heads": 2},
-    "llama4_text": {**_COMMON, "num_local_experts": 8, "intermediate_size_mlp": 96, "head_dim": 16},  # scaled inputs
+    "llama4_text": {
+        **_COMMON,
+        "num_local_experts": 8,
+        "intermediate_size_mlp": 96,
+        "head_dim": 16,
+    },  # scaled inputs
 }
 
 
@@ -79,5 +93,7 @@ def experts_reference(
         joint = fc1[expert].astype(np.float64) @ row + (0 if fc1_bias is None else fc1_bias[expert])
         gate, up = np.minimum(joint[0::2], limit), np.clip(joint[1::2], -limit, limit)
         hidden = gate / (1 + np.exp(-alpha * gate)) * (up + beta)
-        results.append(fc2[expert].astype(np.float64) @ hidden + (0 if fc2_bias is None else fc2_bias[expert]))
+        results.append(
+            fc2[expert].astype(np.float64) @ hidden + (0 if fc2_bias is None else fc2_bias[expert])
+        )
     return np.stack(results)

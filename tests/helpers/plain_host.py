@@ -31,7 +31,9 @@ class PlainHost:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._decoder = ort.InferenceSession(package / "decoder.onnx", options, providers=["CPUExecutionProvider"])
+        self._decoder = ort.InferenceSession(
+            package / "decoder.onnx", options, providers=["CPUExecutionProvider"]
+        )
         self._initial = ort.InferenceSession(
             package / "initial_state.onnx", options, providers=["CPUExecutionProvider"]
         )
@@ -41,26 +43,38 @@ class PlainHost:
     def start(self, seeds: list[int], capacity: int) -> State:
         """The starting state of a row for each seed."""
         names = [value.name for value in self._initial.get_outputs()]
-        values = self._initial.run(names, {"seed": np.int64(seeds), "capacity": np.array(capacity, np.int64)})
+        values = self._initial.run(
+            names, {"seed": np.int64(seeds), "capacity": np.array(capacity, np.int64)}
+        )
         return dict(zip(names, values, strict=True))
 
     def call(self, state: State, ids: Any, lengths: list[int] | None = None, **given: Any) -> State:
         """Every output of a call. ids: [B, S]. lengths: None = S in each row. What the graph lacks is passed over."""
         ids = np.int64(ids)
         rows = len(ids)
-        feed: dict[str, np.ndarray] = {name: np.full(rows, off, dtype) for name, (off, dtype) in OFF.items()}
+        feed: dict[str, np.ndarray] = {
+            name: np.full(rows, off, dtype) for name, (off, dtype) in OFF.items()
+        }
         feed |= {"stop_ids": np.full((rows, 1), -1, np.int32), "emit": np.full(rows, True)}
-        feed |= {"logit_bias_ids": np.full((rows, 1), -1, np.int32), "logit_bias": np.zeros((rows, 1), np.float32)}
+        feed |= {
+            "logit_bias_ids": np.full((rows, 1), -1, np.int32),
+            "logit_bias": np.zeros((rows, 1), np.float32),
+        }
         words = -(-self.manifest["interface"]["vocab_size"] // 32)
         guesses = self.manifest["interface"]["features"].get("num_speculative_tokens", 0)
         feed |= {
             "prompt_lookup_num_tokens": np.zeros(rows, np.int32),
             "draft_ids": np.full((rows, guesses), -1, np.int32),
         }
-        feed |= {"allowed_tokens": np.full((rows, words), -1, np.int32), "searched_rows": np.arange(rows)}
+        feed |= {
+            "allowed_tokens": np.full((rows, words), -1, np.int32),
+            "searched_rows": np.arange(rows),
+        }
         feed |= {"input_ids": ids, "input_lengths": np.int32(lengths or [ids.shape[1]] * rows)}
         feed |= {name: np.asarray(value, feed[name].dtype) for name, value in given.items()} | state
-        values = self._decoder.run(self._outputs, {name: feed[name] for name in feed if name in self._inputs})
+        values = self._decoder.run(
+            self._outputs, {name: feed[name] for name in feed if name in self._inputs}
+        )
         return dict(zip(self._outputs, values, strict=True))
 
     def after(self, state: State, outputs: State) -> State:
@@ -80,4 +94,6 @@ class PlainHost:
 
 def retained(state: str) -> str:
     """The output that holds a state's next value."""
-    return state.replace("past_key_values.", "present.") if "." in state else f"{state}_RetainedState"
+    return (
+        state.replace("past_key_values.", "present.") if "." in state else f"{state}_RetainedState"
+    )

@@ -39,7 +39,9 @@ class Scheme:
 
     def __str__(self) -> str:
         flags = [name for name in ("symmetric", "act_order") if getattr(self, name)]
-        return "-".join([self.method, f"v{self.version}", f"{self.bits}bit", f"g{self.group_size}", *flags])
+        return "-".join(
+            [self.method, f"v{self.version}", f"{self.bits}bit", f"g{self.group_size}", *flags]
+        )
 
     def config(self) -> dict[str, Any]:
         """config.json's quantization_config."""
@@ -88,10 +90,16 @@ def awq_words(values: np.ndarray) -> np.ndarray:
 
 def stored_levels(blocks: np.ndarray, bits: int) -> np.ndarray:
     """[R, bytes] of MatMulNBits as [R, values]: 4-bit values lie in the low half of a byte first."""
-    return blocks if bits == 8 else np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
+    return (
+        blocks
+        if bits == 8
+        else np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
+    )
 
 
-def quantized_layer(rng: np.random.Generator, outputs: int, inputs: int, scheme: Scheme, *, order: int = 0) -> Layer:
+def quantized_layer(
+    rng: np.random.Generator, outputs: int, inputs: int, scheme: Scheme, *, order: int = 0
+) -> Layer:
     """order: seed of the act-order, if there is one: layers that read the same inputs have the same."""
     size = inputs if scheme.group_size == -1 else scheme.group_size
     levels = rng.integers(0, 2**scheme.bits, (inputs, outputs))
@@ -100,7 +108,11 @@ def quantized_layer(rng: np.random.Generator, outputs: int, inputs: int, scheme:
         groups = np.random.default_rng(order).permutation(groups)
     shape = (inputs // size, outputs)
     scales = (rng.uniform(0.5, 1.5, shape) * 0.4 / 2**scheme.bits).astype(np.float16)
-    zeros = np.full(shape, 2 ** (scheme.bits - 1)) if scheme.symmetric else rng.integers(1, 2**scheme.bits, shape)
+    zeros = (
+        np.full(shape, 2 ** (scheme.bits - 1))
+        if scheme.symmetric
+        else rng.integers(1, 2**scheme.bits, shape)
+    )
     weight = np.zeros((inputs, outputs), np.float32)
     for k in range(inputs):
         weight[k] = scales[groups[k]].astype(np.float32) * (levels[k] - zeros[groups[k]])
@@ -112,7 +124,9 @@ def quantized_layer(rng: np.random.Generator, outputs: int, inputs: int, scheme:
             "qzeros": words(zeros - 1 if scheme.version == 1 else zeros, scheme.bits),
             "g_idx": groups.astype(np.int32),
         }
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array).copy()) for name, array in stored.items()}
+    tensors = {
+        name: torch.from_numpy(np.ascontiguousarray(array).copy()) for name, array in stored.items()
+    }
     return Layer(tensors | {"scales": torch.from_numpy(scales)}, levels.T, weight.T.copy())
 
 
@@ -125,7 +139,11 @@ def save_quantized(
     by name.
     """
     model = random_model(model_type, **(SIZES | overrides))
-    transposed = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    transposed = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, Conv1D)
+    }
     float_folder = folder.with_name(f"{folder.name}-float")
     model.save_pretrained(float_folder)
     rng = np.random.default_rng(0)
@@ -144,13 +162,17 @@ def save_quantized(
         layers[layer] = quantized_layer(
             rng, *(tensor.shape[::-1] if is_transposed else tensor.shape), scheme, order=order
         )
-        stored |= {f"{layer}.{part}": part_of_it for part, part_of_it in layers[layer].tensors.items()}
+        stored |= {
+            f"{layer}.{part}": part_of_it for part, part_of_it in layers[layer].tensors.items()
+        }
         weight = torch.from_numpy(layers[layer].weight)
         floats[name] = weight.T.contiguous() if is_transposed else weight
     save_file(floats, float_folder / "model.safetensors", metadata={"format": "pt"})
 
     folder.mkdir(parents=True)
-    config = json.loads((float_folder / "config.json").read_text()) | {"quantization_config": scheme.config()}
+    config = json.loads((float_folder / "config.json").read_text()) | {
+        "quantization_config": scheme.config()
+    }
     (folder / "config.json").write_text(json.dumps(config))
     model.generation_config.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
@@ -169,4 +191,6 @@ def _save(folder: Path, tensors: dict[str, Tensor], files: int) -> None:
         part = dict(sorted(tensors.items())[number::files])
         save_file(part, folder / name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(part, name))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )

@@ -10,14 +10,30 @@ from collections.abc import Mapping
 import numpy as np
 
 from tests.helpers.reference_adjust import adjust
-from tests.helpers.reference_filters import CANDIDATES, LOWEST, Row, distribution, mirostat_limit, survivors
+from tests.helpers.reference_filters import (
+    CANDIDATES,
+    LOWEST,
+    Row,
+    distribution,
+    mirostat_limit,
+    survivors,
+)
 
-__all__ = ["adjust", "distribution", "philox4x32", "philox_uniform", "philox_uniforms", "reference_step"]
+__all__ = [
+    "adjust",
+    "distribution",
+    "philox4x32",
+    "philox_uniform",
+    "philox_uniforms",
+    "reference_step",
+]
 Array = np.ndarray
 _MASK32 = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int = 10) -> tuple[int, int, int, int]:
+def philox4x32(
+    counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int = 10
+) -> tuple[int, int, int, int]:
     """Philox4x32 of Salmon et al., SC'11, in Python integers."""
     c, (k0, k1) = counter, key
     for _ in range(rounds):
@@ -85,8 +101,19 @@ def reference_step(
     }
     searched = np.asarray(inputs.get("searched_rows", range(batch))).tolist()
     for b in range(batch):
-        row = {name: np.asarray(array)[b] for name, array in inputs.items() if name != "searched_rows"}
-        _step_row(b, np.asarray(logits[b], np.float32), row, state, out, b in searched, filter_order, num_candidates)
+        row = {
+            name: np.asarray(array)[b] for name, array in inputs.items() if name != "searched_rows"
+        }
+        _step_row(
+            b,
+            np.asarray(logits[b], np.float32),
+            row,
+            state,
+            out,
+            b in searched,
+            filter_order,
+            num_candidates,
+        )
     return out | {f"{name}_RetainedState": array for name, array in state.items()}
 
 
@@ -123,7 +150,12 @@ def _step_row(
         left = survivors(adjusted, row, order, uniform(row, "xtc_noise", position), num_candidates)
         probs = left.final_probs()
         token, margin = pick(probs, adjusted, row, uniform(row, "noise", position))
-        out["probs"][b], out["margin"][b], out["edge"][b], out["next_ids"][b, 0] = probs, margin, left.edge, token
+        out["probs"][b], out["margin"][b], out["edge"][b], out["next_ids"][b, 0] = (
+            probs,
+            margin,
+            left.edge,
+            token,
+        )
         _report_logprobs(b, logits, token, out)
         if row["temperature"] > 0 and row.get("mirostat_tau", 0) > 0:
             surprise = -np.log2(max(left.probs()[token], 2.0**-126))
@@ -131,7 +163,9 @@ def _step_row(
             state["mirostat_mu"][b] = np.clip(mirostat_limit(row) - change, -1e30, 1e30)
         if row["temperature"] > 0 and (target := float(row.get("adaptive_target", -1))) >= 0:
             decay, error = float(row["adaptive_decay"]), float(row["adaptive_error"])
-            state["adaptive_error"][b] = decay * error + (1 - decay) * (left.probs()[token] - target)
+            state["adaptive_error"][b] = decay * error + (1 - decay) * (
+                left.probs()[token] - target
+            )
         if total < capacity:
             tokens[total] = token
         state["output_counts"][b, token] += 1

@@ -85,8 +85,13 @@ def dry_penalties(row: Row, history: Array) -> dict[int, float]:
         match = 0
         while match < min(limit, i + 1) and past[i - match] == past[end - match]:
             match += 1
-        if match >= allowed and past[i + 1] not in breakers:  # llama.cpp never penalizes a breaker itself
+        if (
+            match >= allowed and past[i + 1] not in breakers
+        ):  # llama.cpp never penalizes a breaker itself
             longest[past[i + 1]] = max(match, longest.get(past[i + 1], 0))
     with np.errstate(over="ignore"):
-        growth = {token: float(np.float32(np.power(base, match - allowed))) for token, match in longest.items()}
+        growth = {
+            token: float(np.float32(np.power(base, match - allowed)))
+            for token, match in longest.items()
+        }
     return {token: min(multiplier * power, 1e30) for token, power in growth.items()}

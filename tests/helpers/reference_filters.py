@@ -86,7 +86,9 @@ def temperature(s: Survivors, row: Row) -> None:
         share = min(1.0, s.entropy() / np.log(count))
         shares = np.minimum(share * np.array([1, 1 - 1e-6, 1 + 1e-6]), 1)
         with np.errstate(divide="ignore", over="ignore"):
-            t, *near = lowest + (highest - lowest) * np.power(shares, float(row["dynatemp_exponent"]))
+            t, *near = lowest + (highest - lowest) * np.power(
+                shares, float(row["dynatemp_exponent"])
+            )
         # Float32 has the entropy to about 1e-7, whatever its size.
         if share * np.log(count) < 0.02 or np.ptp(near) > 1e-4 * t:
             s.edge = 0.0
@@ -139,13 +141,17 @@ def typical_p(s: Survivors, row: Row) -> None:
         values, first, groups = np.unique(s.x[s.left], return_index=True, return_inverse=True)
         probs = s.probs()[s.left]
         mass, surprises = np.bincount(groups, probs), -s.log_probs()[s.left][first]
-        distances = np.abs(values - values[-1] - np.sum(probs * (s.x[s.left] - values[-1]))) / s.temperature
+        distances = (
+            np.abs(values - values[-1] - np.sum(probs * (s.x[s.left] - values[-1]))) / s.temperature
+        )
         order = np.argsort(distances, kind="stable")
         before = np.cumsum(mass[order]) - mass[order]
         s.close_calls(before[1:], p)
         kept = max(1, int(np.searchsorted(before, p)))
         last = order[kept - 1]
-        if kept < len(order):  # float32 may see the next value, on the other side of the entropy, as closer
+        if kept < len(
+            order
+        ):  # float32 may see the next value, on the other side of the entropy, as closer
             gap = distances[order[kept]] - distances[last]
             s.edge = min(s.edge, gap / max(s.entropy() + surprises[last], 1e-30))
         s.left[s.left] = (distances <= distances[last])[groups]
@@ -212,7 +218,15 @@ _NUCLEI = ("top_p", "min_p", "top_a")
 _CUTOFFS = ("epsilon_cutoff", "eta_cutoff", "xtc_probability")
 _LAST = ("mirostat_tau", "adaptive_target")
 ORDERS = {
-    "huggingface": ("top_n_sigma", "temperature", "top_k", *_NUCLEI, "typical_p", *_CUTOFFS, *_LAST),
+    "huggingface": (
+        "top_n_sigma",
+        "temperature",
+        "top_k",
+        *_NUCLEI,
+        "typical_p",
+        *_CUTOFFS,
+        *_LAST,
+    ),
     "llama.cpp": ("top_n_sigma", "top_k", "typical_p", *_NUCLEI, *_CUTOFFS, "temperature", *_LAST),
 }
 
@@ -235,7 +249,9 @@ def survivors(
     """
     with np.errstate(over="ignore"):
         x = np.asarray(adjusted, np.float32) - np.max(adjusted).astype(np.float32)
-    left = Survivors(x.astype(np.float64), (x > LOWEST) & (adjusted > LOWEST), adjusted, num_candidates)
+    left = Survivors(
+        x.astype(np.float64), (x > LOWEST) & (adjusted > LOWEST), adjusted, num_candidates
+    )
     if row["temperature"] == 0:
         left.keep(np.arange(len(x)) == np.argmax(adjusted))
         return left
@@ -246,6 +262,8 @@ def survivors(
     return left
 
 
-def distribution(adjusted: Array, row: Row, order: str = "huggingface", xtc_uniform: float = 0.0) -> Array:
+def distribution(
+    adjusted: Array, row: Row, order: str = "huggingface", xtc_uniform: float = 0.0
+) -> Array:
     """Step 3: [V] float64 probabilities."""
     return survivors(adjusted, row, order, xtc_uniform).final_probs()

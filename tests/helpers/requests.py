@@ -18,7 +18,11 @@ from tests.helpers.fake_package import EOS, MAX_POSITIONS
 PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [77], [50, 51, 52, 53, 54]]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24)
 RANDOM = SamplingParams(
-    temperature=0.8, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, max_new_tokens=24
+    temperature=0.8,
+    repetition_penalty=1.3,
+    presence_penalty=0.2,
+    frequency_penalty=0.1,
+    max_new_tokens=24,
 )
 FREE = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
 ENDLESS = SamplingParams(temperature=0.9, max_new_tokens=240, eos_token_id=())
@@ -30,7 +34,12 @@ def mixed() -> list[SamplingParams]:
         GREEDY,
         RANDOM,
         SamplingParams(temperature=1.5, max_new_tokens=9, eos_token_id=()),
-        SamplingParams(temperature=0.5, repetition_penalty=1.1, max_new_tokens=30, eos_token_id=tuple(range(3, 60))),
+        SamplingParams(
+            temperature=0.5,
+            repetition_penalty=1.1,
+            max_new_tokens=30,
+            eos_token_id=tuple(range(3, 60)),
+        ),
     ]
 
 
@@ -51,7 +60,9 @@ def random_prompt(generator: random.Random, most: int = 20) -> list[int]:
     return [generator.randrange(3, 290) for _ in range(generator.randrange(1, most))]
 
 
-def make_sequence(model: CausalLM, prompt: list[int], params: SamplingParams, seed: int, capacity: int) -> Sequence:
+def make_sequence(
+    model: CausalLM, prompt: list[int], params: SamplingParams, seed: int, capacity: int
+) -> Sequence:
     """Without a text, for rows of `capacity` tokens."""
     parameters = parameter_row(model.interface, params, len(prompt), capacity, (EOS,))
     return Sequence(np.array(prompt, dtype=np.int64), parameters, seed)

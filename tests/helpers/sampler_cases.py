@@ -17,7 +17,9 @@ from tests.helpers.reference import reference_step
 PAD = 0
 Array = np.ndarray
 Step = Callable[[Array, Mapping[str, Array]], dict[str, Array]]
-ALL_FEATURES = Features(logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=3, probs=True)
+ALL_FEATURES = Features(
+    logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=3, probs=True
+)
 WITH_PROBS = Features(probs=True)
 
 
@@ -42,8 +44,19 @@ def make_inputs(
     A value may be a scalar, one value a row, or the whole array. Each row holds its first token, 0, and u = 0.5, and is
     searched. `bad_words` is how many forbidden sequences a row has, and how long they are.
     """
-    sizes = face.sizes | {"B": batch, "S": sequence, "T": capacity, "E": stops, "N": biases, "D": breakers}
-    sizes |= {"Q": bad_words[0], "L": bad_words[1], "R": len(values.setdefault("searched_rows", np.arange(batch)))}
+    sizes = face.sizes | {
+        "B": batch,
+        "S": sequence,
+        "T": capacity,
+        "E": stops,
+        "N": biases,
+        "D": breakers,
+    }
+    sizes |= {
+        "Q": bad_words[0],
+        "L": bad_words[1],
+        "R": len(values.setdefault("searched_rows", np.arange(batch))),
+    }
     if not face.captured:
         del values["searched_rows"]
     defaults: dict[str, object] = {
@@ -56,7 +69,9 @@ def make_inputs(
     }
     inputs = {}
     for spec in (*face.sampler.inputs[1:], *face.sampler.states):
-        value = values.pop(spec.name, defaults.get(spec.name, spec.off if spec.off is not None else 0))
+        value = values.pop(
+            spec.name, defaults.get(spec.name, spec.off if spec.off is not None else 0)
+        )
         inputs[spec.name] = _fill(spec, value, spec.shape(sizes))
     assert not values, f"unknown inputs: {sorted(values)}"
     return inputs
@@ -123,7 +138,9 @@ EXTRA_VALUES: dict[str, Callable[[np.random.Generator, int], Array]] = {
 }
 
 
-def random_step(rng: np.random.Generator, face: Interface, batch: int, sequence: int) -> tuple[Array, dict[str, Array]]:
+def random_step(
+    rng: np.random.Generator, face: Interface, batch: int, sequence: int
+) -> tuple[Array, dict[str, Array]]:
     """A consistent random state, logits with and without ties and masks, and parameters of every kind, row by row.
 
     The newest tokens and most histories are made of a few likely tokens, so that they repeat themselves.
@@ -140,7 +157,9 @@ def random_step(rng: np.random.Generator, face: Interface, batch: int, sequence:
         return rng.choice(values, batch)
 
     def ids(*shape: int) -> Array:
-        return np.where(rng.random((batch, *shape)) < 0.5, -1, rng.integers(0, vocab, (batch, *shape)))
+        return np.where(
+            rng.random((batch, *shape)) < 0.5, -1, rng.integers(0, vocab, (batch, *shape))
+        )
 
     def repeating(*shape: int) -> Array:
         chosen = rng.integers(0, likely.shape[1], (batch, *shape))
@@ -151,7 +170,9 @@ def random_step(rng: np.random.Generator, face: Interface, batch: int, sequence:
 
     repeats = rng.random((batch, 1)) < 0.7
     bad_words = repeating(3, 3)
-    bad_words[np.arange(3) < rng.integers(0, 4, (batch, 3, 1))] = PAD_STOP_ID  # none of them, or up to three tokens
+    bad_words[np.arange(3) < rng.integers(0, 4, (batch, 3, 1))] = (
+        PAD_STOP_ID  # none of them, or up to three tokens
+    )
     values: dict[str, object] = {
         "temperature": pick(0, 0.01, 0.5, 0.7, 1, 1, 1.5, 2, 100),
         "top_k": pick(0, 0, 1, 2, 5, 40, 64, 65, 90, 500, 5000),
@@ -188,13 +209,22 @@ def random_step(rng: np.random.Generator, face: Interface, batch: int, sequence:
             values[first.name] = np.where(on, EXTRA_VALUES[first.name](rng, batch), first.off)
     if face.features.filters:  # an extra filter finds little to do after those of every graph
         alone = rng.random(batch) < 0.5
-        values |= {name: np.where(alone, off, values[name]) for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0))}
+        values |= {
+            name: np.where(alone, off, values[name])
+            for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0))
+        }
     values |= {name: draw(rng, batch) for name, draw in EXTRA_VALUES.items() if name not in values}
     known = {spec.name for spec in (*face.sampler.inputs, *face.sampler.states)}
     values = {name: value for name, value in values.items() if name in known}
     sizes = {"stops": 3, "biases": 4, "breakers": 2}
     inputs = make_inputs(
-        face, batch, sequence=sequence, capacity=capacity, bad_words=bad_words.shape[1:], **sizes, **values
+        face,
+        batch,
+        sequence=sequence,
+        capacity=capacity,
+        bad_words=bad_words.shape[1:],
+        **sizes,
+        **values,
     )
     for row in range(batch):
         length = int(inputs["lengths"][row])
@@ -212,7 +242,9 @@ EDGE = 1e-5
 
 def excused(expected: Mapping[str, Array], row: int, wrong: list[str]) -> bool:
     """Whether float32 cannot tell: u lies on a boundary, and nothing but the token differs, or a filter on an edge."""
-    return expected["edge"][row] < EDGE or (expected["margin"][row] < BOUNDARY and "support" not in wrong)
+    return expected["edge"][row] < EDGE or (
+        expected["margin"][row] < BOUNDARY and "support" not in wrong
+    )
 
 
 def compare_step(got: Mapping[str, Array], expected: Mapping[str, Array], row: int) -> list[str]:
@@ -222,9 +254,13 @@ def compare_step(got: Mapping[str, Array], expected: Mapping[str, Array], row: i
         g, e = got[name][row], expected[name][row]
         if name == "top_logprob_ids":  # the order of ties is free; the values are compared
             continue
-        if name == "adjusted_logits" and np.isnan(e).any():  # of a row that samples nothing, or of an invalid row
+        if (
+            name == "adjusted_logits" and np.isnan(e).any()
+        ):  # of a row that samples nothing, or of an invalid row
             continue
-        same = np.allclose(g, e, rtol=5e-5, atol=1e-6) if g.dtype.kind == "f" else np.array_equal(g, e)
+        same = (
+            np.allclose(g, e, rtol=5e-5, atol=1e-6) if g.dtype.kind == "f" else np.array_equal(g, e)
+        )
         if not same:
             wrong.append(name)
     if "probs" in got:
@@ -251,13 +287,17 @@ def expected_step(
         )
 
 
-def check_rows(face: Interface, logits: Array, inputs: Mapping[str, Array], num_candidates: int = CANDIDATES) -> int:
+def check_rows(
+    face: Interface, logits: Array, inputs: Mapping[str, Array], num_candidates: int = CANDIDATES
+) -> int:
     """Assert that a step of the graph is the reference's. Returns how many rows are too close to tell."""
     expected = expected_step(face, logits, inputs, num_candidates)
     got, close = sampler(face, num_candidates=num_candidates)(logits, inputs), 0
     for row in range(len(logits)):
         if wrong := compare_step(got, expected, row):
-            values = {name: array[row] for name, array in inputs.items() if array[row : row + 1].size < 20}
+            values = {
+                name: array[row] for name, array in inputs.items() if array[row : row + 1].size < 20
+            }
             assert excused(expected, row, wrong), (wrong, values)
             close += 1
     return close
@@ -269,6 +309,8 @@ def check_steps(face: Interface, seed: int, steps: int, num_candidates: int = CA
     rows = close = 0
     for _ in range(steps):
         batch = int(rng.integers(1, 7))
-        close += check_rows(face, *random_step(rng, face, batch, int(rng.integers(1, 4))), num_candidates)
+        close += check_rows(
+            face, *random_step(rng, face, batch, int(rng.integers(1, 4))), num_candidates
+        )
         rows += batch
     assert close <= rows // 100

@@ -56,7 +56,9 @@ class ServerProcess:
         # A connection for each request: the server closes idle ones at any moment.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         trusted: Any = True if trust is None else ssl.create_default_context(cafile=trust)
-        self.client = httpx.Client(base_url=self.url, timeout=_PATIENCE, limits=limits, verify=trusted)
+        self.client = httpx.Client(
+            base_url=self.url, timeout=_PATIENCE, limits=limits, verify=trusted
+        )
         assert self.client.get("/health").status_code == 200
 
     def _read(self) -> None:
@@ -71,7 +73,10 @@ class ServerProcess:
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
         text = self.client.get("/metrics").text
-        return sum(float(value) for value in re.findall(rf"^qsample:{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.M))
+        return sum(
+            float(value)
+            for value in re.findall(rf"^qsample:{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.M)
+        )
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""
@@ -87,7 +92,10 @@ class ServerProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.client.close()
         self.stop()

@@ -11,15 +11,23 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
-def key_pair(folder: Path, curve: ec.EllipticCurve | None = None, password: bytes | None = None) -> tuple[Path, Path]:
+def key_pair(
+    folder: Path, curve: ec.EllipticCurve | None = None, password: bytes | None = None
+) -> tuple[Path, Path]:
     """The files of a private key, and of its public key."""
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(curve or ec.SECP256R1())
-    encryption: Any = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    encryption: Any = (
+        serialization.BestAvailableEncryption(password)
+        if password
+        else serialization.NoEncryption()
+    )
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     private, public = folder / "private.key", folder / "public.pem"
     private.write_bytes(key.private_bytes(pem, pkcs8, encryption))
-    public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    public.write_bytes(
+        key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
     return private, public
 
 
@@ -38,16 +46,27 @@ def signing_certificate(private: Path, issuer: tuple[Any, x509.Certificate, Path
     """The file of a certificate for the key in the file `private`."""
     key: Any = serialization.load_pem_private_key(private.read_bytes(), None)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a publisher")])
-    certificate = _certificate(name, issuer[1].subject, key.public_key(), issuer[0], authority=False)
+    certificate = _certificate(
+        name, issuer[1].subject, key.public_key(), issuer[0], authority=False
+    )
     path = private.with_name("certificate.crt")
     path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     return path
 
 
-def _certificate(subject: Any, issuer: Any, public: Any, key: Any, *, authority: bool) -> x509.Certificate:
+def _certificate(
+    subject: Any, issuer: Any, public: Any, key: Any, *, authority: bool
+) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     usage = dict.fromkeys(
-        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"), False
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+        ),
+        False,
     )
     return (
         x509.CertificateBuilder()

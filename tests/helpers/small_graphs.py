@@ -32,7 +32,9 @@ def small_graph(
     inputs = {value.name: value for value in model.graph.inputs}
     for name, numbers in (constants or {}).items():
         value = inputs[name]
-        value.const_value = ir.tensor(numbers, name=name) if isinstance(numbers, np.ndarray) else numbers
+        value.const_value = (
+            ir.tensor(numbers, name=name) if isinstance(numbers, np.ndarray) else numbers
+        )
         value.type, value.shape = ir.TensorType(value.const_value.dtype), value.const_value.shape  # type: ignore[assignment]
         model.graph.inputs.remove(value)
         model.graph.register_initializer(value)
@@ -67,12 +69,16 @@ def loop_graph(first: Array, second: Array) -> ir.Model:
 
 def results(model: ir.Model, feeds: Mapping[str, Array]) -> list[Array]:
     """What ONNX Runtime computes on the CPU; feeds that the graph does not read are left out."""
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     names = {value.name for value in session.get_inputs()}
     return list(session.run(None, {name: array for name, array in feeds.items() if name in names}))
 
 
-def check_same(model: ir.Model, plain: ir.Model, feeds: Mapping[str, Array], **tolerance: float) -> None:
+def check_same(
+    model: ir.Model, plain: ir.Model, feeds: Mapping[str, Array], **tolerance: float
+) -> None:
     """Both compute the same. tolerance: of `assert_allclose`."""
     for got, wanted in zip(results(model, feeds), results(plain, feeds), strict=True):
         np.testing.assert_allclose(got, wanted, **tolerance)

@@ -12,7 +12,9 @@ from qsample.contract.interface import Features, Interface, KeyValueShape
 from qsample.contract.tensors import CONTRACT_VERSION
 from qsample.package.package import Manifest, Package, Source, TokenIds, read_package, write_package
 
-INTERFACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 16)), "float16", Features(logprobs=True))
+INTERFACE = Interface(
+    100, (KeyValueShape(2, 8), KeyValueShape(1, 16)), "float16", Features(logprobs=True)
+)
 # Larger than what is read at once, so that a hash of less than all would show.
 LARGE = bytes(range(256)) * 10_000
 FILES = {
@@ -28,7 +30,9 @@ def manifest(**changes: Any) -> Manifest:
         "kind": "portable",
         "contract_version": CONTRACT_VERSION,
         "interface": INTERFACE,
-        "source": Source("some/model", None, "llama", "LlamaForCausalLM", {"model.safetensors": "ab" * 32}),
+        "source": Source(
+            "some/model", None, "llama", "LlamaForCausalLM", {"model.safetensors": "ab" * 32}
+        ),
         "versions": {"qsample": "0.1.0"},
         "token_ids": TokenIds(0, None, (2, 3)),
         "max_position_embeddings": None,
@@ -40,7 +44,9 @@ def manifest(**changes: Any) -> Manifest:
 def byte_tokenizer() -> Tokenizer:
     """Byte-level, without merges: every byte is a token, "a" is 68; `<s>` in front."""
     special = ["<pad>", "<s>", "</s>", "<unk>"]
-    vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocab = {
+        token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.add_special_tokens(special)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -28,12 +28,23 @@ def product(way: tuple[object, ...] | str | None, inputs: int, outputs: int) -> 
 
 def quantized(bits: int, block: int, inputs: int, outputs: int, *, zeros: bool = False) -> Made:
     rng, blocks, x = np.random.default_rng(0), inputs // block, _input("x", inputs)
-    constants = [_constant("w", rng.integers(0, 256, (outputs, blocks, block * bits // 8), np.uint8))]
-    constants.append(_constant("scales", rng.uniform(0.001, 0.02, outputs * blocks).astype(np.float32)))
+    constants = [
+        _constant("w", rng.integers(0, 256, (outputs, blocks, block * bits // 8), np.uint8))
+    ]
+    constants.append(
+        _constant("scales", rng.uniform(0.001, 0.02, outputs * blocks).astype(np.float32))
+    )
     if zeros:
-        constants.append(_constant("zeros", rng.integers(0, 256, outputs * -(-blocks * bits // 8), np.uint8)))
+        constants.append(
+            _constant("zeros", rng.integers(0, 256, outputs * -(-blocks * bits // 8), np.uint8))
+        )
     attributes = {"K": inputs, "N": outputs, "bits": bits, "block_size": block, "accuracy_level": 4}
-    return [ir.node("MatMulNBits", [x, *constants], attributes, domain="com.microsoft")], [x], constants, inputs
+    return (
+        [ir.node("MatMulNBits", [x, *constants], attributes, domain="com.microsoft")],
+        [x],
+        constants,
+        inputs,
+    )
 
 
 def decoder(folder: Path, made: Made, name: str = "decoder") -> Path:
@@ -42,7 +53,9 @@ def decoder(folder: Path, made: Made, name: str = "decoder") -> Path:
     output = nodes[-1].outputs[0]
     output.name, output.type = "y", ir.TensorType(ir.DataType.FLOAT)
     opsets = {"": 20, "com.microsoft": 1}
-    graph = ir.Graph(inputs, [output], nodes=nodes, initializers=constants, opset_imports=opsets, name="product")
+    graph = ir.Graph(
+        inputs, [output], nodes=nodes, initializers=constants, opset_imports=opsets, name="product"
+    )
     ir.save(ir.Model(graph, ir_version=10), folder / f"{name}.onnx")
     return folder / f"{name}.onnx"
 
@@ -53,4 +66,6 @@ def _input(name: str, size: int) -> ir.Value:
 
 def _constant(name: str, array: np.ndarray) -> ir.Value:
     tensor = ir.Tensor(array, name=name)
-    return ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    return ir.Value(
+        name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )

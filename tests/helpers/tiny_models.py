@@ -37,9 +37,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 32, "partial_rotary_factor": 0.5},
     "gpt_neox": {"num_attention_heads": 2, "rotary_pct": 0.5},
     "cohere": {},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 6,
+    },
     "mixtral": {"num_local_experts": 4},
-    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "qwen3_5_text": {
@@ -74,7 +84,9 @@ def random_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrai
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    config = AutoConfig.for_model(model_type, **{**sizes, **FAMILIES.get(model_type, {}), **overrides})
+    config = AutoConfig.for_model(
+        model_type, **{**sizes, **FAMILIES.get(model_type, {}), **overrides}
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -99,7 +111,9 @@ def save_checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
 
 def export_without_sampler(model: PreTrainedModel, path: Path, **options: Any) -> Package:
     """Export `model`, for tests that the sampler does not matter to: tracing it takes most of the time."""
-    return export_model(model, byte_tokenizer(), path, Features(sampler=False), model_id="tiny", **options)
+    return export_model(
+        model, byte_tokenizer(), path, Features(sampler=False), model_id="tiny", **options
+    )
 
 
 def with_features(source: Package, path: Path, features: Features) -> None:

@@ -48,7 +48,11 @@ TOWER: Final[dict[str, Any]] = {
     "patch_size": 4,
     "image_size": 24,
 }
-AXES: Final[dict[str, Any]] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+AXES: Final[dict[str, Any]] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 3, 3],
+}
 QWEN_TOWER: Final[dict[str, Any]] = {
     "depth": 2,
     "hidden_size": 32,
@@ -117,13 +121,20 @@ SPECIAL: Final[dict[str, tuple[str, ...] | dict[str, str]]] = {
         "<|IMG_LINE_BREAK|>",
         "TILE_GLOBAL",
     ),
-    "glm4v": ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+    "glm4v": (
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|image|>",
+        "<|begin_of_video|>",
+        "<|end_of_video|>",
+    ),
 }
 # What a template writes for an image; a prompt may have it, too.
 IMAGE_TEXT: Final = {
     **dict.fromkeys(SPECIAL, "<image>"),
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"), "<|vision_start|><|image_pad|><|vision_end|>"
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
     ),
     "gemma3": "<start_of_image>",
     "gemma4": "<|image|>",
@@ -137,7 +148,10 @@ TYPES: Final = tuple(SPECIAL)
 def ids_of(model_type: str) -> dict[str, int]:
     """The ids of the type's special tokens by text."""
     names = SPECIAL[model_type]
-    return {name: FIRST_SPECIAL + i for i, name in enumerate(names.values() if isinstance(names, dict) else names)}
+    return {
+        name: FIRST_SPECIAL + i
+        for i, name in enumerate(names.values() if isinstance(names, dict) else names)
+    }
 
 
 def tokenizer_of(model_type: str) -> PreTrainedTokenizerFast:
@@ -152,7 +166,9 @@ def tokenizer_of(model_type: str) -> PreTrainedTokenizerFast:
         )
     else:
         tokenizer.add_special_tokens({"extra_special_tokens": list(names)})
-    assert {name: tokenizer.convert_tokens_to_ids(name) for name in ids_of(model_type)} == ids_of(model_type)
+    assert {name: tokenizer.convert_tokens_to_ids(name) for name in ids_of(model_type)} == ids_of(
+        model_type
+    )
     return tokenizer
 
 
@@ -164,7 +180,9 @@ def _clip() -> tf.CLIPVisionConfig:
     return tf.CLIPVisionConfig(**{**TOWER, "image_size": 16, "projection_dim": 32})
 
 
-def _qwen(kind: type[tf.PretrainedConfig], text: dict[str, Any], vision: dict[str, Any]) -> tf.PretrainedConfig:
+def _qwen(
+    kind: type[tf.PretrainedConfig], text: dict[str, Any], vision: dict[str, Any]
+) -> tf.PretrainedConfig:
     ids = dict(
         zip(
             ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
@@ -193,7 +211,11 @@ def config_of(model_type: str, **text: Any) -> tf.PretrainedConfig:
     match model_type:
         case "qwen2_vl":
             tower = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
-            tower = {key: value for key, value in {**QWEN_TOWER, **tower}.items() if key != "out_hidden_size"}
+            tower = {
+                key: value
+                for key, value in {**QWEN_TOWER, **tower}.items()
+                if key != "out_hidden_size"
+            }
             return tf.Qwen2VLConfig(
                 text_config={**sizes, "rope_parameters": AXES},
                 vision_config=tower,
@@ -216,14 +238,20 @@ def config_of(model_type: str, **text: Any) -> tf.PretrainedConfig:
         case "qwen3_5":
             linear = {
                 "layer_types": ["linear_attention", "full_attention"],
-                "rope_parameters": {**AXES, "partial_rotary_factor": 1.0, "mrope_interleaved": True},
+                "rope_parameters": {
+                    **AXES,
+                    "partial_rotary_factor": 1.0,
+                    "mrope_interleaved": True,
+                },
                 "linear_num_value_heads": 4,
                 "linear_num_key_heads": 2,
                 "linear_key_head_dim": 16,
                 "linear_value_head_dim": 16,
                 "linear_conv_kernel_dim": 4,
             }
-            return _qwen(tf.Qwen3_5Config, {**linear, **text}, {**_DEEP, "deepstack_visual_indexes": []})
+            return _qwen(
+                tf.Qwen3_5Config, {**linear, **text}, {**_DEEP, "deepstack_visual_indexes": []}
+            )
         case "gemma3":
             layers = {"sliding_window": 24, "query_pre_attn_scalar": 16}
             layers["layer_types"] = ["sliding_attention", "full_attention"]
@@ -258,7 +286,10 @@ def config_of(model_type: str, **text: Any) -> tf.PretrainedConfig:
             )
         case "llava":
             return tf.LlavaConfig(
-                text_config=tf.LlamaConfig(**sizes), vision_config=_clip(), image_token_index=image, image_seq_length=16
+                text_config=tf.LlamaConfig(**sizes),
+                vision_config=_clip(),
+                image_token_index=image,
+                image_seq_length=16,
             )
         case "llava_next":
             return tf.LlavaNextConfig(
@@ -328,7 +359,11 @@ def _processor_of(model_type: str) -> tuple[str, str, dict[str, Any], dict[str, 
     """Class, class of the image processor, its settings, and the processor's."""
     square = {"height": 24, "width": 24}
     grid = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 1024}}
-    llava = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    llava = {
+        "patch_size": 4,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
     clip = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     pinpoints = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
     tiles = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}}
@@ -340,7 +375,12 @@ def _processor_of(model_type: str) -> tuple[str, str, dict[str, Any], dict[str, 
         case "qwen3_vl" | "qwen3_vl_moe" | "qwen3_5":
             return "Qwen3VLProcessor", "Qwen2VLImageProcessorPil", grid, {}
         case "gemma3":
-            return "Gemma3Processor", "Gemma3ImageProcessorPil", {"size": square}, {"image_seq_length": 9}
+            return (
+                "Gemma3Processor",
+                "Gemma3ImageProcessorPil",
+                {"size": square},
+                {"image_seq_length": 9},
+            )
         case "gemma4":
             settings = {"patch_size": 4, "max_soft_tokens": 70}
             return "Gemma4Processor", "Gemma4ImageProcessorPil", settings, {"image_seq_length": 70}
@@ -358,10 +398,20 @@ def _processor_of(model_type: str) -> tuple[str, str, dict[str, Any], dict[str, 
             return "Idefics3Processor", "Idefics3ImageProcessorPil", tiles, {"image_seq_len": 9}
         case "internvl":
             settings = {"size": square, "crop_to_patches": True, "max_patches": 4}
-            return "InternVLProcessor", "GotOcr2ImageProcessorPil", settings, {"image_seq_length": 9}
+            return (
+                "InternVLProcessor",
+                "GotOcr2ImageProcessorPil",
+                settings,
+                {"image_seq_length": 9},
+            )
         case "mistral3":
             settings = {"patch_size": 4, "size": {"longest_edge": 40}}
-            return "PixtralProcessor", "PixtralImageProcessorPil", settings, {"patch_size": 4, "spatial_merge_size": 2}
+            return (
+                "PixtralProcessor",
+                "PixtralImageProcessorPil",
+                settings,
+                {"patch_size": 4, "spatial_merge_size": 2},
+            )
         case "aya_vision":
             settings = {"size": square, "crop_to_patches": True, "max_patches": 4}
             own = {"patch_size": 4, "img_size": 24, "downsample_factor": 2}
@@ -372,7 +422,9 @@ def _processor_of(model_type: str) -> tuple[str, str, dict[str, Any], dict[str, 
     raise ValueError(f"no tiny {model_type}; {', '.join(TYPES)}")
 
 
-def processor_of(model_type: str, image_settings: dict[str, Any] | None = None, **changes: Any) -> tf.ProcessorMixin:
+def processor_of(
+    model_type: str, image_settings: dict[str, Any] | None = None, **changes: Any
+) -> tf.ProcessorMixin:
     """The processor of the type; `image_settings`, `changes`: of its image class's settings and of its own."""
     name, image_name, tiny, settings = _processor_of(model_type)
     images = getattr(tf, image_name)(**{**tiny, **(image_settings or {})})
@@ -424,7 +476,9 @@ def make_tiny_vlm(model_type: str, folder: Path, *, unified: bool = False, **tex
         images._processor_class = name
         images.save_pretrained(folder)
         whole.pop("image_processor")
-    (folder / "processor_config.json").write_text(json.dumps({k: v for k, v in whole.items() if v is not None}))
+    (folder / "processor_config.json").write_text(
+        json.dumps({k: v for k, v in whole.items() if v is not None})
+    )
     return folder
 
 
@@ -436,7 +490,9 @@ def open_reference(folder: Path) -> tuple[Any, Any]:
     return model, load_processor(str(folder), config, AutoTokenizer.from_pretrained(folder))
 
 
-def reference_inputs(folder: Path, prompt: str, images: Sequence[Any] = ()) -> dict[str, torch.Tensor]:
+def reference_inputs(
+    folder: Path, prompt: str, images: Sequence[Any] = ()
+) -> dict[str, torch.Tensor]:
     """What the processor makes of a prompt, with `IMAGE_TEXT` for each of `images`: a batch of one row."""
     _, processor = open_reference(folder)
     inputs = processor(text=prompt, images=list(images) or None, return_tensors="pt")
@@ -444,7 +500,11 @@ def reference_inputs(folder: Path, prompt: str, images: Sequence[Any] = ()) -> d
 
 
 def reference_generate(
-    folder: Path, prompts: Sequence[str], images: Sequence[Sequence[Any]], max_new_tokens: int, **options: Any
+    folder: Path,
+    prompts: Sequence[str],
+    images: Sequence[Sequence[Any]],
+    max_new_tokens: int,
+    **options: Any,
 ) -> list[list[int]]:
     """The new tokens that transformers' generate gives each prompt by itself; greedy unless `options` say otherwise."""
     model, _ = open_reference(folder)
@@ -458,7 +518,9 @@ def reference_generate(
     return results
 
 
-def reference_logits(folder: Path, prompt: str, images: Sequence[Any] = ()) -> tuple[list[int], np.ndarray]:
+def reference_logits(
+    folder: Path, prompt: str, images: Sequence[Any] = ()
+) -> tuple[list[int], np.ndarray]:
     """The ids of a prompt, placeholders among them, and float32 [tokens, V]."""
     model, _ = open_reference(folder)
     inputs = reference_inputs(folder, prompt, images)

@@ -24,7 +24,10 @@ from transformers import (
 Array = np.ndarray
 
 PROCESSORS: dict[str, Any] = {
-    "repetition_penalty": (RepetitionPenaltyLogitsProcessor, lambda rng: float(rng.choice([1.3, 0.7]))),
+    "repetition_penalty": (
+        RepetitionPenaltyLogitsProcessor,
+        lambda rng: float(rng.choice([1.3, 0.7])),
+    ),
     "no_repeat_ngram_size": (NoRepeatNGramLogitsProcessor, lambda rng: int(rng.integers(1, 5))),
     "bad_words_ids": (
         NoBadWordsLogitsProcessor,
@@ -42,7 +45,9 @@ WARPERS: dict[str, Any] = {
 }
 
 
-def draw(rng: np.random.Generator, known: Mapping[str, Any] = PROCESSORS | WARPERS) -> dict[str, Any]:
+def draw(
+    rng: np.random.Generator, known: Mapping[str, Any] = PROCESSORS | WARPERS
+) -> dict[str, Any]:
     """Values of about half of them, as float32 has them."""
     values = {name: value(rng) for name, (_, value) in known.items() if rng.random() < 0.5}
     return {name: float(np.float32(v)) if isinstance(v, float) else v for name, v in values.items()}
@@ -51,7 +56,9 @@ def draw(rng: np.random.Generator, known: Mapping[str, Any] = PROCESSORS | WARPE
 def scores(logits: Array, history: Sequence[int], parameters: Mapping[str, Any]) -> torch.Tensor:
     """[V] float64, what the processors make of logits [V]; the order of `parameters` does not matter."""
     known = PROCESSORS | WARPERS
-    chain = LogitsProcessorList([known[name][0](parameters[name]) for name in known if name in parameters])
+    chain = LogitsProcessorList(
+        [known[name][0](parameters[name]) for name in known if name in parameters]
+    )
     past = torch.tensor([list(history)], dtype=torch.long)
     return chain(past, torch.from_numpy(logits[None]).double())[0]
 

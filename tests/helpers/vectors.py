@@ -28,7 +28,12 @@ def interface_of(vocab: int, order: str, **graph: Any) -> Interface:
     """A sampler with every input. graph: `captured`, or `seed` in place of the noise."""
     seed = graph.pop("seed", False)
     features = Features(
-        logit_bias=True, allowed_tokens=True, probs=True, filters=tuple(EXTRA_PARAMETERS), filter_order=order, seed=seed
+        logit_bias=True,
+        allowed_tokens=True,
+        probs=True,
+        filters=tuple(EXTRA_PARAMETERS),
+        filter_order=order,
+        seed=seed,
     )
     return Interface(vocab, (), features=features, **graph)
 
@@ -40,11 +45,15 @@ def start(face: Interface, cases: Sequence[Case]) -> Arrays:
     state = {spec.name: np.zeros(spec.shape(sizes), spec.dtype) for spec in face.sampler_states}
     for stream, name in enumerate(("noise", "xtc_noise")):
         if name in state:
-            state[name][:] = [philox_uniforms(int(case["seed"]), capacity, stream) for case in cases]
+            state[name][:] = [
+                philox_uniforms(int(case["seed"]), capacity, stream) for case in cases
+            ]
     return state
 
 
-def inputs_of(face: Interface, cases: Sequence[Case], calls: Sequence[Case], state: Arrays) -> Arrays:
+def inputs_of(
+    face: Interface, cases: Sequence[Case], calls: Sequence[Case], state: Arrays
+) -> Arrays:
     """Every input of one call but the logits.
 
     Args:
@@ -54,18 +63,26 @@ def inputs_of(face: Interface, cases: Sequence[Case], calls: Sequence[Case], sta
         state: the retained state.
     """
     ids = [call["input_ids"] for call in calls]
-    inputs = {"input_ids": np.array([[*row, *[0] * (max(map(len, ids)) - len(row))] for row in ids], np.int64)}
+    inputs = {
+        "input_ids": np.array(
+            [[*row, *[0] * (max(map(len, ids)) - len(row))] for row in ids], np.int64
+        )
+    }
     inputs["input_lengths"] = np.array([len(row) for row in ids], np.int32)
     inputs["emit"] = np.array([call["emit"] for call in calls])
     for spec in face.parameters:
         if spec.name == "seed":
             inputs["seed"] = np.array([int(case["seed"]) for case in cases])
         else:
-            values = [numbers(case["parameters"].get(spec.name, _off(spec, face))) for case in cases]
+            values = [
+                numbers(case["parameters"].get(spec.name, _off(spec, face))) for case in cases
+            ]
             inputs[spec.name] = _stacked(spec, values)
     if face.captured:
         rows = [{name: value[b] for name, value in inputs.items()} for b in range(len(cases))]
-        inputs["searched_rows"] = np.array([b for b, row in enumerate(rows) if needs_search(row)], np.int64)
+        inputs["searched_rows"] = np.array(
+            [b for b, row in enumerate(rows) if needs_search(row)], np.int64
+        )
     return inputs | state
 
 

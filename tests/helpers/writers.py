@@ -120,7 +120,9 @@ def kill_everywhere(folder: Path, first: int, stride: int, overwrite: bool) -> d
     while True:
         if overwrite:
             write(target, files(1), overwrite=True)
-        killed = status(fork(kill_at_step(step, lambda: write(target, files(2), overwrite=overwrite))))
+        killed = status(
+            fork(kill_at_step(step, lambda: write(target, files(2), overwrite=overwrite)))
+        )
         assert killed in (0, -signal.SIGKILL), killed
         atomic = replace.exchange is not _never or not overwrite
         if not atomic and not target.exists():
@@ -172,7 +174,9 @@ def read_in_every_way(target: Path) -> None:
     """By name, as any program does, and as ours do: then all files are of one package."""
     (target / "decoder.onnx").read_bytes()
     read_package(target)
-    versions = use_package(target, lambda package: {int(package.file(name).read_bytes()[:8]) for name in FILES})
+    versions = use_package(
+        target, lambda package: {int(package.file(name).read_bytes()[:8]) for name in FILES}
+    )
     assert len(versions) == 1, versions
 
 
@@ -182,7 +186,9 @@ def _never(first: Path, second: Path) -> bool:
 
 if __name__ == "__main__":
     command, path, *numbers = sys.argv[1:]
-    os.fsync = lambda descriptor: None  # a process that is killed loses nothing by it, and it takes most of the time
+    os.fsync = lambda descriptor: (
+        None
+    )  # a process that is killed loses nothing by it, and it takes most of the time
     if os.environ.get("WITHOUT_EXCHANGE"):
         replace.exchange = _never
     first, second, third = map(int, numbers)

@@ -44,24 +44,42 @@ def test_inputs_under_both_names_and_as_a_mapping(model: CausalLM) -> None:
     assert model.generate(input_ids=PROMPTS, attention_mask=mask, **FREE).token_ids == wanted
 
 
-def test_a_call_without_inputs_starts_from_nothing_as_in_transformers(fake_model: Callable[..., CausalLM]) -> None:
+def test_a_call_without_inputs_starts_from_nothing_as_in_transformers(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     model = fake_model()
     output = model.generate(**FREE)
     assert output.sequences[0, 0] == BOS
     assert output.token_ids == model.generate([[BOS]], **FREE).token_ids
-    assert model.generate(bos_token_id=9, **FREE).token_ids == model.generate([[9]], **FREE).token_ids
+    assert (
+        model.generate(bos_token_id=9, **FREE).token_ids == model.generate([[9]], **FREE).token_ids
+    )
     without = fake_model(manifest={"token_ids": TokenIds(PAD, None, (EOS,))})
     assert without.generate(bos_token_id=9, **FREE).sequences[0, 0] == 9
 
 
-def test_a_generation_config_on_top_of_the_models(fake_model: Callable[..., CausalLM], tmp_path: Path) -> None:
+def test_a_generation_config_on_top_of_the_models(
+    fake_model: Callable[..., CausalLM], tmp_path: Path
+) -> None:
     model = fake_model(
-        generation_config={"do_sample": True, "top_k": 0, "max_new_tokens": 5, "repetition_penalty": 1.3}
+        generation_config={
+            "do_sample": True,
+            "top_k": 0,
+            "max_new_tokens": 5,
+            "repetition_penalty": 1.3,
+        }
     )
     settings = {"do_sample": False, "max_new_tokens": 3}
-    wanted = model.generate(PROMPTS, SamplingParams(temperature=0, repetition_penalty=1.3, max_new_tokens=3)).token_ids
+    wanted = model.generate(
+        PROMPTS, SamplingParams(temperature=0, repetition_penalty=1.3, max_new_tokens=3)
+    ).token_ids
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-    for form in (settings, FakeGenerationConfig(**settings), tmp_path, str(tmp_path / "generation_config.json")):
+    for form in (
+        settings,
+        FakeGenerationConfig(**settings),
+        tmp_path,
+        str(tmp_path / "generation_config.json"),
+    ):
         assert model.generate(PROMPTS, generation_config=form).token_ids == wanted
     assert model.generate(PROMPTS, FakeGenerationConfig(**settings)).token_ids == wanted  # type: ignore[arg-type]
     on_top = model.generate(PROMPTS, generation_config=settings, max_new_tokens=2)
@@ -116,8 +134,13 @@ def test_a_pad_token_that_ends_a_row_is_read(fake_model: Callable[..., CausalLM]
         ({"generation_config": {"eos_token_id": 40}}, [4, 3]),
         ({"attention_mask": [[1, 1, 1, 1], [1, 1, 1]]}, [4, 3]),
     ):
-        assert model.generate([[40, 40, 5, 6], [41, 5, 6]], **greedy, **options).prompt_lengths == lengths
-    of_tokenizer = fake_model(generation_config={"pad_token_id": EOS})  # which the manifest knows from there
+        assert (
+            model.generate([[40, 40, 5, 6], [41, 5, 6]], **greedy, **options).prompt_lengths
+            == lengths
+        )
+    of_tokenizer = fake_model(
+        generation_config={"pad_token_id": EOS}
+    )  # which the manifest knows from there
     assert of_tokenizer.generate([[EOS, 5]], **greedy).prompt_lengths == [2]
 
 
@@ -126,7 +149,10 @@ def test_the_sequences_alone_and_the_output_as_sequences(model: CausalLM) -> Non
     alone = model.generate(PROMPTS, return_dict_in_generate=False, **FREE)
     assert isinstance(alone, np.ndarray)
     assert (
-        alone.tolist() == output.sequences.tolist() == np.asarray(output).tolist() == [row.tolist() for row in output]
+        alone.tolist()
+        == output.sequences.tolist()
+        == np.asarray(output).tolist()
+        == [row.tolist() for row in output]
     )
     assert output.shape == alone.shape
     assert len(output) == 4
@@ -135,7 +161,9 @@ def test_the_sequences_alone_and_the_output_as_sequences(model: CausalLM) -> Non
     assert output["texts"] is output.texts
     with pytest.raises(KeyError, match="'scores'; the fields are sequences, token_ids"):
         _ = output["scores"]
-    with pytest.raises(AttributeError, match=r"generate returns no scores: export with return_pdfs=True"):
+    with pytest.raises(
+        AttributeError, match=r"generate returns no scores: export with return_pdfs=True"
+    ):
         _ = output.scores
     assert not hasattr(output, "nothing")
     twin = pickle.loads(pickle.dumps(output))
@@ -154,17 +182,27 @@ def test_values_that_ask_for_nothing_pass(model: CausalLM) -> None:
 
 
 def test_values_of_other_libraries(model: CausalLM) -> None:
-    wanted = model.generate(PROMPTS, temperature=0.5, seed=[3, 4, 5, 6][: len(PROMPTS)], max_new_tokens=3)
+    wanted = model.generate(
+        PROMPTS, temperature=0.5, seed=[3, 4, 5, 6][: len(PROMPTS)], max_new_tokens=3
+    )
     seeds = np.array([3, 4, 5, 6])[: len(PROMPTS)]
-    options = {"temperature": np.float32(0.5), "num_beams": np.int64(1), "suppress_tokens": np.array([], np.int64)}
-    found = model.generate(PROMPTS, seed=seeds, max_new_tokens=np.int64(3), max_time=np.int64(600), **options)
+    options = {
+        "temperature": np.float32(0.5),
+        "num_beams": np.int64(1),
+        "suppress_tokens": np.array([], np.int64),
+    }
+    found = model.generate(
+        PROMPTS, seed=seeds, max_new_tokens=np.int64(3), max_time=np.int64(600), **options
+    )
     assert (found.token_ids, found.seeds) == (wanted.token_ids, wanted.seeds)
 
 
 def test_more_tokens_than_there_is_memory_for(fake_model: Callable[..., CausalLM]) -> None:
     unlimited = fake_model(manifest={"max_position_embeddings": None})
     for most in (2**31 - 1, 2**30):
-        with pytest.raises(MemoryError, match=r"a tensor \[.*\] takes .* GB, .* fewer tokens a row"):
+        with pytest.raises(
+            MemoryError, match=r"a tensor \[.*\] takes .* GB, .* fewer tokens a row"
+        ):
             unlimited.generate([[5]] * 64, max_new_tokens=most, do_sample=False)
 
 
@@ -172,7 +210,9 @@ def test_a_tokenizer_for_a_package_without_one(fake_model: Callable[..., CausalL
     own, bare = fake_model(), fake_model(tokenizer=False)
     wanted = own.generate("ab", **FREE)
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), pad_token="<pad>")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(), pad_token="<pad>"
+    )
     theirs.backend_tokenizer.enable_truncation(1)
     for tokenizer in (theirs, byte_tokenizer(), Tokenizer(byte_tokenizer())):
         assert bare.generate("ab", tokenizer=tokenizer, **FREE).texts == wanted.texts
@@ -182,7 +222,9 @@ def test_a_tokenizer_for_a_package_without_one(fake_model: Callable[..., CausalL
     assert stopped.finish_reasons == ["stop"]
     large = byte_tokenizer()
     large.add_tokens([f"token {i}" for i in range(100)])
-    with pytest.raises(ValueError, match="tokenizer has 360 tokens and the model 320; give the model's own"):
+    with pytest.raises(
+        ValueError, match="tokenizer has 360 tokens and the model 320; give the model's own"
+    ):
         bare.generate([[5]], tokenizer=large, **FREE)
 
 

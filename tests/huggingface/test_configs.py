@@ -19,10 +19,16 @@ def test_a_generation_config_by_attribute() -> None:
     assert (config.max_new_tokens, config.a_key_of_the_model, config.pad_token_id) == (5, 1, None)
     config.pad_token_id = 7
     config.max_new_tokens = None
-    assert config.to_dict() == dict(config) == {"max_new_tokens": None, "a_key_of_the_model": 1, "pad_token_id": 7}
+    assert (
+        config.to_dict()
+        == dict(config)
+        == {"max_new_tokens": None, "a_key_of_the_model": 1, "pad_token_id": 7}
+    )
     config.eos_token_id = None
     assert config["eos_token_id"] == ()
-    with pytest.raises(AttributeError, match="has no field 'max_new_token'; did you mean 'max_new_tokens'"):
+    with pytest.raises(
+        AttributeError, match="has no field 'max_new_token'; did you mean 'max_new_tokens'"
+    ):
         config.max_new_token = 5
     with pytest.raises(AttributeError, match="has no field 'temprature'"):
         _ = config.temprature
@@ -71,7 +77,13 @@ def test_what_is_no_generation_config(tmp_path: Path) -> None:
 
 
 def test_a_model_config_by_attribute() -> None:
-    config = ModelConfig({"hidden_size": 64, "rope_parameters": {"rope_theta": 1e4}, "text_config": {"vocab_size": 9}})
+    config = ModelConfig(
+        {
+            "hidden_size": 64,
+            "rope_parameters": {"rope_theta": 1e4},
+            "text_config": {"vocab_size": 9},
+        }
+    )
     assert config.hidden_size == config["hidden_size"] == 64
     assert config.rope_parameters.rope_theta == 1e4
     assert config.get_text_config().vocab_size == config.text_config.vocab_size == 9
@@ -79,9 +91,13 @@ def test_a_model_config_by_attribute() -> None:
     assert config.pad_token_id is None
     assert config.get("nothing", 5) == getattr(config, "nothing", 5) == 5
     assert config.to_dict()["rope_parameters"] == {"rope_theta": 1e4}
-    with pytest.raises(AttributeError, match="has no field 'hiden_size'; did you mean 'hidden_size'"):
+    with pytest.raises(
+        AttributeError, match="has no field 'hiden_size'; did you mean 'hidden_size'"
+    ):
         _ = config.hiden_size
-    with pytest.raises(AttributeError, match=r"config\.pad_token_id cannot be set.*generation_config\.pad_token_id"):
+    with pytest.raises(
+        AttributeError, match=r"config\.pad_token_id cannot be set.*generation_config\.pad_token_id"
+    ):
         config.pad_token_id = 0
     config.use_cache = False  # for training, and without effect here
     assert config.is_encoder_decoder is False

@@ -10,7 +10,14 @@ import pytest
 
 from qsample.contract.interface import Features
 from qsample.errors import UnsupportedModelError
-from qsample.huggingface.facade import Device, ModelMethods, check_export_dtype, choose_dtype, dtype_name, is_dtype
+from qsample.huggingface.facade import (
+    Device,
+    ModelMethods,
+    check_export_dtype,
+    choose_dtype,
+    dtype_name,
+    is_dtype,
+)
 
 
 class Model(ModelMethods):
@@ -29,8 +36,18 @@ def test_what_changes_nothing_returns_the_model() -> None:
     for harmless in (
         *(Model.eval, Model.cpu, Model.float, lambda model: model.train(False)),
         lambda model: model.requires_grad_(False),
-        *(asks("cpu"), asks(torch.device("cpu")), asks(device="cpu", dtype=torch.float32, non_blocking=True)),
-        *(asks("cpu:0"), asks(torch.float32), asks("cpu", np.float32), asks(model.device), asks(None)),
+        *(
+            asks("cpu"),
+            asks(torch.device("cpu")),
+            asks(device="cpu", dtype=torch.float32, non_blocking=True),
+        ),
+        *(
+            asks("cpu:0"),
+            asks(torch.float32),
+            asks("cpu", np.float32),
+            asks(model.device),
+            asks(None),
+        ),
     ):
         assert harmless(model) is model
 
@@ -40,7 +57,10 @@ def test_what_changes_nothing_returns_the_model() -> None:
     [
         (Model.train, "cannot be trained"),
         (Model.requires_grad_, "cannot be trained"),
-        (Model.cuda, r"runs on 'cpu' and cannot move to 'cuda'; model\.compile\(provider=.cuda.\) "),
+        (
+            Model.cuda,
+            r"runs on 'cpu' and cannot move to 'cuda'; model\.compile\(provider=.cuda.\) ",
+        ),
         (asks("cuda:1"), "cannot move to 'cuda:1'"),
         (asks(0), "cannot move to '0'"),
         (Model.half, "is float32 and cannot become float16; give dtype="),
@@ -48,14 +68,19 @@ def test_what_changes_nothing_returns_the_model() -> None:
         (asks("cpu", "float16"), "cannot become float16"),
     ],
 )
-def test_what_would_change_a_graph_says_what_to_do(change: Callable[[Model], Any], message: str) -> None:
+def test_what_would_change_a_graph_says_what_to_do(
+    change: Callable[[Model], Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         change(Model())
 
 
 @pytest.mark.parametrize(
     ("sampler", "message"),
-    [(True, "returns tokens; use generate.*export with logprobs=True"), (False, "last logits.*as logits_processor")],
+    [
+        (True, "returns tokens; use generate.*export with logprobs=True"),
+        (False, "last logits.*as logits_processor"),
+    ],
 )
 def test_a_call_says_what_to_do(sampler: bool, message: str) -> None:
     model = Model()
@@ -82,7 +107,9 @@ def test_a_device_map_asks_for_nothing_or_for_the_device_of_the_model() -> None:
     for harmless in (None, "auto", "sequential", "cpu", torch.device("cpu"), {"": "cpu"}):
         assert model.place(harmless) is model
     for other in ("cuda", 0, torch.device("cuda:1"), {"": "cpu", "lm_head": 0}):
-        with pytest.raises(ValueError, match=r'cannot move.*compile\(provider="cuda"\).*a pipeline of'):
+        with pytest.raises(
+            ValueError, match=r'cannot move.*compile\(provider="cuda"\).*a pipeline of'
+        ):
             model.place(other)
     with pytest.raises(ValueError, match=r"cannot move to 'mps'; docs/devices.md"):
         model.to("mps")
@@ -98,7 +125,15 @@ def test_a_device_is_a_text_that_torch_takes() -> None:
 
 def test_dtypes_by_every_name() -> None:
     torch = pytest.importorskip("torch")
-    for value in ("float16", "torch.float16", "half", torch.float16, torch.half, np.float16, np.dtype("float16")):
+    for value in (
+        "float16",
+        "torch.float16",
+        "half",
+        torch.float16,
+        torch.half,
+        np.float16,
+        np.dtype("float16"),
+    ):
         assert is_dtype(value)
         assert dtype_name(value) == "float16"
     assert dtype_name(torch.bfloat16) == dtype_name("bfloat16") == "bfloat16"
@@ -115,7 +150,9 @@ def test_dtype_goes_before_its_older_name() -> None:
     assert choose_dtype("auto", np.float16) == "auto"
     assert choose_dtype(None, "torch.float16") == "float16"
     assert check_export_dtype("float16") == "float16"
-    with pytest.raises(UnsupportedModelError, match=r'is bfloat16.*float32, float16.*CUDA with dtype="bfloat16"'):
+    with pytest.raises(
+        UnsupportedModelError, match=r'is bfloat16.*float32, float16.*CUDA with dtype="bfloat16"'
+    ):
         check_export_dtype("bfloat16")
     with pytest.raises(UnsupportedModelError, match="dtype is int8"):
         check_export_dtype("int8")

@@ -56,11 +56,16 @@ def mask(*, left: bool = True) -> np.ndarray:
 
 
 def in_torch(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: torch.tensor(value) if name in INPUTS else value for name, value in arguments.items()}
+    return {
+        name: torch.tensor(value) if name in INPUTS else value for name, value in arguments.items()
+    }
 
 
 def as_lists(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: np.asarray(value).tolist() if name in INPUTS else value for name, value in arguments.items()}
+    return {
+        name: np.asarray(value).tolist() if name in INPUTS else value
+        for name, value in arguments.items()
+    }
 
 
 INPUTS = ("input_ids", "inputs", "attention_mask")
@@ -72,8 +77,16 @@ TABLE: dict[str, dict[str, Any]] = {
     "mask, left pads": {"input_ids": block(), "attention_mask": mask()},
     "mask over tokens that are no pads": {"input_ids": block(pad=77), "attention_mask": mask()},
     "no mask, pads are eos": {"input_ids": block(pad=EOS), "pad_token_id": EOS},
-    "no mask, pads are another eos": {"input_ids": block(pad=9), "pad_token_id": 9, "eos_token_id": [EOS, 9]},
-    "mask, pads are eos": {"input_ids": block(pad=EOS), "attention_mask": mask(), "pad_token_id": EOS},
+    "no mask, pads are another eos": {
+        "input_ids": block(pad=9),
+        "pad_token_id": 9,
+        "eos_token_id": [EOS, 9],
+    },
+    "mask, pads are eos": {
+        "input_ids": block(pad=EOS),
+        "attention_mask": mask(),
+        "pad_token_id": EOS,
+    },
     "no mask, another pad token": {"input_ids": block(pad=77), "pad_token_id": 77},
     "no mask, the pad token is not the one used": {"input_ids": block(pad=77)},
     "no mask, no eos": {"input_ids": block(), "eos_token_id": None},
@@ -83,7 +96,11 @@ TABLE: dict[str, dict[str, Any]] = {
     "pads between tokens": {"input_ids": HOLE},
     "mask with a hole": {"input_ids": HOLE + 30, "attention_mask": (HOLE != PAD).astype(int)},
     "max_length counts pads": {"input_ids": block(), "max_new_tokens": None, "max_length": 11},
-    "min_length counts pads": {"input_ids": block(), "min_length": 10, "eos_token_id": list(range(3, VOCAB_SIZE, 2))},
+    "min_length counts pads": {
+        "input_ids": block(),
+        "min_length": 10,
+        "eos_token_id": list(range(3, VOCAB_SIZE, 2)),
+    },
     "rows that end early": {"input_ids": block(), "eos_token_id": list(range(3, VOCAB_SIZE, 5))},
     "repetition penalty": {"input_ids": block(), "repetition_penalty": 1.4},
 }
@@ -104,17 +121,25 @@ def test_the_sequences_are_those_of_transformers(
 
 def test_the_table_tells_its_cases_apart(wanted: Callable[[str], list[list[int]]]) -> None:
     """Padding that is read, and padding that is not, give other tokens; rows end at other lengths."""
-    new = {case: [row[7:] for row in wanted(case)] for case in ("no mask, left pads", "mask of ones over pads")}
+    new = {
+        case: [row[7:] for row in wanted(case)]
+        for case in ("no mask, left pads", "mask of ones over pads")
+    }
     assert all(a != b for a, b in zip(*(rows[::2] for rows in new.values()), strict=True))
     early = [row[7:].count(PAD) for row in wanted("rows that end early")]
     assert len(set(early)) > 1
 
 
-@pytest.mark.parametrize("single", [[17, 40, 5], np.array([17, 40, 5]), torch.tensor([17, 40, 5], dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "single", [[17, 40, 5], np.array([17, 40, 5]), torch.tensor([17, 40, 5], dtype=torch.int32)]
+)
 def test_one_row_without_a_batch(single: Any, original: Any, packaged: CausalLM) -> None:
     wanted = original.generate(torch.tensor([[17, 40, 5]]), **GREEDY).tolist()
     assert packaged.generate(single, **GREEDY).sequences.tolist() == wanted
-    assert packaged.generate(input_ids=single, attention_mask=[1, 1, 1], **GREEDY).sequences.tolist() == wanted
+    assert (
+        packaged.generate(input_ids=single, attention_mask=[1, 1, 1], **GREEDY).sequences.tolist()
+        == wanted
+    )
 
 
 def test_what_a_tokenizer_returns(original: Any, packaged: CausalLM) -> None:
@@ -130,7 +155,9 @@ def test_what_a_tokenizer_returns(original: Any, packaged: CausalLM) -> None:
     assert packaged.generate(**tokenizer(texts), **GREEDY).sequences.tolist() == wanted
     output = packaged.generate(texts, **GREEDY)
     assert output.sequences.tolist() == wanted
-    assert tokenizer.batch_decode(output) == tokenizer.batch_decode(wanted)  # an array, as the prompts are no tensors
+    assert tokenizer.batch_decode(output) == tokenizer.batch_decode(
+        wanted
+    )  # an array, as the prompts are no tensors
     assert tokenizer.decode(output[0]) == tokenizer.decode(wanted[0])
 
 
@@ -153,6 +180,13 @@ def test_a_model_with_a_window_and_one_with_learned_positions(
         checkpoint(model_type), dtype=torch.float32, attn_implementation="eager"
     ).eval()
     packaged = load(exported(model_type))
-    for case in ("no mask, left pads", "mask over tokens that are no pads", "max_length counts pads"):
+    for case in (
+        "no mask, left pads",
+        "mask over tokens that are no pads",
+        "max_length counts pads",
+    ):
         arguments = {**GREEDY, **TABLE[case]}
-        assert packaged.generate(**arguments)[:].tolist() == original.generate(**in_torch(arguments)).tolist()
+        assert (
+            packaged.generate(**arguments)[:].tolist()
+            == original.generate(**in_torch(arguments)).tolist()
+        )

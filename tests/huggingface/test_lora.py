@@ -22,26 +22,45 @@ A, B = (f"base_model.model.{LAYER}.lora_{part}.weight" for part in "AB")
     [
         ({A: None}, rf"holds matrix B of {LAYER} without its partner"),
         ({B: None}, rf"holds matrix A of {LAYER} without its partner"),
-        ({A: torch.ones(5, 64), B: torch.ones(96, 5)}, r"are \[5, 64\] and \[96, 5\], and the rank .* is 4"),
+        (
+            {A: torch.ones(5, 64), B: torch.ones(96, 5)},
+            r"are \[5, 64\] and \[96, 5\], and the rank .* is 4",
+        ),
         ({B: torch.ones(96, 3)}, r"are \[4, 64\] and \[96, 3\]"),
         ({A: torch.ones(64)}, r"lora_A\.weight is float32 \[64\]; it must be a matrix"),
         ({A: torch.ones(64, dtype=torch.bfloat16)}, r"lora_A\.weight is bfloat16 \[64\]"),
         ({A: torch.ones(4, 64, 1, 1)}, r"is float32 \[4, 64, 1, 1\]"),
         ({B: torch.ones(96, 4, dtype=torch.int8)}, r"is int8 \[96, 4\]"),
-        ({B: torch.ones(96, 4, dtype=torch.uint16)}, r"cannot be read \(\S+lora_B\.weight is 'U16'; it may be F32"),
+        (
+            {B: torch.ones(96, 4, dtype=torch.uint16)},
+            r"cannot be read \(\S+lora_B\.weight is 'U16'; it may be F32",
+        ),
         *(
             ({B: torch.full((96, 4), torch.nan, dtype=dtype)}, "finite floats")
             for dtype in (torch.float, torch.bfloat16)
         ),
-        ({B: torch.full((96, 4), torch.inf, dtype=torch.bfloat16)}, "must be a matrix of finite floats"),
-        ({f"base_model.model.{LAYER}.lora_magnitude_vector": torch.ones(96)}, "lora_magnitude_vector, which does not"),
-        ({f"base_model.model.{LAYER}.lora_B.bias": torch.ones(96)}, r"lora_B\.bias, which does not belong"),
+        (
+            {B: torch.full((96, 4), torch.inf, dtype=torch.bfloat16)},
+            "must be a matrix of finite floats",
+        ),
+        (
+            {f"base_model.model.{LAYER}.lora_magnitude_vector": torch.ones(96)},
+            "lora_magnitude_vector, which does not",
+        ),
+        (
+            {f"base_model.model.{LAYER}.lora_B.bias": torch.ones(96)},
+            r"lora_B\.bias, which does not belong",
+        ),
         ({f"{LAYER}.lora_A.weight": torch.ones(4, 64)}, "which does not belong to a pair"),
         ({A: None, B: None}, "holds no LoRA matrices"),
     ],
 )
 def test_damaged_matrices(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    tensors = {name: tensor for name, tensor in (lora_pair(LAYER, 96, 64) | change).items() if tensor is not None}
+    tensors = {
+        name: tensor
+        for name, tensor in (lora_pair(LAYER, 96, 64) | change).items()
+        if tensor is not None
+    }
     with pytest.raises(QsampleError, match=message):
         read_changes(*save_adapter(tmp_path / "adapter", tensors))
 
@@ -52,7 +71,8 @@ def test_weights_that_are_no_safetensors(tmp_path: Path) -> None:
     for damaged in (b"", whole[:100], whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:]):
         files[1].write_bytes(damaged)
         with pytest.raises(
-            QsampleError, match=r"adapter_model\.safetensors cannot be read .*download the adapter again"
+            QsampleError,
+            match=r"adapter_model\.safetensors cannot be read .*download the adapter again",
         ):
             read_changes(*files)
 
@@ -115,7 +135,10 @@ def config(folder: Path, **options: Any) -> LoraConfig:
         ({}, 16 / 8),
         ({"use_rslora": True}, 16 / 8**0.5),
         ({"rank_pattern": {"q_proj": 4}}, 16 / 4),
-        ({"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 6}, "use_rslora": True}, 6 / 2),
+        (
+            {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 6}, "use_rslora": True},
+            6 / 2,
+        ),
         # The first that matches counts, whichever says more.
         ({"alpha_pattern": {"q_proj": 2, PATH: 3}}, 2 / 8),
         ({"alpha_pattern": {PATH: 3, "q_proj": 2}}, 3 / 8),
@@ -168,8 +191,12 @@ def test_the_scale_of_a_layer(options: dict[str, Any], scale: float, tmp_path: P
         ),
     ],
 )
-def test_what_is_more_than_lora_is_refused_by_name(options: dict[str, Any], named: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"an adapter {named} cannot be .*export the merged checkpoint"):
+def test_what_is_more_than_lora_is_refused_by_name(
+    options: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=rf"an adapter {named} cannot be .*export the merged checkpoint"
+    ):
         config(tmp_path, **options)
 
 
@@ -193,16 +220,34 @@ def test_initialisations_that_leave_the_model_alone(init: Any, tmp_path: Path) -
         ({"rank_pattern": {"q_proj": -1}}, r"rank_pattern\['q_proj'\] is -1"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern is .'q_proj'.; it must be an object"),
         ({"alpha_pattern": {"q_proj": None}}, r"alpha_pattern\['q_proj'\] is None"),
-        ({"alpha_pattern": {"q_(proj": 2}}, r"alpha_pattern holds 'q_\(proj', which is not a regular expression"),
+        (
+            {"alpha_pattern": {"q_(proj": 2}},
+            r"alpha_pattern holds 'q_\(proj', which is not a regular expression",
+        ),
         ({"rank_pattern": {"*": 2}}, r"rank_pattern holds '\*', which is not a regular expression"),
         ({"rank_pattern": {"[z-a]": 2}}, r"rank_pattern holds .* taken \(bad character range"),
         # Each of these may take for ever: in Python's `re`, the first took 20 s for 26 characters.
         *(
-            ({"rank_pattern": {pattern: 2}}, r"rank_pattern holds .* \(it is not simple\); give fewer, of names")
-            for pattern in ("([a-z_.0-9]+)+X", "(a*)*", "(a|a)+X", "(?:a+){9}", r"(a)\1", "(?=a)", "((a|a))", "a" * 201)
+            (
+                {"rank_pattern": {pattern: 2}},
+                r"rank_pattern holds .* \(it is not simple\); give fewer, of names",
+            )
+            for pattern in (
+                "([a-z_.0-9]+)+X",
+                "(a*)*",
+                "(a|a)+X",
+                "(?:a+){9}",
+                r"(a)\1",
+                "(?=a)",
+                "((a|a))",
+                "a" * 201,
+            )
         ),
         *(
-            ({"rank_pattern": patterns}, r"rank_pattern holds .* \(there are too many ways to match it\)")
+            (
+                {"rank_pattern": patterns},
+                r"rank_pattern holds .* \(there are too many ways to match it\)",
+            )
             for patterns in (
                 {".*.*.*X": 2},
                 {"a?" * 13 + "X": 2},
@@ -226,7 +271,10 @@ def test_values_that_are_none(options: dict[str, Any], message: str, tmp_path: P
         (b"\xff\xfe", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
         (b'{"lora_alpha": NaN}', "is not valid JSON .NaN is not JSON"),
-        (b'{"lora_alpha": 1' + b"0" * 400 + b"}", "is not valid JSON .10+.* is too large for a number"),
+        (
+            b'{"lora_alpha": 1' + b"0" * 400 + b"}",
+            "is not valid JSON .10+.* is too large for a number",
+        ),
         (b'{"r": "' + b"x" * (4 << 20) + b'"}', "is not valid JSON .it is larger than 4 MiB"),
         (b"[1, 2]", r"holds \[1, 2\], and must hold an object"),
         (b"null", "holds None, and must hold an object"),

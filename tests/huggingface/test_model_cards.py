@@ -34,13 +34,18 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
-ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
+ASKED = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why is the sky blue?"},
+]
 
 
 def qwen3() -> None:
     tokenizer = AutoTokenizer.from_pretrained("tiny")
     model = AutoModelForCausalLM.from_pretrained("tiny", torch_dtype="auto", device_map="auto")
-    text = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True, enable_thinking=True)
+    text = tokenizer.apply_chat_template(
+        ASKED, tokenize=False, add_generation_prompt=True, enable_thinking=True
+    )
     model_inputs = tokenizer([text], return_tensors="pt").to(model.device)
     generated_ids = model.generate(**model_inputs, max_new_tokens=24, do_sample=False)
     output_ids = generated_ids[0][len(model_inputs.input_ids[0]) :].tolist()
@@ -52,17 +57,26 @@ def qwen3() -> None:
 def qwen2_5() -> None:
     model = AutoModelForCausalLM.from_pretrained("tiny", torch_dtype="auto", device_map="auto")
     tokenizer = AutoTokenizer.from_pretrained("tiny", padding_side="left")
-    texts = [tokenizer.apply_chat_template(ASKED[-n:], tokenize=False, add_generation_prompt=True) for n in (1, 2)]
+    texts = [
+        tokenizer.apply_chat_template(ASKED[-n:], tokenize=False, add_generation_prompt=True)
+        for n in (1, 2)
+    ]
     inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
     outputs = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    answers = [output[len(given) :] for given, output in zip(inputs.input_ids, outputs, strict=True)]
+    answers = [
+        output[len(given) :] for given, output in zip(inputs.input_ids, outputs, strict=True)
+    ]
     print(tokenizer.batch_decode(answers, skip_special_tokens=True))
 
 
 def llama3() -> None:
     tokenizer = AutoTokenizer.from_pretrained("tiny")
-    model = AutoModelForCausalLM.from_pretrained("tiny", torch_dtype=torch.float32, device_map="auto")
-    inputs = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        "tiny", torch_dtype=torch.float32, device_map="auto"
+    )
+    inputs = tokenizer.apply_chat_template(
+        ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     inputs = inputs.to(model.device)
     terminators = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")]
     outputs = model.generate(**inputs, max_new_tokens=30, eos_token_id=terminators, do_sample=False)
@@ -70,10 +84,16 @@ def llama3() -> None:
 
 
 def gemma3() -> None:
-    model = AutoModelForCausalLM.from_pretrained("tiny", device_map="cpu", attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        "tiny", device_map="cpu", attn_implementation="eager"
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained("tiny")
     inputs = tokenizer.apply_chat_template(
-        [ASKED, ASKED], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        [ASKED, ASKED],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
     ).to(model.device)
     with torch.inference_mode():
         outputs = model.generate(**inputs, max_new_tokens=16, do_sample=False)
@@ -82,8 +102,15 @@ def gemma3() -> None:
 
 def phi4() -> None:
     torch.random.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained("tiny", device_map="cpu", torch_dtype="auto", trust_remote_code=False)
-    pipe = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained("tiny"), device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(
+        "tiny", device_map="cpu", torch_dtype="auto", trust_remote_code=False
+    )
+    pipe = pipeline(
+        "text-generation",
+        model=model,
+        tokenizer=AutoTokenizer.from_pretrained("tiny"),
+        device="cpu",
+    )
     output = pipe(ASKED, max_new_tokens=20, return_full_text=False, do_sample=False)
     print(output[0]["generated_text"])
 
@@ -92,7 +119,9 @@ def mistral() -> None:
     device = "cpu"
     model = AutoModelForCausalLM.from_pretrained("tiny")
     tokenizer = AutoTokenizer.from_pretrained("tiny")
-    model_inputs = tokenizer.apply_chat_template(ASKED, return_tensors="pt", return_dict=False).to(device)
+    model_inputs = tokenizer.apply_chat_template(ASKED, return_tensors="pt", return_dict=False).to(
+        device
+    )
     model.to(device)
     generated_ids = model.generate(model_inputs, max_new_tokens=20, do_sample=False)
     print(tokenizer.batch_decode(generated_ids)[0])
@@ -118,8 +147,12 @@ def olmo2() -> None:
 
 def gpt_oss() -> None:
     tokenizer = AutoTokenizer.from_pretrained("tiny")
-    model = AutoModelForCausalLM.from_pretrained("tiny", dtype="auto", device_map="auto", use_kernels=False)
-    inputs = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        "tiny", dtype="auto", device_map="auto", use_kernels=False
+    )
+    inputs = tokenizer.apply_chat_template(
+        ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     generated = model.generate(**inputs.to(model.device), max_new_tokens=16, do_sample=False)
     print(tokenizer.decode(generated[0][inputs["input_ids"].shape[-1] :]))
     print(tokenizer.decode(generated[:, inputs["input_ids"].shape[-1] :].cpu()))
@@ -127,12 +160,18 @@ def gpt_oss() -> None:
 
 def deepseek_r1_distill() -> None:
     tokenizer = AutoTokenizer.from_pretrained("tiny")
-    model = AutoModelForCausalLM.from_pretrained("tiny", device_map={"": "cpu"}, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        "tiny", device_map={"": "cpu"}, attn_implementation="sdpa"
+    )
     model.generation_config = GenerationConfig.from_pretrained("tiny")
     model.generation_config.pad_token_id = model.generation_config.eos_token_id
-    inputs = tokenizer(["1 + 1 =", "The integral of x is"], padding=True, padding_side="left", return_tensors="pt")
+    inputs = tokenizer(
+        ["1 + 1 =", "The integral of x is"], padding=True, padding_side="left", return_tensors="pt"
+    )
     outputs = model.generate(**inputs.to(model.device), max_new_tokens=12, do_sample=False)
-    print(tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    print(
+        tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    )
 
 
 def granite() -> None:
@@ -141,7 +180,9 @@ def granite() -> None:
     model.eval()
     chat = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
     input_tokens = tokenizer(chat, return_tensors="pt").to("cpu")
-    output = tokenizer.batch_decode(model.generate(**input_tokens, max_new_tokens=20, do_sample=False))
+    output = tokenizer.batch_decode(
+        model.generate(**input_tokens, max_new_tokens=20, do_sample=False)
+    )
     print(output[0])
 
 
@@ -157,8 +198,12 @@ def falcon() -> None:
 def hunyuan() -> None:
     tokenizer = AutoTokenizer.from_pretrained("tiny")
     model = AutoModelForCausalLM.from_pretrained("tiny", device_map="auto")
-    chat = tokenizer.apply_chat_template(ASKED, tokenize=True, return_tensors="pt", return_dict=False)
-    config = GenerationConfig(max_new_tokens=14, do_sample=False, repetition_penalty=1.2, pad_token_id=0)
+    chat = tokenizer.apply_chat_template(
+        ASKED, tokenize=True, return_tensors="pt", return_dict=False
+    )
+    config = GenerationConfig(
+        max_new_tokens=14, do_sample=False, repetition_penalty=1.2, pad_token_id=0
+    )
     outputs = model.generate(chat.to(model.device), generation_config=config)
     print(tokenizer.decode(outputs[0]), outputs.tolist())
 
@@ -212,7 +257,9 @@ def gpt2() -> None:
     drawn = []
     for seed in (42, 42, 43):
         set_seed(seed)
-        drawn.append(generator("Hello, I'm a language model,", max_new_tokens=8, num_return_sequences=5))
+        drawn.append(
+            generator("Hello, I'm a language model,", max_new_tokens=8, num_return_sequences=5)
+        )
     print(len(drawn[0]), drawn[0] == drawn[1], drawn[0] == drawn[2])
 
 
@@ -225,7 +272,9 @@ def stablelm() -> None:
     model = AutoModelForCausalLM.from_pretrained("tiny", torch_dtype="auto")
     inputs = tokenizer("The weather", return_tensors="pt").to(model.device)
     criteria = StoppingCriteriaList([StopOnLength()])
-    tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False, stopping_criteria=criteria)
+    tokens = model.generate(
+        **inputs, max_new_tokens=64, do_sample=False, stopping_criteria=criteria
+    )
     print(tokenizer.decode(tokens[0], skip_special_tokens=True), tokens.shape)
 
 
@@ -233,7 +282,11 @@ def internlm() -> None:
     tokenizer = AutoTokenizer.from_pretrained("tiny", trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained("tiny").float().eval()
     streamer = TextIteratorStreamer(tokenizer, timeout=60)
-    arguments = {**tokenizer("A beautiful flower", return_tensors="pt"), "max_new_tokens": 16, "do_sample": False}
+    arguments = {
+        **tokenizer("A beautiful flower", return_tensors="pt"),
+        "max_new_tokens": 16,
+        "do_sample": False,
+    }
     thread = threading.Thread(target=model.generate, kwargs={**arguments, "streamer": streamer})
     thread.start()
     print("".join(streamer))
@@ -246,10 +299,14 @@ def dialogpt() -> None:
     chat_history_ids = None
     for said in ("Does money buy happiness?", "Why?"):
         new_ids = tokenizer.encode(said + tokenizer.eos_token, return_tensors="pt")
-        ids = new_ids if chat_history_ids is None else torch.cat([chat_history_ids, new_ids], dim=-1)
+        ids = (
+            new_ids if chat_history_ids is None else torch.cat([chat_history_ids, new_ids], dim=-1)
+        )
         mask = torch.ones_like(ids)
         length = ids.shape[-1] + 10
-        chat_history_ids = model.generate(ids, attention_mask=mask, max_length=length, pad_token_id=2, do_sample=False)
+        chat_history_ids = model.generate(
+            ids, attention_mask=mask, max_length=length, pad_token_id=2, do_sample=False
+        )
         print(tokenizer.decode(chat_history_ids[:, ids.shape[-1] :][0], skip_special_tokens=True))
 
 
@@ -257,12 +314,42 @@ def a_slow_tokenizer() -> None:
     tokenizer = ByT5Tokenizer(padding_side="left")
     model = AutoModelForCausalLM.from_pretrained("tiny")
     inputs = tokenizer(["a cat", "two dogs"], return_tensors="pt", padding=True)
-    output = model.generate(**inputs, max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
-    print(tokenizer.batch_decode(output.sequences), tokenizer.decode(output.sequences[0], skip_special_tokens=True))
+    output = model.generate(
+        **inputs, max_new_tokens=9, do_sample=False, return_dict_in_generate=True
+    )
+    print(
+        tokenizer.batch_decode(output.sequences),
+        tokenizer.decode(output.sequences[0], skip_special_tokens=True),
+    )
 
 
-CARDS = [qwen3, qwen2_5, llama3, gemma3, phi4, mistral, smollm3, olmo2, gpt_oss, deepseek_r1_distill, granite, falcon]
-CARDS += [hunyuan, ministral, lfm2, tinyllama, zephyr, bloom, gpt2, stablelm, internlm, dialogpt, a_slow_tokenizer]
+CARDS = [
+    qwen3,
+    qwen2_5,
+    llama3,
+    gemma3,
+    phi4,
+    mistral,
+    smollm3,
+    olmo2,
+    gpt_oss,
+    deepseek_r1_distill,
+    granite,
+    falcon,
+]
+CARDS += [
+    hunyuan,
+    ministral,
+    lfm2,
+    tinyllama,
+    zephyr,
+    bloom,
+    gpt2,
+    stablelm,
+    internlm,
+    dialogpt,
+    a_slow_tokenizer,
+]
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +371,11 @@ def quick_and_without_accelerate() -> Iterator[None]:
     theirs = AutoModelForCausalLM.from_pretrained
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(qsample.runtime, "load", functools.cache(qsample.runtime.load))
-        patch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, device_map=None, **o: theirs(name, **o))
+        patch.setattr(
+            AutoModelForCausalLM,
+            "from_pretrained",
+            lambda name, device_map=None, **o: theirs(name, **o),
+        )
         yield
 
 

@@ -30,7 +30,14 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 def with_chunk(kind: bytes, content: bytes) -> bytes:
     """A PNG with a further chunk after its header."""
     data, check = encoded(RGB, "PNG"), zlib.crc32(kind + content)
-    return data[:33] + struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check) + data[33:]
+    return (
+        data[:33]
+        + struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", check)
+        + data[33:]
+    )
 
 
 def patched(data: bytes, mark: bytes, at: int, kind: str, *numbers: int, start: int = 0) -> bytes:
@@ -47,7 +54,9 @@ def moded(mode: str) -> Image.Image:
     return image.convert(mode)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "I;16", "I", "F"])
+@pytest.mark.parametrize(
+    "mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "I;16", "I", "F"]
+)
 def test_every_mode_is_converted_as_transformers_converts_it(mode: str) -> None:
     from transformers.image_transforms import convert_to_rgb
 
@@ -84,13 +93,18 @@ def test_a_rotated_photo_is_upright_as_in_load_image(tmp_path: Path, orientation
 @pytest.mark.parametrize("lossless", [False, True])
 def test_webp_is_read_as_pillow_reads_it(lossless: bool) -> None:
     data = encoded(RGB, "WEBP", lossless=lossless)
-    np.testing.assert_array_equal(np.asarray(read_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+    np.testing.assert_array_equal(
+        np.asarray(read_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    )
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_an_animation_gives_its_first_frame(kind: str) -> None:
     lossless = {"lossless": True} if kind == "WEBP" else {}
-    assert np.asarray(read_image(encoded(RED, kind, **BOTH, **lossless))).tolist() == np.asarray(RED).tolist()
+    assert (
+        np.asarray(read_image(encoded(RED, kind, **BOTH, **lossless))).tolist()
+        == np.asarray(RED).tolist()
+    )
 
 
 def test_arrays_are_taken_as_they_are() -> None:
@@ -101,9 +115,14 @@ def test_arrays_are_taken_as_they_are() -> None:
 GIF = encoded(RED, "GIF")
 BOMBS = {
     "12000 x 12000 = 144000000 pixels": encoded(Image.new("1", (12000, 12000)), "PNG"),
-    "65000 x 65000 = 4225000000 pixels": patched(encoded(RED, "JPEG"), b"\xff\xc0", 5, ">HH", 65000, 65000),
-    "16383 x 16383 = 268402689 pixels": b"RIFF\x64\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xfe\x3f\0" * 2 + bytes(60),
-    "16383 x 16384 = 268419072 pixels": b"RIFF\x64\0\0\0WEBPVP8L\x0a\0\0\0\x2f\xfe\xff\xff\x0f" + bytes(60),
+    "65000 x 65000 = 4225000000 pixels": patched(
+        encoded(RED, "JPEG"), b"\xff\xc0", 5, ">HH", 65000, 65000
+    ),
+    "16383 x 16383 = 268402689 pixels": b"RIFF\x64\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0"
+    + b"\xfe\x3f\0" * 2
+    + bytes(60),
+    "16383 x 16384 = 268419072 pixels": b"RIFF\x64\0\0\0WEBPVP8L\x0a\0\0\0\x2f\xfe\xff\xff\x0f"
+    + bytes(60),
     # Without a palette of its own, and with a comment.
     "50000 x 2000 = 100000000 pixels": b"GIF89a\x01\0\x01\0\0\0\0!\xfe\x03abc\x02de\0,"
     + struct.pack("<4H", 0, 0, 50000, 2000)
@@ -129,7 +148,9 @@ def test_the_limits_are_the_callers() -> None:
     with pytest.raises(ValueError, match=f"photo has more than {len(data) - 1} bytes"):
         read_image(data, ImageLimits(len(data) - 1, 1200), "photo")
     for image in (data, RGB, np.asarray(RGB)):
-        with pytest.raises(ValueError, match="40 x 30 = 1200 pixels, and at most 1199 are read; make it smaller"):
+        with pytest.raises(
+            ValueError, match="40 x 30 = 1200 pixels, and at most 1199 are read; make it smaller"
+        ):
             read_image(image, ImageLimits(len(data), 1199))
     with pytest.raises(ValueError, match="most_pixels is 0; give the most pixels"):
         ImageLimits(most_pixels=0)

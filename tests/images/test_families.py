@@ -14,10 +14,27 @@ from qsample.exporters.images import pixel_difference
 from qsample.images import families
 from qsample.images.families import Family
 
-SIZES = [(64, 48), (30, 99), (5, 8), (192, 108), (33, 34), (20, 41), (100, 3), (23, 24), (1, 3), (150, 37), (48, 48)]
+SIZES = [
+    (64, 48),
+    (30, 99),
+    (5, 8),
+    (192, 108),
+    (33, 34),
+    (20, 41),
+    (100, 3),
+    (23, 24),
+    (1, 3),
+    (150, 37),
+    (48, 48),
+]
 LARGE = [(640, 480), (301, 999), (56, 80), (1000, 21), (1920, 1080), (337, 336), (2000, 1500)]
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-PIXELS: dict[str, Any] = {"resample": 3, "rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": STD}
+PIXELS: dict[str, Any] = {
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "image_mean": MEAN,
+    "image_std": STD,
+}
 
 
 def shared(family: str, theirs: Any, given: dict[str, Any], **own: Any) -> tuple[Any, Family]:
@@ -40,7 +57,12 @@ def glm(scale: int) -> tuple[Any, Family]:
 
 
 def siglip(scale: int) -> tuple[Any, Family]:
-    return shared("square", tf.SiglipImageProcessorPil, {"size": {"height": 24 * scale, "width": 20 * scale}}, tokens=9)
+    return shared(
+        "square",
+        tf.SiglipImageProcessorPil,
+        {"size": {"height": 24 * scale, "width": 20 * scale}},
+        tokens=9,
+    )
 
 
 def clip(scale: int) -> tuple[Any, Family]:
@@ -57,27 +79,43 @@ def gemma4(scale: int) -> tuple[Any, Family]:
 
 
 def smolvlm(scale: int) -> tuple[Any, Family]:
-    given = {"size": {"longest_edge": 60 * scale}, "max_image_size": {"longest_edge": 16 * scale}, "resample": 1}
+    given = {
+        "size": {"longest_edge": 60 * scale},
+        "max_image_size": {"longest_edge": 16 * scale},
+        "resample": 1,
+    }
     return shared("split", tf.SmolVLMImageProcessorPil, given, tokens=4)
 
 
 def whole(scale: int) -> tuple[Any, Family]:
     given = {"size": {"longest_edge": 60 * scale}, "max_image_size": {"longest_edge": 16 * scale}}
-    return shared("split", tf.Idefics3ImageProcessorPil, {**given, "do_image_splitting": False}, tokens=4)
+    return shared(
+        "split", tf.Idefics3ImageProcessorPil, {**given, "do_image_splitting": False}, tokens=4
+    )
 
 
 def internvl(scale: int) -> tuple[Any, Family]:
     size = {"height": 16 * scale, "width": 16 * scale}
     given = {"size": size, "min_patches": 1, "max_patches": 12}
-    made = tf.GotOcr2ImageProcessorPil(**given, crop_to_patches=True, image_mean=MEAN, image_std=STD)
+    made = tf.GotOcr2ImageProcessorPil(
+        **given, crop_to_patches=True, image_mean=MEAN, image_std=STD
+    )
     return made, families.Tiles(**PIXELS, **given, tokens=4)
 
 
 def llava_next(scale: int) -> tuple[Any, Family]:
     side = 16 * scale
-    points = [[side, 2 * side], [2 * side, side], [2 * side, 2 * side], [3 * side, side], [side, 3 * side]]
+    points = [
+        [side, 2 * side],
+        [2 * side, side],
+        [2 * side, 2 * side],
+        [3 * side, side],
+        [side, 3 * side],
+    ]
     sizes = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
-    made = tf.LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=points, image_mean=MEAN, image_std=STD)
+    made = tf.LlavaNextImageProcessorPil(
+        **sizes, image_grid_pinpoints=points, image_mean=MEAN, image_std=STD
+    )
     return made, families.AnyResolution(**PIXELS, size=side, image_grid_pinpoints=points, side=4)
 
 
@@ -89,7 +127,9 @@ def pixtral(scale: int) -> tuple[Any, Family]:
 KINDS = [qwen, glm, siglip, clip, gemma4, smolvlm, whole, internvl, llava_next, pixtral]
 
 
-def compare(kind: Callable[[int], tuple[Any, Family]], scale: int, sizes: list[tuple[int, int]]) -> None:
+def compare(
+    kind: Callable[[int], tuple[Any, Family]], scale: int, sizes: list[tuple[int, int]]
+) -> None:
     theirs, family = kind(scale)
     rng = np.random.default_rng(0)
     done = 0
@@ -118,7 +158,9 @@ def test_pixels_are_those_of_transformers(kind: Callable[[int], tuple[Any, Famil
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
-def test_pixels_of_large_images_are_those_of_transformers(kind: Callable[[int], tuple[Any, Family]]) -> None:
+def test_pixels_of_large_images_are_those_of_transformers(
+    kind: Callable[[int], tuple[Any, Family]],
+) -> None:
     compare(kind, 7, LARGE)
 
 
@@ -126,7 +168,12 @@ def test_steps_that_the_settings_leave_out_are_left_out() -> None:
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8))
     size = {"height": 8, "width": 8}
     for rescale, normalize in ((False, True), (True, False), (False, False)):
-        options = {"do_rescale": rescale, "do_normalize": normalize, "image_mean": MEAN, "image_std": STD}
+        options = {
+            "do_rescale": rescale,
+            "do_normalize": normalize,
+            "image_mean": MEAN,
+            "image_std": STD,
+        }
         theirs = tf.SiglipImageProcessorPil(size=size, **options)(image)["pixel_values"][0]
         own = {"image_mean": MEAN, "image_std": STD} if normalize else {}
         factor = 1 / 255 if rescale else None
@@ -170,9 +217,13 @@ def test_a_family_refuses_what_no_image_could_be_made_of() -> None:
     with pytest.raises(ValueError, match="image_mean and image_std"):
         families.Square(**square, size={"height": 4, "width": 4}, image_mean=MEAN)
     with pytest.raises(ValueError, match=r"image_mean is .*a number for each of the channels"):
-        families.Square(**square, size={"height": 4, "width": 4}, image_mean=[0.5, float("nan"), 0.5])
+        families.Square(
+            **square, size={"height": 4, "width": 4}, image_mean=[0.5, float("nan"), 0.5]
+        )
     with pytest.raises(ValueError, match="min_patches is 3; give at most max_patches"):
-        families.Tiles(**PIXELS, size={"height": 4, "width": 4}, tokens=1, min_patches=3, max_patches=2)
+        families.Tiles(
+            **PIXELS, size={"height": 4, "width": 4}, tokens=1, min_patches=3, max_patches=2
+        )
     with pytest.raises(ValueError, match=r"image_grid_pinpoints is .*multiples of size \(4\)"):
         families.AnyResolution(**PIXELS, size=4, image_grid_pinpoints=[[4, 6]], side=1)
 

@@ -100,7 +100,9 @@ def test_an_image_that_fails_is_named_and_may_come_again(package: Package) -> No
     encoder, given = VisionEncoder(package), image(package)
     wrong = replace(given, pixel_values=given.pixel_values[:, :5])
     for _ in range(2):
-        with pytest.raises(QsampleError, match=r"vision\.onnx cannot read an image of 6x5 pixel values"):
+        with pytest.raises(
+            QsampleError, match=r"vision\.onnx cannot read an image of 6x5 pixel values"
+        ):
             encoder.features(wrong)
     assert encoder.features(given).shape == (6, DIM)
 

@@ -29,10 +29,23 @@ def test_every_form_of_a_part() -> None:
     pixels = np.zeros((2, 2, 3), np.uint8)
     chat = [
         said({"type": "image", "image": "a.png"}, role="system"),
-        said({"type": "text", "text": "one"}, {"type": "image", "image": PNG}, "two", {"type": "image"}),
+        said(
+            {"type": "text", "text": "one"},
+            {"type": "image", "image": PNG},
+            "two",
+            {"type": "image"},
+        ),
         {"role": "assistant", "content": "ok", "tool_calls": None},
-        said({"type": "image", "url": f"data:image/webp;base64,{CODED}"}, {"type": "image", "path": Path("b")}),
-        said({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{CODED}", "detail": "low"}}),
+        said(
+            {"type": "image", "url": f"data:image/webp;base64,{CODED}"},
+            {"type": "image", "path": Path("b")},
+        ),
+        said(
+            {
+                "type": "image_url",
+                "image_url": {"url": f"data:image/png;base64,{CODED}", "detail": "low"},
+            }
+        ),
         said({"type": "input_image", "image_url": "file:///tmp/c%20d.png"}, role="tool"),
         said({"type": "image", "base64": CODED}),
     ]
@@ -51,8 +64,16 @@ def test_every_form_of_a_part() -> None:
         ({"type": "image"}, (), "without an image"),
         ("hello", ["a.png"], "1 more images were given"),
         ({"type": "image", "url": "https://example.org/a.png"}, (), "nothing is fetched here"),
-        ({"type": "image", "image": "a", "path": "b"}, (), "message 0 has a part of type 'image' with"),
-        ({"type": "image_url", "image_url": {"detail": "low"}}, (), "with \\['image_url', 'type'\\]"),
+        (
+            {"type": "image", "image": "a", "path": "b"},
+            (),
+            "message 0 has a part of type 'image' with",
+        ),
+        (
+            {"type": "image_url", "image_url": {"detail": "low"}},
+            (),
+            "with \\['image_url', 'type'\\]",
+        ),
         ("is <image> a tag?", (), "message 0 has the text <image>, which stands for an image"),
         ({"type": "image", "base64": "%%%"}, (), "not valid base64"),
     ],
@@ -63,7 +84,14 @@ def test_wrong_parts(part: Any, given: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["data:text/html;base64,AAAA", "data:image/svg+xml;base64,AAAA", "data:image/png,AAAA", "data:", CODED]
+    "url",
+    [
+        "data:text/html;base64,AAAA",
+        "data:image/svg+xml;base64,AAAA",
+        "data:image/png,AAAA",
+        "data:",
+        CODED,
+    ],
 )
 def test_wrong_data_urls(url: str) -> None:
     with pytest.raises(ValueError, match="give data:image/png;base64"):
@@ -78,8 +106,12 @@ def test_a_data_url_is_as_long_as_allowed() -> None:
 
 
 def test_text_only() -> None:
-    with pytest.raises(ValueError, match="message 0 has a part of type 'image'; the package x reads text only"):
-        ChatTemplates(TEMPLATE, text_only="the package x").render([said({"type": "image", "image": "a.png"})])
+    with pytest.raises(
+        ValueError, match="message 0 has a part of type 'image'; the package x reads text only"
+    ):
+        ChatTemplates(TEMPLATE, text_only="the package x").render(
+            [said({"type": "image", "image": "a.png"})]
+        )
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(ValueError, match="chat template reads text only"):
         ChatTemplates(plain, text_only=None).render([said({"type": "image", "image": "a.png"})])

@@ -24,7 +24,12 @@ from qsample.package.manifest import FileEntry, Manifest
 from qsample.package.package import Package
 from tests.helpers.small_packages import INTERFACE, manifest
 
-PIXELS = {"resample": 3, "rescale_factor": 1 / 255, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+PIXELS = {
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 IMAGES: dict[str, Any] = {
     "family": "grid",
     "settings": {
@@ -71,12 +76,20 @@ def test_a_package_of_text_has_no_processor() -> None:
         ("family", "squares", "family is 'squares'; choose one of square, grid"),
         ("family", ["grid"], "family is"),
         ("family", None, "family is unknown or missing"),
-        ("settings.patch_size", 0, "images.settings in qsample.json: patch_size is 0; give an integer from 1"),
+        (
+            "settings.patch_size",
+            0,
+            "images.settings in qsample.json: patch_size is 0; give an integer from 1",
+        ),
         ("settings.patch_size", 1 << 40, "patch_size is 1099511627776"),
         ("settings.patch_size", "4", "patch_size is '4'"),
         ("settings.patch_size", None, "patch_size is unknown or missing"),
         ("settings.patches", 4, "patches is unknown or missing"),
-        ("settings.size", {"shortest_edge": 64}, "size is .*; give longest_edge and shortest_edge, in pixels"),
+        (
+            "settings.size",
+            {"shortest_edge": 64},
+            "size is .*; give longest_edge and shortest_edge, in pixels",
+        ),
         ("settings.size", {"shortest_edge": -1, "longest_edge": 4}, "size is"),
         ("settings.resample", 9, "resample is 9"),
         ("settings.rescale_factor", "1/255", "rescale_factor is '1/255'"),
@@ -96,9 +109,14 @@ def test_a_strangers_manifest_is_refused_by_the_value(path: str, value: Any, sai
 
 
 def test_a_manifest_that_does_not_fit_its_graphs_is_refused() -> None:
-    with pytest.raises(PackageError, match=r"images.token_id in qsample.json is 1000, and the model has"):
+    with pytest.raises(
+        PackageError, match=r"images.token_id in qsample.json is 1000, and the model has"
+    ):
         ImageProcessor.of(package_of(changed("token_id", 1000), ImageShape(8)))
-    size = {"family": "square", "settings": {**PIXELS, "size": {"height": 8, "width": 8}, "tokens": 4}}
+    size = {
+        "family": "square",
+        "settings": {**PIXELS, "size": {"height": 8, "width": 8}, "tokens": 4},
+    }
     with pytest.raises(PackageError, match="give no sizes for M-RoPE"):
         ImageProcessor.of(package_of({**IMAGES, **size}, ImageShape(8, axial=True)))
 
@@ -122,7 +140,10 @@ def test_images_stand_in_a_text_and_among_its_tokens() -> None:
     processor = ImageProcessor(IMAGES, axial=True)
     first, second = processor.process(A), processor.process(np.zeros((8, 8, 3), np.uint8))
     assert (first.size, first.grid, first.pixel_values.shape) == ((2, 3), (4, 6), (24, 96))
-    assert processor.expand("a<image>b<image>", [first, second]) == f"a<s>{'<pad>' * 6}</s>b<s><pad></s>"
+    assert (
+        processor.expand("a<image>b<image>", [first, second])
+        == f"a<s>{'<pad>' * 6}</s>b<s><pad></s>"
+    )
     prompt = processor.prompt([5, *[9] * 6, 4, 9], [first, second])
     assert prompt.rows.tolist() == [-1, *range(6), -1, 6]
     assert prompt.rows.dtype == np.int32
@@ -156,14 +177,18 @@ def test_keys_and_identities_tell_images_and_packages_apart() -> None:
         ImageProcessor.of(package_of(IMAGES, shape, "b" * 64)),
         ImageProcessor.of(package_of(changed("settings.resample", 2), shape)),
     ]
-    seen = [processor.process(image) for processor in made if processor is not None for image in (A, B)]
+    seen = [
+        processor.process(image) for processor in made if processor is not None for image in (A, B)
+    ]
     turned = Image.fromarray(np.full((24, 16, 3), 7, np.uint8))
     assert made[0] is not None
     seen.append(made[0].process(turned))
     assert len({image.key for image in seen}) == 7
     assert made[0].process(A.copy()).key == seen[0].key
     ids = [9] * 6
-    prompts = [made[0].prompt(ids, [image]).identities.tolist() for image in (seen[0], seen[1], seen[6])]
+    prompts = [
+        made[0].prompt(ids, [image]).identities.tolist() for image in (seen[0], seen[1], seen[6])
+    ]
     assert len({number for prompt in prompts for number in prompt}) == 18
     assert made[0].prompt(ids, [made[0].process(np.asarray(A))]).identities.tolist() == prompts[0]
 
@@ -188,11 +213,15 @@ processor = ImageProcessor({IMAGES!r}, axial=True)
 image = processor.process(np.zeros((16, 24, 3), np.uint8))
 print(len(processor.prompt([9] * 6, [image]).identities), image.pixel_values[0, 0])
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert run.stdout.split() == ["6", "-1.0"]
 
 
-VECTORS: Final = json.loads((Path(__file__).parents[2] / "docs" / "vectors" / "pixels.json").read_text())
+VECTORS: Final = json.loads(
+    (Path(__file__).parents[2] / "docs" / "vectors" / "pixels.json").read_text()
+)
 
 
 @pytest.mark.parametrize("number", range(len(VECTORS["families"])))
@@ -201,11 +230,15 @@ def test_published_vectors(number: int) -> None:
     processor = ImageProcessor(entry["images"])
     for case in entry["cases"]:
         y, x, channel = np.ogrid[: case["height"], : case["width"], :3]
-        image = processor.process(((31 * x + 17 * y + 101 * channel + x * y // 7) % 256).astype(np.uint8))
+        image = processor.process(
+            ((31 * x + 17 * y + 101 * channel + x * y // 7) % 256).astype(np.uint8)
+        )
         assert image.pixel_values.dtype == np.float32
         assert list(image.pixel_values.shape) == case["shape"]
         assert image.pixel_values.reshape(-1)[:4].tolist() == pytest.approx(case["first"], rel=1e-7)
-        assert hashlib.sha256(image.pixel_values.astype("<f4").tobytes()).hexdigest() == case["sha256"]
+        assert (
+            hashlib.sha256(image.pixel_values.astype("<f4").tobytes()).hexdigest() == case["sha256"]
+        )
         assert (image.text, image.grid and list(image.grid)) == (case["text"], case["grid"])
         assert (image.size and list(image.size)) == case["size"]
         placeholders = case["text"].count(processor.token)

@@ -24,7 +24,10 @@ from qsample.runtime import CausalLM, load
 JS = Path(__file__).parents[2] / "js"
 ENGLISH = ["In the beginning", "Blessed are", "And the LORD spake unto Moses, saying"]
 FOREIGN = ["Größe 😀 naïve", "東京は", ""]
-CHAT = [{"role": "system", "content": "Hear"}, {"role": "user", "content": [{"type": "text", "text": "O Israel"}]}]
+CHAT = [
+    {"role": "system", "content": "Hear"},
+    {"role": "user", "content": [{"type": "text", "text": "O Israel"}]},
+]
 FILTERED = {
     "typical_p": 0.9,
     "top_a": 0.1,
@@ -44,11 +47,20 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("bundled", ENGLISH[0], {}),
     ("bundled", ENGLISH[0], {"do_sample": False, "max_new_tokens": 20}),
     ("bundled", ENGLISH, {"temperature": 0.7, "top_p": 0.9, "top_k": None, "max_new_tokens": 40}),
-    ("bundled", ENGLISH[::-1], {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.3, "max_length": 30}),
+    (
+        "bundled",
+        ENGLISH[::-1],
+        {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.3, "max_length": 30},
+    ),
     (
         "bundled",
         ENGLISH,
-        {"frequency_penalty": 0.5, "presence_penalty": 0.2, "min_new_tokens": 12, "eos_token_id": [14, 1]},
+        {
+            "frequency_penalty": 0.5,
+            "presence_penalty": 0.2,
+            "min_new_tokens": 12,
+            "eos_token_id": [14, 1],
+        },
     ),
     ("bundled", FOREIGN, {"temperature": 1.5, "top_k": 100, "top_p": 1, "max_new_tokens": 30}),
     ("bundled", CHAT, {"max_new_tokens": 24}),
@@ -56,18 +68,41 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     (
         "bundled",
         ENGLISH[0],
-        {"max_new_tokens": 320, "eos_token_id": None, "temperature": 1.2, "repetition_penalty": 1.1},
+        {
+            "max_new_tokens": 320,
+            "eos_token_id": None,
+            "temperature": 1.2,
+            "repetition_penalty": 1.1,
+        },
     ),
-    ("bundled", ENGLISH, {"max_new_tokens": 150, "stop_strings": ["Israel", ":", "."], "repetition_penalty": 1.05}),
+    (
+        "bundled",
+        ENGLISH,
+        {"max_new_tokens": 150, "stop_strings": ["Israel", ":", "."], "repetition_penalty": 1.05},
+    ),
     ("bundled", list(range(3, 90)), {"max_new_tokens": 80}),
-    ("llama", [[5, 6, 7], [8]], {**FILTERED, "max_new_tokens": 12, "logit_bias": {20: 2.5, 21: float("-inf")}}),
-    ("llama", "In the", {"temperature": 0.9, "top_n_sigma": 1.5, "epsilon_cutoff": 0.001, "max_new_tokens": 6}),
-    ("llama", "In the", {"adaptive_target": 0.3, "adaptive_decay": 0.7, "min_p": 0.05, "max_new_tokens": 12}),
+    (
+        "llama",
+        [[5, 6, 7], [8]],
+        {**FILTERED, "max_new_tokens": 12, "logit_bias": {20: 2.5, 21: float("-inf")}},
+    ),
+    (
+        "llama",
+        "In the",
+        {"temperature": 0.9, "top_n_sigma": 1.5, "epsilon_cutoff": 0.001, "max_new_tokens": 6},
+    ),
+    (
+        "llama",
+        "In the",
+        {"adaptive_target": 0.3, "adaptive_decay": 0.7, "min_p": 0.05, "max_new_tokens": 12},
+    ),
 ]
 
 
 def camel(name: str) -> str:
-    return "stop" if name == "stop_strings" else re.sub(r"_(\w)", lambda match: match[1].upper(), name)
+    return (
+        "stop" if name == "stop_strings" else re.sub(r"_(\w)", lambda match: match[1].upper(), name)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +116,9 @@ def gpu_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
     folder = tmp_path_factory.mktemp("float32")
-    AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32).save_pretrained(folder / "checkpoint")
+    AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32).save_pretrained(
+        folder / "checkpoint"
+    )
     AutoTokenizer.from_pretrained(bundled).save_pretrained(folder / "checkpoint")
     features: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "return_pdfs": True}
     model = qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint", **features)
@@ -94,19 +131,35 @@ def gpu_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def cases(bundled_package: Path, exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cases(
+    bundled_package: Path, exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A file with packages, calls, and the Python runtime's results."""
-    features: dict[str, Any] = {"logit_bias": True, "allowed_tokens": True, "logprobs": True, "top_logprobs": 3}
+    features: dict[str, Any] = {
+        "logit_bias": True,
+        "allowed_tokens": True,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
     llama = exported("llama", filters=tuple(EXTRA_PARAMETERS), **features)
     packages = {"bundled": bundled_package, "llama": llama}
     models = {name: load(path) for name, path in packages.items()}
-    rows = [case(models[name], name, seed, prompts, options) for seed, (name, prompts, options) in enumerate(CASES)]
+    rows = [
+        case(models[name], name, seed, prompts, options)
+        for seed, (name, prompts, options) in enumerate(CASES)
+    ]
     path = tmp_path_factory.mktemp("js") / "cases.json"
-    path.write_text(json.dumps({"packages": {name: str(folder) for name, folder in packages.items()}, "cases": rows}))
+    path.write_text(
+        json.dumps(
+            {"packages": {name: str(folder) for name, folder in packages.items()}, "cases": rows}
+        )
+    )
     return path
 
 
-def case(model: CausalLM, package: str, number: int, prompts: Any, options: dict[str, Any]) -> dict[str, Any]:
+def case(
+    model: CausalLM, package: str, number: int, prompts: Any, options: dict[str, Any]
+) -> dict[str, Any]:
     seed = 2**53 + 1 + 100 * number
     output = model.generate(prompts, seed=seed, **options)
     expected: dict[str, Any] = {
@@ -117,16 +170,24 @@ def case(model: CausalLM, package: str, number: int, prompts: Any, options: dict
     }
     if output.logprobs is not None:
         expected["logprobs"] = [
-            row[: len(ids)].tolist() for row, ids in zip(output.logprobs, output.token_ids, strict=True)
+            row[: len(ids)].tolist()
+            for row, ids in zip(output.logprobs, output.token_ids, strict=True)
         ]
         assert output.top_logprob_ids is not None
         expected["topIds"] = output.top_logprob_ids[:, 0].tolist()
     given = {camel(name): value for name, value in options.items()}
     if "logitBias" in given:  # JSON has no infinities
         given["logitBias"] = {
-            token: str(bias) if np.isinf(bias) else bias for token, bias in given["logitBias"].items()
+            token: str(bias) if np.isinf(bias) else bias
+            for token, bias in given["logitBias"].items()
         }
-    return {"package": package, "prompts": prompts, "options": given, "seed": str(seed), "expected": expected}
+    return {
+        "package": package,
+        "prompts": prompts,
+        "options": given,
+        "seed": str(seed),
+        "expected": expected,
+    }
 
 
 def npm(*arguments: str, cwd: Path = JS, **environment: str) -> str:
@@ -135,7 +196,14 @@ def npm(*arguments: str, cwd: Path = JS, **environment: str) -> str:
         pytest.skip("needs Node 20 or newer")
     if not (JS / "node_modules" / "vitest").is_dir():
         pytest.skip("needs `npm install`, in js/")
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=cwd, env=os.environ | environment)
+    done = subprocess.run(
+        arguments,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=os.environ | environment,
+    )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
@@ -163,15 +231,23 @@ def test_the_packed_package_runs_the_readmes_program(bundled_package: Path, tmp_
     packed = npm("npm", "pack", "--silent", "--pack-destination", str(tmp_path)).split()[-1]
     (tmp_path / "package.json").write_text('{"private": true, "type": "module"}')
     install = ["npm", "install", "--offline", "--no-audit", "--no-fund", packed]
-    without_cuda = os.environ | {"ONNXRUNTIME_NODE_INSTALL": "skip"}  # whose download is its installation script
-    done = subprocess.run(install, capture_output=True, text=True, check=False, cwd=tmp_path, env=without_cuda)
+    without_cuda = os.environ | {
+        "ONNXRUNTIME_NODE_INSTALL": "skip"
+    }  # whose download is its installation script
+    done = subprocess.run(
+        install, capture_output=True, text=True, check=False, cwd=tmp_path, env=without_cuda
+    )
     if "ENOTCACHED" in done.stderr:
         pytest.skip("npm's cache lacks a package that this one needs")
     assert done.returncode == 0, done.stderr
     (tmp_path / "model").symlink_to(bundled_package)
-    program = next(re.finditer(r"```js\n(.*?)```", (JS / "README.md").read_text("utf-8"), re.DOTALL))[1]
+    program = next(
+        re.finditer(r"```js\n(.*?)```", (JS / "README.md").read_text("utf-8"), re.DOTALL)
+    )[1]
     assert len(program.splitlines()) <= 10
     (tmp_path / "program.js").write_text(program, "utf-8")
     model = load(bundled_package)
-    first = model.generate("In the beginning", temperature=0.7, top_p=0.9, max_new_tokens=24, seed=1)
+    first = model.generate(
+        "In the beginning", temperature=0.7, top_p=0.9, max_new_tokens=24, seed=1
+    )
     assert npm("node", "program.js", cwd=tmp_path).startswith(first.texts[0])  # type: ignore[index]

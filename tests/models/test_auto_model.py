@@ -36,8 +36,12 @@ SAMPLED = {
 }
 
 
-def test_host_sampling_gives_the_tokens_of_the_sampler(exported: Callable[..., Path], llama_package: Path) -> None:
-    host = AutoModelForCausalLM.from_pretrained(exported("llama", include_sampler=False), include_sampler=False)
+def test_host_sampling_gives_the_tokens_of_the_sampler(
+    exported: Callable[..., Path], llama_package: Path
+) -> None:
+    host = AutoModelForCausalLM.from_pretrained(
+        exported("llama", include_sampler=False), include_sampler=False
+    )
     baked = AutoModelForCausalLM.from_pretrained(llama_package)
     for seed in (0, 1, 2**40):
         wanted = baked.generate(PROMPTS, seed=seed, **SAMPLED)
@@ -55,10 +59,15 @@ def test_host_sampling_gives_the_tokens_of_the_sampler(exported: Callable[..., P
         ({"allowed_tokens": True, "logprobs": True}, Features(allowed_tokens=True, logprobs=True)),
         (
             {"for_serving": True, "filters": ["xtc"]},
-            Features(True, True, True, logprobs=True, top_logprobs=20, filters=("xtc", "penalty_last_n")),
+            Features(
+                True, True, True, logprobs=True, top_logprobs=20, filters=("xtc", "penalty_last_n")
+            ),
         ),
         ({"filters": ["xtc", "typical_p"]}, Features(filters=("typical_p", "xtc"))),
-        ({"filter_order": "llama.cpp", "seed_input": True}, Features(filter_order="llama.cpp", seed=True)),
+        (
+            {"filter_order": "llama.cpp", "seed_input": True},
+            Features(filter_order="llama.cpp", seed=True),
+        ),
     ],
 )
 def test_keywords_name_the_features(keywords: dict[str, Any], features: Features) -> None:
@@ -70,7 +79,10 @@ def test_keywords_name_the_features(keywords: dict[str, Any], features: Features
 def test_save_pretrained_copies_a_package(llama_package: Path, tmp_path: Path) -> None:
     copy = AutoModelForCausalLM.from_pretrained(llama_package).save_pretrained(tmp_path / "copy")
     assert copy.package.path == tmp_path / "copy"
-    assert copy.package.manifest == AutoModelForCausalLM.from_pretrained(llama_package).package.manifest
+    assert (
+        copy.package.manifest
+        == AutoModelForCausalLM.from_pretrained(llama_package).package.manifest
+    )
     with pytest.raises(QsampleError, match="overwrite"):
         copy.save_pretrained(tmp_path / "copy")
 
@@ -91,11 +103,15 @@ def test_opening_a_package_imports_neither_torch_nor_transformers(llama_package:
         "model.generate([[5, 6]], do_sample=False, max_new_tokens=2)\n"
         "print(sorted({'torch', 'transformers', 'onnx', 'jinja2'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
-def test_features_of_a_package_are_fixed(exported: Callable[..., Path], llama_package: Path) -> None:
+def test_features_of_a_package_are_fixed(
+    exported: Callable[..., Path], llama_package: Path
+) -> None:
     with pytest.raises(QsampleError, match="exported with include_sampler=True"):
         AutoModelForCausalLM.from_pretrained(llama_package, include_sampler=False)
     with pytest.raises(QsampleError, match="without logprobs, probs; export it again"):
@@ -109,11 +125,18 @@ def test_filters_of_a_package_are_fixed(tmp_path: Path) -> None:
     assert isinstance(AutoModelForCausalLM.from_pretrained(path, filters=["dry"]), PackagedModel)
     with pytest.raises(QsampleError, match="without seed, the filter mirostat; export it again"):
         AutoModelForCausalLM.from_pretrained(path, filters=["dry", "mirostat"], seed_input=True)
-    with pytest.raises(QsampleError, match=r"exported with filter_order='llama\.cpp'; open it with that"):
+    with pytest.raises(
+        QsampleError, match=r"exported with filter_order='llama\.cpp'; open it with that"
+    ):
         AutoModelForCausalLM.from_pretrained(path, filter_order="huggingface")
-    with pytest.raises(ValueError, match=r"filters is \['typical'\]; give a list of typical_p, top_a, epsilon_cutoff"):
+    with pytest.raises(
+        ValueError,
+        match=r"filters is \['typical'\]; give a list of typical_p, top_a, epsilon_cutoff",
+    ):
         AutoModelForCausalLM.from_pretrained("some/model", filters=["typical"])
-    with pytest.raises(ValueError, match=r"filter_order is 'vllm'; choose one of huggingface, llama\.cpp"):
+    with pytest.raises(
+        ValueError, match=r"filter_order is 'vllm'; choose one of huggingface, llama\.cpp"
+    ):
         AutoModelForCausalLM.from_pretrained("some/model", filter_order="vllm")
 
 
@@ -121,7 +144,9 @@ def test_nothing_is_written_over_what_it_is_made_from(tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package")
     before = sorted(path.name for path in package.path.iterdir())
     model = AutoModelForCausalLM.from_pretrained(package.path)
-    with pytest.raises(PackageError, match="is what the package is made from; choose another folder"):
+    with pytest.raises(
+        PackageError, match="is what the package is made from; choose another folder"
+    ):
         model.compile(tmp_path / "x" / ".." / "package", overwrite=True)
     assert sorted(path.name for path in package.path.iterdir()) == before
     folders = [tmp_path / name for name in ("checkpoint", "adapter", "words")]
@@ -138,7 +163,9 @@ def test_nothing_is_written_over_what_it_is_made_from(tmp_path: Path) -> None:
                 write(folder, overwrite=True)
 
 
-def test_a_script_of_transformers_runs(llama_package: Path, checkpoint: Callable[[str], Path]) -> None:
+def test_a_script_of_transformers_runs(
+    llama_package: Path, checkpoint: Callable[[str], Path]
+) -> None:
     """What stands between from_pretrained and batch_decode in most of them."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -147,26 +174,45 @@ def test_a_script_of_transformers_runs(llama_package: Path, checkpoint: Callable
     texts = {}
     for library, path in ((transformers, checkpoint("llama")), (qsample, llama_package)):
         model = library.AutoModelForCausalLM.from_pretrained(
-            path, torch_dtype=torch.float32, device_map=None, attn_implementation="eager", trust_remote_code=False
+            path,
+            torch_dtype=torch.float32,
+            device_map=None,
+            attn_implementation="eager",
+            trust_remote_code=False,
         )
         model.eval()
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         assert model.config.hidden_size == 64
         output = model.generate(
-            **inputs.to(model.device), max_new_tokens=12, do_sample=False, use_cache=True, num_beams=1
+            **inputs.to(model.device),
+            max_new_tokens=12,
+            do_sample=False,
+            use_cache=True,
+            num_beams=1,
         )
         new = output[:, inputs["input_ids"].shape[1] :]
-        texts[library] = (tokenizer.batch_decode(new), tokenizer.decode(output[0], skip_special_tokens=True))
+        texts[library] = (
+            tokenizer.batch_decode(new),
+            tokenizer.decode(output[0], skip_special_tokens=True),
+        )
     assert texts[qsample] == texts[transformers]
 
 
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [
-        ({"device_map": "cuda:0"}, ValueError, 'cannot move to .cuda:0.; model.compile.provider="cuda".'),
+        (
+            {"device_map": "cuda:0"},
+            ValueError,
+            'cannot move to .cuda:0.; model.compile.provider="cuda".',
+        ),
         ({"max_memory": {0: "10GiB"}}, ValueError, "max_memory is .*mapped"),
         ({"load_in_4bit": True}, ValueError, 'load_in_4bit is True.*weights="int4"'),
-        ({"include_samplers": True}, TypeError, "no argument 'include_samplers'; did you mean 'include_sampler'"),
+        (
+            {"include_samplers": True},
+            TypeError,
+            "no argument 'include_samplers'; did you mean 'include_sampler'",
+        ),
         ({"dtype": "int8"}, QsampleError, "dtype is int8"),
         ({"torch_dtype": "bfloat16"}, QsampleError, "dtype is bfloat16.*compile"),
         ({"dtype": 5}, ValueError, "dtype is 5; give"),
@@ -180,7 +226,11 @@ def test_keywords_without_a_meaning(keywords: dict[str, Any], error: Any, messag
 def test_dtypes_of_a_package_under_every_name(llama_package: Path) -> None:
     torch = pytest.importorskip("torch")
     load = AutoModelForCausalLM.from_pretrained
-    for keywords in ({"dtype": torch.float32}, {"torch_dtype": "auto"}, {"dtype": "auto", "torch_dtype": "float16"}):
+    for keywords in (
+        {"dtype": torch.float32},
+        {"torch_dtype": "auto"},
+        {"dtype": "auto", "torch_dtype": "float16"},
+    ):
         assert load(llama_package, **keywords).dtype == "float32"
     for keywords in ({"torch_dtype": torch.float16}, {"dtype": torch.bfloat16}):
         with pytest.raises(QsampleError, match=r"holds float32, not b?float16"):
@@ -193,7 +243,12 @@ def test_the_dtype_of_a_checkpoint_is_its_own_where_it_is_asked_for(
     from qsample.checkpoints.checkpoint import Checkpoint
 
     config = json.loads((checkpoint("llama") / "config.json").read_text())
-    for own, wanted in (("float16", "float16"), ("bfloat16", "float32"), ("float32", "float32"), (None, "float32")):
+    for own, wanted in (
+        ("float16", "float16"),
+        ("bfloat16", "float32"),
+        ("float32", "float32"),
+        (None, "float32"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": own}))
         assert Checkpoint(str(tmp_path), dtype="auto").dtype == wanted
     assert Checkpoint("nowhere", dtype="float16").dtype == "float16"
@@ -244,14 +299,20 @@ def test_a_package_in_the_cache_has_the_dtype_that_was_chosen(
 ) -> None:
     """A device's preferred dtype is for models without a choice."""
     asked: list[Any] = []
-    monkeypatch.setattr(SourceModel, "compile", lambda model, path, *, options, progress: asked.append(options))
+    monkeypatch.setattr(
+        SourceModel, "compile", lambda model, path, *, options, progress: asked.append(options)
+    )
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=given)
     assert isinstance(model, SourceModel)
-    model._make(tmp_path / "package", provider=provider, options=CompileOptions(ctx_len=32), progress=None)
+    model._make(
+        tmp_path / "package", provider=provider, options=CompileOptions(ctx_len=32), progress=None
+    )
     assert (asked[0].provider, asked[0].ctx_len, asked[0].dtype) == (provider, 32, dtype)
 
 
-@pytest.mark.parametrize(("provider", "message"), [("tpu", "no compile target 'tpu'"), ("webgpu", "onnxruntime")])
+@pytest.mark.parametrize(
+    ("provider", "message"), [("tpu", "no compile target 'tpu'"), ("webgpu", "onnxruntime")]
+)
 def test_a_target_that_is_not_there_fails_before_the_export(
     checkpoint: Callable[[str], Path], provider: str, message: str
 ) -> None:
@@ -274,7 +335,9 @@ def test_a_folder_that_is_taken_fails_before_the_export(
     assert not stages
 
 
-def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_name_fails_when_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-cpu").mkdir()
     (tmp_path / "config.json").write_text("{}")
@@ -286,7 +349,9 @@ def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: py
     # So does one that may be a hub id, where nothing is installed that could export it.
     monkeypatch.setitem(sys.modules, "qsample.checkpoints.checkpoint", None)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(QsampleError, match=r"tiny-cup does not exist .did you mean tiny-cpu\?.*local_files_only"):
+    with pytest.raises(
+        QsampleError, match=r"tiny-cup does not exist .did you mean tiny-cpu\?.*local_files_only"
+    ):
         AutoModelForCausalLM.from_pretrained("tiny-cup", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)  # its package may be in the cache
     with pytest.raises(ModuleNotFoundError):
@@ -300,7 +365,9 @@ def test_a_folder_has_no_revision(checkpoint: Callable[[str], Path], tmp_path: P
 
 @pytest.mark.ci
 def test_adapters_of_a_package(adapted: Callable[..., Path], tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(adapted("llama", logprobs=True, max_loras=2, max_lora_rank=4))
+    model = AutoModelForCausalLM.from_pretrained(
+        adapted("llama", logprobs=True, max_loras=2, max_lora_rank=4)
+    )
     assert isinstance(model, PackagedModel)
     loaded = load(model.package.path)
     folder = random_adapter(tmp_path / "a", loaded.interface, 1, rank=4)
@@ -316,13 +383,17 @@ def test_adapters_of_a_package(adapted: Callable[..., Path], tmp_path: Path) -> 
     assert not model.adapters
 
 
-def test_a_model_without_room_for_adapters_says_so_before_an_export(checkpoint: Callable[[str], Path]) -> None:
+def test_a_model_without_room_for_adapters_says_so_before_an_export(
+    checkpoint: Callable[[str], Path],
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
     with pytest.raises(ValueError, match="takes no LoRA adapters; export it with max_loras"):
         model.load_adapter("a", "folder")
 
 
-def test_models_show_themselves_in_a_line(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_models_show_themselves_in_a_line(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     package = fake_package(tmp_path / "package")
     shown = f"{package.path}, portable package of fake, float32"
     loaded = load(package.path)
@@ -330,11 +401,15 @@ def test_models_show_themselves_in_a_line(checkpoint: Callable[[str], Path], tmp
     assert repr(AutoModelForCausalLM.from_pretrained(package.path)) == f"PackagedModel({shown})"
     assert repr(loaded) == f"CausalLM({shown}, on cpu)"
     with Engine(loaded, slots=2) as engine:
-        assert repr(engine) == f"Engine(CausalLM({shown}, on cpu), 2 slots of {engine.capacity} tokens, 0 requests)"
+        assert (
+            repr(engine)
+            == f"Engine(CausalLM({shown}, on cpu), 2 slots of {engine.capacity} tokens, 0 requests)"
+        )
     assert repr(engine).endswith(", closed)")
     folder = checkpoint("llama")
     assert (
-        repr(AutoModelForCausalLM.from_pretrained(folder)) == f"SourceModel({folder}, checkpoint to export or compile)"
+        repr(AutoModelForCausalLM.from_pretrained(folder))
+        == f"SourceModel({folder}, checkpoint to export or compile)"
     )
 
 
@@ -345,7 +420,13 @@ def test_gguf_files_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, library, None)
     for name, architecture in (("a.gguf", "qwen2"), ("b.gguf", "clip")):
         writer = gguf.GGUFWriter(tmp_path / name, architecture)
-        for setting in ("context_length", "embedding_length", "block_count", "feed_forward_length", "head_count"):
+        for setting in (
+            "context_length",
+            "embedding_length",
+            "block_count",
+            "feed_forward_length",
+            "head_count",
+        ):
             getattr(writer, f"add_{setting}")(1)
         writer.add_layer_norm_rms_eps(1e-6)
         writer.add_tensor("token_embd.weight", np.zeros((3, 1), np.float32))
@@ -356,9 +437,14 @@ def test_gguf_files_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for options in ({"file": "a.gguf"}, {"gguf_file": "a.gguf"}):
         model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
         assert model.source.model_id == str(tmp_path / "a.gguf")  # type: ignore[union-attr]
-    with pytest.raises(QsampleError, match=r"b\.gguf is a projector of images or audio; give the file of the language"):
+    with pytest.raises(
+        QsampleError,
+        match=r"b\.gguf is a projector of images or audio; give the file of the language",
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path / "b.gguf")
-    with pytest.raises(QsampleError, match=r"has several models, a\.gguf, b\.gguf; say which with file="):
+    with pytest.raises(
+        QsampleError, match=r"has several models, a\.gguf, b\.gguf; say which with file="
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained("me/m-GGUF", gguf_file="q.gguf", revision="v2")
     assert (model.source.model_id, model.source.file) == ("me/m-GGUF", "q.gguf")  # type: ignore[union-attr]
@@ -376,7 +462,9 @@ def test_packages_of_the_cache_leave_out_images_that_their_target_cannot_have(
         raise QsampleError("seen")
 
     monkeypatch.setattr(SourceModel, "compile", spy)
-    model = AutoModel.from_pretrained(save_checkpoint(tmp_path / "model", "llama"), provider=provider)
+    model = AutoModel.from_pretrained(
+        save_checkpoint(tmp_path / "model", "llama"), provider=provider
+    )
     assert isinstance(model, SourceModel)
     with pytest.raises(QsampleError, match="seen"):
         model.cached()

@@ -18,7 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.ci
 def test_the_first_command_and_the_next(shared_folder: Path) -> None:
     def fill(folder: Path) -> None:
-        arguments = ["generate", "--raw", "-p", "And the LORD spake unto", "--max-new-tokens", "60", "--seed", "7"]
+        arguments = [
+            "generate",
+            "--raw",
+            "-p",
+            "And the LORD spake unto",
+            "--max-new-tokens",
+            "60",
+            "--seed",
+            "7",
+        ]
         done = qsample(*arguments, QSAMPLE_CACHE=str(folder))
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("And the LORD spake unto ")

@@ -118,9 +118,13 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".locks")
 
 
-def test_two_processes_make_one_entry_and_the_second_says_that_it_waits(folder: Path, source: Path) -> None:
+def test_two_processes_make_one_entry_and_the_second_says_that_it_waits(
+    folder: Path, source: Path
+) -> None:
     with process(source) as first, started_after(first, "locked", source) as second:
-        assert until(second, "same package") == ["waiting for another process that makes the same package"]
+        assert until(second, "same package") == [
+            "waiting for another process that makes the same package"
+        ]
         go_on(first)
         path = until(first, Recipe("model", {}).entry)[-1]
         assert until(second, Recipe("model", {}).entry) == [path]
@@ -133,7 +137,9 @@ def test_two_processes_make_one_entry_and_the_second_says_that_it_waits(folder: 
 
 
 @pytest.mark.parametrize("place", ["locked", "half", "whole"])
-def test_a_killed_process_leaves_nothing_that_the_next_does_not_mend(place: str, folder: Path, source: Path) -> None:
+def test_a_killed_process_leaves_nothing_that_the_next_does_not_mend(
+    place: str, folder: Path, source: Path
+) -> None:
     with process(source) as first, started_after(first, place, source) as second:
         until(second, "same package")
         first.kill()
@@ -157,7 +163,9 @@ def test_a_damaged_entry_is_made_again(folder: Path, source: Path) -> None:
     assert names(folder) == [path.name]
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root alone may give files away")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root alone may give files away"
+)
 @pytest.mark.parametrize("name", ["", "decoder.onnx", cache._SEAL])
 def test_a_strangers_entry_is_not_taken(name: str, folder: Path, source: Path) -> None:
     """In a folder to which others write, too, a seal proves nothing."""
@@ -205,7 +213,9 @@ def test_only_files_that_were_touched_are_hashed_again(
     path, _ = opened(source)
     hashed: list[str] = []
     real = package_module.sha256_of
-    monkeypatch.setattr(package_module, "sha256_of", lambda file: hashed.append(file.name) or real(file))
+    monkeypatch.setattr(
+        package_module, "sha256_of", lambda file: hashed.append(file.name) or real(file)
+    )
     assert opened(source) == (path, False)
     assert hashed == []
     weights, times = path / "decoder.onnx", (path / "decoder.onnx").stat()
@@ -223,14 +233,18 @@ def test_a_process_keeps_the_damaged_entry_that_it_has_open(folder: Path, source
         assert first.poll() is None
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device"), PackageError("no")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, OSError(28, "No space left on device"), PackageError("no")]
+)
 def test_a_failed_export_leaves_the_cache_empty(error: Any, folder: Path) -> None:
     def broken(path: Path) -> None:
         path.mkdir()
         (path / "decoder.onnx").write_bytes(b"half")
         raise error
 
-    expected = KeyboardInterrupt if error is KeyboardInterrupt else PackageError  # that says that the disk is full
+    expected = (
+        KeyboardInterrupt if error is KeyboardInterrupt else PackageError
+    )  # that says that the disk is full
     with pytest.raises(expected):
         open_cached(Recipe("model", {}), broken)
     assert names(folder) == []
@@ -259,21 +273,31 @@ def test_the_least_recently_used_entries_go_except_those_in_use(
 
 
 @pytest.mark.parametrize("given", ["much", "-1", "5 bananas", "GB"])
-def test_a_limit_that_is_no_size(given: str, folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_no_size(
+    given: str, folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(LIMIT_VARIABLE, given)
-    with pytest.raises(QsampleError, match=f"QSAMPLE_CACHE_LIMIT is '{given}'; give a size, such as 50GB"):
+    with pytest.raises(
+        QsampleError, match=f"QSAMPLE_CACHE_LIMIT is '{given}'; give a size, such as 50GB"
+    ):
         opened(source)
     assert not folder.exists()
 
 
-def test_a_cache_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "file"))
-    with pytest.raises(QsampleError, match=r"cannot write to .*file, .*set QSAMPLE_CACHE to another folder"):
+    with pytest.raises(
+        QsampleError, match=r"cannot write to .*file, .*set QSAMPLE_CACHE to another folder"
+    ):
         opened(source)
 
 
-@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(
+    hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write everywhere"
+)
 def test_a_cache_that_is_only_read(folder: Path, source: Path) -> None:
     path, _ = opened(source)
     folder.chmod(0o500)
@@ -285,15 +309,23 @@ def test_a_cache_that_is_only_read(folder: Path, source: Path) -> None:
         folder.chmod(0o700)
 
 
-def test_an_entry_follows_code_parts_and_onnxruntime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    names = {Recipe(name, parts).entry for name in ("a", "b") for parts in ({}, {"x": 1}, {"x": 2}, {"x": "1"})}
+def test_an_entry_follows_code_parts_and_onnxruntime(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = {
+        Recipe(name, parts).entry
+        for name in ("a", "b")
+        for parts in ({}, {"x": 1}, {"x": 2}, {"x": "1"})
+    }
     assert len(names) == 8
     assert Recipe("../a b/é", {}).entry.startswith("a-b-é-")
     before = Recipe("a", {}).entry
     with monkeypatch.context() as another:
         another.setattr(cache, "version", lambda distribution: "9.9.9")
         assert Recipe("a", {}).entry != before
-    root = shutil.copytree(cache.PACKAGE_ROOT, tmp_path / "qsample", ignore=shutil.ignore_patterns("assets"))
+    root = shutil.copytree(
+        cache.PACKAGE_ROOT, tmp_path / "qsample", ignore=shutil.ignore_patterns("assets")
+    )
     monkeypatch.setattr(cache, "PACKAGE_ROOT", root)
     assert Recipe("a", {}).entry == before
     with (root / "cache.py").open("a") as code:

@@ -63,7 +63,9 @@ def test_what_a_run_raises_comes_to_who_waits_and_the_next_one_runs(error: BaseE
         thread.submit(lambda: 5)
 
 
-def test_the_interpreter_waits_for_one_whose_end_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_waits_for_one_whose_end_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     thread = DeviceThread("test")
     with monkeypatch.context() as patched:
 
@@ -81,7 +83,9 @@ def test_the_interpreter_waits_for_one_whose_end_was_interrupted(monkeypatch: py
     assert not thread._thread.is_alive()
 
 
-def test_one_whose_beginning_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch, only_new_garbage: None) -> None:
+def test_one_whose_beginning_was_interrupted_ends(
+    monkeypatch: pytest.MonkeyPatch, only_new_garbage: None
+) -> None:
     started: list[threading.Thread] = []
     plain = threading.Thread.start
 
@@ -110,7 +114,9 @@ def test_it_ends_with_its_owner_and_keeps_nothing(only_new_garbage: None) -> Non
     del result
     gc.collect()
     assert kept() is None
-    (running,) = (one for one in threading.enumerate() if one.name.startswith("ends with its owner"))
+    (running,) = (
+        one for one in threading.enumerate() if one.name.startswith("ends with its owner")
+    )
     del thread
     gc.collect()
     running.join(60)
@@ -125,7 +131,9 @@ def test_a_thread_keeps_to_its_processors() -> None:
     thread = DeviceThread("bound", [processor])
     options = ort.SessionOptions()
     options.intra_op_num_threads = 3
-    session = thread.submit(lambda: ort.InferenceSession(small_graphs.identity(1), options)).result()
+    session = thread.submit(
+        lambda: ort.InferenceSession(small_graphs.identity(1), options)
+    ).result()
     started = set(os.listdir("/proc/self/task")) - before
     assert len(started) == 3  # the thread, and two of the session
     assert all(os.sched_getaffinity(int(task)) == {processor} for task in started)

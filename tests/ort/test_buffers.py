@@ -13,7 +13,14 @@ import pytest
 from qsample.contract.arrays import DTYPES
 from qsample.contract.tensors import BATCH, CAPACITY, SAMPLER_STATES, TensorSpec
 from qsample.ort import buffers
-from qsample.ort.buffers import Buffer, Handle, RetainedState, SavedRows, copy_on_device, run_on_device
+from qsample.ort.buffers import (
+    Buffer,
+    Handle,
+    RetainedState,
+    SavedRows,
+    copy_on_device,
+    run_on_device,
+)
 from qsample.ort.small_graphs import columns_behind
 from qsample.runtime import CausalLM
 from tests.helpers.fake_package import fake_interface
@@ -27,7 +34,11 @@ def test_every_dtype_of_the_contract_has_memory(dtype: str) -> None:
     assert (buffer.shape, buffer.dtype, buffer.address) == ((3, 12), dtype, buffer.owner.data_ptr())
     width = {"float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}.get(dtype, 4)
     assert buffer.owner.tensor_size_in_bytes() == 36 * width
-    assert [buffer.rows(i).address - buffer.address for i in range(3)] == [0, 12 * width, 24 * width]
+    assert [buffer.rows(i).address - buffer.address for i in range(3)] == [
+        0,
+        12 * width,
+        24 * width,
+    ]
     assert (buffer.rows(2).shape, buffer.rows(1, 2).shape) == ((1, 12), (2, 12))
 
 
@@ -50,7 +61,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("kind", [lambda buffer: buffer, as_device, as_handle])
 def test_every_kind_of_memory_is_the_same_to_its_rows(kind: Callable[[Buffer], Buffer]) -> None:
-    buffer = kind(Buffer.allocate(TensorSpec("x", "float32", (BATCH, 2, CAPACITY), ""), SIZES, "cpu"))
+    buffer = kind(
+        Buffer.allocate(TensorSpec("x", "float32", (BATCH, 2, CAPACITY), ""), SIZES, "cpu")
+    )
     wanted = np.random.default_rng(0).normal(size=(3, 2, 12)).astype(np.float32)
     buffer.write(wanted)
     buffer.copy_row(2, 0)
@@ -71,7 +84,9 @@ def test_rows_are_written_and_read_in_columns(dtype: str, kind: Callable[[Buffer
     if (dtype, kind) == ("bfloat16", as_handle):
         pytest.skip("no device without addresses has bfloat16")
     numpy = DTYPES[dtype].numpy
-    buffer = kind(Buffer.allocate(TensorSpec("x", dtype, (BATCH, 2, CAPACITY, 4), ""), SIZES, "cpu"))
+    buffer = kind(
+        Buffer.allocate(TensorSpec("x", dtype, (BATCH, 2, CAPACITY, 4), ""), SIZES, "cpu")
+    )
     first, rest = (np.arange(2 * n * 4).reshape(2, n, 4).astype(numpy) for n in (5, 4))
     buffer.write_columns(1, [(slice(5, 9), rest), (slice(0, 5), first)])
     row = buffer.read_row(1)
@@ -103,7 +118,9 @@ def test_of_copies() -> None:
         (slice(0), (0, 12)),
     ],
 )
-def test_a_part_is_written_where_the_memory_is(dtype: str, index: Any, shape: tuple[int, ...]) -> None:
+def test_a_part_is_written_where_the_memory_is(
+    dtype: str, index: Any, shape: tuple[int, ...]
+) -> None:
     """As on a device, here on the CPU: NumPy's index says where."""
     spec, generator = TensorSpec("x", dtype, (BATCH, CAPACITY), ""), np.random.default_rng(0)
     buffer = Buffer.allocate(spec, SIZES, "cpu")
@@ -126,7 +143,11 @@ def test_the_columns_behind_a_position(count: int) -> None:
         "zero": np.zeros(1, np.int32),
     }
     gathered = Buffer.of(np.zeros((3, count), np.int32), "cpu")
-    run_on_device(columns_behind(), {name: Buffer.of(value, "cpu") for name, value in inputs.items()}, {"y": gathered})
+    run_on_device(
+        columns_behind(),
+        {name: Buffer.of(value, "cpu") for name, value in inputs.items()},
+        {"y": gathered},
+    )
     for row, position, got in zip(rows, last[:, 0], gathered.read(), strict=True):
         wanted = row[max(0, position - count + 1) : position + 1].tolist()
         assert got.tolist() == [row[0]] * (count - len(wanted)) + wanted
@@ -137,7 +158,9 @@ def test_a_copy_where_the_memory_is(dtype: str) -> None:
     """What copies rows on a device, here on the CPU: every bit of one row, and no other row."""
     buffer = Buffer.allocate(TensorSpec("x", dtype, (BATCH, 5, CAPACITY), ""), SIZES, "cpu")
     size = buffer.owner.tensor_size_in_bytes()
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(buffer.address)).reshape(3, -1)
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(buffer.address)).reshape(
+        3, -1
+    )
     memory[:] = np.random.default_rng(0).integers(0, 256, memory.shape)
     before = memory.copy()
     copy_on_device(buffer.rows(2), buffer.rows(0))
@@ -168,7 +191,9 @@ def test_rows_are_saved_and_restored(dtype: str, side: int) -> None:
         made.flip()
     width = 4 if dtype == "float32" else 2
     memory = [
-        np.ctypeslib.as_array((ctypes.c_uint8 * (15 * width)).from_address(buffer.address)).reshape(3, -1)
+        np.ctypeslib.as_array((ctypes.c_uint8 * (15 * width)).from_address(buffer.address)).reshape(
+            3, -1
+        )
         for buffer in made.inputs().values()
     ]
     for one in memory:
@@ -227,7 +252,9 @@ def test_some_rows_are_written_where_they_are_read(model: CausalLM) -> None:
     key = made.inputs(rows)["past_key_values.0.key"]
     assert key == made.outputs(rows)["present.0.key"]
     assert key.shape[0] == 2
-    assert key.address - made.inputs()["past_key_values.0.key"].address == 4 * math.prod(key.shape[1:])
+    assert key.address - made.inputs()["past_key_values.0.key"].address == 4 * math.prod(
+        key.shape[1:]
+    )
 
 
 def test_writing_a_part() -> None:

@@ -86,7 +86,11 @@ def test_memory_that_is_allocated_inside_the_block_gets_them() -> None:
 
 
 on_glibc = pytest.mark.skipif(
-    not (sys.platform == "linux" and linux_memory._allowed() and hasattr(ctypes.CDLL(None), "mallopt")),
+    not (
+        sys.platform == "linux"
+        and linux_memory._allowed()
+        and hasattr(ctypes.CDLL(None), "mallopt")
+    ),
     reason="needs glibc and free huge pages",
 )
 
@@ -113,7 +117,9 @@ def test_the_memory_of_a_session_is_given_back_when_it_ends() -> None:
         return int(status.partition("RssAnon:")[2].split()[0]) / 1024
 
     weights = np.ones((2048, 4096), np.float32)  # 32 MiB
-    graph = onnx.parser.parse_graph("g (float[m, 2048] x) => (float[m, 4096] y) { y = MatMul (x, w) }")
+    graph = onnx.parser.parse_graph(
+        "g (float[m, 2048] x) => (float[m, 4096] y) { y = MatMul (x, w) }"
+    )
     graph.initializer.append(numpy_helper.from_array(weights, "w"))
     data = onnx.helper.make_model(graph).SerializeToString()
     with in_huge_pages(4 * weights.nbytes):
@@ -147,7 +153,9 @@ def test_switched_off_by_the_administrator(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not linux_memory._allowed()
 
 
-def test_the_decoder_is_loaded_into_them(fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decoder_is_loaded_into_them(
+    fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
     entered: list[str | int] = []
 
     @contextmanager

@@ -43,7 +43,9 @@ def test_onnxruntime_opens_packages_and_bundles(llama_package: Path, bundled: Pa
         assert len(info["components"]) == 2
 
 
-def test_load_takes_the_variant_for_the_device(llama_package: Path, compiled: Path, bundled: Path) -> None:
+def test_load_takes_the_variant_for_the_device(
+    llama_package: Path, compiled: Path, bundled: Path
+) -> None:
     assert load(bundled).package.path == bundled / "cpu"
     assert load(bundled, "cpu").package.path == bundled / "cpu"
     assert package_in(bundled, ["CPUExecutionProvider"]) == bundled / "portable"
@@ -55,10 +57,18 @@ def test_load_takes_the_variant_for_the_device(llama_package: Path, compiled: Pa
     (bundled / MODEL_PACKAGE_NAME).write_text(json.dumps(manifest))
     with pytest.raises(PackageError, match="no variant for 'cuda'; it has cpu"):
         load(bundled, "cuda")
-    expected = load(compiled).generate([[5, 6, 7]], max_new_tokens=5, temperature=0.9, seed=1).token_ids
-    assert load(bundled).generate([[5, 6, 7]], max_new_tokens=5, temperature=0.9, seed=1).token_ids == expected
+    expected = (
+        load(compiled).generate([[5, 6, 7]], max_new_tokens=5, temperature=0.9, seed=1).token_ids
+    )
+    assert (
+        load(bundled).generate([[5, 6, 7]], max_new_tokens=5, temperature=0.9, seed=1).token_ids
+        == expected
+    )
     opened = AutoModelForCausalLM.from_pretrained(bundled)
-    assert opened.generate([[5, 6, 7]], max_new_tokens=5, temperature=0.9, seed=1).token_ids == expected
+    assert (
+        opened.generate([[5, 6, 7]], max_new_tokens=5, temperature=0.9, seed=1).token_ids
+        == expected
+    )
 
 
 def test_equal_files_are_one_on_the_disk(bundled: Path) -> None:
@@ -99,7 +109,9 @@ def test_what_is_not_a_bundle_of_one_model_is_refused(
         bundle(bundled, [compiled])
     for notes in (bundled / "notes.txt", bundled / "cpu" / "notes.txt"):
         notes.write_text("mine")
-        with pytest.raises(PackageError, match=rf"not its bundle's \({notes.relative_to(bundled)}\)"):
+        with pytest.raises(
+            PackageError, match=rf"not its bundle's \({notes.relative_to(bundled)}\)"
+        ):
             bundle(bundled, [compiled], overwrite=True)
         notes.unlink()
     assert bundle(bundled, [compiled], overwrite=True) == ["cpu"]
@@ -110,6 +122,8 @@ def test_what_is_not_a_bundle_of_one_model_is_refused(
 
 def test_a_bundle_names_its_own_folders_only(bundled: Path) -> None:
     text = (bundled / MODEL_PACKAGE_NAME).read_text()
-    (bundled / MODEL_PACKAGE_NAME).write_text(text.replace('"variant_directory": "cpu"', '"variant_directory": ".."'))
+    (bundled / MODEL_PACKAGE_NAME).write_text(
+        text.replace('"variant_directory": "cpu"', '"variant_directory": ".."')
+    )
     with pytest.raises(PackageError, match="a folder of the bundle itself"):
         load(bundled)

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from qsample.ort import options
-from qsample.ort.options import SessionOptions, chosen_threads, most_shares, session_options, threads_of_parts
+from qsample.ort.options import (
+    SessionOptions,
+    chosen_threads,
+    most_shares,
+    session_options,
+    threads_of_parts,
+)
 
 
 def test_what_reaches_onnxruntime() -> None:
@@ -34,15 +40,22 @@ def test_wrong_counts(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [5, ["a"], {"a": None}, {1: "a"}, "a"])
 def test_entries_that_are_none(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"provider_options is .*; give a mapping of names to texts or numbers"):
+    with pytest.raises(
+        ValueError, match=r"provider_options is .*; give a mapping of names to texts or numbers"
+    ):
         SessionOptions(provider_options=value)
     with pytest.raises(ValueError, match="session_config is "):
         SessionOptions(config=value)
 
 
 def test_numbers_are_texts_to_onnxruntime() -> None:
-    options = SessionOptions(provider_options={"device_id": 3}, config={"session.set_denormal_as_zero": 1})  # type: ignore[dict-item]
-    assert (options.provider_options, options.config) == ({"device_id": "3"}, {"session.set_denormal_as_zero": "1"})
+    options = SessionOptions(
+        provider_options={"device_id": 3}, config={"session.set_denormal_as_zero": 1}
+    )  # type: ignore[dict-item]
+    assert (options.provider_options, options.config) == (
+        {"device_id": "3"},
+        {"session.set_denormal_as_zero": "1"},
+    )
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +136,11 @@ EIGHT_ON_FOUR = {number: f"{number % 4},{number % 4 + 4}" for number in range(8)
     ],
 )
 def test_what_this_process_may_use(
-    machine: Machine, affinity: set[int] | None, quotas: dict[str, str], chosen: int | None, shares: int
+    machine: Machine,
+    affinity: set[int] | None,
+    quotas: dict[str, str],
+    chosen: int | None,
+    shares: int,
 ) -> None:
     machine(siblings=EIGHT_ON_FOUR, affinity=affinity, quotas=quotas)
     assert (chosen_threads(None), most_shares(None)) == (chosen, shares)
@@ -146,12 +163,16 @@ def test_what_this_process_may_use(
         ("", {}, None),
     ],
 )  # fmt: skip
-def test_quotas_of_control_groups(machine: Machine, cgroup: str, quotas: dict[str, str], chosen: int | None) -> None:
+def test_quotas_of_control_groups(
+    machine: Machine, cgroup: str, quotas: dict[str, str], chosen: int | None
+) -> None:
     machine(siblings=EIGHT_ON_FOUR, cgroup=cgroup, quotas=quotas)
     assert chosen_threads(None) == chosen
 
 
-def test_a_system_that_says_little(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_system_that_says_little(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     machine()
     assert (chosen_threads(None), most_shares(None)) == (None, 6)  # at most
     monkeypatch.setattr(options, "_OWN_CGROUPS", tmp_path / "nowhere")
@@ -166,7 +187,9 @@ def test_cores_of_two_kinds(machine: Machine) -> None:
     assert (most_shares(None), most_shares(3), most_shares(1)) == (16, 12, 1)
 
 
-@pytest.mark.parametrize(("value", "chosen", "shares"), [("5", None, 5), ("0", 1, 1), ("", 1, 1), ("many", 1, 1)])
+@pytest.mark.parametrize(
+    ("value", "chosen", "shares"), [("5", None, 5), ("0", 1, 1), ("", 1, 1), ("many", 1, 1)]
+)
 def test_onnxruntimes_own_variable(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, value: str, chosen: int | None, shares: int
 ) -> None:
@@ -178,14 +201,21 @@ def test_onnxruntimes_own_variable(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
 @pytest.mark.parametrize(
-    ("processor", "asked", "variable"), [("", "", ""), ("0", "", ""), ("", "3", ""), ("0", "3", ""), ("", "", "4")]
+    ("processor", "asked", "variable"),
+    [("", "", ""), ("0", "", ""), ("", "3", ""), ("0", "3", ""), ("", "", "4")],
 )
 def test_threads_that_are_started(processor: str, asked: str, variable: str) -> None:
-    environment = {**os.environ, "ORT_DISABLE_TELEMETRY": "1", "ORT_INTRA_OP_NUM_THREADS": variable or "0"}
+    environment = {
+        **os.environ,
+        "ORT_DISABLE_TELEMETRY": "1",
+        "ORT_INTRA_OP_NUM_THREADS": variable or "0",
+    }
     if processor and int(processor) not in os.sched_getaffinity(0):
         pytest.skip("this process may not run there")
     command = [sys.executable, "-c", COUNT, processor, asked]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
     started, said = map(int, done.stdout.split())
     if (processor, asked, variable) == ("", "", ""):
         assert started <= said  # where the system does not say which processors share a core
@@ -214,7 +244,10 @@ def test_processors_of_parts(
     expected: Any,
 ) -> None:
     """Six cores of two processors each, on two NUMA nodes."""
-    machine(siblings={number: f"{number % 6},{number % 6 + 6}" for number in range(12)}, affinity=affinity)
+    machine(
+        siblings={number: f"{number % 6},{number % 6 + 6}" for number in range(12)},
+        affinity=affinity,
+    )
     for node, text in {"node0": "0-2,6-8", "node1": "3-5,9-11", "node2": ""}.items():
         (tmp_path / "nodes" / node).mkdir(parents=True)
         (tmp_path / "nodes" / node / "cpulist").write_text(f"{text}\n")

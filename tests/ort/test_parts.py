@@ -50,7 +50,8 @@ def package(exported: Callable[..., Path], shared_folder: Path) -> Callable[[int
     def compiled(count: int) -> Path:
         source = AutoModelForCausalLM.from_pretrained(exported("llama"))
         return made_once(
-            shared_folder / f"llama-in-{count}", lambda path: source.compile(path, ctx_len=CTX_LEN, num_devices=count)
+            shared_folder / f"llama-in-{count}",
+            lambda path: source.compile(path, ctx_len=CTX_LEN, num_devices=count),
         )
 
     return compiled
@@ -68,7 +69,9 @@ def run_files(folder: Path, files: list[str], feeds: Mapping[str, Any]) -> dict[
     for file in files:
         session = ort.InferenceSession(folder / file, providers=["CPUExecutionProvider"])
         names = [value.name for value in session.get_outputs()]
-        results = session.run(names, {value.name: known[value.name] for value in session.get_inputs()})
+        results = session.run(
+            names, {value.name: known[value.name] for value in session.get_inputs()}
+        )
         known |= zip(names, results, strict=True)
     return {name: value for name, value in known.items() if name not in feeds}
 
@@ -80,13 +83,31 @@ def test_files_run_one_by_one(package: Callable[[int], Path]) -> None:
     files = [part.file for part in compilation.parts]
     assert files == ["decoder-1-of-2.onnx", "decoder-2-of-2.onnx"]
     assert [part.layers for part in compilation.parts] == [(0, 1), (1, 2)]
-    initial = ort.InferenceSession(folder / "initial_state.onnx", providers=["CPUExecutionProvider"])
+    initial = ort.InferenceSession(
+        folder / "initial_state.onnx", providers=["CPUExecutionProvider"]
+    )
     names = [value.name for value in initial.get_outputs()]
-    feeds = dict(zip(names, initial.run(names, {"seed": np.arange(2), "capacity": np.array(CTX_LEN)}), strict=True))
-    feeds |= {"input_ids": np.array([[1, 5, 6], [1, 9, 9]]), "input_lengths": np.array([3, 2], np.int32)}
+    feeds = dict(
+        zip(
+            names,
+            initial.run(names, {"seed": np.arange(2), "capacity": np.array(CTX_LEN)}),
+            strict=True,
+        )
+    )
+    feeds |= {
+        "input_ids": np.array([[1, 5, 6], [1, 9, 9]]),
+        "input_lengths": np.array([3, 2], np.int32),
+    }
     whole = ort.InferenceSession(folder / "decoder.onnx", providers=["CPUExecutionProvider"])
     kinds = {"tensor(float)": np.float32, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
-    off = {"repetition_penalty": 1, "top_p": 1, "max_length": 99, "stop_ids": -1, "emit": 1, "temperature": 1}
+    off = {
+        "repetition_penalty": 1,
+        "top_p": 1,
+        "max_length": 99,
+        "stop_ids": -1,
+        "emit": 1,
+        "temperature": 1,
+    }
     for value in whole.get_inputs():
         if value.name not in feeds:
             shape = [2, 1] if value.name == "stop_ids" else [2]
@@ -94,7 +115,9 @@ def test_files_run_one_by_one(package: Callable[[int], Path]) -> None:
     wanted = run_files(folder, ["decoder.onnx"], feeds)
     got = run_files(folder, files, feeds)
     hidden = got.keys() - wanted.keys()
-    assert sorted(got[name].shape for name in hidden) == [(2, 3, 64)] * 2  # the residual stream and its norm
+    assert (
+        sorted(got[name].shape for name in hidden) == [(2, 3, 64)] * 2
+    )  # the residual stream and its norm
     for name, value in wanted.items():
         np.testing.assert_array_equal(got[name], value)
 
@@ -106,8 +129,13 @@ def test_weights_of_each_part(package: Callable[[int], Path]) -> None:
     for part in compilation.parts:
         graph = onnx.load(package(2) / part.file, load_external_data=False).graph
         weights = all_initializers(ir.load(package(2) / part.file).graph)  # those of branches, too
-        assert sum(one.const_value.nbytes for one in weights if one.const_value is not None) == part.weight_bytes
-        places = ({entry.key: entry.value for entry in one.external_data} for one in graph.initializer)
+        assert (
+            sum(one.const_value.nbytes for one in weights if one.const_value is not None)
+            == part.weight_bytes
+        )
+        places = (
+            {entry.key: entry.value for entry in one.external_data} for one in graph.initializer
+        )
         loaded.append({(place["offset"], int(place["length"])) for place in places if place})
     assert sum(size for _, size in loaded[0] & loaded[1]) < 10_000  # tables of positions
     sizes = [sum(size for _, size in one) for one in loaded]
@@ -116,16 +144,24 @@ def test_weights_of_each_part(package: Callable[[int], Path]) -> None:
     assert 0.95 * data < sum(sizes) < 1.05 * data
 
 
-def test_inspect_shows_parts(package: Callable[[int], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_parts(
+    package: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     show(load(package(2)).package)
-    assert re.search(r"devices +0: layers 0 to 0, \d+\S* \w+ of weights; 1: layers 1 to 1, ", capsys.readouterr().out)
+    assert re.search(
+        r"devices +0: layers 0 to 0, \d+\S* \w+ of weights; 1: layers 1 to 1, ",
+        capsys.readouterr().out,
+    )
 
 
 @pytest.mark.parametrize("chunk", [None, 16, 48])
 def test_tokens_of_the_whole_graph(models: list[CausalLM], chunk: int | None) -> None:
     whole, parted = (
         [model.generate(PROMPTS, PARAMS, prefill_chunk_size=chunk).token_ids]
-        + [model.generate(*row, prefill_chunk_size=chunk).token_ids for row in zip(PROMPTS, PARAMS, strict=True)]
+        + [
+            model.generate(*row, prefill_chunk_size=chunk).token_ids
+            for row in zip(PROMPTS, PARAMS, strict=True)
+        ]
         for model in models
     )
     assert parted == whole
@@ -135,7 +171,9 @@ def test_tokens_through_an_engine(models: list[CausalLM]) -> None:
     results = []
     for model in models:
         with Engine(model, slots=2, prefill_chunk_size=16) as engine:
-            requests = [engine.add_request(*row) for row in zip(PROMPTS * 2, PARAMS * 2, strict=True)]
+            requests = [
+                engine.add_request(*row) for row in zip(PROMPTS * 2, PARAMS * 2, strict=True)
+            ]
             results.append([request.result(60).token_ids for request in requests])
     assert results[0] == results[1]
 
@@ -179,20 +217,28 @@ def test_a_part_that_fails(models: list[CausalLM], monkeypatch: pytest.MonkeyPat
     assert models[1].generate(PROMPTS[2], PARAMS[2]).token_ids == wanted
 
 
-def test_refusals(exported: Callable[..., Path], package: Callable[[int], Path], tmp_path: Path) -> None:
+def test_refusals(
+    exported: Callable[..., Path], package: Callable[[int], Path], tmp_path: Path
+) -> None:
     source = AutoModelForCausalLM.from_pretrained(exported("llama"))
     with pytest.raises(CompileError, match="num_devices is 3, and the model has 2 layers"):
         source.compile(tmp_path / "no", num_devices=3)
-    with pytest.raises(CompileError, match="graphs for web are for one device; compile for cpu or cuda"):
+    with pytest.raises(
+        CompileError, match="graphs for web are for one device; compile for cpu or cuda"
+    ):
         source.compile(tmp_path / "no", num_devices=2, provider="web")
     with pytest.raises(CompileError, match="as many tokens as were guessed"):
-        source.compile(tmp_path / "no", num_devices=2, num_speculative_tokens=3, kv_cache_dtype="int8")
+        source.compile(
+            tmp_path / "no", num_devices=2, num_speculative_tokens=3, kv_cache_dtype="int8"
+        )
     with pytest.raises(CompileError, match="num_devices is -1; give the number of devices"):
         source.compile(tmp_path / "no", num_devices=-1)
     opened = load(package(2)).package
     assert opened.manifest.compilation is not None
     without_last = replace(opened.manifest.compilation, parts=opened.manifest.compilation.parts[:1])
-    with pytest.raises(PackageError, match="the decoder in parts does not follow the decode contract: it lacks"):
+    with pytest.raises(
+        PackageError, match="the decoder in parts does not follow the decode contract: it lacks"
+    ):
         open_sessions(replace(opened, manifest=replace(opened.manifest, compilation=without_last)))
 
 
@@ -207,16 +253,25 @@ def test_refusals(exported: Callable[..., Path], package: Callable[[int], Path],
         ("lfm2", {}),
     ],
 )
-def test_other_graphs(exported: Callable[..., Path], tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+def test_other_graphs(
+    exported: Callable[..., Path], tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
     """Quantized weights and caches, mixtures, recurrent states, a sampler on the host."""
     host = {"include_sampler": False} if family.endswith("on the host") else {}
-    source = AutoModelForCausalLM.from_pretrained(exported(family.partition(" ")[0], **host), **host)
+    source = AutoModelForCausalLM.from_pretrained(
+        exported(family.partition(" ")[0], **host), **host
+    )
     results = []
     for count in (1, 2):
         path = tmp_path / str(count)
         source.compile(path, ctx_len=CTX_LEN, num_devices=count, max_divergence=100, **options)
         model = with_short_pieces(load(path))
-        results.append([model.generate(PROMPTS, PARAMS).token_ids, model.generate(PROMPTS[2], PARAMS[2]).token_ids])
+        results.append(
+            [
+                model.generate(PROMPTS, PARAMS).token_ids,
+                model.generate(PROMPTS[2], PARAMS[2]).token_ids,
+            ]
+        )
     assert results[0] == results[1]
 
 
@@ -229,18 +284,25 @@ def test_all_that_servers_use(bundled_package: Path, tmp_path: Path) -> None:
 
     with_features(read_package(bundled_package), tmp_path / "portable", Features().for_serving())
     source = AutoModelForCausalLM.from_pretrained(tmp_path / "portable")
-    text, params = "And the LORD spake unto Moses, saying, " * 6, SamplingParams(temperature=1.0, seed=3)
+    text, params = (
+        "And the LORD spake unto Moses, saying, " * 6,
+        SamplingParams(temperature=1.0, seed=3),
+    )
     results = []
     for count in (1, 3):
         path = tmp_path / str(count)
         source.compile(path, ctx_len=256, num_devices=count)
         model = with_short_pieces(load(path))
         assert model.save_prefix(text, tmp_path / f"prefix-{count}") == 48  # in three pieces
-        mask = np.packbits(np.arange(model.interface.vocab_size) % 3 > 0, bitorder="little").view(np.int32)
+        mask = np.packbits(np.arange(model.interface.vocab_size) % 3 > 0, bitorder="little").view(
+            np.int32
+        )
         with Engine(model, slots=2, prefixes=[tmp_path / f"prefix-{count}"]) as engine:
             requests = [
                 engine.add_request(f"{text}Speak", replace(params, max_new_tokens=8)),
-                engine.add_request("In the beginning", replace(params, max_new_tokens=8), allowed_tokens=mask),
+                engine.add_request(
+                    "In the beginning", replace(params, max_new_tokens=8), allowed_tokens=mask
+                ),
             ]
             outputs = [request.result(60) for request in requests]
         results.append([(one.token_ids, one.outputs) for one in outputs])
@@ -260,6 +322,9 @@ def test_adapters(adapted: Callable[..., Path], tmp_path: Path) -> None:
         for name in ("one", "two"):
             folder = tmp_path / f"{name}-{count}"
             model.load_adapter(name, random_adapter(folder, model.interface, seed=len(name)))
-        rows = [replace(one, adapter=name) for one, name in zip(PARAMS, (None, "one", "two", "one"), strict=True)]
+        rows = [
+            replace(one, adapter=name)
+            for one, name in zip(PARAMS, (None, "one", "two", "one"), strict=True)
+        ]
         results.append(model.generate(PROMPTS, rows).token_ids)
     assert results[0] == results[1]

@@ -38,7 +38,9 @@ class Options:
 
 def install_plugin(monkeypatch: pytest.MonkeyPatch, module: str, provider: str) -> None:
     """Pretend that a plugin's package is installed, and no other's."""
-    content = SimpleNamespace(get_library_path=lambda: "the library", get_ep_names=lambda: [provider])
+    content = SimpleNamespace(
+        get_library_path=lambda: "the library", get_ep_names=lambda: [provider]
+    )
     monkeypatch.setattr(providers, "find_spec", lambda name: content if name == module else None)
     monkeypatch.setattr(providers, "import_module", lambda name: {module: content}[name])
 
@@ -47,16 +49,23 @@ def install_plugin(monkeypatch: pytest.MonkeyPatch, module: str, provider: str) 
 def plugin(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A plugin with a CPU and a GPU, there once its library is registered. Returns what was registered."""
     registered: list[Any] = []
-    devices = [SimpleNamespace(ep_name=OPENVINO, ep_metadata={"ov_device": name}) for name in ("CPU", "GPU")]
+    devices = [
+        SimpleNamespace(ep_name=OPENVINO, ep_metadata={"ov_device": name})
+        for name in ("CPU", "GPU")
+    ]
     install_plugin(monkeypatch, "onnxruntime_ep_openvino", OPENVINO)
     monkeypatch.setattr(ort, "get_ep_devices", lambda: devices if registered else [])
-    monkeypatch.setattr(ort, "register_execution_provider_library", lambda *call: registered.append(call))
+    monkeypatch.setattr(
+        ort, "register_execution_provider_library", lambda *call: registered.append(call)
+    )
     return registered
 
 
 def test_a_plugin_is_registered_once_and_gets_its_properties(plugin: list[Any]) -> None:
     options: Any = Options(threads=3)
-    providers.add_plugin(options, OPENVINO, {"device_type": "CPU", "INFERENCE_PRECISION_HINT": "f32"})
+    providers.add_plugin(
+        options, OPENVINO, {"device_type": "CPU", "INFERENCE_PRECISION_HINT": "f32"}
+    )
     providers.add_plugin(options, OPENVINO, {})
     assert plugin == [(OPENVINO, "the library")]
     (first, chosen), (_, threads_alone) = options.added
@@ -79,7 +88,10 @@ def test_a_device_that_is_not_there() -> None:
         ("cpu", ["CPUExecutionProvider"]),
         ("cuda", ["CUDAExecutionProvider", "CPUExecutionProvider"]),
         ("openvino", ["OpenVINOExecutionProvider", "CPUExecutionProvider"]),
-        ("tensorrt", ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]),
+        (
+            "tensorrt",
+            ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"],
+        ),
         ("coreml", ["CoreMLExecutionProvider", "CPUExecutionProvider"]),  # no table has it
     ],
 )
@@ -89,7 +101,10 @@ def test_short_names(name: str, chain: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["tpu", "", "CPUExecutionProvider", "a.b"])
 def test_names_of_no_provider(name: str) -> None:
-    with pytest.raises(QsampleError, match=f"no provider '{name}'; choose 'cpu' or 'cuda' or 'openvino' or 'tensorrt'"):
+    with pytest.raises(
+        QsampleError,
+        match=f"no provider '{name}'; choose 'cpu' or 'cuda' or 'openvino' or 'tensorrt'",
+    ):
         providers.execution_providers(name)
 
 
@@ -100,7 +115,9 @@ def test_a_plugin_that_onnxruntime_does_not_know(monkeypatch: pytest.MonkeyPatch
     registered: list[Any] = []
     device = SimpleNamespace(ep_name=name)
     monkeypatch.setattr(ort, "get_ep_devices", lambda: [device] if registered else [])
-    monkeypatch.setattr(ort, "register_execution_provider_library", lambda *call: registered.append(call))
+    monkeypatch.setattr(
+        ort, "register_execution_provider_library", lambda *call: registered.append(call)
+    )
     assert providers.execution_providers("contosoai") == (name, "CPUExecutionProvider")
     providers.check_available([name])
     options: Any = Options()
@@ -117,7 +134,9 @@ def test_a_plugin_with_a_provider_of_another_name(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_to_install_for_a_provider_without_advice_of_its_own() -> None:
-    with pytest.raises(QsampleError, match=r"has no FooExecutionProvider; .*or its plugin, .* onnxruntime_ep_foo$"):
+    with pytest.raises(
+        QsampleError, match=r"has no FooExecutionProvider; .*or its plugin, .* onnxruntime_ep_foo$"
+    ):
         providers.check_available(["FooExecutionProvider"])
 
 
@@ -135,21 +154,34 @@ def test_an_installed_plugin_is_available(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_provider_that_does_not_load_is_an_error(fake: Callable[..., Package]) -> None:
     """ONNX Runtime would run everything on the CPU, with a warning."""
     path = fake().file("decoder.onnx")
-    absent = next(name for name in ("CUDAExecutionProvider", OPENVINO) if name not in ort.get_available_providers())
+    absent = next(
+        name
+        for name in ("CUDAExecutionProvider", OPENVINO)
+        if name not in ort.get_available_providers()
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(providers, "is_plugin", lambda provider: False)
         patch.setattr(ort, "preload_dlls", lambda: None)
-        with pytest.warns(UserWarning, match=absent), pytest.raises(QsampleError, match=f"{absent} .*not load here"):
+        with (
+            pytest.warns(UserWarning, match=absent),
+            pytest.raises(QsampleError, match=f"{absent} .*not load here"),
+        ):
             providers.open_session(path, ort.SessionOptions(), [absent, "CPUExecutionProvider"])
 
 
 def test_an_older_onnx_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, least in (("1.32.0", "1.32"), ("1.100.0", "1.32"), ("2.0.0", "1.32"), ("1.32.1rc1", "1.32")):
+    for given, least in (
+        ("1.32.0", "1.32"),
+        ("1.100.0", "1.32"),
+        ("2.0.0", "1.32"),
+        ("1.32.1rc1", "1.32"),
+    ):
         monkeypatch.setattr(ort, "__version__", given)
         providers.check_version(least)
     monkeypatch.setattr(ort, "__version__", "1.31.2")
     with pytest.raises(
-        QsampleError, match=r"ONNX Runtime is 1.31.2, and this needs 1.32 or newer; upgrade it: pip inst"
+        QsampleError,
+        match=r"ONNX Runtime is 1.31.2, and this needs 1.32 or newer; upgrade it: pip inst",
     ):
         providers.check_version("1.32")
 
@@ -183,7 +215,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("provider", "options"), REFUSED, ids=[str(options) for _, options in REFUSED])
+@pytest.mark.parametrize(
+    ("provider", "options"), REFUSED, ids=[str(options) for _, options in REFUSED]
+)
 def test_other_options_are_refused(provider: str, options: dict[str, str], tmp_path: Path) -> None:
     made = package(tmp_path, provider, CPU, **options)
     message = rf"sets {provider}'s option {next(iter(options))!r} to .*which a package may not; .*provider_options="
@@ -193,20 +227,26 @@ def test_other_options_are_refused(provider: str, options: dict[str, str], tmp_p
     check_manifest_options(made, None, options)
 
 
-def test_a_tampered_option_never_reaches_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tampered_option_never_reaches_onnxruntime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = package(tmp_path, CPU).path / MANIFEST_NAME
     manifest = json.loads(path.read_text())
     manifest["compilation"]["execution_providers"] = [CUDA, CPU]
     manifest["compilation"]["provider_options"] = {"trt_extra_plugin_lib_paths": "/tmp/evil.so"}
     path.write_text(json.dumps(manifest))
-    monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: pytest.fail("a session was opened"))
+    monkeypatch.setattr(
+        ort, "InferenceSession", lambda *_, **__: pytest.fail("a session was opened")
+    )
     monkeypatch.setattr(session, "check_available", lambda providers: None)
     for provider in (None, "cpu"):
         with pytest.raises(PackageError, match="trt_extra_plugin_lib_paths"):
             load(path.parent, provider)
 
 
-def test_what_a_caller_passes_is_his_own_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_caller_passes_is_his_own_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It also takes the place of what the manifest says."""
     seen: list[Any] = []
 
@@ -217,7 +257,9 @@ def test_what_a_caller_passes_is_his_own_matter(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(session, "open_session", open_session)
     made = package(tmp_path, CPU, anything="manifest")
     with pytest.raises(PackageError, match="far enough"):
-        open_sessions(made, None, SessionOptions(provider_options={"anything": "mine", "more": "too"}))
+        open_sessions(
+            made, None, SessionOptions(provider_options={"anything": "mine", "more": "too"})
+        )
     assert seen == [{"anything": "mine", "more": "too"}]
 
 
@@ -240,11 +282,14 @@ def test_options_are_for_the_provider_that_the_manifest_names_first(
 def test_providers_that_no_package_may_name(tmp_path: Path) -> None:
     made = package(tmp_path, "EvilExecutionProvider", CPU, name="evil")
     with pytest.raises(
-        PackageError, match=r"asks for the execution provider 'EvilExecutionProvider'.*provider=\[...\]"
+        PackageError,
+        match=r"asks for the execution provider 'EvilExecutionProvider'.*provider=\[...\]",
     ):
         check_manifest_options(made, None, {})
     check_manifest_options(made, ["EvilExecutionProvider", CPU], {})
-    with pytest.raises(PackageError, match="asks for the execution provider 'EvilExecutionProvider'"):
+    with pytest.raises(
+        PackageError, match="asks for the execution provider 'EvilExecutionProvider'"
+    ):
         check_manifest_options(made, "evil", {})
 
 
@@ -262,25 +307,34 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         execution_providers=("MineExecutionProvider", CPU), provider_options={"library": "mine.so"}
     )
     point = SimpleNamespace(name="mine", load=lambda: SimpleNamespace(TARGET=target))
-    monkeypatch.setattr(providers, "entry_points", lambda group: [point] if group == "qsample.targets" else [])
+    monkeypatch.setattr(
+        providers, "entry_points", lambda group: [point] if group == "qsample.targets" else []
+    )
     return point
 
 
-def test_what_an_installed_target_writes_is_taken(installed: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_an_installed_target_writes_is_taken(
+    installed: SimpleNamespace, tmp_path: Path
+) -> None:
     made = package(tmp_path, "MineExecutionProvider", CPU, name="mine", library="mine.so")
     check_manifest_options(made, None, {})
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    ("name", "options"), [("mine", {"library": "evil.so"}), ("mine", {"more": "1"}), ("other", {"library": "mine.so"})]
+    ("name", "options"),
+    [("mine", {"library": "evil.so"}), ("mine", {"more": "1"}), ("other", {"library": "mine.so"})],
 )
 def test_and_nothing_else(name: str, options: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="which a package may not"):
-        check_manifest_options(package(tmp_path, "MineExecutionProvider", CPU, name=name, **options), None, {})
+        check_manifest_options(
+            package(tmp_path, "MineExecutionProvider", CPU, name=name, **options), None, {}
+        )
 
 
-def test_a_target_that_needs_what_is_not_installed(installed: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_target_that_needs_what_is_not_installed(
+    installed: SimpleNamespace, tmp_path: Path
+) -> None:
     def load() -> Any:
         raise ModuleNotFoundError("onnx_ir")
 

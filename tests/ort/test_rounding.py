@@ -33,10 +33,16 @@ def alike(path: Path) -> set[int]:
     }
 
     def run(rows: slice) -> np.ndarray:
-        return session.run(None, {name: array[rows] if name == "x" else array for name, array in feeds.items()})[0]
+        return session.run(
+            None, {name: array[rows] if name == "x" else array for name, array in feeds.items()}
+        )[0]
 
     whole = run(slice(64))
-    return {n for n in COUNTS if all(np.array_equal(run(slice(o, o + n)), whole[o : o + n]) for o in (0, 3))}
+    return {
+        n
+        for n in COUNTS
+        if all(np.array_equal(run(slice(o, o + n)), whole[o : o + n]) for o in (0, 3))
+    }
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,9 @@ def alike(path: Path) -> set[int]:
         "input",
     ],
 )
-def test_the_small_products_round_as_the_real_ones(way: tuple[int, ...] | str | None, tmp_path: Path) -> None:
+def test_the_small_products_round_as_the_real_ones(
+    way: tuple[int, ...] | str | None, tmp_path: Path
+) -> None:
     """Whatever this processor does: the kernels of another are shown by scripts/check_processors."""
     path = decoder(tmp_path, product(way, 512, 1000))
     found = measured(path, 2)
@@ -91,7 +99,10 @@ def test_planted_kernels(
         def run(self, _: object, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
             rows = next(array for name, array in feeds.items() if name.startswith("rows"))
             bits = wrong(rows)  # type: ignore[operator]
-            return [np.where(bits[:, None], np.nextafter(rows, np.float32(9)), rows), feeds["logits"]]
+            return [
+                np.where(bits[:, None], np.nextafter(rows, np.float32(9)), rows),
+                feeds["logits"],
+            ]
 
     monkeypatch.setattr(module, "open_session", Session)
     monkeypatch.setattr(module, "_measured", module._measured.__wrapped__)
@@ -119,7 +130,9 @@ def test_the_digest_is_that_of_the_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_attention_to_several_tokens(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_several_tokens(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over a quantized cache it is exact on this processor if compile says so, over a float cache on none."""
     from qsample.compiler import compile as compiling
     from qsample.compiler.targets import cpu
@@ -138,7 +151,9 @@ def test_attention_to_several_tokens(llama_package: Path, tmp_path: Path, monkey
     for cache in ("int8", "int4", None):
         refused.clear()
         options = CompileOptions(ctx_len=64, num_speculative_tokens=5, kv_cache_dtype=cache)
-        path = compile_package(read_package(llama_package), tmp_path / f"cache {cache}", options).path
+        path = compile_package(
+            read_package(llama_package), tmp_path / f"cache {cache}", options
+        ).path
         assert measured(path / "decoder.onnx").attention is not bool(refused)
     assert refused
 
@@ -161,7 +176,10 @@ def test_a_file_that_is_no_graph(content: bytes, tmp_path: Path) -> None:
 def test_products_out_of_all_proportion_are_refused(tmp_path: Path) -> None:
     """Before memory is taken for them."""
     node = ir.node(
-        "MatMulNBits", [None] * 3, {"K": 1 << 40, "N": 1, "bits": 4, "block_size": 32}, domain="com.microsoft"
+        "MatMulNBits",
+        [None] * 3,
+        {"K": 1 << 40, "N": 1, "bits": 4, "block_size": 32},
+        domain="com.microsoft",
     )
     graph = ir.Graph([], [], nodes=[node], opset_imports={"": 20, "com.microsoft": 1}, name="g")
     ir.save(ir.Model(graph, ir_version=10), tmp_path / "decoder.onnx")

@@ -28,9 +28,20 @@ def test_loading_by_provider_name_or_list(fake: Callable[..., Package]) -> None:
 
 NO_PROVIDER = r"provider is .*; give a short name such as \"cpu\", or a list of"
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    *(({"provider": one}, ValueError, NO_PROVIDER) for one in (5, [5], [("CPUExecutionProvider", {})], [None])),
-    ({"provider": "tpu"}, QsampleError, r"no provider 'tpu'; choose 'cpu' or .* give a list of .*CPUExecutionProvider"),
-    ({"provider": ["NoSuchExecutionProvider"]}, QsampleError, r"has no NoSuch.*; it has .*CPUExecutionProvider"),
+    *(
+        ({"provider": one}, ValueError, NO_PROVIDER)
+        for one in (5, [5], [("CPUExecutionProvider", {})], [None])
+    ),
+    (
+        {"provider": "tpu"},
+        QsampleError,
+        r"no provider 'tpu'; choose 'cpu' or .* give a list of .*CPUExecutionProvider",
+    ),
+    (
+        {"provider": ["NoSuchExecutionProvider"]},
+        QsampleError,
+        r"has no NoSuch.*; it has .*CPUExecutionProvider",
+    ),
     ({"provider": []}, QsampleError, "has no provider in an empty list"),
     ({"ctx_len": 1}, ValueError, "ctx_len is 1; give an integer >= 2"),
     ({"ctx_len": "64"}, ValueError, "ctx_len is '64'"),
@@ -47,7 +58,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), REFUSED, ids=[str(options) for options, _, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("options", "error", "message"), REFUSED, ids=[str(options) for options, _, _ in REFUSED]
+)
 def test_what_is_refused(
     options: dict[str, Any], error: type[Exception], message: str, fake: Callable[..., Package]
 ) -> None:
@@ -65,7 +78,9 @@ def test_a_device_package_runs_where_and_as_it_was_compiled(fake: Callable[..., 
 
 
 def test_threads_and_session_configuration_reach_onnxruntime(fake: Callable[..., Package]) -> None:
-    model = load(fake().path, intra_op_num_threads=1, session_config={"session.intra_op.allow_spinning": "0"})
+    model = load(
+        fake().path, intra_op_num_threads=1, session_config={"session.intra_op.allow_spinning": "0"}
+    )
     options = model.sessions.decoder.get_session_options()
     assert options.intra_op_num_threads == 1
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
@@ -99,10 +114,16 @@ def other(**changes: Any) -> Interface:
 @pytest.mark.parametrize(
     ("promised", "message"),
     [
-        (other(vocab_size=VOCAB + 1), rf"input output_counts has shape \['B', {VOCAB}\], not \['B', {VOCAB + 1}\]"),
+        (
+            other(vocab_size=VOCAB + 1),
+            rf"input output_counts has shape \['B', {VOCAB}\], not \['B', {VOCAB + 1}\]",
+        ),
         (other(key_values=(KeyValueShape(2, DIM),)), r"input past_key_values.0.key has shape"),
         (other(key_values=(KeyValueShape(1, 8),)), r"input past_key_values.0.key has shape"),
-        (other(dtype="float16"), r"past_key_values.0.key is tensor\(float\), not tensor\(float16\)"),
+        (
+            other(dtype="float16"),
+            r"past_key_values.0.key is tensor\(float\), not tensor\(float16\)",
+        ),
         (
             other(key_values=(KeyValueShape(1, DIM),) * 2),
             r"lacks input past_key_values.1.key, lacks input past_key_values.1.value",
@@ -134,12 +155,19 @@ def test_a_capacity_other_than_the_manifests(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"input tokens has shape \['B', 40\], not \['B', 48\]"):
         load(package.path)
     fitting = fake_package(tmp_path / "fitting", compilation=compilation(ctx_len=40), edit=fix)
-    assert len(load(fitting.path).generate([5], temperature=0, eos_token_id=None).token_ids[0]) == 39
+    assert (
+        len(load(fitting.path).generate([5], temperature=0, eos_token_id=None).token_ids[0]) == 39
+    )
 
 
 @pytest.mark.parametrize(
     ("made", "here", "told"),
-    [("1.32.0", "1.31.1", True), ("1.100.0", "1.32.0", True), ("1.31.1", "1.32.0", False), ("1.32.0", "1.32.0", False)],
+    [
+        ("1.32.0", "1.31.1", True),
+        ("1.100.0", "1.32.0", True),
+        ("1.31.1", "1.32.0", False),
+        ("1.32.0", "1.32.0", False),
+    ],
 )
 def test_a_package_of_a_newer_onnxruntime_that_does_not_load(
     made: str, here: str, told: bool, fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch
@@ -158,11 +186,14 @@ def test_a_package_of_a_newer_onnxruntime_that_does_not_load(
     with pytest.raises(PackageError, match="Unrecognized attribute: query") as caught:
         load(device.path)
     assert (
-        f"compiled with onnxruntime {made} and this is {here}: install {made} or newer" in str(caught.value)
+        f"compiled with onnxruntime {made} and this is {here}: install {made} or newer"
+        in str(caught.value)
     ) == told
 
 
-def test_threads_that_nobody_gave_count_too(fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_nobody_gave_count_too(
+    fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ONNX Runtime reads the variable; with one head, each of five threads would have a part of it."""
     monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "5")
     assert load(fake(compilation=compilation()).path).sessions.step_rows == RowCounts(5)
@@ -187,7 +218,9 @@ def test_what_follows_from_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(session_module, "measured", lambda *_: rounding)
-    monkeypatch.setattr(session_module.warnings, "warn", lambda *_, **__: None)  # of experts that nothing repeats
+    monkeypatch.setattr(
+        session_module.warnings, "warn", lambda *_, **__: None
+    )  # of experts that nothing repeats
     sessions = load(fake().path, intra_op_num_threads=1).sessions
     assert (sessions.step_rows, sessions.batch_rows, sessions.piece_tokens) == (step, step, piece)
     assert (sessions.joins_prompts, sessions.tail_size) == (joins, tail)

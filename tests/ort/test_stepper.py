@@ -20,7 +20,9 @@ PROMPT = [40, 41, 42, 43, 44, 45, 46]
 
 
 @pytest.mark.parametrize("image", [None, AXIAL])
-def test_a_row_that_is_filled_and_continued(fake: Callable[..., Package], image: ImageShape | None) -> None:
+def test_a_row_that_is_filled_and_continued(
+    fake: Callable[..., Package], image: ImageShape | None
+) -> None:
     """Also of a package that reads images: a text is what it is in the same model without."""
     host = PlainHost(fake().path)
     wanted = host.generate(host.start([0], 16), PROMPT, 5)
@@ -40,12 +42,22 @@ def test_a_row_that_is_filled_and_continued(fake: Callable[..., Package], image:
         assert found == wanted
         assert stepper.read("lengths").tolist() == [5, len(PROMPT) + 4]
         stepper.reset()
-        left = {name: stepper.read(name).tolist() for name in ("lengths", "temperature", "top_p", "input_lengths")}
-        assert left == {"lengths": [0, 0], "temperature": [1, 1], "top_p": [1, 1], "input_lengths": [1, 1]}
+        left = {
+            name: stepper.read(name).tolist()
+            for name in ("lengths", "temperature", "top_p", "input_lengths")
+        }
+        assert left == {
+            "lengths": [0, 0],
+            "temperature": [1, 1],
+            "top_p": [1, 1],
+            "input_lengths": [1, 1],
+        }
 
 
 @pytest.mark.ci
-def test_a_package_with_adapters(exported: Callable[..., Path], adapted: Callable[..., Path]) -> None:
+def test_a_package_with_adapters(
+    exported: Callable[..., Path], adapted: Callable[..., Path]
+) -> None:
     """Without a loaded adapter, a row is filled and continued as in the package without them."""
     found = []
     for path in (exported("llama"), adapted("llama", max_loras=2)):

@@ -12,7 +12,14 @@ import pytest
 
 from qsample.contract.interface import Features
 from qsample.package.manifest import GraphPart
-from qsample.package.package import MANIFEST_NAME, Compilation, Manifest, Package, PackageError, read_package
+from qsample.package.package import (
+    MANIFEST_NAME,
+    Compilation,
+    Manifest,
+    Package,
+    PackageError,
+    read_package,
+)
 from tests.helpers.small_packages import INTERFACE, manifest, write
 
 
@@ -37,7 +44,11 @@ def test_device_manifest_round_trip() -> None:
     data = json.loads(made.to_json())
     data["files"] = {name: {"sha256": "00", "bytes": 5 << 30} for name in INTERFACE.graphs}
     # Of packages before gates had a single level, before the files' hashes, and before packages were reproducible.
-    data["compilation"]["verify"], data["source"]["weight_hash"], data["timing"] = "full", "ab" * 32, []
+    data["compilation"]["verify"], data["source"]["weight_hash"], data["timing"] = (
+        "full",
+        "ab" * 32,
+        [],
+    )
     assert replace(Manifest.from_json(json.dumps(data)), files={}) == made
     assert "parts" not in data["compilation"], "older versions read packages without parts"
     part = GraphPart("decoder-1-of-1.onnx", (0, 2), 5 << 30)
@@ -48,7 +59,10 @@ def test_device_manifest_round_trip() -> None:
     data["files"][part.file] = {"sha256": "00", "bytes": 1}
     assert replace(Manifest.from_json(json.dumps(data)), files={}) == parted
     data["compilation"]["execution_providers"] = []
-    with pytest.raises(PackageError, match=r"execution_providers in qsample.json is empty; compile the package again"):
+    with pytest.raises(
+        PackageError,
+        match=r"execution_providers in qsample.json is empty; compile the package again",
+    ):
         Manifest.from_json(json.dumps(data))
 
 
@@ -59,7 +73,9 @@ def test_filters_round_trip() -> None:
     data["files"] = {name: {"sha256": "00", "bytes": 1} for name in INTERFACE.graphs}
     assert replace(Manifest.from_json(json.dumps(data)), files={}) == made
     data["interface"]["features"]["filters"].append("of a later version")
-    with pytest.raises(PackageError, match=r"interface\.features in qsample\.json: filters is .*later version"):
+    with pytest.raises(
+        PackageError, match=r"interface\.features in qsample\.json: filters is .*later version"
+    ):
         Manifest.from_json(json.dumps(data))
 
 
@@ -92,12 +108,21 @@ def put(place: str, value: Any) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text[: len(text) // 2], r"qsample.json is not JSON.*export the package again"),
+        (
+            lambda text: text[: len(text) // 2],
+            r"qsample.json is not JSON.*export the package again",
+        ),
         (lambda text: "[]", "no format_version"),
         (lambda text: "{}", "no format_version"),
-        (lambda text: put("new_key", 1)(put("format_version", 2)(text)), r"has format 2 and .* format 1; upgrade"),
+        (
+            lambda text: put("new_key", 1)(put("format_version", 2)(text)),
+            r"has format 2 and .* format 1; upgrade",
+        ),
         (put("format_version", 0), "has format 0 .*; export it again"),
-        (put("contract_version", "10.0"), "contract 10.0 and .* runs 2.0, 2.1, 2.2, 2.3; upgrade qsample"),
+        (
+            put("contract_version", "10.0"),
+            "contract 10.0 and .* runs 2.0, 2.1, 2.2, 2.3; upgrade qsample",
+        ),
         (put("surprise", 1), "manifest in qsample.json .*: unknown surprise"),
         (put("source", GONE), "missing source"),
         (put("source model_type", GONE), r"manifest.source .*: missing model_type"),
@@ -107,7 +132,10 @@ def put(place: str, value: Any) -> Callable[[str], str]:
         (put("interface vocab_size", 0), "vocab_size .* is 0; it must be 1 or more"),
         (put("interface dtype", "int4"), "dtype is 'int4'"),
         (put("interface key_values 1 head_dim", None), r"key_values\[1\].head_dim .* None"),
-        (put("interface features max_loras", 2), "max_loras in qsample.json is 2, and 0 layers take adapters"),
+        (
+            put("interface features max_loras", 2),
+            "max_loras in qsample.json is 2, and 0 layers take adapters",
+        ),
         (put("kind", "magic"), "manifest.kind .* is 'magic'; it must be 'portable' or 'device'"),
         (put("kind", "device"), "a device package has a compilation"),
         (put("files", []), r"manifest.files .* is \[\]"),
@@ -130,19 +158,31 @@ def test_wrong_manifest(change: Callable[[str], str], message: str, package: Pac
     [
         ({}, "qsample bake some/model OUT"),
         ({"versions": {"transformers": "5"}}, "qsample export some/model OUT"),
-        ({"versions": {"transformers": "5"}, "source": {"model_id": "a b; c"}}, "qsample export 'a b; c' OUT"),
         (
-            {"versions": {"transformers": "5"}, "kind": "device", "compilation": {"provider": "cuda", "ctx_len": 512}},
+            {"versions": {"transformers": "5"}, "source": {"model_id": "a b; c"}},
+            "qsample export 'a b; c' OUT",
+        ),
+        (
+            {
+                "versions": {"transformers": "5"},
+                "kind": "device",
+                "compilation": {"provider": "cuda", "ctx_len": 512},
+            },
             "qsample export some/model PORTABLE && qsample compile PORTABLE OUT --provider cuda --ctx-len 512",
         ),
-        ({"versions": None, "source": [], "kind": "device"}, "qsample bake MODEL PORTABLE && qsample compile PORTABLE"),
+        (
+            {"versions": None, "source": [], "kind": "device"},
+            "qsample bake MODEL PORTABLE && qsample compile PORTABLE",
+        ),
     ],
 )
 def test_a_package_of_an_older_contract_says_what_makes_it_again(
     changes: dict[str, Any], commands: str, package: Package
 ) -> None:
     path = package.path / MANIFEST_NAME
-    path.write_text(json.dumps({**json.loads(path.read_text()), "contract_version": "1.0", **changes}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "contract_version": "1.0", **changes})
+    )
     with pytest.raises(PackageError) as caught:
         read_package(package.path)
     start = (

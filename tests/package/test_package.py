@@ -51,7 +51,9 @@ def test_what_is_written_is_read_back(package: Package, tmp_path: Path) -> None:
 
 def test_hashes_are_those_of_another_program(package: Package) -> None:
     for name, entry in package.manifest.files.items():
-        result = subprocess.run(["sha256sum", package.path / name], capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            ["sha256sum", package.path / name], capture_output=True, text=True, check=True
+        )
         assert result.stdout.split()[0] == entry.sha256
 
 
@@ -60,7 +62,9 @@ def test_a_hash_from_the_writer_is_taken_unless_the_file_changes(
 ) -> None:
     read: list[str] = []
     own = package_module.sha256_of
-    monkeypatch.setattr(package_module, "sha256_of", lambda path: read.append(path.name) or own(path))
+    monkeypatch.setattr(
+        package_module, "sha256_of", lambda path: read.append(path.name) or own(path)
+    )
     with write_package(tmp_path / "package") as writer:
         for name, content in FILES.items():
             (writer.directory / name).parent.mkdir(exist_ok=True)
@@ -83,7 +87,10 @@ def test_only_files_of_the_manifest_are_part_of_the_package(package: Package) ->
 
 def test_read_json(package: Package, tmp_path: Path) -> None:
     assert package.read_json("tokenizer/extra.json") == {}
-    bad = write(tmp_path / "bad", FILES | {"list.json": b"[1]", "broken.json": b"{", "good.json": b'{"a": 1}'})
+    bad = write(
+        tmp_path / "bad",
+        FILES | {"list.json": b"[1]", "broken.json": b"{", "good.json": b'{"a": 1}'},
+    )
     assert bad.read_json("good.json") == {"a": 1}
     with pytest.raises(PackageError, match=r"list.json is not a JSON object"):
         bad.read_json("list.json")
@@ -115,11 +122,18 @@ SIZE = r": it has \d+ bytes and the manifest says 5000"
 @pytest.mark.parametrize(
     ("change", "words", "needs_hash"),
     [
-        *((puts("decoder.onnx.data", flipped(offset)), "data was altered: .*sha256", True) for offset in (0, 9999, -1)),
+        *(
+            (puts("decoder.onnx.data", flipped(offset)), "data was altered: .*sha256", True)
+            for offset in (0, 9999, -1)
+        ),
         (puts("decoder.onnx", GRAPH[:-1]), "decoder.onnx is truncated" + SIZE, False),
         (puts("decoder.onnx", b""), "decoder.onnx is truncated" + SIZE, False),
         (puts("decoder.onnx", GRAPH + b"x"), "decoder.onnx is altered" + SIZE, False),
-        (removes("initial_state.onnx"), r"initial_state.onnx is missing; export or download", False),
+        (
+            removes("initial_state.onnx"),
+            r"initial_state.onnx is missing; export or download",
+            False,
+        ),
         (removes(MANIFEST_NAME), r"it has no qsample.json; .*from_pretrained opens other", False),
         (
             lambda folder: (removes(MANIFEST_NAME)(folder), (folder / MANIFEST_NAME).mkdir()),
@@ -135,7 +149,9 @@ SIZE = r": it has \d+ bytes and the manifest says 5000"
         ),
     ],
 )
-def test_what_can_be_wrong(change: Callable[[Path], object], words: str, needs_hash: bool, package: Package) -> None:
+def test_what_can_be_wrong(
+    change: Callable[[Path], object], words: str, needs_hash: bool, package: Package
+) -> None:
     change(package.path)
     with pytest.raises(PackageError, match=words):
         read_package(package.path)
@@ -157,7 +173,9 @@ def test_a_failed_or_interrupted_write_leaves_nothing(error: BaseException, tmp_
 
 
 def test_interrupted_while_hashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qsample.package.package.sha256_of", lambda path: throw(KeyboardInterrupt()))
+    monkeypatch.setattr(
+        "qsample.package.package.sha256_of", lambda path: throw(KeyboardInterrupt())
+    )
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "package")
     assert os.listdir(tmp_path) == []
@@ -186,11 +204,21 @@ def too_long(path: Path) -> None:
         (too_large, r"GB free and the package needs about 1000000000\.0 GB"),
         (too_long, "the name is too long; choose another"),
         (lambda path: write(path, {"decoder.onnx": b""}), r"lists no initial_state.onnx"),
-        (lambda path: write(path, then=lambda folder: (folder / "l").symlink_to("/etc/hostname")), "l is not a plain"),
-        (lambda path: write(path, then=lambda folder: throw(FULL)), "is full; nothing was written. Free some space"),
+        (
+            lambda path: write(
+                path, then=lambda folder: (folder / "l").symlink_to("/etc/hostname")
+            ),
+            "l is not a plain",
+        ),
+        (
+            lambda path: write(path, then=lambda folder: throw(FULL)),
+            "is full; nothing was written. Free some space",
+        ),
     ],
 )
-def test_what_is_not_published_leaves_nothing(call: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+def test_what_is_not_published_leaves_nothing(
+    call: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(PackageError, match=words):
         call(tmp_path / "package")
     assert os.listdir(tmp_path) == []
@@ -230,11 +258,15 @@ def test_a_swap_that_fails_half_way_puts_the_old_package_back(
     assert os.listdir(tmp_path) == ["package"]
 
 
-def test_the_manifest_is_written_last_and_everything_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_is_written_last_and_everything_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed: list[str] = []
     real = os.fsync
     monkeypatch.setattr(
-        os, "fsync", lambda fd: (flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), real(fd))[1]
+        os,
+        "fsync",
+        lambda fd: (flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), real(fd))[1],
     )
     write(tmp_path / "package")
     assert {Path(name).name for name in FILES} | {MANIFEST_NAME, "tokenizer"} <= set(flushed)
@@ -245,7 +277,9 @@ def test_never_over_something_else(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
     for overwrite in (False, True):
-        with pytest.raises(PackageError, match="is not empty and not a qsample package, so it is not replaced"):
+        with pytest.raises(
+            PackageError, match="is not empty and not a qsample package, so it is not replaced"
+        ):
             write(tmp_path / "photos", overwrite=overwrite)
     with pytest.raises(PackageError, match="is a file"):
         write(tmp_path / "photos" / "cat.jpg")
@@ -281,11 +315,15 @@ def test_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         real(self, *args, **options)
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    with pytest.raises(PackageError, match=rf"cannot write to {tmp_path}: Permission denied; choose another folder"):
+    with pytest.raises(
+        PackageError, match=rf"cannot write to {tmp_path}: Permission denied; choose another folder"
+    ):
         write(tmp_path / "package")
 
 
-def test_a_disk_that_fills_up_while_the_manifest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_while_the_manifest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: throw(FULL))
     with pytest.raises(PackageError, match=r"is full; nothing was written") as caught:
         write(tmp_path / "package")
@@ -321,12 +359,23 @@ def test_copy_onto_itself(package: Package) -> None:
     assert package_module.read_package(package.path).manifest == package.manifest
 
 
-def test_a_package_is_never_written_over_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_never_written_over_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = write(tmp_path / "a" / "source")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     monkeypatch.chdir(tmp_path / "a")
-    for path in (package.path, "source", "../a/./source", tmp_path / "link" / "source", tmp_path / "a", ".."):
-        with pytest.raises(PackageError, match=r"is what the package is made from; choose another folder"):
+    for path in (
+        package.path,
+        "source",
+        "../a/./source",
+        tmp_path / "link" / "source",
+        tmp_path / "a",
+        "..",
+    ):
+        with pytest.raises(
+            PackageError, match=r"is what the package is made from; choose another folder"
+        ):
             check_not_source(path, "a/hub-id", package.path)
     for path in (package.path / "inside", "sourc", "source2", tmp_path / "b"):
         check_not_source(path, "a/hub-id", package.path)

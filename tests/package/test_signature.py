@@ -34,7 +34,10 @@ def signed(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_package_is_signed_moved_and_verified(signed: tuple[Path, Path], tmp_path: Path) -> None:
     folder, public = signed
     unchecked = read_package(folder)
-    assert (unchecked.signer, signer_of(folder)) == (None, read_package(folder, trusted_keys=public).signer)
+    assert (unchecked.signer, signer_of(folder)) == (
+        None,
+        read_package(folder, trusted_keys=public).signer,
+    )
     (tmp_path / "elsewhere").mkdir()
     moved = shutil.move(folder, tmp_path / "elsewhere" / "renamed")
     (moved / ".gitattributes").write_text("as the hub adds it")
@@ -52,7 +55,9 @@ def test_a_package_is_signed_moved_and_verified(signed: tuple[Path, Path], tmp_p
 def test_one_flipped_bit_in_any_file_is_refused(signed: tuple[Path, Path]) -> None:
     folder, public = signed
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    assert {SIGNATURE_NAME, "qsample.json", "manifest.json", "decoder.onnx.data"} <= {path.name for path in files}
+    assert {SIGNATURE_NAME, "qsample.json", "manifest.json", "decoder.onnx.data"} <= {
+        path.name for path in files
+    }
     for path in files:
         content = path.read_bytes()
         for place in (0, len(content) // 2, len(content) - 1):
@@ -63,7 +68,9 @@ def test_one_flipped_bit_in_any_file_is_refused(signed: tuple[Path, Path]) -> No
     read_package(folder, trusted_keys=public)
 
 
-def test_other_files_and_a_manifest_that_was_written_anew_are_refused(signed: tuple[Path, Path]) -> None:
+def test_other_files_and_a_manifest_that_was_written_anew_are_refused(
+    signed: tuple[Path, Path],
+) -> None:
     folder, public = signed
 
     def refused(message: str) -> None:
@@ -96,7 +103,9 @@ def test_other_files_and_a_manifest_that_was_written_anew_are_refused(signed: tu
 def test_other_signers_are_refused(signed: tuple[Path, Path], tmp_path: Path) -> None:
     folder, public = signed
     another_private, another = key_pair(tmp_path / "another")
-    with pytest.raises(PackageError, match=r"model\.sig is by the key sha256:[0-9a-f]{64}, which is not trusted"):
+    with pytest.raises(
+        PackageError, match=r"model\.sig is by the key sha256:[0-9a-f]{64}, which is not trusted"
+    ):
         read_package(folder, trusted_keys=[another])
     # A signature that claims to be by the trusted key.
     trusted = signer_of(folder)
@@ -105,11 +114,15 @@ def test_other_signers_are_refused(signed: tuple[Path, Path], tmp_path: Path) ->
     forged = json.loads((folder / SIGNATURE_NAME).read_text())
     forged["verificationMaterial"]["publicKey"]["hint"] = trusted.fingerprint
     (folder / SIGNATURE_NAME).write_text(json.dumps(forged))
-    with pytest.raises(PackageError, match=r"is not a valid signature by the key .*InvalidSignature"):
+    with pytest.raises(
+        PackageError, match=r"is not a valid signature by the key .*InvalidSignature"
+    ):
         read_package(folder, trusted_keys=public)
 
 
-def test_what_cannot_be_a_key_and_what_is_signed_already(signed: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_a_key_and_what_is_signed_already(
+    signed: tuple[Path, Path], tmp_path: Path
+) -> None:
     folder, public = signed
     (tmp_path / "empty").mkdir()
     private = tmp_path / "keys" / "private.key"
@@ -121,7 +134,10 @@ def test_what_cannot_be_a_key_and_what_is_signed_already(signed: tuple[Path, Pat
         with pytest.raises(QsampleError, match=message):
             read_package(folder, trusted_keys=keys)
     for wrong in ((), "sigstore:a@b.c", ["sigstore:a,b", "sigstore:c,d"]):
-        with pytest.raises(ValueError, match=r"trusted_keys is .*; give PEM files, folders, or one sigstore:ACCOUNT"):
+        with pytest.raises(
+            ValueError,
+            match=r"trusted_keys is .*; give PEM files, folders, or one sigstore:ACCOUNT",
+        ):
             read_package(folder, trusted_keys=wrong)
     before = (folder / SIGNATURE_NAME).read_bytes()
     with pytest.raises(PackageError, match="is signed already; give overwrite"):
@@ -151,7 +167,10 @@ def test_a_password_and_other_curves(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_certificates(tmp_path: Path) -> None:
     folder = write(tmp_path / "package").path
-    root, stranger = authority(tmp_path / "roots", "root"), authority(tmp_path / "strangers", "root")
+    root, stranger = (
+        authority(tmp_path / "roots", "root"),
+        authority(tmp_path / "strangers", "root"),
+    )
     private, public = key_pair(tmp_path / "keys")
     own = signing_certificate(private, root)
     sign(folder, private_key=private, certificate=own, certificate_chain=[root[2]])
@@ -172,7 +191,9 @@ def test_certificates(tmp_path: Path) -> None:
         )
 
 
-def test_sigstore_asks_for_the_account(signed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigstore_asks_for_the_account(
+    signed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library's part needs a network; this one shows what it is asked."""
     folder, public = signed
     bundle: dict[str, Any] = json.loads((folder / SIGNATURE_NAME).read_text())
@@ -181,7 +202,11 @@ def test_sigstore_asks_for_the_account(signed: tuple[Path, Path], monkeypatch: p
     with pytest.raises(PackageError, match=r"by the sigstore sha256:.*, which is not trusted"):
         read_package(folder, trusted_keys=public)
     asked: list[Any] = []
-    monkeypatch.setattr(model_signing.verifying.Config, "use_sigstore_verifier", lambda _, **given: asked.append(given))
+    monkeypatch.setattr(
+        model_signing.verifying.Config,
+        "use_sigstore_verifier",
+        lambda _, **given: asked.append(given),
+    )
     with pytest.raises(PackageError, match="is not a valid signature"):
         read_package(folder, trusted_keys=["sigstore:a@b.c,https://issuer"])
     assert asked == [{"identity": "a@b.c", "oidc_issuer": "https://issuer"}]

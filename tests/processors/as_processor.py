@@ -21,7 +21,13 @@ from typing import Final
 
 HERE: Final = Path(__file__).resolve().parent
 # Class → the flag that Linux shows on it, and on all those before; the best first. cpuid.c has the same levels.
-CLASSES: Final = {"avx512-vnni": "avx512_vnni", "avx512": "avx512bw", "avx2": "avx2", "avx": "avx", "sse": "sse2"}
+CLASSES: Final = {
+    "avx512-vnni": "avx512_vnni",
+    "avx512": "avx512bw",
+    "avx2": "avx2",
+    "avx": "avx",
+    "sse": "sse2",
+}
 _CPUID: Final = b"\x0f\xa2"
 _BREAKPOINT: Final = b"\xcc\x90"  # int3, nop
 
@@ -40,14 +46,23 @@ def lesser_classes() -> list[str]:
     tools = all(shutil.which(tool) for tool in ("gcc", "objdump", "readelf"))
     names = list(CLASSES)
     here = class_at_hand()
-    return names[names.index(here) + 1 :] if here in names and sys.platform == "linux" and tools else []
+    return (
+        names[names.index(here) + 1 :]
+        if here in names and sys.platform == "linux" and tools
+        else []
+    )
 
 
 def environment(folder: Path, name: str) -> dict[str, str]:
     """The variables of a process that takes the processor for one of the class `name`."""
     level = list(reversed(CLASSES)).index(name)
     path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "LD_PRELOAD": str(folder / "cpuid.so"), "QSAMPLE_CPUID": str(level)}
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "LD_PRELOAD": str(folder / "cpuid.so"),
+        "QSAMPLE_CPUID": str(level),
+    }
 
 
 def build(folder: Path) -> None:
@@ -65,7 +80,17 @@ def build(folder: Path) -> None:
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         _replace(copy / library.relative_to(source))
         made.write_text(stamp, "utf-8")
-    command = ["gcc", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", folder / "cpuid.so", HERE / "cpuid.c"]
+    command = [
+        "gcc",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-shared",
+        "-fPIC",
+        "-o",
+        folder / "cpuid.so",
+        HERE / "cpuid.c",
+    ]
     subprocess.run(command, check=True)
 
 
@@ -78,7 +103,9 @@ def _replace(library: Path) -> None:
     address, offset = (int(number, 16) for number in found.groups())
     code = bytearray(library.read_bytes())
     places = re.findall(
-        r"^ *([0-9a-f]+):\t *cpuid", _output("objdump", "-dj.text", "--no-show-raw-insn", library), re.M
+        r"^ *([0-9a-f]+):\t *cpuid",
+        _output("objdump", "-dj.text", "--no-show-raw-insn", library),
+        re.M,
     )
     assert places, f"{library} has no CPUID"
     for place in places:

@@ -20,7 +20,12 @@ from tests.helpers.tiny_models import save_checkpoint
 
 # Multiples of 128, so that every size of block divides them.
 _SIZES: Final[dict[str, Any]] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-_MIXTURE: Final = {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_MIXTURE: Final = {
+    **_SIZES,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
 _INT4: Final = {"weights": "int4"}
 # Name → model type, sizes, options of compile.
 PACKAGES: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
@@ -29,7 +34,11 @@ PACKAGES: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     "int8-128": ("llama", _SIZES, {"weights": "int8", "block_size": 128}),
     "int4": ("llama", _SIZES, _INT4),
     "int4-128": ("llama", _SIZES, {**_INT4, "block_size": 128}),
-    "int4-guesses": ("llama", _SIZES, {**_INT4, "kv_cache_dtype": "int8", "num_speculative_tokens": 4}),
+    "int4-guesses": (
+        "llama",
+        _SIZES,
+        {**_INT4, "kv_cache_dtype": "int8", "num_speculative_tokens": 4},
+    ),
     "int4-experts": ("qwen3_moe", _MIXTURE, _INT4),
 }
 CTX_LEN: Final = 160
@@ -46,7 +55,9 @@ def make_packages(folder: Path, *names: str) -> list[Path]:
         def export(path: Path, model_type: str = model_type, sizes: dict[str, Any] = sizes) -> None:
             checkpoint = save_checkpoint(folder / f"{model_type}-checkpoint", model_type, **sizes)
             # A log-probability shows a last bit that a token hides.
-            AutoModelForCausalLM.from_pretrained(checkpoint, logprobs=True, logit_bias=True).export(path)
+            AutoModelForCausalLM.from_pretrained(checkpoint, logprobs=True, logit_bias=True).export(
+                path
+            )
 
         def build(path: Path, model_type: str = model_type, given: CompileOptions = given) -> None:
             portable = made_once(folder / f"{model_type}-portable", export)

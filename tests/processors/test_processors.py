@@ -35,19 +35,32 @@ def packages(shared_folder: Path) -> list[Path]:
 
 
 @pytest.fixture
-def check(packages: list[Path], record_property: Callable[[str, object], None]) -> Callable[..., None]:
+def check(
+    packages: list[Path], record_property: Callable[[str, object], None]
+) -> Callable[..., None]:
     """(processor, start of the command, environment, rows) → asserts that all packages ran without a difference."""
 
     def run(processor: str, python: list[str], variables: dict[str, str], rows: int) -> None:
-        command = [*python, "-m", "tests.processors.workload", *map(str, packages), "--rows", str(rows)]
-        done = subprocess.run(command, env=variables, cwd=emulated.ROOT, capture_output=True, text=True, check=False)
+        command = [
+            *python,
+            "-m",
+            "tests.processors.workload",
+            *map(str, packages),
+            "--rows",
+            str(rows),
+        ]
+        done = subprocess.run(
+            command, env=variables, cwd=emulated.ROOT, capture_output=True, text=True, check=False
+        )
         reports = [json.loads(line) for line in done.stdout.splitlines()]
         for report in reports:
             record_property("workload", json.dumps({"processor": processor, **report}))
         assert len(reports) == len(packages), done.stderr
         assert [report for report in reports if report["differences"]] == []
         # Otherwise prefixes and guesses were not tested.
-        assert [report for report in reports if not report["reused"] or report["accepted"] == 0] == []
+        assert [
+            report for report in reports if not report["reused"] or report["accepted"] == 0
+        ] == []
 
     return run
 
@@ -69,5 +82,7 @@ def test_lesser_processors(name: str, check: Callable[..., None]) -> None:
 def test_emulated_processors(model: str, check: Callable[..., None]) -> None:
     found = emulated.python(model, FOLDER)
     if found is None:
-        pytest.skip(f"no QEMU {'.'.join(map(str, emulated.OLDEST))} or newer with a Python for {model}")
+        pytest.skip(
+            f"no QEMU {'.'.join(map(str, emulated.OLDEST))} or newer with a Python for {model}"
+        )
     check(model, *found, max(ROWS // _SLOWER, 12))

@@ -18,7 +18,9 @@ from tests.processors.workload import Company, Outcome, Row, compare, random_row
 
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("int4", marks=pytest.mark.ci)])
-def model(request: pytest.FixtureRequest, exported: Callable[..., Path], shared_folder: Path) -> CausalLM:
+def model(
+    request: pytest.FixtureRequest, exported: Callable[..., Path], shared_folder: Path
+) -> CausalLM:
     portable = read_package(exported("llama", logprobs=True, logit_bias=True))
     quantized = {"weights": "int4", "block_size": 64} if request.param == "int4" else {}
     options = CompileOptions(ctx_len=CTX_LEN, max_divergence=1e6, **quantized)
@@ -33,8 +35,13 @@ def test_rows_do_not_depend_on_their_company(model: CausalLM) -> None:
     assert report["comparisons"] == 4 * 24
     assert report["reused"] > 100
     assert model.sessions.rounding is not None
-    if not model.sessions.rounding.products.any:  # on this processor, the runtime has to do something for it
-        assert compare(load(model.package.path, batch_invariant=False), rows[:12], 1)["differences"] > 0
+    if (
+        not model.sessions.rounding.products.any
+    ):  # on this processor, the runtime has to do something for it
+        assert (
+            compare(load(model.package.path, batch_invariant=False), rows[:12], 1)["differences"]
+            > 0
+        )
 
 
 def test_a_difference_is_found_and_told(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,15 +53,25 @@ def test_a_difference_is_found_and_told(model: CausalLM, monkeypatch: pytest.Mon
         tokens, why, bits = outcomes[0]
         outcomes[0] = [tokens[0] + 1, *tokens[1:]], why, bits
         tokens, why, bits = outcomes[1]
-        outcomes[1] = tokens, why, np.nextafter(np.frombuffer(bits, np.float32), np.float32(1)).tobytes()
+        outcomes[1] = (
+            tokens,
+            why,
+            np.nextafter(np.frombuffer(bits, np.float32), np.float32(1)).tobytes(),
+        )
         tokens, why, bits = outcomes[2]
         outcomes[2] = tokens[:-1], why, bits[:-4]
         return outcomes
 
     monkeypatch.setattr(Company, "alone", alone)
-    monkeypatch.setattr(Company, "ways", lambda self: {"in one slot": lambda rows: self._engine(rows, slots=1)})
+    monkeypatch.setattr(
+        Company, "ways", lambda self: {"in one slot": lambda rows: self._engine(rows, slots=1)}
+    )
     report = compare(model, random_rows(3, model.interface.vocab_size, 1), 1)
     assert report["differences"] == 3
     told = "".join(sorted(report["first"], key=lambda one: one.split("row ")[1]))
-    for words in ("row 0, token 1 is", "row 1, the log-probability of token 1", "row 2, it ended with"):
+    for words in (
+        "row 0, token 1 is",
+        "row 1, the log-probability of token 1",
+        "row 2, it ended with",
+    ):
         assert words in told

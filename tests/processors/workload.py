@@ -26,7 +26,9 @@ import numpy as np
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
 
 FIRST_TOKEN: Final = 4  # those before are special
-BEGINNING: Final = 70  # tokens that long prompts have in common: more than the piece that a file holds at least
+BEGINNING: Final = (
+    70  # tokens that long prompts have in common: more than the piece that a file holds at least
+)
 LIKELY: Final = 12.0  # nats on top of a logit
 SHOWN: Final = 3  # differences of a package
 TIMEOUT: Final = 600.0
@@ -119,7 +121,9 @@ class Company:
                 self.model.save_prefix(long[0][:BEGINNING], file)
             yield from self._engine(rows, slots=3, prefixes=[file] if long else [])
 
-    def _generate(self, rows: list[Row], params: list[SamplingParams], **options: Any) -> Iterator[Outcome]:
+    def _generate(
+        self, rows: list[Row], params: list[SamplingParams], **options: Any
+    ) -> Iterator[Outcome]:
         seeds = [row.number for row in rows]
         output = self.model.generate([row.prompt for row in rows], params, seed=seeds, **options)
         self.accepted += output.timing.drafts.num_accepted_tokens
@@ -132,7 +136,11 @@ class Company:
         with Engine(self.model, max_waiting=len(rows), **options) as engine:
             requests = []
             for row, params in zip(rows, self._guessing(rows), strict=True):
-                requests.append(engine.add_request(row.prompt, params, seed=row.number, cancel_if_abandoned=False))
+                requests.append(
+                    engine.add_request(
+                        row.prompt, params, seed=row.number, cancel_if_abandoned=False
+                    )
+                )
                 if self.generator.random() < 0.3:
                     next(iter(requests[-1]), None)  # its first token
             for request in requests:
@@ -151,7 +159,10 @@ class Company:
     def _guessing(self, rows: list[Row]) -> list[SamplingParams]:
         """The parameters of rows, which may guess if the package does."""
         choices = [0, 1, self.guesses, self.guesses] if self.guesses else [0]
-        return [replace(row.params, prompt_lookup_num_tokens=self.generator.choice(choices)) for row in rows]
+        return [
+            replace(row.params, prompt_lookup_num_tokens=self.generator.choice(choices))
+            for row in rows
+        ]
 
     def _chunk(self) -> int | None:
         return self.generator.choice([None, 1, 8, 64, 100])
@@ -192,7 +203,9 @@ def _difference(alone: Outcome, other: Outcome) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compares random rows of packages alone and in company.")
+    parser = argparse.ArgumentParser(
+        description="Compares random rows of packages alone and in company."
+    )
     parser.add_argument("packages", type=Path, nargs="+", metavar="PACKAGE")
     parser.add_argument("--rows", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

@@ -60,7 +60,9 @@ def test_many_processes_unpack_it_once(tmp_path: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("lost", [[MANIFEST_NAME], sorted(FILES)[:1], [MANIFEST_NAME, *FILES]])
 @pytest.mark.parametrize("in_a_folder", [False, True])
-def test_what_lost_files_is_unpacked_again(tmp_path: Path, cache: Path, lost: list[str], in_a_folder: bool) -> None:
+def test_what_lost_files_is_unpacked_again(
+    tmp_path: Path, cache: Path, lost: list[str], in_a_folder: bool
+) -> None:
     """Systems remove old files from temporary folders, one by one."""
     package = write(tmp_path / "package")
     archive = tmp_path / "package.tar"

@@ -32,7 +32,11 @@ ROWS = 600
 
 def rows() -> list[dict[str, Any]]:
     return [
-        {"id": index, "prompt": PROMPTS[index % 4], "sampling_params": {"max_new_tokens": 8 + index * 37 % 90}}
+        {
+            "id": index,
+            "prompt": PROMPTS[index % 4],
+            "sampling_params": {"max_new_tokens": 8 + index * 37 % 90},
+        }
         for index in range(ROWS)
     ]
 
@@ -45,7 +49,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     store = 100 * 2**20
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": store})
+    made = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": store}
+    )
     try:
         ray.init(address=made.address, log_to_driver=False)
         yield made
@@ -54,7 +60,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made.shutdown()
 
 
-def test_rows_survive_a_killed_actor_and_a_lost_node(cluster: Any, bundled_package: Path, tmp_path: Path) -> None:
+def test_rows_survive_a_killed_actor_and_a_lost_node(
+    cluster: Any, bundled_package: Path, tmp_path: Path
+) -> None:
     from qsample.ray import QsampleProcessorConfig, build_processor
 
     nodes = [cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20) for _ in range(2)]
@@ -62,12 +70,23 @@ def test_rows_survive_a_killed_actor_and_a_lost_node(cluster: Any, bundled_packa
     seen: set[int] = set()
 
     def note(row: dict[str, Any]) -> dict[str, Any]:
-        return {"id": row["id"], "tokens": list(map(int, row["generated_tokens"])), "text": row["generated_text"]}
+        return {
+            "id": row["id"],
+            "tokens": list(map(int, row["generated_tokens"])),
+            "text": row["generated_text"],
+        }
 
     config = QsampleProcessorConfig(
-        package=str(bundled_package), concurrency=2, batch_size=20, slots=8, num_cpus=1, send_package=True
+        package=str(bundled_package),
+        concurrency=2,
+        batch_size=20,
+        slots=8,
+        num_cpus=1,
+        send_package=True,
     )
-    dataset = build_processor(config, postprocess=note)(ray.data.from_items(rows(), override_num_blocks=30))
+    dataset = build_processor(config, postprocess=note)(
+        ray.data.from_items(rows(), override_num_blocks=30)
+    )
 
     def disturb() -> None:
         end = time.monotonic() + 120
@@ -91,9 +110,13 @@ def test_rows_survive_a_killed_actor_and_a_lost_node(cluster: Any, bundled_packa
 
     with Engine(load(bundled_package), slots=8, max_waiting=ROWS) as engine:
         requests = [
-            engine.add_request(row["prompt"], seed=seed_of(row, "id"), **row["sampling_params"]) for row in rows()
+            engine.add_request(row["prompt"], seed=seed_of(row, "id"), **row["sampling_params"])
+            for row in rows()
         ]
-        expected = {row["id"]: request.result().token_ids for row, request in zip(rows(), requests, strict=True)}
+        expected = {
+            row["id"]: request.result().token_ids
+            for row, request in zip(rows(), requests, strict=True)
+        }
     assert {row["id"]: row["tokens"] for row in done} == expected
 
 
@@ -155,7 +178,11 @@ def test_replicas_follow_the_queue(cluster: Any, bundled_package: Path) -> None:
     try:
         port = _free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        handle = serve.run(serve_app(settings, autoscaling_config={**scaling, "look_back_period_s": 12}, num_cpus=1))
+        handle = serve.run(
+            serve_app(
+                settings, autoscaling_config={**scaling, "look_back_period_s": 12}, num_cpus=1
+            )
+        )
         assert handle.check_health.remote().result() is None
         assert replicas(serve) == 1
         url = f"http://127.0.0.1:{port}/v1/completions"
@@ -206,7 +233,9 @@ def stream(url: str, body: dict[str, Any]) -> str:
         assert answer.status_code == 200, answer.read()
         lines = list(answer.iter_lines())
     assert "data: [DONE]" in lines
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+    ]
     return "".join(event["choices"][0]["text"] for event in events)
 
 

@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 
 from qsample.errors import QsampleError
-from qsample.ray.processor import EngineActor, QsampleProcessorConfig, request_of, seed_of, warn_where_full
+from qsample.ray.processor import (
+    EngineActor,
+    QsampleProcessorConfig,
+    request_of,
+    seed_of,
+    warn_where_full,
+)
 from qsample.ray.server import serve_app
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Engine, EngineClosedError, load
@@ -46,10 +52,16 @@ def run(
 
 
 def test_rows_are_what_generate_gives(bundled_package: Path) -> None:
-    config = QsampleProcessorConfig(package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 8})
+    config = QsampleProcessorConfig(
+        package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 8}
+    )
     rows: list[dict[str, Any]] = [
         {"prompt": PROMPT, "seed": 3},
-        {"prompt": PROMPT, "id": "a", "sampling_params": {"temperature": 0.5, "max_new_tokens": 5, "top_p": None}},
+        {
+            "prompt": PROMPT,
+            "id": "a",
+            "sampling_params": {"temperature": 0.5, "max_new_tokens": 5, "top_p": None},
+        },
         {"prompt": [5, 6, 7], "seed": 1, "sampling_params": {"seed": 9, "temperature": 1.0}},
     ]
     done = run(config, rows)
@@ -59,9 +71,13 @@ def test_rows_are_what_generate_gives(bundled_package: Path) -> None:
         model.generate(PROMPT, seed=seed_of({"id": "a"}, "id"), max_new_tokens=5, temperature=0.5),
         model.generate([5, 6, 7], seed=9, max_new_tokens=8, temperature=1.0),
     ]
-    assert [row["generated_text"] for row in done] == [(output.texts or [""])[0] for output in expected]
+    assert [row["generated_text"] for row in done] == [
+        (output.texts or [""])[0] for output in expected
+    ]
     assert [row["generated_tokens"] for row in done] == [output.token_ids[0] for output in expected]
-    assert [row["num_generated_tokens"] for row in done] == [len(output.token_ids[0]) for output in expected]
+    assert [row["num_generated_tokens"] for row in done] == [
+        len(output.token_ids[0]) for output in expected
+    ]
     assert [row["seed"] for row in done] == [output.seeds[0] for output in expected]
 
 
@@ -72,9 +88,16 @@ def test_rows_choose_their_adapters(adapted: Callable[..., Path], tmp_path: Path
     for seed, name in enumerate("ab"):
         model.load_adapter(name, random_adapter(tmp_path / name, model.interface, seed, rank=4))
     loras = {name: str(tmp_path / name) for name in "ab"}
-    config = QsampleProcessorConfig(package=str(package), slots=3, loras=loras, sampling_params=greedy)
-    rows = [{"prompt": [5, 6], "seed": 1, "sampling_params": {"adapter": name}} for name in ("a", "b", None)]
-    wanted = [model.generate([[5, 6]], adapter=name, **greedy).token_ids[0] for name in ("a", "b", None)]
+    config = QsampleProcessorConfig(
+        package=str(package), slots=3, loras=loras, sampling_params=greedy
+    )
+    rows = [
+        {"prompt": [5, 6], "seed": 1, "sampling_params": {"adapter": name}}
+        for name in ("a", "b", None)
+    ]
+    wanted = [
+        model.generate([[5, 6]], adapter=name, **greedy).token_ids[0] for name in ("a", "b", None)
+    ]
     assert [row["generated_tokens"] for row in run(config, rows)] == wanted
     assert len({tuple(tokens) for tokens in wanted}) == 3
 
@@ -98,7 +121,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def test_rows_that_fail_say_so_or_end_the_job(bundled_package: Path) -> None:
-    config = QsampleProcessorConfig(package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 2})
+    config = QsampleProcessorConfig(
+        package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 2}
+    )
     right = {"id": 0, "prompt": PROMPT}
     continuing = replace(config, should_continue_on_error=True)
     first, *failed, last = run(continuing, [right, *(row for row, _ in WRONG), right])
@@ -115,7 +140,9 @@ def test_rows_that_fail_say_so_or_end_the_job(bundled_package: Path) -> None:
 
 
 def test_rows_are_done_again_where_an_engine_fails(bundled_package: Path) -> None:
-    config = QsampleProcessorConfig(package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 40})
+    config = QsampleProcessorConfig(
+        package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 40}
+    )
     rows = [{"id": index, "prompt": PROMPT} for index in range(5)]
     engines: list[Engine] = []
 
@@ -130,7 +157,9 @@ def test_rows_are_done_again_where_an_engine_fails(bundled_package: Path) -> Non
 
 def test_an_engine_that_fails_again_ends_the_job(bundled_package: Path) -> None:
     """Otherwise all the rest of a dataset would become errors."""
-    config = QsampleProcessorConfig(package=str(bundled_package), slots=2, should_continue_on_error=True)
+    config = QsampleProcessorConfig(
+        package=str(bundled_package), slots=2, should_continue_on_error=True
+    )
 
     def fail(actor: EngineActor) -> None:
         make = actor._make_engine
@@ -164,17 +193,30 @@ def test_what_arrow_and_pandas_make_of_rows() -> None:
         "id": np.int64(3),
         "seed": float("nan"),
         "prompt": None,
-        "messages": [{"role": "user", "content": "x", "name": None}, {"role": "assistant", "content": None}],
+        "messages": [
+            {"role": "user", "content": "x", "name": None},
+            {"role": "assistant", "content": None},
+        ],
         "sampling_params": {"max_new_tokens": np.int32(3), "top_p": None, "tools": tools},
     }
     inputs, options = request_of(row, {"temperature": 0.5, "max_new_tokens": 9}, "id")
     assert inputs == [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
     plain_tools = [{"function": {"name": "f", "parameters": {"a": 1}}}]
-    assert options == {"temperature": 0.5, "max_new_tokens": 3, "tools": plain_tools, "seed": seed_of({"id": 3}, "id")}
+    assert options == {
+        "temperature": 0.5,
+        "max_new_tokens": 3,
+        "tools": plain_tools,
+        "seed": seed_of({"id": 3}, "id"),
+    }
     assert request_of({"prompt": np.array([5, 6]), "seed": 7.0}, {}, "id") == ([5, 6], {"seed": 7})
-    assert request_of({"prompt": "", "id": 1.0}, {}, "id") == ("", {"seed": seed_of({"id": 1}, "id")})
+    assert request_of({"prompt": "", "id": 1.0}, {}, "id") == (
+        "",
+        {"seed": seed_of({"id": 1}, "id")},
+    )
     nested = np.array([np.array([5, 6]), np.array([7])], dtype=object)
-    _, options = request_of({"prompt": "x", "seed": 1, "sampling_params": {"bad_words_ids": nested}}, {}, "id")
+    _, options = request_of(
+        {"prompt": "x", "seed": 1, "sampling_params": {"bad_words_ids": nested}}, {}, "id"
+    )
     assert SamplingParams(**options).bad_words_ids == ((5, 6), (7,))
 
 
@@ -195,7 +237,9 @@ def test_images_of_a_row() -> None:
         assert len(options["images"]) == len(expected)
         if len(expected) == 1 and not isinstance(expected[0], bytes):
             part = {"type": "image", "image": given if given is pixels else given[0], "text": None}
-            (message,), _ = request_of({"id": 1, "messages": [{"role": "user", "content": [part, text]}]}, {}, "id")
+            (message,), _ = request_of(
+                {"id": 1, "messages": [{"role": "user", "content": [part, text]}]}, {}, "id"
+            )
             assert message["content"][1] == {"type": "text", "text": "x"}
             assert (message["content"][0]["image"] == pixels).all()
             assert message["content"][0]["image"].dtype == np.uint8
@@ -208,7 +252,12 @@ def test_rows_with_images(smolvlm_package: Path, tmp_path: Path) -> None:
 
     picture(30, 20).save(tmp_path / "a.png")
     content = (tmp_path / "a.png").read_bytes()
-    said = [{"role": "user", "content": [{"type": "image", "image": content}, {"type": "text", "text": "x"}]}]
+    said = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": content}, {"type": "text", "text": "x"}],
+        }
+    ]
     rows = [
         {"prompt": "x", "images": [content]},
         {"messages": said},
@@ -216,7 +265,10 @@ def test_rows_with_images(smolvlm_package: Path, tmp_path: Path) -> None:
         {"prompt": "x"},
     ]
     config = QsampleProcessorConfig(
-        package=str(smolvlm_package), slots=2, sampling_params={"max_new_tokens": 4}, should_continue_on_error=True
+        package=str(smolvlm_package),
+        slots=2,
+        sampling_params={"max_new_tokens": 4},
+        should_continue_on_error=True,
     )
     done = run(config, [{"id": number, "seed": number, **row} for number, row in enumerate(rows)])
     assert "give a PNG, JPEG, WebP or GIF file" in done[2]["__inference_error__"]
@@ -268,7 +320,8 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("taken", "cpus", "warns"), [(1, 1, True), (2, 2, True), (1.5, 2, True), (1, 2, False), (0, 1, False)]
+    ("taken", "cpus", "warns"),
+    [(1, 1, True), (2, 2, True), (1.5, 2, True), (1, 2, False), (0, 1, False)],
 )
 def test_actors_that_take_all_cpus_are_told(taken: float, cpus: float, warns: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
@@ -300,7 +353,10 @@ def pa() -> Any:
 @pytest.fixture
 def actor(pa: Any, bundled_package: Path) -> Iterator[EngineActor]:
     config = QsampleProcessorConfig(
-        package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 3}, should_continue_on_error=True
+        package=str(bundled_package),
+        slots=2,
+        sampling_params={"max_new_tokens": 3},
+        should_continue_on_error=True,
     )
     actor = EngineActor(config, None)
     yield actor
@@ -335,7 +391,10 @@ def test_columns_stay_as_they_are(pa: Any, actor: EngineActor) -> None:
     )
     assert {name: done.schema.field(name).type for name in columns} == columns
     assert done.column("num_generated_tokens").to_pylist() == [3, None]
-    assert [bool(error) for error in done.column("__inference_error__").to_pylist()] == [False, True]
+    assert [bool(error) for error in done.column("__inference_error__").to_pylist()] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("rows", [0, 2])

@@ -41,10 +41,14 @@ class Reference:
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """The tokens of a conversation, with the beginning of an answer."""
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
 
     def answer(self, messages: list[dict[str, str]], count: int) -> str:
-        return self.tokenizer.decode(self.greedy(self.chat(messages), count), skip_special_tokens=True)
+        return self.tokenizer.decode(
+            self.greedy(self.chat(messages), count), skip_special_tokens=True
+        )
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +91,8 @@ def compiled(float_package: Path, shared_folder: Path) -> Callable[[str], Path]:
 
     model = AutoModelForCausalLM.from_pretrained(float_package)
     return lambda weights: made_once(
-        shared_folder / f"smollm2-{weights}", lambda path: model.compile(path, ctx_len=1024, weights=weights)
+        shared_folder / f"smollm2-{weights}",
+        lambda path: model.compile(path, ctx_len=1024, weights=weights),
     )
 
 

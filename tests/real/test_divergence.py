@@ -14,7 +14,11 @@ from tests.real.conftest import ROOT, Reference
 
 pytestmark = pytest.mark.real
 
-QUESTIONS = ("What is the capital of France?", "Give me three tips for better sleep.", "Explain photosynthesis.")
+QUESTIONS = (
+    "What is the capital of France?",
+    "Give me three tips for better sleep.",
+    "Explain photosynthesis.",
+)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -37,5 +41,7 @@ def test_the_figure_is_what_a_user_measures(
         for texts in ([page], answers)
     ]
     mean = sum(measured) / len(measured)
-    print(f"{weights}: compile {found.kl.value:.4f}, page {measured[0]:.4f}, answers {measured[1]:.4f}")
+    print(
+        f"{weights}: compile {found.kl.value:.4f}, page {measured[0]:.4f}, answers {measured[1]:.4f}"
+    )
     assert mean / 2 < found.kl.value < 2 * mean

@@ -41,7 +41,9 @@ class Person(BaseModel):
 
 @pytest.fixture(scope="module")
 def server(float_package: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(float_package, "--served-model-name", MODEL, "--slots", "4", "--ctx-len", "1024") as running:
+    with ServerProcess(
+        float_package, "--served-model-name", MODEL, "--slots", "4", "--ctx-len", "1024"
+    ) as running:
         yield running
 
 
@@ -61,9 +63,19 @@ def test_chat_with_openais_client(openai_client: Any, reference: Reference) -> N
     expected = reference.answer(CHAT, TOKENS)
     count = len(reference.greedy(reference.chat(CHAT), TOKENS))
     answer = openai_client.chat.completions.create(**GREEDY)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, "stop")
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(reference.chat(CHAT)), count)
-    events = [*openai_client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True})]
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
+        expected,
+        "stop",
+    )
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        len(reference.chat(CHAT)),
+        count,
+    )
+    events = [
+        *openai_client.chat.completions.create(
+            **GREEDY, stream=True, stream_options={"include_usage": True}
+        )
+    ]
     assert "".join(event.choices[0].delta.content or "" for event in events[:-1]) == expected
     assert len(events) > 5
     assert events[-1].usage == answer.usage.model_copy(
@@ -78,7 +90,12 @@ def test_chat_with_openais_client(openai_client: Any, reference: Reference) -> N
 
 def test_chat_with_anthropics_client(anthropic_client: Any, reference: Reference) -> None:
     expected = reference.answer(CHAT, TOKENS)
-    given: Any = {"model": MODEL, "messages": CHAT, "max_tokens": TOKENS, "extra_body": {"temperature": 0}}
+    given: Any = {
+        "model": MODEL,
+        "messages": CHAT,
+        "max_tokens": TOKENS,
+        "extra_body": {"temperature": 0},
+    }
     answer = anthropic_client.messages.create(**given)
     assert (answer.content[0].text, answer.stop_reason) == (expected, "end_turn")
     usage = answer.usage
@@ -98,19 +115,32 @@ def test_chat_with_anthropics_client(anthropic_client: Any, reference: Reference
 
 def test_an_answer_follows_its_schema(server: ServerProcess) -> None:
     text = "Anna is 31 years old. Who is it? Answer in JSON with the keys name and age."
-    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": Person.model_json_schema()}}
-    body = {**GREEDY, "messages": [{"role": "user", "content": text}], "max_tokens": 200, "response_format": form}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": Person.model_json_schema()},
+    }
+    body = {
+        **GREEDY,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 200,
+        "response_format": form,
+    }
     answer = server.client.post("/v1/chat/completions", json=body).json()["choices"][0]
     assert answer["finish_reason"] == "stop"
     assert Person.model_validate_json(answer["message"]["content"]) == Person(name="Anna", age=31)
 
 
 def test_a_tool_is_called_and_its_result_read(server: ServerProcess, reference: Reference) -> None:
-    asked: Any = {"role": "user", "content": "What is the weather in Paris? Call get_weather with the city."}
+    asked: Any = {
+        "role": "user",
+        "content": "What is the weather in Paris? Call get_weather with the city.",
+    }
     options = {"model": MODEL, "tools": [WEATHER], "max_tokens": 100, "temperature": 0}
 
     def answer(messages: list[Any], **more: Any) -> Any:
-        response = server.client.post("/v1/chat/completions", json={**options, "messages": messages, **more})
+        response = server.client.post(
+            "/v1/chat/completions", json={**options, "messages": messages, **more}
+        )
         assert response.status_code == 200, response.text
         return response.json()
 
@@ -120,8 +150,16 @@ def test_a_tool_is_called_and_its_result_read(server: ServerProcess, reference: 
     arguments = json.loads(call["function"]["arguments"])
     assert "Paris" in arguments["city"]
     # The template of this model has no place for calls, so that the call counts as an empty answer.
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "It is sunny, with 21 degrees."}
+    result = {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "content": "It is sunny, with 21 degrees.",
+    }
     second = answer([asked, {"role": "assistant", "content": "", "tool_calls": [call]}, result])
-    read = [asked, {"role": "assistant", "content": ""}, {"role": "tool", "content": result["content"]}]
+    read = [
+        asked,
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "content": result["content"]},
+    ]
     assert second["usage"]["prompt_tokens"] == len(reference.chat(read))
     assert second["choices"][0]["message"]["content"] == reference.answer(read, 100)

@@ -25,7 +25,10 @@ TEXTS = [
 QUESTION = [{"role": "user", "content": "How do I boil an egg?"}]
 CHATS = [
     QUESTION,
-    [{"role": "system", "content": "You answer in one word."}, {"role": "user", "content": "What colour is the sky?"}],
+    [
+        {"role": "system", "content": "You answer in one word."},
+        {"role": "user", "content": "What colour is the sky?"},
+    ],
     [
         {"role": "user", "content": "My name is Anna & I like <tea>."},
         {"role": "assistant", "content": "Hello, Anna!\n"},
@@ -45,7 +48,9 @@ def model(float_package: Path) -> CausalLM:
 
 
 def new_tokens(model: CausalLM, prompt: Any, count: int, **options: Any) -> list[int]:
-    return model.generate(prompt, max_new_tokens=count, **({"do_sample": False} | options)).token_ids[0]
+    return model.generate(
+        prompt, max_new_tokens=count, **({"do_sample": False} | options)
+    ).token_ids[0]
 
 
 @pytest.mark.parametrize("form", ["float_package", "gguf_package"])
@@ -59,28 +64,38 @@ def test_greedy_tokens_are_those_of_transformers(
         assert new_tokens(package, chat, 24) == reference.greedy(reference.chat(chat), 24), chat
 
 
-def test_conversations_are_rendered_as_by_transformers(model: CausalLM, reference: Reference) -> None:
+def test_conversations_are_rendered_as_by_transformers(
+    model: CausalLM, reference: Reference
+) -> None:
     for chat in CHATS:
         output = model.generate(chat, max_new_tokens=1)
         assert output.sequences[0, :-1].tolist() == reference.chat(chat)
 
 
-def test_rows_of_different_lengths_are_those_that_each_has_alone(model: CausalLM, reference: Reference) -> None:
+def test_rows_of_different_lengths_are_those_that_each_has_alone(
+    model: CausalLM, reference: Reference
+) -> None:
     prompts = [reference.encoded(text) for text in TEXTS]
     assert len({len(ids) for ids in prompts}) == len(prompts)
     greedy = model.generate(TEXTS, max_new_tokens=16, do_sample=False)
     assert greedy.token_ids == [reference.greedy(ids, 16) for ids in prompts]
     sampled: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "top_k": 0}
     together = model.generate(TEXTS, SamplingParams(max_new_tokens=16, **sampled), seed=3)
-    alone = [new_tokens(model, text, 16, do_sample=True, seed=3 + row, **sampled) for row, text in enumerate(TEXTS)]
+    alone = [
+        new_tokens(model, text, 16, do_sample=True, seed=3 + row, **sampled)
+        for row, text in enumerate(TEXTS)
+    ]
     assert together.token_ids == alone
     assert together.token_ids != greedy.token_ids
 
 
-def test_a_stored_prefix_changes_no_token(model: CausalLM, reference: Reference, tmp_path: Path) -> None:
+def test_a_stored_prefix_changes_no_token(
+    model: CausalLM, reference: Reference, tmp_path: Path
+) -> None:
     system = {"role": "system", "content": RULES}
     chats: Any = [
-        [system, {"role": "user", "content": text}] for text in ("How much is a card?", "Can I renew a film?")
+        [system, {"role": "user", "content": text}]
+        for text in ("How much is a card?", "Can I renew a film?")
     ]
     stored = model.save_prefix([system], tmp_path / "rules")
     assert stored >= 64
@@ -102,7 +117,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
             a = torch.randn(4, 576, generator=generator) * 0.05
             b = torch.randn(rows, 4, generator=generator) * 0.05
             path = f"model.layers.{layer}.{module}"
-            tensors |= {f"base_model.model.{path}.lora_{part}.weight": x for part, x in (("A", a), ("B", b))}
+            tensors |= {
+                f"base_model.model.{path}.lora_{part}.weight": x for part, x in (("A", a), ("B", b))
+            }
             changes[f"{path}.weight"] = 8 / 4 * b @ a
     folder = tmp_path_factory.mktemp("lora") / "adapter"
     save_adapter(folder, tensors, r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"])
@@ -133,5 +150,11 @@ def test_an_adapter_gives_the_tokens_of_the_merged_model(
         ids = reference.encoded(text)
         expected = merged.greedy(ids, 16)
         assert expected != reference.greedy(ids, 16)
-        params = [SamplingParams(temperature=0, max_new_tokens=16, adapter=name) for name in ("changed", None)]
-        assert model.generate([text, text], params).token_ids == [expected, reference.greedy(ids, 16)]
+        params = [
+            SamplingParams(temperature=0, max_new_tokens=16, adapter=name)
+            for name in ("changed", None)
+        ]
+        assert model.generate([text, text], params).token_ids == [
+            expected,
+            reference.greedy(ids, 16),
+        ]

@@ -16,7 +16,13 @@ from qsample import AutoModelForCausalLM
 from qsample.contract.interface import Features
 from qsample.request import qefficient
 from qsample.request.qefficient import read_compile, read_config, read_generate
-from qsample.request.refusals import COMPILE, COMPILE_IGNORED, GENERATE, QAIC_CONFIG, SAMPLING_PARAMS
+from qsample.request.refusals import (
+    COMPILE,
+    COMPILE_IGNORED,
+    GENERATE,
+    QAIC_CONFIG,
+    SAMPLING_PARAMS,
+)
 from qsample.request.sampling_params import SamplingParams
 
 PAGE = (Path(__file__).parents[2] / "docs" / "qefficient.md").read_text("utf-8")
@@ -113,7 +119,11 @@ def test_its_example_runs_with_another_import_line(checkpoint: Callable[[str], P
         ids = tokenizer(prompt, return_tensors="pt")
         processors = LogitsProcessorList([masked])
         wanted = model.generate(
-            **ids, max_new_tokens=20, do_sample=False, repetition_penalty=1.9, logits_processor=processors
+            **ids,
+            max_new_tokens=20,
+            do_sample=False,
+            repetition_penalty=1.9,
+            logits_processor=processors,
         )
         assert got == wanted[0, ids["input_ids"].shape[1] :].tolist()[: len(got)]
         assert len(got) == 20 or tokenizer.eos_token_id == got[-1]
@@ -181,20 +191,35 @@ def test_every_argument_of_its_compile_is_known() -> None:
         ({"aic_enable_depth_first": True, "mos": 1}, "Cloud AI 100's compiler; leave it out"),
     ],
 )
-def test_what_has_no_meaning_here_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_has_no_meaning_here_is_refused(
+    given: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained("some/model").compile(tmp_path / "package", **given)
 
 
 def test_the_config_names_features() -> None:
-    config = {"include_sampler": True, "return_pdfs": True, "max_top_k_ids": 512, "include_guided_decoding": True}
-    opened = AutoModelForCausalLM.from_pretrained("some/model", qaic_config=config, continuous_batching=True)
+    config = {
+        "include_sampler": True,
+        "return_pdfs": True,
+        "max_top_k_ids": 512,
+        "include_guided_decoding": True,
+    }
+    opened = AutoModelForCausalLM.from_pretrained(
+        "some/model", qaic_config=config, continuous_batching=True
+    )
     assert opened.features == Features(probs=True, allowed_tokens=True)
     assert read_config({"include_sampler": False, "return_pdfs": None}) == {"sampler": False}
     for wrong, message in (
-        ({"include_samplers": True}, "qaic_config has no key 'include_samplers'; did you mean 'include_sampler'"),
+        (
+            {"include_samplers": True},
+            "qaic_config has no key 'include_samplers'; did you mean 'include_sampler'",
+        ),
         ({"max_top_k_ids": 0}, "max_top_k_ids is 0"),
-        ({"speculative_model_type": "target"}, r"speculative_model_type is 'target'.*num_speculative_tokens"),
+        (
+            {"speculative_model_type": "target"},
+            r"speculative_model_type is 'target'.*num_speculative_tokens",
+        ),
         ({"include_sampler": "true"}, "sampler is 'true'; give True or False"),
         ("sampler", "qaic_config is 'sampler'; give a mapping"),
     ):
@@ -210,10 +235,15 @@ def test_rows_of_sampling_params() -> None:
         "min_ps": None,
     }
     inputs, params, rest = read_generate(
-        None, None, {"prompts": ["a", "b", "c"], "sampling_params": arrays, "generation_len": 9}, Features()
+        None,
+        None,
+        {"prompts": ["a", "b", "c"], "sampling_params": arrays, "generation_len": 9},
+        Features(),
     )
     assert (inputs, rest) == (["a", "b", "c"], {})
-    rows = [(row.temperature, row.top_k, row.frequency_penalty, row.max_new_tokens) for row in params]
+    rows = [
+        (row.temperature, row.top_k, row.frequency_penalty, row.max_new_tokens) for row in params
+    ]
     assert rows == [(0.0, 0, 0.25, 9), (0.5, 0, 0.25, 9), (1.0, 7, 0.25, 9)]
     one = SamplingParams(temperature=0.3)
     assert read_generate("a", None, {"sampling_params": one}, Features()) == ("a", one, {})
@@ -227,8 +257,14 @@ def test_rows_of_sampling_params() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"sampling_params": {"random_numbers": np.zeros((1, 512))}}, "random_numbers is of type ndarray.*seed="),
-        ({"sampling_params": {"temperature": 1}}, "no key 'temperature'; did you mean 'temperatures'"),
+        (
+            {"sampling_params": {"random_numbers": np.zeros((1, 512))}},
+            "random_numbers is of type ndarray.*seed=",
+        ),
+        (
+            {"sampling_params": {"temperature": 1}},
+            "no key 'temperature'; did you mean 'temperatures'",
+        ),
         (
             {"sampling_params": {"temperatures": np.ones((2, 1)), "top_ks": [1, 2, 3]}},
             r"temperatures of sampl.*\[3, 1\]",
@@ -240,7 +276,10 @@ def test_rows_of_sampling_params() -> None:
         ({"sampling_params": {"top_ps": ["half"]}}, "top_ps of sampling_params"),
         ({"sampling_params": {"top_ps": [np.nan]}}, "top_p is nan; give a number > 0"),
         ({"prompts": ["b"]}, "inputs and prompts were given"),
-        ({"return_pdfs": True}, "return_pdfs is True, and the package has it False; give it to from_pretrained"),
+        (
+            {"return_pdfs": True},
+            "return_pdfs is True, and the package has it False; give it to from_pretrained",
+        ),
     ],
 )
 def test_arguments_of_generate_that_are_wrong(given: dict[str, Any], message: str) -> None:
@@ -251,7 +290,18 @@ def test_arguments_of_generate_that_are_wrong(given: dict[str, Any], message: st
 
 
 def test_the_page_has_every_name() -> None:
-    for name in (*ITS_COMPILE, *ITS_GENERATE, *QAIC_CONFIG, *SAMPLING_PARAMS, *COMPILE, *COMPILE_IGNORED):
+    for name in (
+        *ITS_COMPILE,
+        *ITS_GENERATE,
+        *QAIC_CONFIG,
+        *SAMPLING_PARAMS,
+        *COMPILE,
+        *COMPILE_IGNORED,
+    ):
         assert re.search(rf"`[^`]*\b{name}\b", PAGE), name
     for name in ITS_GENERATE:
-        assert name in GENERATE or re.search(rf'"{name}"', inspect.getsource(qefficient)) or name == "tokenizer", name
+        assert (
+            name in GENERATE
+            or re.search(rf'"{name}"', inspect.getsource(qefficient))
+            or name == "tokenizer"
+        ), name

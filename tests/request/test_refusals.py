@@ -24,13 +24,23 @@ from qsample.request.refusals import (
 )
 from qsample.runtime.call import KEYWORDS, SAMPLING
 
-TABLES = GENERATE, UNSUPPORTED, FROM_PRETRAINED, APPLY_CHAT_TEMPLATE, COMPILE, QAIC_CONFIG, SAMPLING_PARAMS
+TABLES = (
+    GENERATE,
+    UNSUPPORTED,
+    FROM_PRETRAINED,
+    APPLY_CHAT_TEMPLATE,
+    COMPILE,
+    QAIC_CONFIG,
+    SAMPLING_PARAMS,
+)
 
 
 @pytest.mark.parametrize(("table", "name"), [(table, name) for table in TABLES for name in table])
 def test_a_value_that_asks_for_something_is_refused_by_name(table: Any, name: str) -> None:
     for value in ("something", 33, -0.5, [7], {"a": 1}, np.ones((2, 2)), object()):
-        with pytest.raises(ValueError, match=f"^{name} is .*not supported: {re.escape(table[name].instead)}"):
+        with pytest.raises(
+            ValueError, match=f"^{name} is .*not supported: {re.escape(table[name].instead)}"
+        ):
             without_refused(table, {name: value})
     for value in (None, *table[name].neutral):
         assert without_refused(table, {name: value, "other": 5}) == {"other": 5}
@@ -49,7 +59,10 @@ def test_booleans_and_numbers_are_told_apart() -> None:
 def test_every_keyword_of_transformers_generate_is_known() -> None:
     transformers = pytest.importorskip("transformers")
 
-    names = set(inspect.signature(transformers.GenerationMixin.generate).parameters) - {"self", "kwargs"}
+    names = set(inspect.signature(transformers.GenerationMixin.generate).parameters) - {
+        "self",
+        "kwargs",
+    }
     names |= {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
     names |= set(transformers.utils.generic.TransformersKwargs.__optional_keys__)
     assert names - KEYWORDS - SAMPLING - GENERATE.keys() == {"transformers_version"}
@@ -74,8 +87,11 @@ def test_every_keyword_of_transformers_from_pretrained_is_known() -> None:
 
 
 def test_keywords_that_nobody_knows() -> None:
-    with pytest.raises(TypeError, match="from_pretrained has no argument 'reversion'; did you mean 'revision'"):
+    with pytest.raises(
+        TypeError, match="from_pretrained has no argument 'reversion'; did you mean 'revision'"
+    ):
         check_from_pretrained(
-            {"max_memory": None, "attn_implementation": "sdpa", "reversion": "main"}, {"revision", "dtype"}
+            {"max_memory": None, "attn_implementation": "sdpa", "reversion": "main"},
+            {"revision", "dtype"},
         )
     assert unknown("no such", "xyzzy", {"b", "a"}) == "no such 'xyzzy'; choose from a, b"

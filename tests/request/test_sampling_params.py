@@ -21,7 +21,11 @@ from qsample.request.sampling_params import DEFAULT_NEW_TOKENS, SamplingParams, 
 def test_defaults_sample_from_the_models_own_distribution() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
-    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
+        1.0,
+        0.0,
+        0.0,
+    )
     assert params.eos_token_id is None
 
 
@@ -78,8 +82,14 @@ def test_refused_values_name_the_field_and_what_is_accepted(field: str) -> None:
 
 def test_lists_of_the_filters_are_tuples_and_none_where_they_are_empty() -> None:
     words = np.array([[5, 6]])
-    params = SamplingParams(bad_words_ids=words, dry_sequence_breakers=["a", 5, "a"], bad_words=("x",))  # type: ignore[arg-type]
-    assert (params.bad_words_ids, params.dry_sequence_breakers, params.bad_words) == (((5, 6),), ("a", 5), ("x",))
+    params = SamplingParams(
+        bad_words_ids=words, dry_sequence_breakers=["a", 5, "a"], bad_words=("x",)
+    )  # type: ignore[arg-type]
+    assert (params.bad_words_ids, params.dry_sequence_breakers, params.bad_words) == (
+        ((5, 6),),
+        ("a", 5),
+        ("x",),
+    )
     none = SamplingParams(bad_words_ids=[], dry_sequence_breakers=[], bad_words=[])  # type: ignore[arg-type]
     assert none == SamplingParams()
     assert hash(params) != hash(none)
@@ -91,19 +101,33 @@ def test_defaults_are_the_contracts_and_switch_every_filter_off() -> None:
         for spec in specs:
             assert (params.value_of(spec.name) or spec.off) == spec.off, spec.name
     assert params.filters == {}
-    on = {"xtc_probability": 0.5, "mirostat": 2, "mirostat_tau": 3.0, "bad_words": ["x"], "dry_base": 2.0}
+    on = {
+        "xtc_probability": 0.5,
+        "mirostat": 2,
+        "mirostat_tau": 3.0,
+        "bad_words": ["x"],
+        "dry_base": 2.0,
+    }
     asked = SamplingParams(**on)  # type: ignore[arg-type]
-    assert asked.filters == {"xtc": "xtc_probability", "mirostat": "mirostat", "bad_words_ids": "bad_words"}
+    assert asked.filters == {
+        "xtc": "xtc_probability",
+        "mirostat": "mirostat",
+        "bad_words_ids": "bad_words",
+    }
     assert asked.value_of("mirostat_tau") == 3.0
 
 
 def test_the_message_shows_what_was_given() -> None:
-    with pytest.raises(ValueError, match=r"^top_p is 1\.5; give a number > 0 and <= 1 \(1 = off\)$"):
+    with pytest.raises(
+        ValueError, match=r"^top_p is 1\.5; give a number > 0 and <= 1 \(1 = off\)$"
+    ):
         SamplingParams(top_p=1.5)
 
 
 def test_contradicting_lengths() -> None:
-    with pytest.raises(ArgumentError, match=r"min_new_tokens is 5, more than max_new_tokens \(4\)") as raised:
+    with pytest.raises(
+        ArgumentError, match=r"min_new_tokens is 5, more than max_new_tokens \(4\)"
+    ) as raised:
         SamplingParams(min_new_tokens=5, max_new_tokens=4)
     assert raised.value.argument == "min_new_tokens"
 
@@ -136,12 +160,16 @@ def test_logit_bias_is_copied() -> None:
         (SamplingParams(min_new_tokens=2**31 - 1), 10, 100, (2**31 - 1, 100)),
     ],
 )
-def test_lengths(params: SamplingParams, prompt: int, capacity: int, expected: tuple[int, int]) -> None:
+def test_lengths(
+    params: SamplingParams, prompt: int, capacity: int, expected: tuple[int, int]
+) -> None:
     assert params.lengths(prompt, capacity) == expected
 
 
 def test_no_room_for_a_token() -> None:
-    with pytest.raises(ValueError, match="prompt has 100 tokens and the context length is 100; give at most 99"):
+    with pytest.raises(
+        ValueError, match="prompt has 100 tokens and the context length is 100; give at most 99"
+    ):
         SamplingParams().lengths(100, 100)
     with pytest.raises(ValueError, match="max_length is 10 and the prompt already has 10 tokens"):
         SamplingParams(max_length=10).lengths(10, 100)
@@ -156,7 +184,11 @@ def test_it_needs_the_standard_library_only() -> None:
         "print(json.dumps(sorted(loaded - set(sys.stdlib_module_names))))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
     )
     assert json.loads(result.stdout) == ["qsample"]
 
@@ -164,9 +196,14 @@ def test_it_needs_the_standard_library_only() -> None:
 def test_padding_counts_for_total_lengths_and_not_for_new_tokens() -> None:
     assert SamplingParams(max_length=20, min_length=8).lengths(10, 100, padding=5) == (3, 15)
     assert SamplingParams(max_length=20, min_length=3).lengths(10, 100, padding=5) == (0, 15)
-    assert SamplingParams(max_new_tokens=7, min_new_tokens=2).lengths(10, 100, padding=5) == (12, 17)
+    assert SamplingParams(max_new_tokens=7, min_new_tokens=2).lengths(10, 100, padding=5) == (
+        12,
+        17,
+    )
     assert SamplingParams().total_length(10, 5) == 10 + DEFAULT_NEW_TOKENS
-    with pytest.raises(ValueError, match="max_length is 15 and the prompt already has 15 tokens with its padding"):
+    with pytest.raises(
+        ValueError, match="max_length is 15 and the prompt already has 15 tokens with its padding"
+    ):
         SamplingParams(max_length=15).lengths(10, 100, padding=5)
 
 
@@ -201,42 +238,56 @@ def test_top_k_is_50_where_a_sampling_config_leaves_it_open() -> None:
 
 
 def test_a_greedy_config_ignores_its_sampling_fields() -> None:
-    assert from_config({"do_sample": False, "temperature": 0.6, "top_k": 5, "top_p": 0.5}) == SamplingParams(
-        temperature=0
-    )
+    assert from_config(
+        {"do_sample": False, "temperature": 0.6, "top_k": 5, "top_p": 0.5}
+    ) == SamplingParams(temperature=0)
     assert from_config({"temperature": 0.6}).temperature == 0
-    assert from_config({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, do_sample=False) == SamplingParams(
-        temperature=0
-    )
+    assert from_config(
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.9}, do_sample=False
+    ) == SamplingParams(temperature=0)
 
 
-@pytest.mark.parametrize("override", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize(
+    "override", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
+)
 def test_a_sampling_override_implies_do_sample(override: dict[str, Any]) -> None:
     params = from_config({"do_sample": False, "top_k": 3}, **override)
     assert params == SamplingParams(**({"top_k": 3} | override))
 
 
 def test_temperature_0_is_greedy() -> None:
-    assert from_config({"do_sample": True, "top_k": 5}, temperature=0) == SamplingParams(temperature=0)
+    assert from_config({"do_sample": True, "top_k": 5}, temperature=0) == SamplingParams(
+        temperature=0
+    )
     assert from_config({}, do_sample=False, temperature=0.0).temperature == 0
 
 
 def test_values_that_ask_for_nothing_are_no_contradiction() -> None:
     neutral = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-    assert from_config({"do_sample": True}, do_sample=False, **neutral) == SamplingParams(temperature=0)
+    assert from_config({"do_sample": True}, do_sample=False, **neutral) == SamplingParams(
+        temperature=0
+    )
     assert from_config({}, do_sample=False, top_k=0) == SamplingParams(temperature=0)
 
 
 @pytest.mark.parametrize(
     ("config", "overrides", "message"),
     [
-        ({}, {"do_sample": False, "top_p": 0.5}, r"do_sample=False chooses greedily, yet top_p=0.5 is given"),
+        (
+            {},
+            {"do_sample": False, "top_p": 0.5},
+            r"do_sample=False chooses greedily, yet top_p=0.5 is given",
+        ),
         ({}, {"do_sample": True, "temperature": 0}, "contradict"),
         ({"do_sample": True, "temperature": 0.0}, {}, "temperature is 0"),
         ({}, {"do_sample": 1}, "do_sample is 1; give True or False"),
         ({}, {"top_q": 0.5}, "unknown sampling option 'top_q'; did you mean 'top_"),
         ({}, {"temprature": 0.5}, "did you mean 'temperature'"),
-        ({}, {"xyz": 0.5}, "choose from adapter, adaptive_decay, adaptive_target, bad_words, bad_words_ids, do_sample"),
+        (
+            {},
+            {"xyz": 0.5},
+            "choose from adapter, adaptive_decay, adaptive_target, bad_words, bad_words_ids, do_sample",
+        ),
         ({}, {"top_p": math.nan}, "top_p is nan"),
         ({}, {"temperature": math.nan}, "temperature is nan"),
         ({"do_sample": True, "top_p": 0}, {}, "top_p is 0"),
@@ -251,7 +302,9 @@ def test_bad_configs_and_overrides(config: Any, overrides: dict[str, Any], messa
 @pytest.mark.parametrize("field", UNSUPPORTED)
 def test_what_qsample_does_not_do_is_refused_with_a_way_on(field: str) -> None:
     config = {"do_sample": True, field: 4}
-    with pytest.raises(ValueError, match=rf"{field} is .*not supported: .*give {field}=None to go without"):
+    with pytest.raises(
+        ValueError, match=rf"{field} is .*not supported: .*give {field}=None to go without"
+    ):
         from_config(config)
     assert from_config(config, **{field: None}) == from_config({"do_sample": True})
     with pytest.raises(ValueError, match=field):
@@ -260,7 +313,8 @@ def test_what_qsample_does_not_do_is_refused_with_a_way_on(field: str) -> None:
 
 def test_several_unsupported_fields_are_listed_together() -> None:
     with pytest.raises(
-        ValueError, match=r"num_beams is 4, .*num_beams=None .*; guidance_scale is 3, .*guidance_scale=None"
+        ValueError,
+        match=r"num_beams is 4, .*num_beams=None .*; guidance_scale is 3, .*guidance_scale=None",
     ):
         from_config({"num_beams": 4, "guidance_scale": 3})
 
@@ -269,12 +323,18 @@ def test_filters_of_transformers() -> None:
     cutoffs = {"typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 6e-4}
     bans = {"no_repeat_ngram_size": 3, "bad_words_ids": [[5], [6, 7]]}
     tuples = {**bans, "bad_words_ids": ((5,), (6, 7))}
-    assert from_config({"do_sample": True, **cutoffs, **bans}) == SamplingParams(top_k=50, **cutoffs, **tuples)
+    assert from_config({"do_sample": True, **cutoffs, **bans}) == SamplingParams(
+        top_k=50, **cutoffs, **tuples
+    )
     # Greedy search ignores what chooses among several tokens, and not what forbids some.
-    assert from_config({"do_sample": False, **cutoffs, **bans}) == SamplingParams(temperature=0, **tuples)
+    assert from_config({"do_sample": False, **cutoffs, **bans}) == SamplingParams(
+        temperature=0, **tuples
+    )
     assert from_config({}, typical_p=0.9) == SamplingParams(top_k=50, typical_p=0.9)
     assert from_config({}, no_repeat_ngram_size=3).temperature == 0
-    with pytest.raises(ValueError, match=r"do_sample=False chooses greedily, yet xtc_probability=0\.5 is given"):
+    with pytest.raises(
+        ValueError, match=r"do_sample=False chooses greedily, yet xtc_probability=0\.5 is given"
+    ):
         from_config({}, do_sample=False, xtc_probability=0.5)
 
 
@@ -282,12 +342,19 @@ def test_an_override_of_the_total_length_beats_the_configs_new_tokens() -> None:
     params = from_config({"max_new_tokens": 500, "min_new_tokens": 5}, max_length=20, min_length=3)
     assert params.lengths(10, 100) == (3, 20)
     assert from_config({"max_length": 20}, max_new_tokens=5).lengths(10, 100) == (0, 15)
-    assert from_config({"max_new_tokens": 500}, max_new_tokens=None).total_length(10) == 10 + DEFAULT_NEW_TOKENS
+    assert (
+        from_config({"max_new_tokens": 500}, max_new_tokens=None).total_length(10)
+        == 10 + DEFAULT_NEW_TOKENS
+    )
 
 
 def test_a_total_length_beats_the_new_tokens_of_an_earlier_layer() -> None:
     own = {"max_new_tokens": 500, "min_new_tokens": 2, "top_k": 5}
-    assert layered(own, {"max_length": 20, "min_length": 3}) == {"max_length": 20, "min_length": 3, "top_k": 5}
+    assert layered(own, {"max_length": 20, "min_length": 3}) == {
+        "max_length": 20,
+        "min_length": 3,
+        "top_k": 5,
+    }
     assert layered(own, {"max_length": 20, "max_new_tokens": 7})["max_new_tokens"] == 7
     assert layered(own, {}, {"max_length": None}) == {**own, "max_length": None}
 
@@ -327,7 +394,15 @@ def test_every_field_of_transformers_is_known_or_harmless() -> None:
     }  # fmt: skip
     known = {*UNSUPPORTED, *SamplingParams.__slots__}
     fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
-    assert fields - known - harmless_without_beams - same_distribution - needs_an_assistant_model - bookkeeping == set()
+    assert (
+        fields
+        - known
+        - harmless_without_beams
+        - same_distribution
+        - needs_an_assistant_model
+        - bookkeeping
+        == set()
+    )
 
 
 def test_who_made_a_mistake_is_told() -> None:
@@ -335,5 +410,7 @@ def test_who_made_a_mistake_is_told() -> None:
         SamplingParams.from_generation_config({"repetition_penalty": 0}, max_new_tokens=3)
     with pytest.raises(ValueError, match=r"^max_new_tokens is 0; give"):
         SamplingParams.from_generation_config({"repetition_penalty": 0}, max_new_tokens=0)
-    with pytest.raises(ValueError, match=r"^generation_config: min_new_tokens is 9, more than max_new_tokens \(3\)"):
+    with pytest.raises(
+        ValueError, match=r"^generation_config: min_new_tokens is 9, more than max_new_tokens \(3\)"
+    ):
         SamplingParams.from_generation_config({"min_new_tokens": 9}, max_new_tokens=3)

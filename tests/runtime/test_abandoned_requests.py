@@ -10,7 +10,15 @@ import pytest
 
 from qsample.runtime import CausalLM, Delta, Engine, Request
 from tests.helpers.readers import COROUTINES, THREADED, break_out
-from tests.helpers.requests import ENDLESS, FREE, expected, outcome, read_tokens, wait_for_token, wait_until
+from tests.helpers.requests import (
+    ENDLESS,
+    FREE,
+    expected,
+    outcome,
+    read_tokens,
+    wait_for_token,
+    wait_until,
+)
 
 
 def leave(how: Callable[[Request], object], request: Request, gate: threading.Semaphore) -> None:
@@ -30,7 +38,10 @@ def leave(how: Callable[[Request], object], request: Request, gate: threading.Se
 
 @pytest.mark.parametrize("how", [*THREADED, *COROUTINES], ids=lambda how: how.__name__)
 def test_a_request_that_is_given_up_is_cancelled(
-    how: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore, only_new_garbage: None
+    how: Callable[[Request], object],
+    model: CausalLM,
+    gate: threading.Semaphore,
+    only_new_garbage: None,
 ) -> None:
     with Engine(model, slots=2) as engine:
         neighbour = engine.add_request([6], FREE, seed=1)
@@ -45,7 +56,10 @@ def test_a_request_that_is_given_up_is_cancelled(
 
 @pytest.mark.parametrize("how", [*THREADED, *COROUTINES], ids=lambda how: how.__name__)
 def test_a_request_that_is_to_go_on(
-    how: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore, only_new_garbage: None
+    how: Callable[[Request], object],
+    model: CausalLM,
+    gate: threading.Semaphore,
+    only_new_garbage: None,
 ) -> None:
     with Engine(model, slots=1) as engine:
         request = engine.add_request([5], FREE, seed=0, cancel_if_abandoned=False)
@@ -53,7 +67,9 @@ def test_a_request_that_is_to_go_on(
         assert outcome(request) == expected([5], FREE, 0)
 
 
-@pytest.mark.parametrize("wait", [lambda request: request.result(60), list], ids=["result", "iterate"])
+@pytest.mark.parametrize(
+    "wait", [lambda request: request.result(60), list], ids=["result", "iterate"]
+)
 def test_one_of_several_readers_gives_up(
     wait: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore
 ) -> None:
@@ -69,7 +85,9 @@ def test_one_of_several_readers_gives_up(
         assert outcome(request) == expected([5], FREE, 0)
 
 
-def test_a_result_that_took_too_long_has_not_given_up(model: CausalLM, gate: threading.Semaphore) -> None:
+def test_a_result_that_took_too_long_has_not_given_up(
+    model: CausalLM, gate: threading.Semaphore
+) -> None:
     with Engine(model, slots=1) as engine:
         request = engine.add_request([5], FREE, seed=0)
         with pytest.raises(TimeoutError, match=r"has not ended after 0\.001 seconds"):
@@ -123,7 +141,9 @@ def test_shield_lets_a_request_go_on(model: CausalLM, gate: threading.Semaphore)
         asyncio.run(main())
 
 
-def test_waiting_for_the_next_delta_a_little_at_a_time(model: CausalLM, gate: threading.Semaphore) -> None:
+def test_waiting_for_the_next_delta_a_little_at_a_time(
+    model: CausalLM, gate: threading.Semaphore
+) -> None:
     """As a server does that sends something in between; the iterator loses nothing."""
 
     async def main() -> list[int]:
@@ -151,7 +171,9 @@ def test_two_threads_and_two_tasks_read_one_request(model: CausalLM) -> None:
             request = engine.add_request([5], FREE, seed=seed)
             seen: list[list[int]] = []
             threads = [
-                threading.Thread(target=lambda: seen.append([t for d in request for t in d.token_ids]))  # noqa: B023
+                threading.Thread(
+                    target=lambda: seen.append([t for d in request for t in d.token_ids])  # noqa: B023
+                )
                 for _ in range(2)
             ]
             for thread in threads:

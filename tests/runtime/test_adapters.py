@@ -24,7 +24,9 @@ ATTENTION, MLP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_pro
 def make_interface(**changes: Any) -> Interface:
     targets = AdapterTarget(ATTENTION, 6, 10), AdapterTarget(MLP, 5, 6)
     features = Features(max_loras=2, max_lora_rank=4)
-    return Interface(16, (KeyValueShape(1, 8),), features=features, **{"adapters": targets, **changes})
+    return Interface(
+        16, (KeyValueShape(1, 8),), features=features, **{"adapters": targets, **changes}
+    )
 
 
 def make_adapter(folder: Path, **config: Any) -> Path:
@@ -36,7 +38,9 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
     path = folder / "adapter_model.safetensors"
     found = load_file(path)
     for name, tensor in tensors.items():
-        (old,) = [one for one in found if one.replace(".", "_").endswith(name)] or [f"base_model.model.{name}"]
+        (old,) = [one for one in found if one.replace(".", "_").endswith(name)] or [
+            f"base_model.model.{name}"
+        ]
         found.pop(old, None)
         if tensor is not None:
             found[old] = tensor
@@ -52,24 +56,37 @@ def test_the_numbers(tmp_path: Path, dtype: torch.dtype, of_package: str) -> Non
     adapter = read_adapter("a", folder, make_interface(dtype=of_package))
     assert adapter.ranks == {"q_proj": 4, "down_proj": 4}
     for name in (ATTENTION, MLP):
-        stored = {kind: load_file(path)[f"base_model.model.{name}.lora_{kind}.weight"].float() for kind in "AB"}
+        stored = {
+            kind: load_file(path)[f"base_model.model.{name}.lora_{kind}.weight"].float()
+            for kind in "AB"
+        }
         kept = getattr(torch, of_package)
         wanted = stored["A"].to(kept), (stored["B"].T * (4 / math.sqrt(4))).to(kept)
         for matrix, tensor in zip(adapter.matrices[name], wanted, strict=True):
             bits = torch.int32 if of_package == "float32" else torch.int16
-            assert np.array_equal(matrix.view(f"int{8 * matrix.itemsize}"), tensor.contiguous().view(bits).numpy())
+            assert np.array_equal(
+                matrix.view(f"int{8 * matrix.itemsize}"), tensor.contiguous().view(bits).numpy()
+            )
 
 
 def test_equal_numbers_have_the_same_hash(tmp_path: Path) -> None:
-    one, same = (read_adapter(name, make_adapter(tmp_path / name), make_interface()) for name in "ab")
+    one, same = (
+        read_adapter(name, make_adapter(tmp_path / name), make_interface()) for name in "ab"
+    )
     assert one.sha256 == same.sha256
-    assert one.sha256 != read_adapter("c", make_adapter(tmp_path / "c", use_rslora=True), make_interface()).sha256
+    assert (
+        one.sha256
+        != read_adapter("c", make_adapter(tmp_path / "c", use_rslora=True), make_interface()).sha256
+    )
 
 
 def test_equal_matrices_of_another_layer_are_another_adapter(tmp_path: Path) -> None:
     targets = [AdapterTarget(f"model.layers.{layer}.self_attn.q_proj", 6, 10) for layer in (0, 1)]
     both = make_interface(adapters=tuple(targets))
-    folders = [random_adapter(tmp_path / one.path, make_interface(adapters=(one,)), seed=1) for one in targets]
+    folders = [
+        random_adapter(tmp_path / one.path, make_interface(adapters=(one,)), seed=1)
+        for one in targets
+    ]
     one, other = (read_adapter("a", folder, both) for folder in folders)
     (pair,), (other_pair,) = one.matrices.values(), other.matrices.values()
     assert all(map(np.array_equal, pair, other_pair))
@@ -92,19 +109,34 @@ def test_the_largest_rank_of_each_kind() -> None:
             {"rank_pattern": {"q_proj": 5}},
             "rank in .*q_proj is 5.*max_lora_rank=4; export .*max_lora_rank=5",
         ),
-        ({"q_proj_lora_A_weight": None}, {}, f"matrix B of {re.escape(ATTENTION)} without its partner"),
-        ({"q_proj_lora_A_weight": torch.ones(4, 7)}, {}, r"\[4, 7\] and \[10, 4\], and must be \[4, 6\]"),
+        (
+            {"q_proj_lora_A_weight": None},
+            {},
+            f"matrix B of {re.escape(ATTENTION)} without its partner",
+        ),
+        (
+            {"q_proj_lora_A_weight": torch.ones(4, 7)},
+            {},
+            r"\[4, 7\] and \[10, 4\], and must be \[4, 6\]",
+        ),
         (
             {"lm_head.lora_A.weight": torch.ones(4, 6), "lm_head.lora_B.weight": torch.ones(10, 4)},
             {},
             "changes lm_head, and this package .* q_proj, down_proj",
         ),
         (
-            {"embed.lora_embedding_A": torch.ones(4, 6), "embed.lora_embedding_B": torch.ones(6, 4)},
+            {
+                "embed.lora_embedding_A": torch.ones(4, 6),
+                "embed.lora_embedding_B": torch.ones(6, 4),
+            },
             {},
             "changes embed, and this package takes adapters of q_proj",
         ),
-        ({f"{ATTENTION}.base_layer.weight": torch.ones(10, 6)}, {}, "changes .*q_proj, and this package"),
+        (
+            {f"{ATTENTION}.base_layer.weight": torch.ones(10, 6)},
+            {},
+            "changes .*q_proj, and this package",
+        ),
     ],
 )
 def test_what_a_package_does_not_take(
@@ -126,12 +158,16 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(QsampleError, match=r"it has no adapter_model\.safetensors; give a folder"):
         read_adapter("a", folder, make_interface())
-    with pytest.raises(QsampleError, match=r"no LoRA adapter in .*nowhere: it has no adapter_config\.json"):
+    with pytest.raises(
+        QsampleError, match=r"no LoRA adapter in .*nowhere: it has no adapter_config\.json"
+    ):
         read_adapter("a", tmp_path / "nowhere", make_interface())
     with pytest.raises(QsampleError, match="it has no adapter_config"):
         read_adapter("a", "x" * 5000, make_interface())
     for path in (None, 1, [], b"x"):
-        with pytest.raises(ValueError, match=r"the path of adapter 'a' is .*; give the path of its folder"):
+        with pytest.raises(
+            ValueError, match=r"the path of adapter 'a' is .*; give the path of its folder"
+        ):
             read_adapter("a", path, make_interface())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the adapter's name is ''; give a text"):
         read_adapter("", folder, make_interface())
@@ -142,5 +178,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 def test_half_precision_has_limits(tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "a")
     change(folder, q_proj_lora_B_weight=torch.full((10, 4), 1e5))
-    with pytest.raises(QsampleError, match="q_proj, with its scale, has numbers that are not within float16"):
+    with pytest.raises(
+        QsampleError, match="q_proj, with its scale, has numbers that are not within float16"
+    ):
         read_adapter("a", folder, make_interface(dtype="float16"))

@@ -17,12 +17,18 @@ from tests.helpers.fake_package import MAX_POSITIONS
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_figures(sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures(
+    sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = {"prefill": 0, "decode": 0}
     for name in calls:
 
         def counted(  # type: ignore[no-untyped-def]
-            self: Slots, *arguments: object, name: str = name, plain: object = getattr(Slots, name), **options: object
+            self: Slots,
+            *arguments: object,
+            name: str = name,
+            plain: object = getattr(Slots, name),
+            **options: object,
         ):
             calls[name] += 1
             plain(self, *arguments, **options)  # type: ignore[operator]
@@ -31,12 +37,19 @@ def test_figures(sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch
 
         monkeypatch.setattr(Slots, name, counted)
     measured = measure(
-        fake_model(sampler=sampler), 3, 5, 7, SamplingParams(temperature=1.0, eos_token_id=range(300)), 2
+        fake_model(sampler=sampler),
+        3,
+        5,
+        7,
+        SamplingParams(temperature=1.0, eos_token_id=range(300)),
+        2,
     )
     assert (measured.rows, measured.prompt_tokens, measured.new_tokens) == (3, 5, 7)
     assert calls == {"prefill": 3 * 3 * 2, "decode": 3 * (7 + bench_module._WARM_UP_STEPS)}
     assert measured.tokens_per_second == pytest.approx(3 * 1000 / measured.decode_ms)
-    assert measured.prefill_tokens_per_second == pytest.approx(3 * 5 * 1000 / measured.first_token_ms)
+    assert measured.prefill_tokens_per_second == pytest.approx(
+        3 * 5 * 1000 / measured.first_token_ms
+    )
     assert 0 < measured.decode_ms <= measured.decode_ms_p90
 
 
@@ -53,7 +66,9 @@ def test_figures(sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch
         ),
     ],
 )
-def test_wrong_options(options: dict[str, int], message: str, fake_model: Callable[..., CausalLM]) -> None:
+def test_wrong_options(
+    options: dict[str, int], message: str, fake_model: Callable[..., CausalLM]
+) -> None:
     with pytest.raises(ValueError, match=message):
         measure(fake_model(), **options)
 
@@ -63,5 +78,8 @@ def test_lock_step_gives_the_tokens_of_generate(model: CausalLM) -> None:
     params = SamplingParams(temperature=0.9, max_new_tokens=8, eos_token_id=())
     parameters = [parameter_row(model.interface, params, len(prompt), 64) for prompt in prompts]
     loop = LockStep(model.sessions, parameters, [4, 5], 64)
-    tokens = [loop.prefill([np.array(prompt) for prompt in prompts]), *(loop.decode() for _ in range(7))]
+    tokens = [
+        loop.prefill([np.array(prompt) for prompt in prompts]),
+        *(loop.decode() for _ in range(7)),
+    ]
     assert np.stack(tokens, axis=1).tolist() == model.generate(prompts, params, seed=4).token_ids

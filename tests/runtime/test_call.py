@@ -55,7 +55,13 @@ def test_left_and_right_padding(mask: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "mask"),
-    [([5, 6], [1, 0]), ([[5, 6]], [[1, 0]]), ([[5, 6]], [1, 0]), (np.array([5, 6]), [1, 0]), ([[5, 6]], ([1, 0],))],
+    [
+        ([5, 6], [1, 0]),
+        ([[5, 6]], [[1, 0]]),
+        ([[5, 6]], [1, 0]),
+        (np.array([5, 6]), [1, 0]),
+        ([[5, 6]], ([1, 0],)),
+    ],
 )
 def test_lists_take_masks_too(ids: Any, mask: Any) -> None:
     assert rows(ids, mask) == rows(ids, np.array(mask, dtype=bool)) == [[5]]
@@ -66,7 +72,11 @@ def test_lists_take_masks_too(ids: Any, mask: Any) -> None:
 def test_the_pad_token_is_not_read_where_no_mask_says_otherwise(form: Any) -> None:
     ids = form([[0, 0, 5], [6, 0, 7], [8, 9, 0]])
     assert rows(ids, pad=0) == [[5], [6, 7], [8, 9]]
-    assert rows(ids, np.ones((3, 3), dtype=int), pad=0) == rows(ids) == [[0, 0, 5], [6, 0, 7], [8, 9, 0]]
+    assert (
+        rows(ids, np.ones((3, 3), dtype=int), pad=0)
+        == rows(ids)
+        == [[0, 0, 5], [6, 0, 7], [8, 9, 0]]
+    )
     assert rows(form([0, 5]), pad=0) == [[5]]
     assert rows(["a"], pad=68) == [[1, 68]]  # text has no padding
 

@@ -33,7 +33,9 @@ def test_a_processor_sees_every_token_and_its_logits(chunk: int | None, host: Ca
         scores[0, scores.argmax()] = -np.inf
         return scores
 
-    output = host.generate(PROMPTS[1], logits_processor=second_best, prefill_chunk_size=chunk, **FREE)
+    output = host.generate(
+        PROMPTS[1], logits_processor=second_best, prefill_chunk_size=chunk, **FREE
+    )
     history = list(PROMPTS[1])
     for step, token in enumerate(output.token_ids[0]):
         expected = reference_logits(history)
@@ -85,14 +87,20 @@ def test_rows_of_one_reading_have_processors_of_their_own_too(host: CausalLM) ->
 
 def test_the_next_call_has_none(host: CausalLM) -> None:
     wanted = host.generate(PROMPTS, **FREE).token_ids
-    forced = host.generate(PROMPTS, logits_processor=lambda ids, scores: scores * 0 + np.eye(1, VOCAB, 9), **FREE)
+    forced = host.generate(
+        PROMPTS, logits_processor=lambda ids, scores: scores * 0 + np.eye(1, VOCAB, 9), **FREE
+    )
     assert forced.token_ids == [[9] * 8] * 4
     assert host.generate(PROMPTS, **FREE).token_ids == wanted
-    same = host.generate(PROMPTS, logits_processor=lambda ids, scores: scores, stopping_criteria=[], **FREE)
+    same = host.generate(
+        PROMPTS, logits_processor=lambda ids, scores: scores, stopping_criteria=[], **FREE
+    )
     assert same.token_ids == wanted
 
 
-def test_sampling_and_stopping_go_with_it(host: CausalLM, fake_model: Callable[..., CausalLM]) -> None:
+def test_sampling_and_stopping_go_with_it(
+    host: CausalLM, fake_model: Callable[..., CausalLM]
+) -> None:
     options = {"temperature": 0.8, "max_new_tokens": 6, "seed": 3, "eos_token_id": ()}
     plain = fake_model().generate(PROMPTS, **options)
     same = host.generate(PROMPTS, logits_processor=lambda ids, scores: scores + 5, **options)
@@ -119,7 +127,9 @@ def test_a_processor_that_cannot_be_copied(host: CausalLM) -> None:
         host.generate(PROMPTS, logits_processor=Single(), **FREE)
 
 
-def test_transformers_own_processors(exported: Callable[..., Path], checkpoint: Callable[[str], Path]) -> None:
+def test_transformers_own_processors(
+    exported: Callable[..., Path], checkpoint: Callable[[str], Path]
+) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from transformers import generation
@@ -132,10 +142,15 @@ def test_transformers_own_processors(exported: Callable[..., Path], checkpoint: 
 
     class Odd(generation.LogitsProcessor):
         def __call__(self, input_ids: Any, scores: Any) -> Any:
-            return scores.masked_fill(torch.arange(scores.shape[1]) % 2 == input_ids.shape[1] % 2, -torch.inf)
+            return scores.masked_fill(
+                torch.arange(scores.shape[1]) % 2 == input_ids.shape[1] % 2, -torch.inf
+            )
 
     for processors in (
-        [generation.NoRepeatNGramLogitsProcessor(2), generation.SuppressTokensLogitsProcessor([5, 9])],
+        [
+            generation.NoRepeatNGramLogitsProcessor(2),
+            generation.SuppressTokensLogitsProcessor([5, 9]),
+        ],
         transformers.LogitsProcessorList([Odd()]),
         [generation.NoBadWordsLogitsProcessor([[122], [98, 249]], eos_token_id=2)],
     ):
@@ -164,7 +179,9 @@ def test_a_criterion_ends_the_rows_that_it_names(
         return [False, ids.shape[1] == WIDTH + 3, False, ids.shape[1] == WIDTH + 5]
 
     options = {**TWELVE, "flush_every": flush_every, "double_buffering": double_buffering}
-    output = model.generate(PROMPTS, stopping_criteria=[third_of_row_1_and_fifth_of_row_3], **options)
+    output = model.generate(
+        PROMPTS, stopping_criteria=[third_of_row_1_and_fifth_of_row_3], **options
+    )
     lengths = [12, 3, 12, 5]
     assert output.token_ids == [row[:n] for row, n in zip(free.token_ids, lengths, strict=True)]
     assert output.finish_reasons == ["length", "stop", "length", "stop"]
@@ -204,12 +221,17 @@ def test_every_form_of_a_criterion_and_of_its_answer(model: CausalLM) -> None:
         output = model.generate(PROMPTS, stopping_criteria=criteria, **TWELVE)
         assert [len(row) for row in output.token_ids] == [2] * 4
     for answer in (None, "yes", [True] * 3, 1, np.zeros(4)):
-        with pytest.raises(ValueError, match=r"a stopping criterion returned .*a bool for each of the 4 rows"):
-            model.generate(PROMPTS, stopping_criteria=lambda ids, scores, answer=answer: answer, **TWELVE)
+        with pytest.raises(
+            ValueError, match=r"a stopping criterion returned .*a bool for each of the 4 rows"
+        ):
+            model.generate(
+                PROMPTS, stopping_criteria=lambda ids, scores, answer=answer: answer, **TWELVE
+            )
     with pytest.raises(ZeroDivisionError):
         model.generate(PROMPTS, stopping_criteria=lambda ids, scores: 1 // 0, **TWELVE)
     assert (
-        model.generate(PROMPTS, **TWELVE).token_ids == model.generate(PROMPTS, stopping_criteria=[], **TWELVE).token_ids
+        model.generate(PROMPTS, **TWELVE).token_ids
+        == model.generate(PROMPTS, stopping_criteria=[], **TWELVE).token_ids
     )
 
 
@@ -221,7 +243,11 @@ def test_what_a_criterion_writes_into_its_array_is_its_own(model: CausalLM) -> N
         return False
 
     options = {**TWELVE, "max_new_tokens": 2}
-    model.generate([[5, 6]], stopping_criteria=[scribbles, lambda ids, _: bool(shown.append(ids[0, 0]))], **options)
+    model.generate(
+        [[5, 6]],
+        stopping_criteria=[scribbles, lambda ids, _: bool(shown.append(ids[0, 0]))],
+        **options,
+    )
     assert shown == [5, 5]
 
 
@@ -230,12 +256,16 @@ def test_rows_that_end_by_themselves_meanwhile(model: CausalLM) -> None:
     free = model.generate(PROMPTS, **options)
     assert len({len(row) for row in free.token_ids}) > 1
     seen: list[int] = []
-    never = model.generate(PROMPTS, stopping_criteria=lambda ids, scores: bool(seen.append(ids.shape[1])), **options)
+    never = model.generate(
+        PROMPTS, stopping_criteria=lambda ids, scores: bool(seen.append(ids.shape[1])), **options
+    )
     assert (never.token_ids, never.finish_reasons) == (free.token_ids, free.finish_reasons)
     assert seen == list(range(WIDTH + 1, WIDTH + 1 + max(map(len, free.token_ids))))
 
 
-def test_stop_strings_streams_and_optional_outputs_go_together(fake_model: Callable[..., CausalLM]) -> None:
+def test_stop_strings_streams_and_optional_outputs_go_together(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     model = fake_model(logprobs=True)
     free = model.generate("ab", **TWELVE)
     streamed: list[int] = []
@@ -248,7 +278,10 @@ def test_stop_strings_streams_and_optional_outputs_go_together(fake_model: Calla
             streamed.append(-1)
 
     output = model.generate(
-        "ab", stopping_criteria=lambda ids, scores: ids.shape[1] == 3 + 4, streamer=Recorder(), **TWELVE
+        "ab",
+        stopping_criteria=lambda ids, scores: ids.shape[1] == 3 + 4,
+        streamer=Recorder(),
+        **TWELVE,
     )
     assert output.token_ids == [free.token_ids[0][:4]]
     assert streamed == [*output.sequences[0].tolist(), -1]
@@ -256,7 +289,9 @@ def test_stop_strings_streams_and_optional_outputs_go_together(fake_model: Calla
     assert free.logprobs is not None
     assert output.logprobs.tolist() == free.logprobs[:, :4].tolist()
     stop = model.tokenizer.decode(free.token_ids[0][:2])[-1]  # type: ignore[union-attr]
-    stopped = model.generate("ab", stop_strings=stop, stopping_criteria=lambda ids, scores: False, **TWELVE)
+    stopped = model.generate(
+        "ab", stop_strings=stop, stopping_criteria=lambda ids, scores: False, **TWELVE
+    )
     wanted = model.generate("ab", stop_strings=stop, **TWELVE)
     assert (stopped.token_ids, stopped.texts, stopped.finish_reasons) == (
         *(wanted.token_ids, wanted.texts, wanted.finish_reasons),
@@ -273,7 +308,12 @@ def test_time_ends_every_row_after_the_token_that_it_finds(
     roomy = model.generate(PROMPTS, max_time=1e6, **TWELVE)
     assert (roomy.token_ids, roomy.finish_reasons) == (free.token_ids, free.finish_reasons)
     # A slow criterion lets it run out in between.
-    slow = model.generate(PROMPTS, max_time=0.2, stopping_criteria=lambda ids, scores: bool(time.sleep(0.11)), **TWELVE)
+    slow = model.generate(
+        PROMPTS,
+        max_time=0.2,
+        stopping_criteria=lambda ids, scores: bool(time.sleep(0.11)),
+        **TWELVE,
+    )
     assert 1 <= len(slow.token_ids[0]) < 12
     assert slow.finish_reasons == ["time"] * 4
     own = fake_model(generation_config={"max_time": 1e-9})
@@ -297,10 +337,19 @@ def test_transformers_own_criteria_see_tensors_and_end_the_same_rows(model: Caus
         assert model.generate(PROMPTS, stopping_criteria=criteria, **TWELVE).token_ids == expected
     lists = transformers.StoppingCriteriaList
     shown = []
-    model.generate(PROMPTS, stopping_criteria=lists([lambda ids, scores: bool(shown.append(ids))]), **TWELVE)
+    model.generate(
+        PROMPTS, stopping_criteria=lists([lambda ids, scores: bool(shown.append(ids))]), **TWELVE
+    )
     assert isinstance(shown[0], torch.Tensor)
     from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-    short = model.generate(PROMPTS, stopping_criteria=lists([MaxLengthCriteria(WIDTH + 4)]), **TWELVE)
+    short = model.generate(
+        PROMPTS, stopping_criteria=lists([MaxLengthCriteria(WIDTH + 4)]), **TWELVE
+    )
     assert [len(row) for row in short.token_ids] == [4] * 4
-    assert model.generate(PROMPTS, stopping_criteria=lists([EosTokenCriteria(token)]), **TWELVE).token_ids == expected
+    assert (
+        model.generate(
+            PROMPTS, stopping_criteria=lists([EosTokenCriteria(token)]), **TWELVE
+        ).token_ids
+        == expected
+    )

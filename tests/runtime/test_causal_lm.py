@@ -18,7 +18,9 @@ from tests.helpers.requests import GREEDY, PROMPTS, RANDOM, mixed
 
 @pytest.mark.parametrize("sampler", [True, False])
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
-def test_chunking_changes_nothing(chunk: int | None, sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+def test_chunking_changes_nothing(
+    chunk: int | None, sampler: bool, fake_model: Callable[..., CausalLM]
+) -> None:
     wanted = fake_model().generate(PROMPTS, mixed(), seed=7)
     got = fake_model(sampler=sampler).generate(PROMPTS, mixed(), seed=7, prefill_chunk_size=chunk)
     assert got.token_ids == wanted.token_ids
@@ -31,12 +33,16 @@ def test_a_row_gives_the_same_tokens_alone_and_in_any_row_of_any_batch(model: Ca
         for row, (prompt, params) in enumerate(zip(PROMPTS, mixed(), strict=True))
     ]
     for order in itertools.permutations(range(len(PROMPTS))):
-        output = model.generate([PROMPTS[i] for i in order], [mixed()[i] for i in order], seed=list(order))
+        output = model.generate(
+            [PROMPTS[i] for i in order], [mixed()[i] for i in order], seed=list(order)
+        )
         assert output.token_ids == [alone[i] for i in order]
 
 
 def test_the_same_seed_repeats_and_another_does_not(model: CausalLM) -> None:
-    first, again, other = (model.generate(PROMPTS, RANDOM, seed=seed).token_ids for seed in (1, 1, 2))
+    first, again, other = (
+        model.generate(PROMPTS, RANDOM, seed=seed).token_ids for seed in (1, 1, 2)
+    )
     assert first == again
     assert first[1] == other[0] or first[0] != other[0]
     fresh = [model.generate(PROMPTS[0], RANDOM) for _ in range(2)]
@@ -53,15 +59,23 @@ def test_stop_token_length_and_minimum_length(model: CausalLM) -> None:
         PROMPTS[0], SamplingParams(temperature=0, max_new_tokens=20, eos_token_id=(VOCAB - 1, stop))
     )
     assert (stopped.token_ids[0], stopped.finish_reasons) == (tokens[:first], ["stop"])
-    later = SamplingParams(temperature=0, max_new_tokens=20, eos_token_id=(stop,), min_new_tokens=first + 1)
+    later = SamplingParams(
+        temperature=0, max_new_tokens=20, eos_token_id=(stop,), min_new_tokens=first + 1
+    )
     assert len(model.generate(PROMPTS[0], later).token_ids[0]) > first
     one = model.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=1))
     assert [len(row) for row in one.token_ids] == [1] * 4
     assert one.timing.steps == 0
 
 
-def test_the_model_says_where_a_row_ends_unless_the_caller_does(fake_model: Callable[..., CausalLM]) -> None:
-    tokens = fake_model().generate(PROMPTS[0], temperature=0, max_new_tokens=8, eos_token_id=None).token_ids[0]
+def test_the_model_says_where_a_row_ends_unless_the_caller_does(
+    fake_model: Callable[..., CausalLM],
+) -> None:
+    tokens = (
+        fake_model()
+        .generate(PROMPTS[0], temperature=0, max_new_tokens=8, eos_token_id=None)
+        .token_ids[0]
+    )
     own = fake_model(generation_config={"eos_token_id": tokens[2], "max_new_tokens": 6})
     assert own.generate(PROMPTS[0]).token_ids[0] == tokens[: tokens.index(tokens[2]) + 1]
     assert own.generate(PROMPTS[0], eos_token_id=None).token_ids[0] == tokens[:6]
@@ -81,20 +95,26 @@ def test_a_row_ends_where_the_context_is_full(fake: Callable[..., Package]) -> N
     output = model.generate(PROMPTS, SamplingParams(temperature=0, eos_token_id=()))
     assert [len(p) + len(n) for p, n in zip(PROMPTS, output.token_ids, strict=True)] == [16] * 4
     assert output.finish_reasons == ["length"] * 4
-    roomy = load(fake().path).generate(PROMPTS, SamplingParams(temperature=0, eos_token_id=(), max_new_tokens=15))
-    assert [row[: len(short)] for row, short in zip(roomy.token_ids, output.token_ids, strict=True)] == (
-        output.token_ids
+    roomy = load(fake().path).generate(
+        PROMPTS, SamplingParams(temperature=0, eos_token_id=(), max_new_tokens=15)
     )
+    assert [
+        row[: len(short)] for row, short in zip(roomy.token_ids, output.token_ids, strict=True)
+    ] == (output.token_ids)
     # The longest prompt that leaves room for a token, whole and in chunks of which the last is short.
     for chunk in (None, 4):
-        full = model.generate([[5] * 15, [6]], SamplingParams(temperature=0), prefill_chunk_size=chunk)
+        full = model.generate(
+            [[5] * 15, [6]], SamplingParams(temperature=0), prefill_chunk_size=chunk
+        )
         assert len(full.token_ids[0]) == 1
 
 
 def test_default_length_and_the_models_own_limit(model: CausalLM) -> None:
     output = model.generate([[5] * 200], temperature=0, eos_token_id=None)
     assert len(output.sequences[0]) == MAX_POSITIONS
-    assert len(model.generate([5], temperature=0, eos_token_id=None).token_ids[0]) == MAX_POSITIONS - 1
+    assert (
+        len(model.generate([5], temperature=0, eos_token_id=None).token_ids[0]) == MAX_POSITIONS - 1
+    )
 
 
 def test_logits_that_turn_invalid_later(fake_model: Callable[..., CausalLM]) -> None:
@@ -108,8 +128,12 @@ def test_logits_that_turn_invalid_later(fake_model: Callable[..., CausalLM]) -> 
     assert output.token_ids[1] == model.generate(PROMPTS[1], GREEDY).token_ids[0]
 
 
-def test_hugging_face_keywords_over_the_generation_config(fake_model: Callable[..., CausalLM]) -> None:
-    model = fake_model(generation_config={"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 5})
+def test_hugging_face_keywords_over_the_generation_config(
+    fake_model: Callable[..., CausalLM],
+) -> None:
+    model = fake_model(
+        generation_config={"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 5}
+    )
     assert model.generate(PROMPTS, seed=1).token_ids == (
         model.generate(PROMPTS, SamplingParams(temperature=0.8, max_new_tokens=5), seed=1).token_ids
     )
@@ -119,7 +143,9 @@ def test_hugging_face_keywords_over_the_generation_config(fake_model: Callable[.
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_logit_bias_and_allowed_tokens(chunk: int | None, fake_model: Callable[..., CausalLM]) -> None:
+def test_logit_bias_and_allowed_tokens(
+    chunk: int | None, fake_model: Callable[..., CausalLM]
+) -> None:
     model = fake_model(logit_bias=True, allowed_tokens=True)
     plain = fake_model().generate(PROMPTS, RANDOM, seed=2).token_ids
     assert model.generate(PROMPTS, RANDOM, seed=2, prefill_chunk_size=chunk).token_ids == plain
@@ -131,7 +157,9 @@ def test_logit_bias_and_allowed_tokens(chunk: int | None, fake_model: Callable[.
     for token in allowed:
         mask[token // 32] |= np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
     options = {"seed": 1, "allowed_tokens": mask, "prefill_chunk_size": chunk}
-    output = model.generate(PROMPTS, SamplingParams(temperature=5.0, max_new_tokens=40, eos_token_id=()), **options)
+    output = model.generate(
+        PROMPTS, SamplingParams(temperature=5.0, max_new_tokens=40, eos_token_id=()), **options
+    )
     assert set(itertools.chain(*output.token_ids)) == allowed
 
 
@@ -147,13 +175,17 @@ def test_a_large_portable_package_says_once_that_compile_makes_it_faster(
     for _ in range(2):
         model.generate([5], max_new_tokens=1)
     (shown,) = recwarn.list
-    assert re.search("package is portable.*`qsample compile .* OUT --weights int4`", str(shown.message))
+    assert re.search(
+        "package is portable.*`qsample compile .* OUT --weights int4`", str(shown.message)
+    )
 
 
 def test_a_name_that_the_package_lacks() -> None:
     import qsample
 
-    with pytest.raises(AttributeError, match=r"'load'; AutoModelForCausalLM.from_pretrained opens a model$"):
+    with pytest.raises(
+        AttributeError, match=r"'load'; AutoModelForCausalLM.from_pretrained opens a model$"
+    ):
         qsample.load  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         qsample.nothing  # noqa: B018

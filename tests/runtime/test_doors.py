@@ -29,7 +29,9 @@ class Answer:
     outputs: dict[str, Any]
 
 
-def ask(door: str, model: CausalLM, prompts: list[Any], params: Any, seed: int, **options: Any) -> list[Answer]:
+def ask(
+    door: str, model: CausalLM, prompts: list[Any], params: Any, seed: int, **options: Any
+) -> list[Answer]:
     """The answers to the prompts; row i has the seed `seed` + i. options: of both doors, flush_every of the engine."""
     if door == "generate":
         with warnings.catch_warnings():
@@ -37,19 +39,29 @@ def ask(door: str, model: CausalLM, prompts: list[Any], params: Any, seed: int, 
             output = model.generate(prompts, params, seed=seed, **options)
         texts = output.texts or [None] * len(prompts)
         rows = zip(output.token_ids, output.finish_reasons, texts, output.seeds, strict=True)
-        names = [name for name in ("logprobs", "top_logprobs", "top_logprob_ids", "probs") if output[name] is not None]
+        names = [
+            name
+            for name in ("logprobs", "top_logprobs", "top_logprob_ids", "probs")
+            if output[name] is not None
+        ]
         return [
-            Answer(*row, {name: output[name][index, : len(row[0])] for name in names}) for index, row in enumerate(rows)
+            Answer(*row, {name: output[name][index, : len(row[0])] for name in names})
+            for index, row in enumerate(rows)
         ]
     own = params if isinstance(params, list) else [params] * len(prompts)
-    run = {name: options.pop(name) for name in ("flush_every", "double_buffering") if name in options}
+    run = {
+        name: options.pop(name) for name in ("flush_every", "double_buffering") if name in options
+    }
     with Engine(model, slots=2, **run) as engine:
         requests = [
             engine.add_request(prompt, one, seed=seed + row, **options)
             for row, (prompt, one) in enumerate(zip(prompts, own, strict=True))
         ]
         found = [request.result(60) for request in requests]
-    return [Answer(one.token_ids, one.finish_reason, one.text, one.seed, {**one.outputs}) for one in found]
+    return [
+        Answer(one.token_ids, one.finish_reason, one.text, one.seed, {**one.outputs})
+        for one in found
+    ]
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -64,9 +76,13 @@ def test_tokens_are_those_of_the_reference(
         assert answer.seed == 40 + row
 
 
-def test_a_row_with_invalid_logits_ends_alone(door: str, fake_model: Callable[..., CausalLM]) -> None:
+def test_a_row_with_invalid_logits_ends_alone(
+    door: str, fake_model: Callable[..., CausalLM]
+) -> None:
     for sampler in (True, False):
-        answers = ask(door, fake_model(sampler=sampler), [PROMPTS[0], [5, POISON, 6], [5, 9]], GREEDY, 1)
+        answers = ask(
+            door, fake_model(sampler=sampler), [PROMPTS[0], [5, POISON, 6], [5, 9]], GREEDY, 1
+        )
         assert (answers[1].tokens, answers[1].reason) == ([], "invalid")
         for row, prompt in ((0, PROMPTS[0]), (2, [5, 9])):
             assert (answers[row].tokens, answers[row].reason) == expected(prompt, GREEDY, 1 + row)
@@ -88,11 +104,20 @@ def test_stop_strings(door: str, model: CausalLM) -> None:
     assert free[0].text is not None
     assert free[1].text is not None
     stop = ascii_piece(free[0].text)
-    count = next(n for n in range(41) if stop in Tokenizer(byte_tokenizer()).decode(free[0].tokens[:n]))
+    count = next(
+        n for n in range(41) if stop in Tokenizer(byte_tokenizer()).decode(free[0].tokens[:n])
+    )
     for flush_every, double_buffering in itertools.product((1, 4, 16), (True, False)):
-        options = {"flush_every": flush_every, "double_buffering": double_buffering, "stop_strings": [stop, "zzzz"]}
+        options = {
+            "flush_every": flush_every,
+            "double_buffering": double_buffering,
+            "stop_strings": [stop, "zzzz"],
+        }
         answers = ask(door, model, ["hello", "other"], FREE, 3, **options)
-        assert [one.text for one in answers] == [free[0].text.split(stop)[0], free[1].text.split(stop)[0]]
+        assert [one.text for one in answers] == [
+            free[0].text.split(stop)[0],
+            free[1].text.split(stop)[0],
+        ]
         assert (answers[0].tokens, answers[0].reason) == (free[0].tokens[:count], "stop")
 
 
@@ -105,9 +130,15 @@ def test_a_package_without_a_tokenizer(door: str, fake_model: Callable[..., Caus
 def test_optional_outputs(door: str, fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(logprobs=True, top_logprobs=3, probs=True)
     short = SamplingParams(temperature=0.7, max_new_tokens=2)
-    for prompt, answer in zip(PROMPTS, ask(door, model, PROMPTS[:2], [short, RANDOM], 4), strict=False):
+    for prompt, answer in zip(
+        PROMPTS, ask(door, model, PROMPTS[:2], [short, RANDOM], 4), strict=False
+    ):
         count = len(answer.tokens)
-        assert answer.outputs["top_logprobs"].shape == answer.outputs["top_logprob_ids"].shape == (count, 3)
+        assert (
+            answer.outputs["top_logprobs"].shape
+            == answer.outputs["top_logprob_ids"].shape
+            == (count, 3)
+        )
         assert answer.outputs["probs"].shape == (count, VOCAB)
         for step in range(count):
             raw = fake_reference.logits([*prompt, *answer.tokens[:step]])

@@ -21,7 +21,15 @@ from qsample.runtime import (
 )
 from qsample.runtime.decode.slots import Slots
 from tests.helpers.fake_package import PIECE_SIZE, compilation
-from tests.helpers.requests import ENDLESS, FREE, expected, outcome, random_params, random_prompt, wait_for_token
+from tests.helpers.requests import (
+    ENDLESS,
+    FREE,
+    expected,
+    outcome,
+    random_params,
+    random_prompt,
+    wait_for_token,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,9 @@ from tests.helpers.requests import ENDLESS, FREE, expected, outcome, random_para
     ],
     ids=str,
 )
-def test_many_requests_give_the_tokens_that_each_gives_alone(options: dict[str, Any], model: CausalLM) -> None:
+def test_many_requests_give_the_tokens_that_each_gives_alone(
+    options: dict[str, Any], model: CausalLM
+) -> None:
     generator = random.Random(11)
     cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(60)]
     with Engine(model, **{"slots": 8, "max_waiting": 20} | options) as engine:
@@ -79,7 +89,9 @@ def test_a_conversation_goes_on_from_what_a_slot_holds(
     options = {"reuse_sampled_tokens": True} if reuse_sampled_tokens else {}
     with Engine(model, slots=3, **options) as engine:  # type: ignore[arg-type]
         for turn in range(4):
-            other = engine.add_request([50 + turn] * 8, FREE, seed=99)  # someone else, in other slots
+            other = engine.add_request(
+                [50 + turn] * 8, FREE, seed=99
+            )  # someone else, in other slots
             fed.clear()
             request = engine.add_request(history, FREE, seed=turn)
             assert outcome(request) == expected(history, FREE, turn)
@@ -89,7 +101,11 @@ def test_a_conversation_goes_on_from_what_a_slot_holds(
             assert usage.cached_tokens == held
             read = [token for row in fed if row[0] != 50 + turn for token in row]
             assert read == history[held:]
-            held = len(history) + 19 if reuse_sampled_tokens else len(history) // PIECE_SIZE * PIECE_SIZE
+            held = (
+                len(history) + 19
+                if reuse_sampled_tokens
+                else len(history) // PIECE_SIZE * PIECE_SIZE
+            )
             history = [*history, *request.result().token_ids, 60 + turn, 61, 62]
 
 
@@ -99,7 +115,10 @@ def test_a_prompt_begins_like_one_that_runs(model: CausalLM) -> None:
     with Engine(model, slots=5) as engine:
         first = engine.add_request(prompts[0], ENDLESS, seed=0)
         wait_for_token(first)
-        others = [engine.add_request(prompt, FREE, seed=seed) for seed, prompt in enumerate(prompts[1:], start=1)]
+        others = [
+            engine.add_request(prompt, FREE, seed=seed)
+            for seed, prompt in enumerate(prompts[1:], start=1)
+        ]
         for request, prompt in zip(others, prompts[1:], strict=True):
             assert outcome(request) == expected(prompt, FREE, request.seed)
         assert outcome(first) == expected(prompts[0], ENDLESS, 0)
@@ -115,7 +134,9 @@ def test_a_long_prompt_does_not_hold_up_running_rows(
     for name in ("prefill", "decode"):
         plain = getattr(Slots, name)
 
-        def call(self: Slots, *args: Any, name: str = name, plain: Any = plain, **options: Any) -> None:
+        def call(
+            self: Slots, *args: Any, name: str = name, plain: Any = plain, **options: Any
+        ) -> None:
             calls.append(name)
             plain(self, *args, **options)
 
@@ -139,8 +160,13 @@ def test_a_step_is_one_run_of_the_graph_whatever_the_rows_ask_for(
 
     runs: list[int] = []
     plain = BoundGraph.run
-    monkeypatch.setattr(BoundGraph, "run", lambda self, *, wait=True: (runs.append(1), plain(self, wait=wait))[1])
-    params = [SamplingParams(temperature=row % 2, max_new_tokens=11, eos_token_id=()) for row in range(rows)]
+    monkeypatch.setattr(
+        BoundGraph, "run", lambda self, *, wait=True: (runs.append(1), plain(self, wait=wait))[1]
+    )
+    params = [
+        SamplingParams(temperature=row % 2, max_new_tokens=11, eos_token_id=())
+        for row in range(rows)
+    ]
     output = model.generate([[5 + row] for row in range(rows)], params, seed=0)
     assert len(runs) == 1 + 10  # one for all prompts, then one a step
     for row in range(rows):
@@ -149,14 +175,18 @@ def test_a_step_is_one_run_of_the_graph_whatever_the_rows_ask_for(
 
 def test_the_slots_of_a_compiled_package(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
-    with pytest.raises(ValueError, match="slots is 3 and the package was compiled for 2 rows at most"):
+    with pytest.raises(
+        ValueError, match="slots is 3 and the package was compiled for 2 rows at most"
+    ):
         Engine(model, slots=3)
     with Engine(model) as engine:
         assert (engine.slots, engine.capacity) == (2, 48)
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-def test_outputs_come_in_the_order_of_the_prompts(slots: int, model: CausalLM, gate: threading.Semaphore) -> None:
+def test_outputs_come_in_the_order_of_the_prompts(
+    slots: int, model: CausalLM, gate: threading.Semaphore
+) -> None:
     generator = random.Random(3)
     cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(20)]
     read: list[int] = []
@@ -173,7 +203,9 @@ def test_outputs_come_in_the_order_of_the_prompts(slots: int, model: CausalLM, g
         first = next(outputs)
         assert len(read) < 20  # as far as there is room
         found = [first, *outputs]
-    assert [(output.token_ids, output.finish_reason) for output in found] == [expected(*case) for case in cases]
+    assert [(output.token_ids, output.finish_reason) for output in found] == [
+        expected(*case) for case in cases
+    ]
     assert [output.seed for output in found] == list(range(20))
 
 
@@ -208,9 +240,13 @@ def test_an_iterator_that_is_closed_cancels_the_rest_and_a_closed_engine_ends_it
 ) -> None:
     cancelled: list[Request] = []
     cancel = Request.cancel
-    monkeypatch.setattr(Request, "cancel", lambda request: (cancelled.append(request), cancel(request))[1])
+    monkeypatch.setattr(
+        Request, "cancel", lambda request: (cancelled.append(request), cancel(request))[1]
+    )
     with Engine(model, slots=1) as engine:
-        outputs = engine.map([[5], [6], [7]], each=[{"params": FREE}, {"params": ENDLESS}, {"params": ENDLESS}])
+        outputs = engine.map(
+            [[5], [6], [7]], each=[{"params": FREE}, {"params": ENDLESS}, {"params": ENDLESS}]
+        )
         next(outputs)
         outputs.close()  # type: ignore[attr-defined]
         assert len(cancelled) == 2
@@ -223,7 +259,9 @@ def ways_to_add(engine: Engine, model: CausalLM) -> list[Callable[..., Request]]
     """Each with the same options: `add_request`, `add_requests` and `add`."""
 
     def add(prompt: list[int], params: SamplingParams, seed: int = 0, **options: Any) -> Request:
-        return engine.add(model.read(prompt, params, seed=seed, num_return_sequences=1), **options)[0]
+        return engine.add(model.read(prompt, params, seed=seed, num_return_sequences=1), **options)[
+            0
+        ]
 
     return [
         engine.add_request,
@@ -232,7 +270,9 @@ def ways_to_add(engine: Engine, model: CausalLM) -> list[Callable[..., Request]]
     ]
 
 
-def test_each_way_to_add_takes_the_options_of_an_engine(model: CausalLM, gate: threading.Semaphore) -> None:
+def test_each_way_to_add_takes_the_options_of_an_engine(
+    model: CausalLM, gate: threading.Semaphore
+) -> None:
     with Engine(model, slots=3, max_waiting=3) as engine:
         requests = [add([5], FREE, seed=1, priority=2) for add in ways_to_add(engine, model)]
         requests += [add([5], FREE, seed=1) for add in ways_to_add(engine, model)]
@@ -261,7 +301,11 @@ def test_prefixes_from_files_and_a_folder(model: CausalLM, tmp_path: Path) -> No
     folder, prompt = tmp_path / "kept", [*[7] * 8, 5]
     for most, kept in ((1, False), (1 << 20, True)):
         with Engine(
-            model, slots=1, prefixes=[tmp_path / "sevens"], prefix_cache_dir=folder, prefix_cache_bytes=most
+            model,
+            slots=1,
+            prefixes=[tmp_path / "sevens"],
+            prefix_cache_dir=folder,
+            prefix_cache_bytes=most,
         ) as engine:
             for seed, (asked, cached) in enumerate(((prompt, 8), ([9] * 9, 0))):
                 request = engine.add_request(asked, FREE, seed=seed)

@@ -45,18 +45,24 @@ class Case:
     def model(self) -> CausalLM:
         return with_short_pieces(self.path)
 
-    def check(self, output: RequestOutput, folder: Path | None, prompt: list[int], params: SamplingParams) -> None:
+    def check(
+        self, output: RequestOutput, folder: Path | None, prompt: list[int], params: SamplingParams
+    ) -> None:
         fresh = self.fresh(folder, prompt, replace(params, adapter=None, seed=output.seed))
         assert output.token_ids == fresh.token_ids
         np.testing.assert_array_equal(output.outputs["logprobs"], fresh.outputs["logprobs"])
 
-    def fresh(self, folder: Path | None, prompt: list[int], params: SamplingParams) -> RequestOutput:
+    def fresh(
+        self, folder: Path | None, prompt: list[int], params: SamplingParams
+    ) -> RequestOutput:
         key = repr((folder, prompt, params))
         if key not in self.known:
             if folder is not None:
                 self.alone.load_adapter("own", folder)
                 params = replace(params, adapter="own")
-            with Engine(self.alone, slots=2) as engine:  # two: products of a single row have other last bits
+            with Engine(
+                self.alone, slots=2
+            ) as engine:  # two: products of a single row have other last bits
                 self.known[key] = engine.add_request(prompt, params).result(60)
             if folder is not None:
                 self.alone.unload_adapter("own")
@@ -70,13 +76,20 @@ def with_short_pieces(path: Path) -> CausalLM:
 
 def make_case(path: Path, folder: Path) -> Case:
     alone = with_short_pieces(path)
-    folders = [random_adapter(folder / str(seed), alone.interface, seed, rank=1 + seed % 4) for seed in range(5)]
+    folders = [
+        random_adapter(folder / str(seed), alone.interface, seed, rank=1 + seed % 4)
+        for seed in range(5)
+    ]
     return Case(path, folders, alone)
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3_5_text", marks=pytest.mark.ci)])
+@pytest.fixture(
+    scope="module", params=["llama", pytest.param("qwen3_5_text", marks=pytest.mark.ci)]
+)
 def case(
-    request: pytest.FixtureRequest, adapted: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    adapted: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Case:
     """Attention, and a hybrid with recurrent states."""
     package = adapted(request.param, logprobs=True, max_loras=MAX_LORAS, max_lora_rank=4)
@@ -102,16 +115,22 @@ def model(case: Case) -> CausalLM:
 
 def test_the_adapters_differ(case: Case) -> None:
     tokens = prompt(1, 20)
-    outputs = [case.fresh(folder, tokens, replace(SAMPLED, seed=1)) for folder in (None, *case.folders)]
+    outputs = [
+        case.fresh(folder, tokens, replace(SAMPLED, seed=1)) for folder in (None, *case.folders)
+    ]
     assert len({repr(output.outputs["logprobs"]) for output in outputs}) == 6
 
 
 def test_more_adapters_than_a_batch_takes(case: Case, model: CausalLM) -> None:
     with Engine(model, slots=5) as engine:
         tokens = [prompt(seed, 5 + 4 * seed) for seed in range(10)]
-        adapters = [(str(seed % 5), case.folders[seed % 5]) if seed % 5 < 4 else (None, None) for seed in range(10)]
+        adapters = [
+            (str(seed % 5), case.folders[seed % 5]) if seed % 5 < 4 else (None, None)
+            for seed in range(10)
+        ]
         requests = [
-            engine.add_request(row, with_adapter(name), seed=1) for row, (name, _) in zip(tokens, adapters, strict=True)
+            engine.add_request(row, with_adapter(name), seed=1)
+            for row, (name, _) in zip(tokens, adapters, strict=True)
         ]
         for request, row, (_, folder) in zip(requests, tokens, adapters, strict=True):
             case.check(request.result(60), folder, row, SAMPLED)
@@ -129,7 +148,9 @@ def test_no_prefix_crosses_adapters(case: Case, model: CausalLM) -> None:
         first, second, third = case.folders[:3]
         assert [ask("0", first), ask(None, None), ask("1", second), ask("2", third)] == [0] * 4
         # Four slots keep four prompts.
-        assert all(ask(*pair) == 48 for pair in (("0", first), (None, None), ("1", second), ("2", third)))
+        assert all(
+            ask(*pair) == 48 for pair in (("0", first), (None, None), ("1", second), ("2", third))
+        )
         # The same name with other weights, and the same weights with another name.
         model.unload_adapter("0")
         model.load_adapter("0", case.folders[4])
@@ -138,7 +159,9 @@ def test_no_prefix_crosses_adapters(case: Case, model: CausalLM) -> None:
         assert ask("0", case.folders[4]) == 0
 
 
-def test_kept_prefixes_on_disk_do_not_cross_adapters(case: Case, model: CausalLM, tmp_path: Path) -> None:
+def test_kept_prefixes_on_disk_do_not_cross_adapters(
+    case: Case, model: CausalLM, tmp_path: Path
+) -> None:
     pairs = (("0", case.folders[0]), (None, None), ("1", case.folders[1]))
     # The second prompt is another turn of the first, which has a file of its own.
     for length, cached in ((50, 0), (100, 48), (100, 96)):
@@ -155,7 +178,11 @@ def test_a_saved_prefix_belongs_to_its_adapter(case: Case, model: CausalLM, tmp_
     tokens = prompt(4, 50)
     assert model.save_prefix(tokens, tmp_path / "own", adapter="0") == 48
     with Engine(model, slots=2, prefixes=[tmp_path / "own"]) as engine:
-        for name, folder, cached in ((None, None, 0), ("1", case.folders[1], 0), ("0", case.folders[0], 48)):
+        for name, folder, cached in (
+            (None, None, 0),
+            ("1", case.folders[1], 0),
+            ("0", case.folders[0], 48),
+        ):
             output = engine.add_request(tokens, with_adapter(name), seed=3).result(60)
             case.check(output, folder, tokens, SAMPLED)
             assert output.usage.cached_tokens == cached
@@ -177,7 +204,9 @@ def test_a_request_keeps_its_adapter_until_it_ends(case: Case, model: CausalLM) 
         case.check(after.result(60), case.folders[4], tokens, SAMPLED)
 
 
-def test_a_folder_that_cannot_be_used_changes_nothing(case: Case, model: CausalLM, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_changes_nothing(
+    case: Case, model: CausalLM, tmp_path: Path
+) -> None:
     damaged = random_adapter(tmp_path / "damaged", model.interface, 9, rank=2)
     weights = damaged / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -199,9 +228,13 @@ def test_a_folder_that_cannot_be_used_changes_nothing(case: Case, model: CausalL
 def test_names_that_are_no_texts(case: Case, model: CausalLM, tmp_path: Path, name: Any) -> None:
     with pytest.raises(ValueError, match=r"the adapter's name is .*; give a text"):
         model.load_adapter(name, case.folders[0])
-    with pytest.raises(ValueError, match=r"adapter_name is .*; give the name of a loaded adapter: 0, 1, 2, 3"):
+    with pytest.raises(
+        ValueError, match=r"adapter_name is .*; give the name of a loaded adapter: 0, 1, 2, 3"
+    ):
         model.unload_adapter(name)
-    with pytest.raises(ArgumentError, match=r"adapter is .*; load it with load_adapter, or name another"):
+    with pytest.raises(
+        ArgumentError, match=r"adapter is .*; load it with load_adapter, or name another"
+    ):
         model.save_prefix(prompt(5, 20), tmp_path / "prefix", adapter=name)
 
 
@@ -215,9 +248,14 @@ def test_an_adapter_is_replaced_at_once(case: Case, model: CausalLM) -> None:
     assert model.adapters["0"].sha256 == model.adapters["1"].sha256
 
 
-def test_rows_that_must_run_together_have_no_more_adapters_than_a_batch_takes(model: CausalLM) -> None:
+def test_rows_that_must_run_together_have_no_more_adapters_than_a_batch_takes(
+    model: CausalLM,
+) -> None:
     params = [with_adapter(name) for name in "012"]
-    with pytest.raises(ValueError, match=r"3 adapters were given and the package takes 2 at once; .* max_time follow"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 adapters were given and the package takes 2 at once; .* max_time follow",
+    ):
         model.generate([[5]] * 3, params, max_time=60)
     assert len(model.generate([[5]] * 3, params).token_ids) == 3
 
@@ -234,7 +272,9 @@ def test_the_adapters_of_requests_are_counted(model: CausalLM) -> None:
         assert (stats.running_adapters, stats.waiting_adapters) == (("0", "1"), ("2",))
 
 
-def random_traffic(case: Case, model: CausalLM, operations: int) -> Iterator[tuple[Request, Path | None, list[int]]]:
+def random_traffic(
+    case: Case, model: CausalLM, operations: int
+) -> Iterator[tuple[Request, Path | None, list[int]]]:
     """Requests among random loads, swaps and unloads; each with the folder of its adapter and its prompt."""
     chooses, loaded = random.Random(0), dict[str, Path]()
     prompts = [prompt(seed, 6 + 9 * seed) for seed in range(4)]
@@ -271,7 +311,9 @@ def test_random_loads_and_unloads_under_traffic(case: Case, operations: int) -> 
 
 
 @pytest.mark.ci
-def test_a_row_of_packed_weights_has_the_same_bits_beside_others(adapted: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_row_of_packed_weights_has_the_same_bits_beside_others(
+    adapted: Callable[..., Path], tmp_path: Path
+) -> None:
     """Its products do not depend on the number of rows, and the adapters' must not."""
     portable = adapted("llama", logprobs=True, max_loras=MAX_LORAS, max_lora_rank=4)
     compiled = AutoModelForCausalLM.from_pretrained(portable).compile(
@@ -283,7 +325,12 @@ def test_a_row_of_packed_weights_has_the_same_bits_beside_others(adapted: Callab
     model.load_adapter("0", case.folders[0])
     model.load_adapter("1", case.folders[1])
     with Engine(model, slots=4) as engine:
-        rows = [(None, None), ("0", case.folders[0]), ("1", case.folders[1]), ("0", case.folders[0])]
+        rows = [
+            (None, None),
+            ("0", case.folders[0]),
+            ("1", case.folders[1]),
+            ("0", case.folders[0]),
+        ]
         requests = [
             engine.add_request(prompt(seed, 20), with_adapter(name, max_new_tokens=20), seed=seed)
             for seed, (name, _) in enumerate(rows)
@@ -291,7 +338,9 @@ def test_a_row_of_packed_weights_has_the_same_bits_beside_others(adapted: Callab
         for seed, (request, (name, folder)) in enumerate(zip(requests, rows, strict=True)):
             output = request.result(60)
             case.check(output, folder, prompt(seed, 20), with_adapter(None, max_new_tokens=20))
-            fresh = model.generate([prompt(seed, 20)], with_adapter(name, max_new_tokens=20), seed=seed)
+            fresh = model.generate(
+                [prompt(seed, 20)], with_adapter(name, max_new_tokens=20), seed=seed
+            )
             assert fresh.token_ids[0] == output.token_ids
             assert fresh.logprobs is not None
             np.testing.assert_array_equal(fresh.logprobs[0], output.outputs["logprobs"][:, 0])

@@ -40,18 +40,24 @@ from tests.helpers.requests import (
 )
 
 
-def test_what_fits_is_decided_by_the_slot_and_not_by_the_request(fake: Callable[..., Package]) -> None:
+def test_what_fits_is_decided_by_the_slot_and_not_by_the_request(
+    fake: Callable[..., Package],
+) -> None:
     """A model without a limit of its own could hold more tokens than the slots of an engine do."""
     unlimited = load(fake(manifest={"max_position_embeddings": None}).path)
     with Engine(unlimited, slots=1) as engine:
         assert engine.capacity == 4096
-        with pytest.raises(ValueError, match="prompt has 4096 tokens and the context length is 4096"):
+        with pytest.raises(
+            ValueError, match="prompt has 4096 tokens and the context length is 4096"
+        ):
             engine.add_request([5] * 4096, max_new_tokens=10)
         request = engine.add_request([5] * 4090, max_new_tokens=50, eos_token_id=(), temperature=0)
         assert (request.result().finish_reason, len(request.result().token_ids)) == ("length", 6)
 
 
-def test_nothing_is_kept_of_a_row_that_had_no_token_to_sample(fake_model: Callable[..., CausalLM]) -> None:
+def test_nothing_is_kept_of_a_row_that_had_no_token_to_sample(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     """Its last chunk was not committed, so the steps of others wrote where its keys and values would be."""
     prompt = [9, 200, 31, 4, 5, 6]
     with Engine(fake_model(allowed_tokens=True), slots=2, prefill_chunk_size=2) as engine:
@@ -79,10 +85,14 @@ def test_back_pressure(model: CausalLM, gate: threading.Semaphore) -> None:
         gate.release(1000)
         thread.join(60)
         assert outcome(late[0]) == expected([6], FREE, 9)
-        assert [outcome(request) for request in requests] == [expected([5], FREE, n) for n in range(3)]
+        assert [outcome(request) for request in requests] == [
+            expected([5], FREE, n) for n in range(3)
+        ]
 
 
-def test_a_graph_that_fails_ends_every_request_with_its_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_fails_ends_every_request_with_its_error(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     added = threading.Event()
 
     def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
@@ -96,7 +106,9 @@ def test_a_graph_that_fails_ends_every_request_with_its_error(model: CausalLM, m
             requests = [engine.add_request([5], FREE) for _ in range(3)]
             added.set()
             for request in requests:
-                with pytest.raises(EngineClosedError, match=r"its graph failed \(RuntimeError: out of memory\)"):
+                with pytest.raises(
+                    EngineClosedError, match=r"its graph failed \(RuntimeError: out of memory\)"
+                ):
                     request.result(60)
             with pytest.raises(EngineClosedError, match="out of memory"):
                 engine.add_request([5], FREE)
@@ -127,10 +139,14 @@ def test_an_error_does_not_grow_with_those_who_see_it(fake_model: Callable[..., 
         assert {error.__cause__ for error in errors} == {cause}
         assert cause is not None
         assert (cause.__traceback__, cause.__context__) == (None, None)
-        assert all(len(error.__notes__) == 1 and "in broken" in error.__notes__[0] for error in errors)
+        assert all(
+            len(error.__notes__) == 1 and "in broken" in error.__notes__[0] for error in errors
+        )
 
 
-def test_an_error_keeps_nothing_of_the_engine(fake_model: Callable[..., CausalLM], only_new_garbage: None) -> None:
+def test_an_error_keeps_nothing_of_the_engine(
+    fake_model: Callable[..., CausalLM], only_new_garbage: None
+) -> None:
     def broken(step: Any, mask: np.ndarray) -> None:
         try:
             raise KeyError("first")
@@ -177,7 +193,9 @@ def test_a_text_that_cannot_be_decoded_fails_its_request_alone(
         failing[1].cancel()
         gate.release(1000)
         for request in failing:
-            with pytest.raises(RequestFailedError, match=r"text cannot be decoded \(Panic: index out of range\)"):
+            with pytest.raises(
+                RequestFailedError, match=r"text cannot be decoded \(Panic: index out of range\)"
+            ):
                 request.result(60)
         assert outcome(healthy) == expected([6], FREE, 1)
         assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
@@ -201,7 +219,9 @@ def test_of_requests_with_a_function_those_that_ended_do_not_fail(
             raise RuntimeError("no more rules")
 
     with Engine(fake_model(allowed_tokens=True), slots=3) as engine:
-        cancelled, *failed = engine.add_requests([5], FREE, num_return_sequences=3, allowed_tokens=function)
+        cancelled, *failed = engine.add_requests(
+            [5], FREE, num_return_sequences=3, allowed_tokens=function
+        )
         cancelled.cancel()
         gate.release(2)
         assert cancelled.result(60).finish_reason == "cancelled"
@@ -247,7 +267,9 @@ def test_closing_cancels_and_releases_everything(model: CausalLM, only_new_garba
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("count", [800, pytest.param(2000, marks=pytest.mark.slow)])
-def test_memory_stays_flat(count: int, fake: Callable[..., Package], only_new_garbage: None) -> None:
+def test_memory_stays_flat(
+    count: int, fake: Callable[..., Package], only_new_garbage: None
+) -> None:
     generator = random.Random(1)
     with Engine(load(fake().path, ctx_len=64, intra_op_num_threads=1), slots=8) as engine:
         readings = []

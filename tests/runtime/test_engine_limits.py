@@ -21,7 +21,9 @@ from tests.helpers.requests import wait_until
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_request_ends_when_its_time_is_over(model: CausalLM, gate: threading.Semaphore, waits: bool) -> None:
+def test_a_request_ends_when_its_time_is_over(
+    model: CausalLM, gate: threading.Semaphore, waits: bool
+) -> None:
     with Engine(model, slots=1) as engine:
         other = engine.add_request([5], max_new_tokens=6) if waits else None
         request = engine.add_request([6], max_new_tokens=6, max_time=0.01)
@@ -31,7 +33,10 @@ def test_a_request_ends_when_its_time_is_over(model: CausalLM, gate: threading.S
         output = request.result(60)
         assert output.finish_reason == "time"
         assert len(output.token_ids) < 6
-        timed, plain = later.result(60), engine.add_request([7], max_new_tokens=6, eos_token_id=(), seed=1).result(60)
+        timed, plain = (
+            later.result(60),
+            engine.add_request([7], max_new_tokens=6, eos_token_id=(), seed=1).result(60),
+        )
         assert (timed.token_ids, timed.finish_reason) == (plain.token_ids, "length")
         if other is not None:
             assert (other.result(60).finish_reason, output.token_ids) == ("length", [])
@@ -65,10 +70,14 @@ def test_the_choices_of_a_caller_and_those_without_one(model: CausalLM) -> None:
     with Engine(model, slots=3, saved_states=0) as engine:
         assert engine._loop is not None
         assert engine._loop._scheduler._config.saved_states == 0
-    with Engine(model, slots=3, double_buffering=False, reuse_sampled_tokens=True, **choices) as engine:
+    with Engine(
+        model, slots=3, double_buffering=False, reuse_sampled_tokens=True, **choices
+    ) as engine:
         assert engine._loop is not None
         assert engine._loop._device is None
-        assert engine._loop._scheduler._config == SchedulerConfig.of(model.sessions, **choices, reuse_sampled=True)
+        assert engine._loop._scheduler._config == SchedulerConfig.of(
+            model.sessions, **choices, reuse_sampled=True
+        )
 
 
 def test_the_lowest_priority_gets_the_next_slot(model: CausalLM, gate: threading.Semaphore) -> None:
@@ -77,7 +86,13 @@ def test_the_lowest_priority_gets_the_next_slot(model: CausalLM, gate: threading
         requests = {"running": engine.add_request([5], max_new_tokens=3)}
         while engine.stats().running == 0:
             time.sleep(0.001)
-        for name, priority in (("late", 1), ("first", -1), ("second", -1), ("last", 2), ("plain", None)):
+        for name, priority in (
+            ("late", 1),
+            ("first", -1),
+            ("second", -1),
+            ("last", 2),
+            ("plain", None),
+        ):
             options = {} if priority is None else {"priority": priority}
             requests[name] = engine.add_request([5], max_new_tokens=3, **options)  # type: ignore[arg-type]
         for name, request in requests.items():
@@ -105,7 +120,9 @@ def test_who_is_told_of_an_end_finds_its_room(model: CausalLM) -> None:
     assert room == [(0, 0)] * 3
 
 
-def test_a_drained_engine_has_told_everybody(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drained_engine_has_told_everybody(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finished = Request.finish
 
     def slowly(self: Request, reason: str) -> None:
@@ -123,7 +140,9 @@ def test_nothing_is_kept_of_a_request_with_a_deadline_and_a_function(
     fake_model: Callable[..., CausalLM], only_new_garbage: None
 ) -> None:
     with Engine(fake_model(allowed_tokens=True), slots=1) as engine:
-        request = engine.add_request([5], max_new_tokens=2, max_time=1e6, allowed_tokens=lambda step, mask: None)
+        request = engine.add_request(
+            [5], max_new_tokens=2, max_time=1e6, allowed_tokens=lambda step, mask: None
+        )
         request.result(60)
         kept = weakref.ref(request._sequence.text)
         request.add_done_callback(lambda request: None)
@@ -145,7 +164,9 @@ def test_who_waits_for_room_learns_that_the_engine_was_closed(
         closing.join()
 
 
-def test_drain_lets_requests_end_and_takes_no_more(model: CausalLM, gate: threading.Semaphore) -> None:
+def test_drain_lets_requests_end_and_takes_no_more(
+    model: CausalLM, gate: threading.Semaphore
+) -> None:
     with Engine(model, slots=1) as engine:
         requests = [engine.add_request([5], max_new_tokens=3) for _ in range(3)]
         assert not engine.closed
@@ -204,7 +225,9 @@ def test_what_a_callback_raises_ends_no_engine(
             request.add_done_callback(ended.append)
             gate.release(1000)
             request.result(60)
-        assert any(f"a callback of a request raised {kind.__name__}" in str(one.message) for one in caught)
+        assert any(
+            f"a callback of a request raised {kind.__name__}" in str(one.message) for one in caught
+        )
         assert engine.add_request([5], max_new_tokens=2).result(60).finish_reason == "length"
         assert ended[1:] == [request]
         with pytest.raises((kind, RuntimeWarning)):  # at once, so on the thread of whoever adds it

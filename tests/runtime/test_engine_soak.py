@@ -29,7 +29,16 @@ from tests.helpers.memory import resident
 from tests.helpers.readers import COROUTINES, THREADED, left_pending_by_its_loop
 from tests.helpers.requests import random_params, random_prompt, wait_until
 
-KEPT_BY_NOBODY = (Request, Sequence, GeneratedText, Guide, Failure, _AsyncDeltas, _Feed, RequestFailedError)
+KEPT_BY_NOBODY = (
+    Request,
+    Sequence,
+    GeneratedText,
+    Guide,
+    Failure,
+    _AsyncDeltas,
+    _Feed,
+    RequestFailedError,
+)
 BAD: list[dict[str, Any]] = [
     {"inputs": [2**70]}, {"inputs": [-1]}, {"inputs": [VOCAB]}, {"inputs": "\ud800"}, {"inputs": [5.5]},
     {"inputs": [{"role": "user", "content": None}]}, {"inputs": [5] * 300}, {"inputs": [5], "seed": -1},
@@ -65,7 +74,14 @@ def only_even(step: Any, mask: np.ndarray) -> None:
 
 def raising(case: Case) -> Callable[..., None]:
     error = case.random.choice(
-        [RuntimeError("no"), SystemExit(1), KeyboardInterrupt(), GeneratorExit(), MemoryError(), Unexpected()]
+        [
+            RuntimeError("no"),
+            SystemExit(1),
+            KeyboardInterrupt(),
+            GeneratorExit(),
+            MemoryError(),
+            Unexpected(),
+        ]
     )
     when, calls = case.random.randrange(4), [0]
 
@@ -97,7 +113,11 @@ class Soak:
         return case
 
     def add(self, case: Case, **options: Any) -> Request:
-        case.options = {name: value for name, value in options.items() if name in ("stop_strings", "allowed_tokens")}
+        case.options = {
+            name: value
+            for name, value in options.items()
+            if name in ("stop_strings", "allowed_tokens")
+        }
         return self.engine.add_request(case.prompt, case.params, seed=case.number, **options)
 
     def coroutine(self, work: Awaitable[None]) -> None:
@@ -109,7 +129,9 @@ class Soak:
     def ended(self, case: Case, request: Request) -> None:
         output = request.result(120)
         case.tokens = output.token_ids
-        assert output.finish_reason in (("stop", "length") if case.whole else ("stop", "length", "cancelled"))
+        assert output.finish_reason in (
+            ("stop", "length") if case.whole else ("stop", "length", "cancelled")
+        )
         assert [token for delta in request for token in delta.token_ids] == output.token_ids
         assert "".join(delta.text or "" for delta in request) == output.text
 
@@ -122,7 +144,9 @@ class Soak:
     def iterate(self, case: Case) -> None:
         case.whole = True
         request = self.add(case)
-        assert [token for delta in request for token in delta.token_ids] == request.result(0).token_ids
+        assert [token for delta in request for token in delta.token_ids] == request.result(
+            0
+        ).token_ids
         self.ended(case, request)
 
     def deltas_in_a_coroutine(self, case: Case) -> None:
@@ -173,7 +197,9 @@ class Soak:
     # What does not.
 
     def poisoned(self, case: Case) -> None:
-        output = self.engine.add_request([*case.prompt, POISON], case.params, seed=case.number).result(120)
+        output = self.engine.add_request(
+            [*case.prompt, POISON], case.params, seed=case.number
+        ).result(120)
         assert (output.token_ids, output.finish_reason) == ([], "invalid")
 
     def cancel(self, case: Case) -> None:
@@ -208,7 +234,9 @@ class Soak:
 
     def fails(self, case: Case, function: Callable[..., None]) -> None:
         try:
-            request = self.engine.add_request(case.prompt, case.params, seed=case.number, allowed_tokens=function)
+            request = self.engine.add_request(
+                case.prompt, case.params, seed=case.number, allowed_tokens=function
+            )
         except BaseException:  # it raised at once, here
             return
         for read in (lambda: request.result(120), lambda: list(request)):
@@ -230,12 +258,20 @@ def check(model: CausalLM, cases: list[Case]) -> None:
     cases = [case for case in cases if case.tokens is not None]
     plain = [case for case in cases if not case.options]
     outputs = model.generate(
-        [case.prompt for case in plain], [case.params for case in plain], seed=[case.number for case in plain]
+        [case.prompt for case in plain],
+        [case.params for case in plain],
+        seed=[case.number for case in plain],
     ).token_ids
     for case in cases:
         if case.options:
-            outputs.append(model.generate(case.prompt, case.params, seed=case.number, **case.options).token_ids[0])
-    for case, output in zip([*plain, *(case for case in cases if case.options)], outputs, strict=True):
+            outputs.append(
+                model.generate(
+                    case.prompt, case.params, seed=case.number, **case.options
+                ).token_ids[0]
+            )
+    for case, output in zip(
+        [*plain, *(case for case in cases if case.options)], outputs, strict=True
+    ):
         assert case.tokens is not None
         assert case.tokens == (output if case.whole else output[: len(case.tokens)]), case
     assert sum(case.whole for case in cases) > len(cases) / 3
@@ -256,11 +292,15 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 def kept() -> Counter[str]:
     """How many objects of KEPT_BY_NOBODY there are, by the names of their types."""
-    return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, KEPT_BY_NOBODY))
+    return Counter(
+        type(one).__name__ for one in gc.get_objects() if isinstance(one, KEPT_BY_NOBODY)
+    )
 
 
 @pytest.mark.parametrize("count", [160, pytest.param(1000, marks=pytest.mark.slow)])
-def test_requests_with_random_faults(count: int, fake_model: Callable[..., CausalLM], only_new_garbage: None) -> None:
+def test_requests_with_random_faults(
+    count: int, fake_model: Callable[..., CausalLM], only_new_garbage: None
+) -> None:
     model = fake_model(allowed_tokens=True)
     readings: list[tuple[int, int, int]] = []
     gc.collect()
@@ -286,7 +326,9 @@ def test_requests_with_random_faults(count: int, fake_model: Callable[..., Causa
         assert soak.full > 0
         assert sum(isinstance(one, DecodeLoop) for one in gc.get_objects()) == 1
     assert threading.active_count() <= threads_before
-    objects, blocks, memory = (last - second for second, last in zip(readings[1], readings[-1], strict=True))
+    objects, blocks, memory = (
+        last - second for second, last in zip(readings[1], readings[-1], strict=True)
+    )
     # A leak of one object in each request would be count / 2 between the two readings. Blocks come and go a little.
     assert objects < count / 4
     assert blocks < count / 2 + 400

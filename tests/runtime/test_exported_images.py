@@ -19,7 +19,13 @@ pytestmark = pytest.mark.ci
 TYPE = "qwen3_vl"
 IMAGE = IMAGE_TEXT[TYPE]
 WIDE, TALL, OTHER = picture(40, 24), picture(24, 56, seed=1), picture(40, 24, seed=2)
-TEXTS = [f"Is {IMAGE} new?", f"{IMAGE}Look at {IMAGE}", "Only a text.", f"The first {IMAGE}", f"The first {IMAGE}"]
+TEXTS = [
+    f"Is {IMAGE} new?",
+    f"{IMAGE}Look at {IMAGE}",
+    "Only a text.",
+    f"The first {IMAGE}",
+    f"The first {IMAGE}",
+]
 IMAGES: list[list[Any]] = [[WIDE], [TALL, OTHER], [], [WIDE], [OTHER]]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, eos_token_id=())
 
@@ -62,10 +68,17 @@ def test_greedy_tokens_are_those_of_transformers(
 
 def test_placeholders_are_penalized(model: CausalLM, folder: Path) -> None:
     wanted = reference_generate(folder, TEXTS[:2], IMAGES[:2], 8, repetition_penalty=1.5)
-    assert model.generate(TEXTS[:2], replace(GREEDY, repetition_penalty=1.5), images=IMAGES[:2]).token_ids == wanted
+    assert (
+        model.generate(
+            TEXTS[:2], replace(GREEDY, repetition_penalty=1.5), images=IMAGES[:2]
+        ).token_ids
+        == wanted
+    )
 
 
-def test_behind_beginnings_in_slots_and_in_files(model: CausalLM, wanted: list[list[int]], tmp_path: Path) -> None:
+def test_behind_beginnings_in_slots_and_in_files(
+    model: CausalLM, wanted: list[list[int]], tmp_path: Path
+) -> None:
     saved = tmp_path / "a.prefix"
     assert model.save_prefix(TEXTS[3], saved, images=IMAGES[3]) == 24
     engines: list[tuple[dict[str, Any], int]] = [({"slots": 1}, 24), ({"slots": 3}, 50)]
@@ -80,9 +93,17 @@ def test_behind_beginnings_in_slots_and_in_files(model: CausalLM, wanted: list[l
 def test_with_adapters_masks_biases_and_filters_at_once(model: CausalLM, tmp_path: Path) -> None:
     for seed, name in enumerate(("one", "two")):
         model.load_adapter(name, random_adapter(tmp_path / name, model.interface, seed))
-    sampled = SamplingParams(temperature=1.0, top_k=0, typical_p=0.9, max_new_tokens=8, eos_token_id=())
+    sampled = SamplingParams(
+        temperature=1.0, top_k=0, typical_p=0.9, max_new_tokens=8, eos_token_id=()
+    )
     biased = replace(sampled, logit_bias={100: 4.0, 101: -float("inf")})
-    params = [replace(biased, adapter="one"), replace(biased, adapter="two"), sampled, biased, replace(biased)]
+    params = [
+        replace(biased, adapter="one"),
+        replace(biased, adapter="two"),
+        sampled,
+        biased,
+        replace(biased),
+    ]
     mask = np.full(model.interface.sizes["W"], -1, np.int32)
     mask[1] = 0  # tokens 32 to 63
     options: dict[str, Any] = {"allowed_tokens": mask}
@@ -92,7 +113,10 @@ def test_with_adapters_masks_biases_and_filters_at_once(model: CausalLM, tmp_pat
         assert alone.token_ids == [together.token_ids[row]]
         assert not {*together.token_ids[row]} & {*range(32, 64)}
     without = model.generate(TEXTS[:2], biased, images=IMAGES[:2], seed=[5] * 2, **options)
-    assert all(with_it != plain for with_it, plain in zip(together.token_ids[:2], without.token_ids, strict=True))
+    assert all(
+        with_it != plain
+        for with_it, plain in zip(together.token_ids[:2], without.token_ids, strict=True)
+    )
     with Engine(model, slots=2) as engine:
         requests = [
             engine.add_request(text, replace(own, seed=5), images=images, **options)

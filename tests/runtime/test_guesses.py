@@ -53,7 +53,10 @@ def requests(model: CausalLM, count: int, guesses: int = 4) -> tuple[list[Sequen
         if repeats:
             params = replace(params, logit_bias=WORDS, repetition_penalty=1.0)
         answer = fake_reference.generate(prompt, params, seed, CAPACITY)
-        params = replace(params, prompt_lookup_num_tokens=generator.choice([0, guesses, guesses, min(guesses, 2)]))
+        params = replace(
+            params,
+            prompt_lookup_num_tokens=generator.choice([0, guesses, guesses, min(guesses, 2)]),
+        )
         one = make_sequence(model, prompt, params, seed, CAPACITY)
         if guesses and generator.random() < 0.4:
             expected = [token if generator.random() < 0.8 else 3 for token in answer[0]]
@@ -64,10 +67,15 @@ def requests(model: CausalLM, count: int, guesses: int = 4) -> tuple[list[Sequen
 
 
 @pytest.mark.parametrize(
-    ("flush_every", "double_buffering", "slots"), [(1, False, 3), (1, True, 5), (4, True, 4), (4, False, 1)]
+    ("flush_every", "double_buffering", "slots"),
+    [(1, False, 3), (1, True, 5), (4, True, 4), (4, False, 1)],
 )
 def test_requests_that_come_and_go(
-    flush_every: int, double_buffering: bool, slots: int, guessing: CausalLM, monkeypatch: pytest.MonkeyPatch
+    flush_every: int,
+    double_buffering: bool,
+    slots: int,
+    guessing: CausalLM,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     joined: list[tuple[int, ...]] = []
     plain = Slots.prefill
@@ -83,7 +91,9 @@ def test_requests_that_come_and_go(
             one.prediction = None
     config = SchedulerConfig.of(guessing.sessions, flush_every=flush_every, prefill_chunk_size=8)
     device = Slots(guessing.sessions, slots, CAPACITY)
-    loop = DecodeLoop(device, Scheduler(slots, config), lambda one: one.take(), double_buffering=double_buffering)
+    loop = DecodeLoop(
+        device, Scheduler(slots, config), lambda one: one.take(), double_buffering=double_buffering
+    )
     with loop:
         for one in sequences:
             loop.add(one)
@@ -115,7 +125,9 @@ def test_outputs_of_each_token(fake_model: Callable[..., CausalLM]) -> None:
             streamed.append("end")
 
     both = model.generate([prompt, [70] * 3], [guess, params], seed=4)
-    alone = model.generate([prompt], guess, seed=4, streamer=Streamer(), prediction=plain.token_ids[0])
+    alone = model.generate(
+        [prompt], guess, seed=4, streamer=Streamer(), prediction=plain.token_ids[0]
+    )
     assert streamed == [prompt, *([token] for token in plain.token_ids[0]), "end"]
     assert both.token_ids == plain.token_ids
     for output, rows in ((both, 2), (alone, 1)):
@@ -125,7 +137,10 @@ def test_outputs_of_each_token(fake_model: Callable[..., CausalLM]) -> None:
             np.testing.assert_allclose(getattr(output, name), wanted, rtol=1e-5, atol=1e-5)
     late = model.generate([prompt, [70] * 3], [guess, params], seed=4, flush_every=4)
     followed = model.generate([prompt], guess, seed=4, flush_every=4, prediction=plain.token_ids[0])
-    for output, early in ((late, both), (followed, alone)):  # the outputs of steps of different numbers of tokens
+    for output, early in (
+        (late, both),
+        (followed, alone),
+    ):  # the outputs of steps of different numbers of tokens
         for name in ("logprobs", "top_logprobs", "top_logprob_ids"):
             assert getattr(output, name).tobytes() == getattr(early, name).tobytes()
     assert plain.timing.drafts == DraftStats(num_steps=58)
@@ -133,7 +148,9 @@ def test_outputs_of_each_token(fake_model: Callable[..., CausalLM]) -> None:
     assert alone.timing.steps < 9
 
 
-def test_functions_that_follow_each_token_get_a_token_a_step(fake_model: Callable[..., CausalLM]) -> None:
+def test_functions_that_follow_each_token_get_a_token_a_step(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     model = fake_model(**FEATURES)
     seen: list[int] = []
 
@@ -147,7 +164,9 @@ def test_functions_that_follow_each_token_get_a_token_a_step(fake_model: Callabl
 
     params = SamplingParams(temperature=0.3, max_new_tokens=20, eos_token_id=(), logit_bias=WORDS)
     params = replace(params, prompt_lookup_num_tokens=4)
-    output = model.generate([[68, 69, 70] * 4], params, seed=1, allowed_tokens=guide, prediction=[68, 69] * 9)
+    output = model.generate(
+        [[68, 69, 70] * 4], params, seed=1, allowed_tokens=guide, prediction=[68, 69] * 9
+    )
     assert seen == output.token_ids[0][: len(seen)]
     assert len(seen) >= 19
     assert set(output.token_ids[0][1::2]) <= {68, 69}
@@ -181,7 +200,9 @@ def test_an_engine(guessing: CausalLM) -> None:
     with Engine(guessing, slots=3, max_waiting=64) as engine:
         added = []
         for seed in range(24):
-            prompt = head[: generator.choice([4, 8, 12, 18])] + generator.choices([*WORDS, 7, POISON + 1], k=seed % 4)
+            prompt = head[: generator.choice([4, 8, 12, 18])] + generator.choices(
+                [*WORDS, 7, POISON + 1], k=seed % 4
+            )
             params = replace(random_params(generator, 30), logit_bias=WORDS, repetition_penalty=1.0)
             wanted = fake_reference.generate(prompt, params, seed, CAPACITY)
             more = {"prediction": wanted[0] or [3]} if seed % 5 == 0 else {}
@@ -193,9 +214,14 @@ def test_an_engine(guessing: CausalLM) -> None:
         reused = accepted = 0
         for request, (tokens, reason) in added:
             found, why = outcome(request)
-            assert (found, why) == (tokens, reason) or (why == "cancelled" and found == tokens[: len(found)])
+            assert (found, why) == (tokens, reason) or (
+                why == "cancelled" and found == tokens[: len(found)]
+            )
             usage = request.result().usage
-            reused, accepted = reused + usage.cached_tokens, accepted + usage.drafts.num_accepted_tokens
+            reused, accepted = (
+                reused + usage.cached_tokens,
+                accepted + usage.drafts.num_accepted_tokens,
+            )
         assert reused > 50
         assert accepted > 20
 
@@ -226,7 +252,9 @@ def test_an_engine_over_a_compiled_package(
     monkeypatch.setattr(Slots, "prefill", prefill)
     for _ in range(2):  # the second engine loads prefixes
         with Engine(model, slots=4, max_waiting=64, prefix_cache_dir=tmp_path / "kept") as engine:
-            added = [engine.add_request(prompt, params, seed=seed) for prompt, params, seed in asked]
+            added = [
+                engine.add_request(prompt, params, seed=seed) for prompt, params, seed in asked
+            ]
             assert [request.result().token_ids for request in added] == wanted
             drafts = sum((request.result().usage.drafts for request in added), NO_DRAFTS)
             assert (drafts.num_draft_tokens > 0) == (guesses > 0)
@@ -234,12 +262,18 @@ def test_an_engine_over_a_compiled_package(
 
 
 def test_a_package_that_draws_a_token_a_step(model: CausalLM) -> None:
-    assert model.generate([[5]], max_new_tokens=2, prompt_lookup_num_tokens=None, seed=1).timing.drafts == NO_DRAFTS
+    assert (
+        model.generate([[5]], max_new_tokens=2, prompt_lookup_num_tokens=None, seed=1).timing.drafts
+        == NO_DRAFTS
+    )
 
 
 def test_nothing_is_guessed_if_that_would_change_tokens(fake: Callable[..., Any]) -> None:
     """The fake's cache is float32, over which no processor rounds one token as several: `load` says so."""
-    with pytest.warns(UserWarning, match="guesses are off here .*one token otherwise than several.*compile it again"):
+    with pytest.warns(
+        UserWarning,
+        match="guesses are off here .*one token otherwise than several.*compile it again",
+    ):
         exact = load(fake(**PLAIN).path)
     assert not exact.sessions.guesses
     assert not exact.sessions.ragged

@@ -23,7 +23,9 @@ from tests.helpers.fake_package import VOCAB
 from tests.helpers.requests import ENDLESS, FREE, expected, outcome
 
 
-def test_each_request_may_have_its_own_function_for_allowed_tokens(fake_model: Callable[..., CausalLM]) -> None:
+def test_each_request_may_have_its_own_function_for_allowed_tokens(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     """One may sample 10, 11, 12 …, the other 100, 101 …; a third is free, and joins windows of one step."""
 
     def counting(start: int) -> Callable[..., None]:
@@ -32,7 +34,10 @@ def test_each_request_may_have_its_own_function_for_allowed_tokens(fake_model: C
         def only(step: Any, mask: np.ndarray) -> None:
             assert mask.shape == (1, VOCAB // 32)
             if seen:
-                assert (step.tokens.tolist(), step.emitted.tolist()) == ([start + len(seen) - 1], [True])
+                assert (step.tokens.tolist(), step.emitted.tolist()) == (
+                    [start + len(seen) - 1],
+                    [True],
+                )
             seen.append(step)
             mask[:] = 0
             token = start + len(seen) - 1
@@ -43,10 +48,17 @@ def test_each_request_may_have_its_own_function_for_allowed_tokens(fake_model: C
     model = fake_model(allowed_tokens=True)
     with Engine(model, slots=3, flush_every=4) as engine:
         free = engine.add_request([7, 8], FREE, seed=1)
-        guided = [engine.add_request([5], FREE, allowed_tokens=counting(start)) for start in (10, 100)]
-        fixed = engine.add_request([6], FREE, allowed_tokens=np.array([1 << 5, *[0] * 9], dtype=np.int32))
+        guided = [
+            engine.add_request([5], FREE, allowed_tokens=counting(start)) for start in (10, 100)
+        ]
+        fixed = engine.add_request(
+            [6], FREE, allowed_tokens=np.array([1 << 5, *[0] * 9], dtype=np.int32)
+        )
         assert outcome(free) == expected([7, 8], FREE, 1)
-        assert [request.result(60).token_ids for request in guided] == [list(range(10, 30)), list(range(100, 120))]
+        assert [request.result(60).token_ids for request in guided] == [
+            list(range(10, 30)),
+            list(range(100, 120)),
+        ]
         assert fixed.result(60).token_ids == [5] * 20
 
 
@@ -63,7 +75,10 @@ class Unprintable(BaseException):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RuntimeError("the grammar has no more rules"), "raised RuntimeError: the grammar has no more rules"),
+        (
+            RuntimeError("the grammar has no more rules"),
+            "raised RuntimeError: the grammar has no more rules",
+        ),
         (SystemExit(3), "raised SystemExit: 3"),
         (KeyboardInterrupt(), r"raised KeyboardInterrupt(\n|\Z)"),
         (GeneratorExit(), r"raised GeneratorExit(\n|\Z)"),
@@ -83,7 +98,9 @@ def test_a_function_that_raises_ends_its_request_alone(
         healthy = engine.add_request([6], FREE, seed=1)
         failing = engine.add_request([5], FREE, allowed_tokens=broken)
         for read in (failing.result, lambda: list(failing)):
-            with pytest.raises(RequestFailedError, match=f"function for allowed_tokens {message}") as raised:
+            with pytest.raises(
+                RequestFailedError, match=f"function for allowed_tokens {message}"
+            ) as raised:
                 read()
             if not isinstance(error, Unprintable):
                 assert raised.value.__cause__ is error
@@ -92,7 +109,9 @@ def test_a_function_that_raises_ends_its_request_alone(
         assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
 
 
-def test_requests_that_come_while_others_are_guided_harm_nobody(fake_model: Callable[..., CausalLM]) -> None:
+def test_requests_that_come_while_others_are_guided_harm_nobody(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     """Whoever adds a guided request does so on a thread of his own, at any time."""
     at_work, added = threading.Event(), threading.Event()
 
@@ -105,7 +124,9 @@ def test_requests_that_come_while_others_are_guided_harm_nobody(fake_model: Call
 
     with Engine(fake_model(allowed_tokens=True), slots=2) as engine:
         engine._guides = Guides()
-        first = engine.add_request([5], FREE, seed=1, allowed_tokens=lambda step, mask: step and at_work.set())
+        first = engine.add_request(
+            [5], FREE, seed=1, allowed_tokens=lambda step, mask: step and at_work.set()
+        )
         at_work.wait(60)
         second = engine.add_request([6], FREE, seed=2, allowed_tokens=lambda step, mask: None)
         added.set()
@@ -126,7 +147,9 @@ def test_a_function_that_raises_at_once_raises_where_the_request_is_added(
         assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
 
 
-def test_the_mask_keeps_its_shape_and_dtype_whatever_a_function_does(fake_model: Callable[..., CausalLM]) -> None:
+def test_the_mask_keeps_its_shape_and_dtype_whatever_a_function_does(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     def careless(step: Any, mask: np.ndarray) -> None:
         mask[:] = 0
         mask[0, 1] = 1 << 5
@@ -134,11 +157,15 @@ def test_the_mask_keeps_its_shape_and_dtype_whatever_a_function_does(fake_model:
         mask.dtype = np.uint8
 
     with Engine(fake_model(allowed_tokens=True), slots=1) as engine:
-        assert engine.add_request([5], FREE, allowed_tokens=careless).result(60).token_ids == [37] * 20
+        assert (
+            engine.add_request([5], FREE, allowed_tokens=careless).result(60).token_ids == [37] * 20
+        )
 
 
 @pytest.mark.parametrize("wait", ["add", "drain", "result", "iterate", "await", "done"])
-def test_a_function_that_waits_for_its_own_engine(wait: str, fake_model: Callable[..., CausalLM]) -> None:
+def test_a_function_that_waits_for_its_own_engine(
+    wait: str, fake_model: Callable[..., CausalLM]
+) -> None:
     def waiting(step: Any, mask: np.ndarray) -> None:
         if step is None:
             return
@@ -158,7 +185,9 @@ def test_a_function_that_waits_for_its_own_engine(wait: str, fake_model: Callabl
             asyncio.run(read())
         else:
             assert ended.result().token_ids == expected([9], FREE, 1)[0]
-            assert [token for delta in ended for token in delta.token_ids] == expected([9], FREE, 1)[0]
+            assert [token for delta in ended for token in delta.token_ids] == expected(
+                [9], FREE, 1
+            )[0]
             other.cancel()
 
     with Engine(fake_model(allowed_tokens=True), slots=2) as engine:
@@ -170,14 +199,18 @@ def test_a_function_that_waits_for_its_own_engine(wait: str, fake_model: Callabl
             assert outcome(request) == expected([5], FREE, 3)
             assert other.result(60).finish_reason == "cancelled"
         else:
-            with pytest.raises(RequestFailedError, match=r"RuntimeError: .* waits for the engine that calls it"):
+            with pytest.raises(
+                RequestFailedError, match=r"RuntimeError: .* waits for the engine that calls it"
+            ):
                 request.result(60)
             assert outcome(other) == expected([6], ENDLESS, 1)
 
 
 def test_a_function_may_close_its_engine(fake_model: Callable[..., CausalLM]) -> None:
     engine = Engine(fake_model(allowed_tokens=True), slots=2)
-    request = engine.add_request([5], ENDLESS, seed=3, allowed_tokens=lambda step, mask: step and engine.close())
+    request = engine.add_request(
+        [5], ENDLESS, seed=3, allowed_tokens=lambda step, mask: step and engine.close()
+    )
     assert request.result(60).finish_reason == "cancelled"
     engine.close()
     assert not engine._thread.is_alive()
@@ -201,7 +234,10 @@ def test_allowed_tokens_written_before_every_token(fake_model: Callable[..., Cau
     for sampler in (True, False):
         seen.clear()
         model = fake_model(sampler=sampler, allowed_tokens=True)
-        params = [SamplingParams(max_new_tokens=5, eos_token_id=[3]), SamplingParams(max_new_tokens=6, eos_token_id=())]
+        params = [
+            SamplingParams(max_new_tokens=5, eos_token_id=[3]),
+            SamplingParams(max_new_tokens=6, eos_token_id=()),
+        ]
         output = model.generate(PROMPTS[:2], params, allowed_tokens=only, seed=1)
         assert output.token_ids == [[0, 1, 2, 3], [100, 101, 102, 103, 104, 105]]
         assert seen[:4] == [[], [0, 100], [1, 101], [2, 102]]

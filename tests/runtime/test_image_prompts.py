@@ -27,7 +27,17 @@ from qsample.runtime.decode.image_inputs import image_piece
 from qsample.runtime.decode.slots import Slots
 from tests.helpers import fake_reference
 from tests.helpers.capturing import capturing
-from tests.helpers.fake_images import AXIAL, BEGIN, BLOCKWISE, END, IMAGE, ROWS, Seen, picture, placeholders
+from tests.helpers.fake_images import (
+    AXIAL,
+    BEGIN,
+    BLOCKWISE,
+    END,
+    IMAGE,
+    ROWS,
+    Seen,
+    picture,
+    placeholders,
+)
 from tests.helpers.fake_package import MAX_POSITIONS
 from tests.helpers.requests import FREE, GREEDY, make_sequence, random_params, wait_until
 
@@ -53,7 +63,9 @@ class Case:
     ids: list[int]
     images: Images
 
-    def expected(self, model: CausalLM, params: SamplingParams, seed: int, capacity: int = MAX_POSITIONS) -> list[int]:
+    def expected(
+        self, model: CausalLM, params: SamplingParams, seed: int, capacity: int = MAX_POSITIONS
+    ) -> list[int]:
         seen = None
         if self.images:
             prompt = model.images.prompt(np.array(self.ids), model.images.process(self.images))
@@ -67,34 +79,46 @@ SMALL, LARGE = picture(8, 8), picture(16, 12, seed=1)  # 4 and 12 placeholders
 CASES = [
     Case([*HEAD, *placeholders(4), 20, 21, 22], [SMALL]),
     Case([30, 31, 32, 33, 34, 35, 36], []),
-    Case([*HEAD, 8, 9, *placeholders(12), 40, *placeholders(4), 41, 42, 43, 44, 45], [LARGE, SMALL]),
+    Case(
+        [*HEAD, 8, 9, *placeholders(12), 40, *placeholders(4), 41, 42, 43, 44, 45], [LARGE, SMALL]
+    ),
     Case([IMAGE] * 16, [LARGE, SMALL]),  # neighbours, in front of everything and at the end of it
     Case([50, *[IMAGE] * 4, 51], [picture(8, 8, seed=2)]),
 ]
-LIVELY = SamplingParams(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.3, max_new_tokens=14)
+LIVELY = SamplingParams(
+    temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.3, max_new_tokens=14
+)
 
 
 def drawn(generator: random.Random) -> Case:
     ids: list[int] = [generator.randrange(3, 250) for _ in range(generator.randrange(6))]
     images: Images = []
     for _ in range(generator.choice([0, 1, 1, 2])):
-        image = picture(4 * generator.randrange(1, 5), 4 * generator.randrange(1, 4), generator.randrange(3))
+        image = picture(
+            4 * generator.randrange(1, 5), 4 * generator.randrange(1, 4), generator.randrange(3)
+        )
         images.append(image)
         ids += placeholders(image.shape[0] * image.shape[1] // 16)[generator.randrange(2) :]
         ids += [generator.randrange(3, 250) for _ in range(generator.randrange(5))]
     return Case(ids or [5], images)
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.ci), 6])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(None, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.ci), 6]
+)
 @pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=pytest.mark.ci), LIVELY])
-def test_alone_and_in_any_batch_and_any_chunk(chunk: int | None, params: SamplingParams, model: CausalLM) -> None:
+def test_alone_and_in_any_batch_and_any_chunk(
+    chunk: int | None, params: SamplingParams, model: CausalLM
+) -> None:
     wanted = [case.expected(model, params, 3 + row) for row, case in enumerate(CASES)]
     assert len({tuple(tokens) for tokens in wanted}) == len(CASES)
     ids, images = [case.ids for case in CASES], [case.images for case in CASES]
     together = model.generate(ids, params, images=images, seed=3, prefill_chunk_size=chunk)
     assert together.token_ids == wanted
     for row, case in enumerate(CASES):
-        alone = model.generate(case.ids, params, images=case.images, seed=3 + row, prefill_chunk_size=chunk)
+        alone = model.generate(
+            case.ids, params, images=case.images, seed=3 + row, prefill_chunk_size=chunk
+        )
         assert alone.token_ids == [wanted[row]]
 
 
@@ -124,8 +148,12 @@ def test_replays_of_captured_steps(model: CausalLM) -> None:
     replaying, session = capturing(model)
     for turn, pair in enumerate([(0, 1), (1, 2), (4, 0), (1, 1)]):
         cases = [CASES[one] for one in pair]
-        got = replaying.generate([one.ids for one in cases], LIVELY, images=[one.images for one in cases], seed=turn)
-        assert got.token_ids == [case.expected(model, LIVELY, turn + row) for row, case in enumerate(cases)]
+        got = replaying.generate(
+            [one.ids for one in cases], LIVELY, images=[one.images for one in cases], seed=turn
+        )
+        assert got.token_ids == [
+            case.expected(model, LIVELY, turn + row) for row, case in enumerate(cases)
+        ]
     assert len(session.captured) == 2
 
 
@@ -152,7 +180,9 @@ def test_requests_that_come_and_go(narrow: bool, model: CausalLM) -> None:
     assert stats.hits > 5
 
 
-def test_prompts_that_are_read_in_one_call(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_are_read_in_one_call(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
     plain = Slots.prefill
 
@@ -164,8 +194,12 @@ def test_prompts_that_are_read_in_one_call(model: CausalLM, monkeypatch: pytest.
     images = [picture(8, 8, seed) for seed in range(3)]
     cases = [Case([IMAGE] * 4, [image]) for image in images]
     cases.insert(1, Case([5, 6, 7, 8], []))
-    got = model.generate([case.ids for case in cases], LIVELY, images=[case.images for case in cases], seed=2)
-    assert got.token_ids == [case.expected(model, LIVELY, 2 + row) for row, case in enumerate(cases)]
+    got = model.generate(
+        [case.ids for case in cases], LIVELY, images=[case.images for case in cases], seed=2
+    )
+    assert got.token_ids == [
+        case.expected(model, LIVELY, 2 + row) for row, case in enumerate(cases)
+    ]
     assert calls == ([4] if model.sessions.joins_prompts else [1] * 4)
 
 
@@ -216,9 +250,18 @@ def test_runs_that_are_longer_in_another_prompt(fake_model: Callable[..., Causal
     """Both begin with the same image, which a second one follows without a token between: a single run, in which the
     first image's tokens see the second's."""
     model = fake_model(image=BLOCKWISE)
-    one, both = Case([5, *[IMAGE] * 4, 6, 7, 8], [SMALL]), Case([5, *[IMAGE] * 16, 6, 7, 8, 9], [SMALL, LARGE])
+    one, both = (
+        Case([5, *[IMAGE] * 4, 6, 7, 8], [SMALL]),
+        Case([5, *[IMAGE] * 16, 6, 7, 8, 9], [SMALL, LARGE]),
+    )
     with Engine(model, slots=1) as engine:
-        assert [reused(engine, model, case) for case in (one, both, one, both, both)] == [0, 0, 0, 0, 20]
+        assert [reused(engine, model, case) for case in (one, both, one, both, both)] == [
+            0,
+            0,
+            0,
+            0,
+            20,
+        ]
 
 
 def test_prefixes_on_disk(model: CausalLM, shape: ImageShape, tmp_path: Path) -> None:
@@ -238,7 +281,12 @@ def test_prefixes_on_disk(model: CausalLM, shape: ImageShape, tmp_path: Path) ->
 
 
 def test_what_a_chat_s_prefix_has(model: CausalLM, tmp_path: Path) -> None:
-    head = [{"role": "system", "content": [{"type": "image", "image": LARGE}, {"type": "text", "text": "Look at it."}]}]
+    head = [
+        {
+            "role": "system",
+            "content": [{"type": "image", "image": LARGE}, {"type": "text", "text": "Look at it."}],
+        }
+    ]
     count = model.save_prefix(head, tmp_path / "a.prefix")
     with Engine(model, slots=1, prefixes=[tmp_path / "a.prefix"]) as engine:
         chat = [*head, {"role": "user", "content": "Well?"}]
@@ -260,7 +308,14 @@ def test_places_for_images_in_texts(model: CausalLM, tmp_path: Path) -> None:
     head, tail = written("Is ")[1:], written(" blue?")[1:]
     middle = Case([1, *head, *placeholders(4), *tail], [SMALL])
     wanted = middle.expected(model, GREEDY, 0)
-    for image in (SMALL, str(file), file, buffer.getvalue(), PIL.Image.open(file), model.images.process([SMALL])[0]):
+    for image in (
+        SMALL,
+        str(file),
+        file,
+        buffer.getvalue(),
+        PIL.Image.open(file),
+        model.images.process([SMALL])[0],
+    ):
         assert model.generate("Is <image> blue?", GREEDY, images=image).token_ids == [wanted]
     before = Case([1, *placeholders(4), *placeholders(12), *head], [SMALL, LARGE])
     wanted = before.expected(model, GREEDY, 0)
@@ -275,7 +330,9 @@ def test_places_for_images_in_texts(model: CausalLM, tmp_path: Path) -> None:
     content = [{"type": "text", "text": "Is "}, {"type": "image"}, {"type": "text", "text": "?"}]
     chat = [{"role": "user", "content": content}]
     ids = [1, *written("[user]Is ")[1:], *placeholders(4), *written("?[assistant]")[1:]]
-    assert model.generate(chat, GREEDY, images=file).token_ids == [Case(ids, [SMALL]).expected(model, GREEDY, 0)]
+    assert model.generate(chat, GREEDY, images=file).token_ids == [
+        Case(ids, [SMALL]).expected(model, GREEDY, 0)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +347,9 @@ def test_places_for_images_in_texts(model: CausalLM, tmp_path: Path) -> None:
         ("a" * 300, SMALL, "the prompt has"),
     ],
 )
-def test_what_does_not_fit_is_refused(inputs: Any, images: Any, message: str, fake_model: Callable[..., Any]) -> None:
+def test_what_does_not_fit_is_refused(
+    inputs: Any, images: Any, message: str, fake_model: Callable[..., Any]
+) -> None:
     with pytest.raises(ValueError, match=message):
         fake_model(image=ROWS).generate(inputs, images=images, max_new_tokens=2)
 
@@ -298,13 +357,15 @@ def test_what_does_not_fit_is_refused(inputs: Any, images: Any, message: str, fa
 def test_packages_of_text(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model()
     with pytest.raises(
-        ValueError, match=f"the package {model.package.path} reads text only; leave them out, or export"
+        ValueError,
+        match=f"the package {model.package.path} reads text only; leave them out, or export",
     ):
         model.generate("a", images=SMALL)
     with pytest.raises(ValueError, match="give images="):
         model.generate([5], pixel_values=np.zeros((1, 3, 4, 4)))
     assert (
-        model.generate([[5], [6]], GREEDY, images=[None, []]).token_ids == model.generate([[5], [6]], GREEDY).token_ids
+        model.generate([[5], [6]], GREEDY, images=[None, []]).token_ids
+        == model.generate([[5], [6]], GREEDY).token_ids
     )
     assert Slots(model.sessions, 2, 64)._images.of_prompts([None], 3) == {}, "no more work for them"
 
@@ -326,13 +387,18 @@ def test_an_engine_computes_features_before_a_request_waits(
     with Engine(model, slots=1, max_waiting=1) as engine:
         running = engine.add_request([5, 6], FREE, seed=1)
         added: list[Any] = []
-        adds = threading.Thread(target=lambda: added.append(engine.add_request(case.ids, GREEDY, images=case.images)))
+        adds = threading.Thread(
+            target=lambda: added.append(engine.add_request(case.ids, GREEDY, images=case.images))
+        )
         adds.start()
         wait_until(lambda: bool(seen))
         with pytest.raises(Exception, match="all that this engine takes"):
             engine.add_request(case.ids, GREEDY, images=case.images, timeout=0)
         gate.release(1000)
-        assert running.result(60).token_ids == fake_reference.generate([5, 6], FREE, 1, engine.capacity)[0]
+        assert (
+            running.result(60).token_ids
+            == fake_reference.generate([5, 6], FREE, 1, engine.capacity)[0]
+        )
         assert (engine.stats().waiting, added) == (1, [])
         go.release(5)
         adds.join(60)

@@ -26,13 +26,30 @@ from qsample.runtime.sequence import Sequence
 CTX_LEN = 160
 PIECE = 64
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=8, eos_token_id=())
-LENGTHS = (1, 2, 17, 40, 40, 63, 64, 65, 65, 66, 127, 128, 129, 152)  # the last row ends at the capacity
+LENGTHS = (
+    1,
+    2,
+    17,
+    40,
+    40,
+    63,
+    64,
+    65,
+    65,
+    66,
+    127,
+    128,
+    129,
+    152,
+)  # the last row ends at the capacity
 
 
 @pytest.fixture(scope="module")
 def int4(bundled_package: Path, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     path = tmp_path_factory.mktemp("int4") / "package"
-    AutoModelForCausalLM.from_pretrained(bundled_package).compile(path, ctx_len=CTX_LEN, weights="int4")
+    AutoModelForCausalLM.from_pretrained(bundled_package).compile(
+        path, ctx_len=CTX_LEN, weights="int4"
+    )
     model = load(path)
     assert (model.sessions.piece_size, model.sessions.tail_size) == (PIECE, 2)
     return model
@@ -61,7 +78,9 @@ def run(
         sequence.take()
         if sequence.slot is None:  # it ended
             slot, length = where[sequence.seed], len(sequence.prompt)
-            states = [device._state[spec.name].read()[slot] for spec in model.interface.cache_states]
+            states = [
+                device._state[spec.name].read()[slot] for spec in model.interface.cache_states
+            ]
             cache = [state[:, :length].tobytes() for state in states]
             results[sequence.seed] = sequence.token_ids, cache, sequence.reused
 
@@ -74,10 +93,14 @@ def run(
         plain(slot, prompt, seed, *rest)  # type: ignore[arg-type]
 
     device.begin = begin  # type: ignore[method-assign,assignment]
-    scheduler = Scheduler(slots, SchedulerConfig.of(model.sessions, prefill_chunk_size=chunk, interleave=interleave))
+    scheduler = Scheduler(
+        slots, SchedulerConfig.of(model.sessions, prefill_chunk_size=chunk, interleave=interleave)
+    )
     with DecodeLoop(device, scheduler, deliver, double_buffering=True) as loop:
         for row in rows:
-            loop.add(model.prepare(Call(inputs=[made[row]], params=PARAMS, seed=row), CTX_LEN)[0][0])
+            loop.add(
+                model.prepare(Call(inputs=[made[row]], params=PARAMS, seed=row), CTX_LEN)[0][0]
+            )
         while loop.busy:
             loop.step()
     return results
@@ -136,9 +159,13 @@ def test_a_conversation_is_read_as_if_nothing_was_held(int4: CausalLM) -> None:
             history = [*history, *wanted, 70 + turn, 71]
 
 
-def test_these_prompts_show_another_cut(int4: CausalLM, alone: dict[int, tuple[list[int], list[bytes]]]) -> None:
+def test_these_prompts_show_another_cut(
+    int4: CausalLM, alone: dict[int, tuple[list[int], list[bytes]]]
+) -> None:
     """One token a call, as where the decoder takes no more, gives other bits, and other tokens."""
-    sessions = replace(int4.sessions, piece_size=1, tokens_per_call=1, piece_tokens=ANY_ROWS, joins_prompts=False)
+    sessions = replace(
+        int4.sessions, piece_size=1, tokens_per_call=1, piece_tokens=ANY_ROWS, joins_prompts=False
+    )
     other = CausalLM(int4.package, sessions)
     rows = [row for row, length in enumerate(LENGTHS) if length > 30]
     got = {row: run(other, [row], 1, None)[row] for row in rows}

@@ -28,7 +28,11 @@ sys.path.insert(0, {str(ROOT)!r})
 
 def run(program: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", BLOCKER + program], capture_output=True, text=True, check=True, cwd="/"
+        [sys.executable, "-c", BLOCKER + program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd="/",
     ).stdout
 
 
@@ -50,7 +54,10 @@ def test_generation_without_everything_else(fake: Callable[..., Package]) -> Non
 
 
 def test_the_blocker_blocks() -> None:
-    assert run("try:\n    import torch\nexcept ImportError as error:\n    print(error)").strip() == "blocked: torch"
+    assert (
+        run("try:\n    import torch\nexcept ImportError as error:\n    print(error)").strip()
+        == "blocked: torch"
+    )
 
 
 def test_importing_the_runtime_loads_nothing_heavy_and_a_module_of_it_not_the_others() -> None:
@@ -59,7 +66,9 @@ def test_importing_the_runtime_loads_nothing_heavy_and_a_module_of_it_not_the_ot
         "print(sorted(name for name in sys.modules if name.startswith('qsample.runtime.')))\n"
         "import qsample.runtime as r; print(set(r.__all__) <= set(dir(r)), all(getattr(r, one) for one in r.__all__))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert result.stdout.splitlines() == [
         "[]",
         "['qsample.runtime.decode', 'qsample.runtime.decode.inputs']",

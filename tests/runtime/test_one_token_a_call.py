@@ -32,10 +32,18 @@ PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5]]
 
 
 def test_a_prompt_is_read_token_by_token(one_token: CausalLM) -> None:
-    wanted = [fake_reference.generate(prompt, PARAMS, row, MAX_POSITIONS)[0] for row, prompt in enumerate(PROMPTS)]
+    wanted = [
+        fake_reference.generate(prompt, PARAMS, row, MAX_POSITIONS)[0]
+        for row, prompt in enumerate(PROMPTS)
+    ]
     for chunk in (None, 1, 3):
-        assert one_token.generate(PROMPTS, PARAMS, seed=0, prefill_chunk_size=chunk).token_ids == wanted
+        assert (
+            one_token.generate(PROMPTS, PARAMS, seed=0, prefill_chunk_size=chunk).token_ids
+            == wanted
+        )
     with Engine(one_token, slots=2) as engine:
-        requests = [engine.add_request(prompt, PARAMS, seed=row) for row, prompt in enumerate(PROMPTS)]
+        requests = [
+            engine.add_request(prompt, PARAMS, seed=row) for row, prompt in enumerate(PROMPTS)
+        ]
         assert [request.result(60).token_ids for request in requests] == wanted
     assert measure(one_token, 1, 4, 2, repetitions=1).rows == 1

@@ -39,12 +39,23 @@ def test_it_is_of_the_kind_of_the_prompts(kind: str, model: CausalLM) -> None:
     for copied in (copy.copy(output), copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
         assert isinstance(copied, GenerateOutput)
         assert (copied.texts, copied.tolist()) == (output.texts, output.tolist())
-    for part in (output.sequences, output[0], output[:, 1:], output + 1, output == 5, next(iter(output))):
+    for part in (
+        output.sequences,
+        output[0],
+        output[:, 1:],
+        output + 1,
+        output == 5,
+        next(iter(output)),
+    ):
         assert type(part) is plain
-    assert model.generate(prompts, return_dict_in_generate=False, max_new_tokens=3).__class__ is plain
+    assert (
+        model.generate(prompts, return_dict_in_generate=False, max_new_tokens=3).__class__ is plain
+    )
     assert repr(output).startswith(f"GenerateOutput({kind}([[ ")
     if kind == "array":
-        with pytest.raises(AttributeError, match="no cpu, a NumPy array here; give the prompts as a tensor"):
+        with pytest.raises(
+            AttributeError, match="no cpu, a NumPy array here; give the prompts as a tensor"
+        ):
             output.cpu()
     else:
         assert torch.cat([output, prompts], dim=1).tolist() == [output.tolist()[0] + [5, 6, 7]]
@@ -54,7 +65,9 @@ def test_optional_outputs_are_arrays_that_are_filled_after_the_end_of_a_row(
     fake_model: Callable[..., CausalLM],
 ) -> None:
     model = fake_model(logprobs=True, top_logprobs=3, probs=True)
-    output = model.generate(PROMPTS[:2], [SamplingParams(temperature=0.7, max_new_tokens=2), RANDOM], seed=4)
+    output = model.generate(
+        PROMPTS[:2], [SamplingParams(temperature=0.7, max_new_tokens=2), RANDOM], seed=4
+    )
     longest = len(output.token_ids[1])
     assert output.logprobs is not None
     assert output.top_logprob_ids is not None

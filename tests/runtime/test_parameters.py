@@ -23,9 +23,16 @@ from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph
 def test_a_row_follows_the_contract() -> None:
     interface = fake_interface(logit_bias=True, allowed_tokens=True, filters=FILTERS)
     asked = SamplingParams(
-        temperature=0.5, top_k=3, eos_token_id=(7, 8), logit_bias={5: 1.0}, bad_words_ids=((1, 2), (3,))
+        temperature=0.5,
+        top_k=3,
+        eos_token_id=(7, 8),
+        logit_bias={5: 1.0},
+        bad_words_ids=((1, 2), (3,)),
     )
-    one, off = (parameter_row(interface, params, 3, 100, default_stops=(2,)) for params in (asked, SamplingParams()))
+    one, off = (
+        parameter_row(interface, params, 3, 100, default_stops=(2,))
+        for params in (asked, SamplingParams())
+    )
     sizes = interface.sizes | {"B": 1, "E": 1, "N": 1, "D": 1, "Q": 1, "L": 1}
     for spec in interface.parameters:
         array = off.pop(spec.name)
@@ -53,7 +60,9 @@ READ = read_by_the_graph()
 SHORT = {"max_new_tokens": 4, "eos_token_id": (), "seed": 3}
 
 
-def test_each_door_reaches_the_graph(fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_door_reaches_the_graph(
+    fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = fake_model(filters=FILTERS)
     asking = fake_model(filters=FILTERS, generation_config={"do_sample": True, "top_k": 0, **ASKED})
     begun = record_parameters(monkeypatch)
@@ -78,7 +87,9 @@ def test_each_door_reaches_the_graph(fake_model: Callable[..., CausalLM], monkey
         ("adaptive_target", "adaptive_p"),
     ],
 )
-def test_a_filter_that_the_package_lacks(field: str, name: str, fake_model: Callable[..., CausalLM]) -> None:
+def test_a_filter_that_the_package_lacks(
+    field: str, name: str, fake_model: Callable[..., CausalLM]
+) -> None:
     message = (
         rf"{field} is .*, and the package was exported with the filters dry; export the model again with "
         rf"filters=\['dry', '{name}'\] \(--filter\), or give {field}=.* to go without"
@@ -86,7 +97,9 @@ def test_a_filter_that_the_package_lacks(field: str, name: str, fake_model: Call
     with pytest.raises(ValueError, match=message):
         fake_model(filters=("dry",)).generate("In", **{field: ASKED[field]})
     config = {"do_sample": True, field: ASKED[field]}
-    with pytest.raises(ValueError, match=rf"{field} is .* exported with no filters; .*filters=\['{name}'\]"):
+    with pytest.raises(
+        ValueError, match=rf"{field} is .* exported with no filters; .*filters=\['{name}'\]"
+    ):
         fake_model(generation_config=config).generate("In")
     assert fake_model(generation_config=config).generate("In", **{field: None}, **SHORT).token_ids
 
@@ -102,7 +115,9 @@ def test_a_word_is_forbidden_behind_a_space_too_if_that_is_other_tokens() -> Non
 
 
 @pytest.mark.parametrize("seed_input", [False, True])
-def test_states_of_a_row_that_begins_moves_and_ends(seed_input: bool, fake_model: Callable[..., CausalLM]) -> None:
+def test_states_of_a_row_that_begins_moves_and_ends(
+    seed_input: bool, fake_model: Callable[..., CausalLM]
+) -> None:
     """The fake graph counts a row's tokens in `mirostat_mu` and `adaptive_error`."""
     model = fake_model(filters=FILTERS, seed=seed_input)
     slots = Slots(model.sessions, 3, 32)
@@ -114,12 +129,16 @@ def test_states_of_a_row_that_begins_moves_and_ends(seed_input: bool, fake_model
             slot,
             prompt,
             seed,
-            parameter_row(model.interface, for_package(model.interface, params, model.tokenizer), 2, 32),
+            parameter_row(
+                model.interface, for_package(model.interface, params, model.tokenizer), 2, 32
+            ),
         )
         slots.prefill(slot, prompt, emit=True)
 
     def check(slot: int, seed: int, tokens: int, read: dict[str, Any]) -> None:
-        assert [slots._state[name].read()[slot] for name in ("mirostat_mu", "adaptive_error")] == [tokens] * 2
+        assert [slots._state[name].read()[slot] for name in ("mirostat_mu", "adaptive_error")] == [
+            tokens
+        ] * 2
         rows = {name: buffer.read()[slot] for name, buffer in slots._parameters.buffers.items()}
         assert_read(rows, read)
         if seed_input:
@@ -132,19 +151,39 @@ def test_states_of_a_row_that_begins_moves_and_ends(seed_input: bool, fake_model
     begin(1, 2**62 + 1, **ASKED)
     slots.decode(), slots.decode()
     check(1, 2**62 + 1, 3, READ)
-    begin(0, 8, bad_words_ids=[[7, 8, 9], [5], [6]])  # wider: four sequences of four tokens from now on
-    wide = {**READ, "bad_words_ids": [[-1, -1, *row] for row in READ["bad_words_ids"]] + [[-1] * 4] * 2}
+    begin(
+        0, 8, bad_words_ids=[[7, 8, 9], [5], [6]]
+    )  # wider: four sequences of four tokens from now on
+    wide = {
+        **READ,
+        "bad_words_ids": [[-1, -1, *row] for row in READ["bad_words_ids"]] + [[-1] * 4] * 2,
+    }
     check(1, 2**62 + 1, 3, wide)
-    check(0, 8, 1, {"bad_words_ids": [[-1, 7, 8, 9], [-1, -1, -1, 5], [-1, -1, -1, 6], [-1] * 4], "mirostat_tau": 0})
+    check(
+        0,
+        8,
+        1,
+        {
+            "bad_words_ids": [[-1, 7, 8, 9], [-1, -1, -1, 5], [-1, -1, -1, 6], [-1] * 4],
+            "mirostat_tau": 0,
+        },
+    )
     slots.decode()
     slots.move(1, 2, 0)
     check(2, 2**62 + 1, 4, wide)
     slots.stop(2)
     begin(2, 9)
-    check(2, 9, 1, {"typical_p": 1, "dry_sequence_breakers": [-1, -1], "bad_words_ids": [[-1] * 4] * 4})
+    check(
+        2,
+        9,
+        1,
+        {"typical_p": 1, "dry_sequence_breakers": [-1, -1], "bad_words_ids": [[-1] * 4] * 4},
+    )
 
 
-def test_a_seed_input_gives_a_row_its_tokens_wherever_it_runs(fake_model: Callable[..., CausalLM]) -> None:
+def test_a_seed_input_gives_a_row_its_tokens_wherever_it_runs(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     model = fake_model(seed=True)
     options: dict[str, Any] = {"temperature": 0.9, "max_new_tokens": 6, "eos_token_id": ()}
     prompts = [[5, 6], [8, 9]]

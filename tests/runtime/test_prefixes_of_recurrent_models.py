@@ -23,7 +23,10 @@ CTX_LEN = 256
 SAMPLED = SamplingParams(temperature=1.0, max_new_tokens=7, eos_token_id=())
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=7, eos_token_id=())
 # Recurrences alone, and beside attention; and convolutions beside attention.
-KINDS = ["qwen3_5_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mamba", "mamba2", "lfm2"))]
+KINDS = [
+    "qwen3_5_text",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mamba", "mamba2", "lfm2")),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -65,7 +68,9 @@ def without_pads(tokens: list[int]) -> list[int]:
 
 
 def row_bytes(model: CausalLM) -> int:
-    return sum(DTYPES[state.dtype].itemsize * math.prod(state.shape) for state in model.interface.recurrent)
+    return sum(
+        DTYPES[state.dtype].itemsize * math.prod(state.shape) for state in model.interface.recurrent
+    )
 
 
 @pytest.mark.ci
@@ -109,7 +114,9 @@ def test_the_same_prompt_again(model: CausalLM) -> None:
             assert ask(engine, model, [*one, 5, 6])[1] == length // PIECE * PIECE
 
 
-def test_the_third_prompt_that_begins_alike_goes_on_from_where_the_second_left_the_first(model: CausalLM) -> None:
+def test_the_third_prompt_that_begins_alike_goes_on_from_where_the_second_left_the_first(
+    model: CausalLM,
+) -> None:
     system = prompt(3, 40)
     with Engine(model, slots=2) as engine:
         for user, cached in enumerate((0, 0, 32, 32)):
@@ -119,7 +126,9 @@ def test_the_third_prompt_that_begins_alike_goes_on_from_where_the_second_left_t
 def test_several_rows_of_one_prompt(model: CausalLM) -> None:
     with Engine(model, slots=3) as engine:
         for turn, cached in enumerate(([0, 32, 32, 32], [32, 32, 32, 32])):
-            requests = engine.add_requests(prompt(8, 40), SAMPLED, num_return_sequences=4, seed=turn)
+            requests = engine.add_requests(
+                prompt(8, 40), SAMPLED, num_return_sequences=4, seed=turn
+            )
             outputs = [request.result(120) for request in requests]
             assert [output.usage.cached_tokens for output in outputs] == cached
             for row, output in enumerate(outputs):
@@ -145,7 +154,10 @@ def test_a_prompt_goes_on_from_a_slot_that_still_runs(model: CausalLM) -> None:
         running = engine.add_request(prompt(13, 50), long, seed=0, cancel_if_abandoned=False)
         next(iter(running))
         assert ask(engine, model, [*prompt(13, 50), 7], 1)[1] == 48
-        assert running.result(120).token_ids == model.generate([prompt(13, 50)], long, seed=0).token_ids[0]
+        assert (
+            running.result(120).token_ids
+            == model.generate([prompt(13, 50)], long, seed=0).token_ids[0]
+        )
 
 
 def test_answers_are_gone_on_from_where_that_was_asked_for(model: CausalLM) -> None:
@@ -153,7 +165,9 @@ def test_answers_are_gone_on_from_where_that_was_asked_for(model: CausalLM) -> N
     with Engine(model, slots=2, reuse_sampled_tokens=True) as engine:
         for turn in range(4):
             answer, reused = ask(engine, model, history, turn)
-            assert reused == (0 if turn == 0 else len(history) - 3)  # all but the newest token and the turn
+            assert reused == (
+                0 if turn == 0 else len(history) - 3
+            )  # all but the newest token and the turn
             history = [*history, *answer, 70 + turn, 71]
 
 
@@ -230,8 +244,12 @@ def test_stale_states_would_be_seen(model: CausalLM, monkeypatch: pytest.MonkeyP
         talk(model)
 
 
-def test_states_of_another_prompt_would_be_seen(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_another_prompt_would_be_seen(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use: Callable[..., int | None] = SavedStates.use
-    monkeypatch.setattr(SavedStates, "use", lambda self, tokens: None if use(self, tokens) is None else 0)
+    monkeypatch.setattr(
+        SavedStates, "use", lambda self, tokens: None if use(self, tokens) is None else 0
+    )
     with pytest.raises(AssertionError):
         talk(model)

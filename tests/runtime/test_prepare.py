@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.runtime import CausalLM, Engine, QueueFullError, Request, RequestFailedError, SamplingParams, load
+from qsample.runtime import (
+    CausalLM,
+    Engine,
+    QueueFullError,
+    Request,
+    RequestFailedError,
+    SamplingParams,
+    load,
+)
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.prepare import choose_seeds
 from qsample.text.tokenizer import Tokenizer
@@ -42,7 +50,9 @@ def test_fresh_seeds_survive_readers_of_json(library: str, monkeypatch: pytest.M
     else:
         pytest.importorskip("torch")
     seeds = choose_seeds(None, SamplingParams(), 200)
-    assert all(int(float(seed + 127)) == seed + 127 for seed in seeds), "jq and JavaScript read float64"
+    assert all(int(float(seed + 127)) == seed + 127 for seed in seeds), (
+        "jq and JavaScript read float64"
+    )
     assert len({*seeds}) == 200
 
 
@@ -54,7 +64,11 @@ def test_the_text_of_a_row_goes_on_from_its_prompt(model: CausalLM) -> None:
 
 
 PENALISED = SamplingParams(
-    temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.4, max_new_tokens=12, eos_token_id=range(40, 60)
+    temperature=0.9,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    max_new_tokens=12,
+    eos_token_id=range(40, 60),
 )
 
 
@@ -83,7 +97,9 @@ def test_generate(sampler: bool, fake_model: Callable[..., CausalLM], fed: list[
     assert output.seeds == list(range(20, 29))
     assert output.prompt_lengths == [len(prompt) for prompt in rows]
     assert len({tuple(tokens) for tokens in output.token_ids}) > 3
-    assert output.sequences[:, :11].tolist() == [[0] * (11 - len(prompt)) + prompt for prompt in rows]
+    assert output.sequences[:, :11].tolist() == [
+        [0] * (11 - len(prompt)) + prompt for prompt in rows
+    ]
     # The first is shorter than a piece, and its rows cost less together; of the last piece, two tokens at most.
     assert fed == [3, 3, 3, 4, 4, 3, 2, 2, 4, 4, 2, 2]
 
@@ -95,20 +111,38 @@ def test_more_rows_than_a_package_takes_wait(
 ) -> None:
     model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
     output = model.generate(
-        PROMPTS[1], FREE, seed=3, num_return_sequences=5, flush_every=flush_every, double_buffering=double_buffering
+        PROMPTS[1],
+        FREE,
+        seed=3,
+        num_return_sequences=5,
+        flush_every=flush_every,
+        double_buffering=double_buffering,
     )
     assert output.token_ids == [expected(PROMPTS[1], FREE, 3 + row)[0] for row in range(5)]
     assert fed == [4, 4, 3, 2, 2, 2, 2]
 
 
 def test_what_the_rows_take_their_seeds_and_parameters_from(model: CausalLM) -> None:
-    rows = [SamplingParams(temperature=1.2, max_new_tokens=6, seed=70), SamplingParams(max_new_tokens=9, seed=3)]
+    rows = [
+        SamplingParams(temperature=1.2, max_new_tokens=6, seed=70),
+        SamplingParams(max_new_tokens=9, seed=3),
+    ]
     output = model.generate(PROMPTS[:2], rows, num_return_sequences=2)
     assert output.seeds == [70, 71, 3, 4]
-    wanted = [expected(PROMPTS[row // 2], rows[row // 2], seed)[0] for row, seed in enumerate(output.seeds)]
+    wanted = [
+        expected(PROMPTS[row // 2], rows[row // 2], seed)[0]
+        for row, seed in enumerate(output.seeds)
+    ]
     assert output.token_ids == wanted
-    assert model.generate(PROMPTS[:2], rows, seed=[9, 8, 7, 6], num_return_sequences=2).seeds == [9, 8, 7, 6]
-    fresh = model.generate(PROMPTS[0], do_sample=True, num_return_sequences=4, max_new_tokens=2).seeds
+    assert model.generate(PROMPTS[:2], rows, seed=[9, 8, 7, 6], num_return_sequences=2).seeds == [
+        9,
+        8,
+        7,
+        6,
+    ]
+    fresh = model.generate(
+        PROMPTS[0], do_sample=True, num_return_sequences=4, max_new_tokens=2
+    ).seeds
     assert len(set(fresh)) == 4
 
 
@@ -118,7 +152,9 @@ def test_what_the_model_asks_for(fake_model: Callable[..., CausalLM]) -> None:
     assert len(model.generate(PROMPTS).token_ids) == 6
     assert len(model.generate(PROMPTS, num_return_sequences=1).token_ids) == 3
     assert len(model.generate(PROMPTS, num_return_sequences=None).token_ids) == 3
-    assert len(model.generate(PROMPTS, generation_config={"num_return_sequences": 3}).token_ids) == 9
+    assert (
+        len(model.generate(PROMPTS, generation_config={"num_return_sequences": 3}).token_ids) == 9
+    )
     assert len(model.generate(PROMPTS, FREE).token_ids) == 3
     with Engine(model, slots=2) as engine:
         assert isinstance(engine.add_request(PROMPTS[0]), Request)
@@ -162,7 +198,9 @@ def test_an_engine(slots: int, model: CausalLM, fed: list[int]) -> None:
     assert sum(fed) <= 4 * 3 + (11 + 3 * 2) + (8 + 3 * 2)
 
 
-def test_a_row_that_leaves_takes_no_other_with_it(model: CausalLM, gate: threading.Semaphore) -> None:
+def test_a_row_that_leaves_takes_no_other_with_it(
+    model: CausalLM, gate: threading.Semaphore
+) -> None:
     with Engine(model, slots=3) as engine:
         first, *others = engine.add_requests(PROMPTS[1], FREE, num_return_sequences=5, seed=0)
         wait_for_token(first)
@@ -208,7 +246,9 @@ class Counting:
 
 def test_a_function_for_their_masks(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(allowed_tokens=True)
-    wanted = model.generate(PROMPTS[1], FREE, seed=2, num_return_sequences=3, allowed_tokens=Counting()).token_ids
+    wanted = model.generate(
+        PROMPTS[1], FREE, seed=2, num_return_sequences=3, allowed_tokens=Counting()
+    ).token_ids
     assert [{token // 10 for token in row} for row in wanted] == [{10}, {11}, {12}]
     with Engine(model, slots=2) as engine:
         other = engine.add_request(PROMPTS[0], FREE, seed=1)
@@ -220,4 +260,6 @@ def test_a_function_for_their_masks(fake_model: Callable[..., CausalLM]) -> None
             with pytest.raises(RequestFailedError, match="raised LookupError"):
                 request.result(60)
         assert outcome(other) == expected(PROMPTS[0], FREE, 1)
-        assert outcome(engine.add_request(PROMPTS[2], FREE, seed=9)) == expected(PROMPTS[2], FREE, 9)
+        assert outcome(engine.add_request(PROMPTS[2], FREE, seed=9)) == expected(
+            PROMPTS[2], FREE, 9
+        )

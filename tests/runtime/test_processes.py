@@ -165,10 +165,14 @@ def test_a_package_that_moved_or_changed_is_not_opened(tmp_path: Path) -> None:
     fake_package(path)
     pickled = pickle.dumps(load(path))
     moved = path.rename(tmp_path / "moved")
-    with pytest.raises(PackageError, match=rf"opened again from its package, {path}, which cannot be read here"):
+    with pytest.raises(
+        PackageError, match=rf"opened again from its package, {path}, which cannot be read here"
+    ):
         pickle.loads(pickled)
     fake_package(path, generation_config={"do_sample": False})
-    with pytest.raises(PackageError, match=f"{path} is another package than when this model was pickled"):
+    with pytest.raises(
+        PackageError, match=f"{path} is another package than when this model was pickled"
+    ):
         pickle.loads(pickled)
     shutil.rmtree(path)
     moved.rename(path)
@@ -205,5 +209,7 @@ engine.add_request([5], max_new_tokens=200, eos_token_id=())  # open, and with a
 
 
 @pytest.mark.parametrize("double_buffering", [True, False])
-def test_a_thread_that_reads_while_the_interpreter_ends(double_buffering: bool, fake: Callable[..., Package]) -> None:
+def test_a_thread_that_reads_while_the_interpreter_ends(
+    double_buffering: bool, fake: Callable[..., Package]
+) -> None:
     assert run(EXIT, fake().path, double_buffering) == f"{expected([5], FREE, 3)[0]}\n" * 3

@@ -151,7 +151,9 @@ def check_refused(call: Callable[[], object], what: str) -> None:
     assert 10 < len(str(error)) < 1200, (what, error)
 
 
-def test_every_wrong_argument_is_a_value_error_and_harms_nobody(fake_model: Callable[..., CausalLM]) -> None:
+def test_every_wrong_argument_is_a_value_error_and_harms_nobody(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     with Engine(fake_model(allowed_tokens=True, logit_bias=True), slots=2, max_waiting=0) as engine:
 
         def check(what: str, prompt: Any, **options: Any) -> None:
@@ -162,7 +164,9 @@ def test_every_wrong_argument_is_a_value_error_and_harms_nobody(fake_model: Call
             check(what, inputs, max_new_tokens=2)
         for name, values in OPTIONS.items():
             for value in values:
-                fixed: dict[str, Any] = {} if name in ("params", "max_new_tokens") else {"max_new_tokens": 2}
+                fixed: dict[str, Any] = (
+                    {} if name in ("params", "max_new_tokens") else {"max_new_tokens": 2}
+                )
                 check(name, said("a") if name in CHAT else [5], **{name: value}, **fixed)
         assert outcome(engine.add_request([6], FREE, seed=1)) == expected([6], FREE, 1)
         assert outcome(neighbour) == expected([5], ENDLESS, 0)
@@ -308,20 +312,39 @@ OF_AN_ENGINE: list[tuple[Any, int | None, dict[str, Any], str]] = [
     (ROW, None, {"allowed_tokens": lambda step, mask: None}, "allowed_tokens needs a package"),
     (ROW, None, {"stopping_criteria": [print]}, r"are for generate; cancel\(\) ends a request"),
     (ROW, None, {"logits_processor": [keep]}, "logits_processor is for generate; export"),
-    (ROW, None, {"num_return_sequences": 2}, "add_request adds one request; add_requests takes num_return_sequences"),
+    (
+        ROW,
+        None,
+        {"num_return_sequences": 2},
+        "add_request adds one request; add_requests takes num_return_sequences",
+    ),
     (ROW, None, {"priority": 1.5}, "priority is 1.5; give an integer"),
     (ROW, None, {"priority": None}, "priority is None"),
     (PROMPTS[:3], 2, {"params": FREE}, "3 prompts were given; add them one by one"),
     (ROW, 2, {"params": GREEDY}, "continued greedily"),
     (ROW, 0, {"params": FREE}, "num_return_sequences is 0"),
-    (ROW, 6, {"params": FREE}, "num_return_sequences is 6 and this engine takes 5; raise max_waiting"),
-    *((ROW, None, {"timeout": wrong}, "timeout is .*; give seconds, or None") for wrong in ("1", math.nan, True, [1])),
+    (
+        ROW,
+        6,
+        {"params": FREE},
+        "num_return_sequences is 6 and this engine takes 5; raise max_waiting",
+    ),
+    *(
+        (ROW, None, {"timeout": wrong}, "timeout is .*; give seconds, or None")
+        for wrong in ("1", math.nan, True, [1])
+    ),
 ]
 
 
-@pytest.mark.parametrize(("features", "inputs", "options", "message"), [*(({}, *call) for call in CALLS), *OF_PACKAGES])
+@pytest.mark.parametrize(
+    ("features", "inputs", "options", "message"), [*(({}, *call) for call in CALLS), *OF_PACKAGES]
+)
 def test_generate_and_an_engine_refuse(
-    features: dict[str, Any], inputs: Any, options: dict[str, Any], message: str, fake_model: Callable[..., CausalLM]
+    features: dict[str, Any],
+    inputs: Any,
+    options: dict[str, Any],
+    message: str,
+    fake_model: Callable[..., CausalLM],
 ) -> None:
     model = fake_model(**features)
     with Engine(model, slots=1) as engine:
@@ -332,7 +355,11 @@ def test_generate_and_an_engine_refuse(
 
 @pytest.mark.parametrize(("features", "inputs", "options", "message"), OF_GENERATE)
 def test_generate_refuses(
-    features: dict[str, Any], inputs: Any, options: dict[str, Any], message: str, fake_model: Callable[..., CausalLM]
+    features: dict[str, Any],
+    inputs: Any,
+    options: dict[str, Any],
+    message: str,
+    fake_model: Callable[..., CausalLM],
 ) -> None:
     with pytest.raises(ValueError, match=message):
         fake_model(**features).generate(inputs, **options)
@@ -365,6 +392,8 @@ def test_an_engine_refuses(model: CausalLM) -> None:
         ({"prefix_cache_dir": "kept", "reuse_sampled_tokens": True}, "leave either out"),
     ],
 )
-def test_an_engine_that_cannot_be_made(options: dict[str, Any], message: str, model: CausalLM) -> None:
+def test_an_engine_that_cannot_be_made(
+    options: dict[str, Any], message: str, model: CausalLM
+) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(model, **options)

@@ -45,7 +45,11 @@ def test_deltas_join_to_the_output(model: CausalLM) -> None:
             [1] * 20 if flush_every == 1 else [1, 4, 4, 4, 4, 3]
         )
         output = request.result()
-        assert (output.token_ids, output.text, output.seed) == (wanted.token_ids[0], wanted.texts[0], 5)
+        assert (output.token_ids, output.text, output.seed) == (
+            wanted.token_ids[0],
+            wanted.texts[0],
+            5,
+        )
         assert (output.finish_reason, output.stop_string, output.outputs) == ("length", None, {})
         timing = output.timing
         assert timing.queue_seconds is not None
@@ -123,7 +127,9 @@ def test_a_reader_whose_event_loop_is_gone_or_raises_harms_nobody(
         if make is not RaisingLoop:
             loop.close()
         gate.release(1000)
-        assert [outcome(request) for request in requests] == [expected([5 + n], FREE, n) for n in range(2)]
+        assert [outcome(request) for request in requests] == [
+            expected([5 + n], FREE, n) for n in range(2)
+        ]
         if make is RaisingLoop:
             task.cancel()
             loop.run_until_complete(asyncio.wait([task]))
@@ -131,7 +137,9 @@ def test_a_reader_whose_event_loop_is_gone_or_raises_harms_nobody(
         del task, reader
 
 
-def test_cancelling_in_the_queue_in_the_prompt_and_while_running(model: CausalLM, gate: threading.Semaphore) -> None:
+def test_cancelling_in_the_queue_in_the_prompt_and_while_running(
+    model: CausalLM, gate: threading.Semaphore
+) -> None:
     with Engine(model, slots=2, prefill_chunk_size=1) as engine:
         running = engine.add_request([5], ENDLESS, seed=0)
         gate.release(3)
@@ -182,13 +190,17 @@ def test_a_request_that_is_added_and_cancelled_while_the_engine_takes_others(
 
 def test_a_consumer_that_never_reads_holds_up_nobody(model: CausalLM) -> None:
     with Engine(model, slots=2, max_waiting=0) as engine:
-        unread = [engine.add_request([5], FREE, seed=n) for n in range(12)]  # more than the engine holds
+        unread = [
+            engine.add_request([5], FREE, seed=n) for n in range(12)
+        ]  # more than the engine holds
         assert outcome(engine.add_request([6], FREE, seed=1)) == expected([6], FREE, 1)
         assert outcome(unread[3]) == expected([5], FREE, 3)
 
 
 @pytest.mark.parametrize("in_a_coroutine", [False, True])
-def test_nothing_is_lost_of_a_request_that_ends_while_it_is_read(in_a_coroutine: bool, model: CausalLM) -> None:
+def test_nothing_is_lost_of_a_request_that_ends_while_it_is_read(
+    in_a_coroutine: bool, model: CausalLM
+) -> None:
     """Its last tokens come, and it ends, between a reader's look at what there is and its next one."""
 
     class EndsWhenRead(list[Delta]):
@@ -211,5 +223,9 @@ def test_nothing_is_lost_of_a_request_that_ends_while_it_is_read(in_a_coroutine:
 
     request = Request(make_sequence(model, [5], FREE, 0, 64), lambda _: None, lambda: None)
     request._feed.deltas = EndsWhenRead()
-    tokens = asyncio.run(read()) if in_a_coroutine else [token for delta in request for token in delta.token_ids]
+    tokens = (
+        asyncio.run(read())
+        if in_a_coroutine
+        else [token for delta in request for token in delta.token_ids]
+    )
     assert tokens == request.result(0).token_ids == [7, 8]

@@ -14,7 +14,11 @@ from tests.helpers.fake_package import byte_tokenizer
 
 def make(stop_strings: list[str] | None = None, most: int = 10) -> Sequence:
     """A prompt of three tokens; with stop strings, it has a text."""
-    text = None if stop_strings is None else GeneratedText(Tokenizer(byte_tokenizer()), [5, 6, 7], stop_strings)
+    text = (
+        None
+        if stop_strings is None
+        else GeneratedText(Tokenizer(byte_tokenizer()), [5, 6, 7], stop_strings)
+    )
     parameters = {"max_length": np.array(3 + most, dtype=np.int32)}
     return Sequence(np.array([5, 6, 7]), parameters, 0, text=text)
 
@@ -34,7 +38,11 @@ def test_each_token_is_taken_once() -> None:
     assert sequence.take() == (ids("cdé")[:-1], "cd")
     assert sequence.token_ids == sequence.sampled
     assert sequence.text is not None
-    assert (sequence.text.whole, sequence.text.end(), sequence.text.whole) == ("abcd", "", "abcd"), "é was cut"
+    assert (sequence.text.whole, sequence.text.end(), sequence.text.whole) == (
+        "abcd",
+        "",
+        "abcd",
+    ), "é was cut"
     assert sequence.status == RUNNING
 
 

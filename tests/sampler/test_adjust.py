@@ -27,7 +27,11 @@ def check(logits: list[float], expected: list[float], **values: Any) -> None:
         got = sampler(face)(np.float32([logits]), inputs)["adjusted_logits"]
         np.testing.assert_allclose(got, [expected], rtol=1e-6)
         both = {name: np.repeat(array, 2, 0) for name, array in inputs.items()}
-        both["repetition_penalty"][1], both["presence_penalty"][1], both["min_length"][1] = 1.5, 0.5, 9
+        both["repetition_penalty"][1], both["presence_penalty"][1], both["min_length"][1] = (
+            1.5,
+            0.5,
+            9,
+        )
         got = sampler(face)(np.float32([logits] * 2), both)["adjusted_logits"]
         np.testing.assert_allclose(got[:1], [expected], rtol=1e-6)
 
@@ -51,7 +55,9 @@ def test_allowed_tokens(vocab: int) -> None:
     """Every single bit, the sign bits and the last incomplete word included."""
     face = interface(vocab, Features(allowed_tokens=True))
     words = np.zeros((vocab, -(-vocab // 32)), np.uint32)
-    words[np.arange(vocab), np.arange(vocab) // 32] = np.uint32(1) << np.arange(vocab, dtype=np.uint32) % 32
+    words[np.arange(vocab), np.arange(vocab) // 32] = (
+        np.uint32(1) << np.arange(vocab, dtype=np.uint32) % 32
+    )
     inputs = make_inputs(face, vocab, allowed_tokens=words.view(np.int32))
     result = sampler(face)(np.ones((vocab, vocab), np.float32), inputs)
     assert result["next_ids"][:, 0].tolist() == [*range(vocab)]
@@ -60,8 +66,12 @@ def test_allowed_tokens(vocab: int) -> None:
 
 def test_nothing_allowed_is_invalid() -> None:
     face = interface(40, Features(allowed_tokens=True))
-    result = sampler(face)(np.zeros((1, 40), np.float32), make_inputs(face, allowed_tokens=[[0, -256]]))
-    assert result["status_RetainedState"][0] == INVALID_LOGITS  # bits 8 to 31 of word 1 are tokens 40 and up
+    result = sampler(face)(
+        np.zeros((1, 40), np.float32), make_inputs(face, allowed_tokens=[[0, -256]])
+    )
+    assert (
+        result["status_RetainedState"][0] == INVALID_LOGITS
+    )  # bits 8 to 31 of word 1 are tokens 40 and up
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -78,28 +88,60 @@ def test_a_mask_does_not_hide_an_invalid_logit(value: float, captured: bool) -> 
         {"stop_ids": 7, "min_length": 9},
         {"bad_words_ids": [[[7]]]},
         {"no_repeat_ngram_size": 1, "input_ids": 7},
-        {"dry_multiplier": 1e30, "dry_base": 9, "dry_allowed_length": 1, "input_ids": [[5, 7, 5]], "sequence": 3},
+        {
+            "dry_multiplier": 1e30,
+            "dry_base": 9,
+            "dry_allowed_length": 1,
+            "input_ids": [[5, 7, 5]],
+            "sequence": 3,
+        },
     ):
-        assert sampler(face)(logits, make_inputs(face, **mask))["status_RetainedState"][0] == INVALID_LOGITS, mask
+        assert (
+            sampler(face)(logits, make_inputs(face, **mask))["status_RetainedState"][0]
+            == INVALID_LOGITS
+        ), mask
 
 
 def test_repetition_penalty_applies_once_per_distinct_id() -> None:
     """r = 2: token 0 (l = 4) is in the history three times, token 3 (l = -1) once: 4 / 2 = 2 and -1 * 2 = -2."""
     check([4, 2, 1, -1], [2, 2, 1, -2], sequence=4, input_ids=[[0, 0, 0, 3]], repetition_penalty=2)
-    check([4, 2, 1, -1], [2, 2, 1, -1], sequence=4, input_ids=[[0, 0, 0, 3]], input_lengths=2, repetition_penalty=2)
+    check(
+        [4, 2, 1, -1],
+        [2, 2, 1, -1],
+        sequence=4,
+        input_ids=[[0, 0, 0, 3]],
+        input_lengths=2,
+        repetition_penalty=2,
+    )
     # The row's earlier tokens count, and nothing after them.
     tokens = [[1, 2] + [1] * 14]
-    check([4, 2, 1, -1], [2, 1, 0.5, -1], lengths=2, tokens=tokens, input_ids=0, repetition_penalty=2)
-    check([4, 2, 1, -1], [2, 2, 1, -1], tokens=tokens, input_ids=0, repetition_penalty=2)  # a new row: not read
+    check(
+        [4, 2, 1, -1], [2, 1, 0.5, -1], lengths=2, tokens=tokens, input_ids=0, repetition_penalty=2
+    )
+    check(
+        [4, 2, 1, -1], [2, 2, 1, -1], tokens=tokens, input_ids=0, repetition_penalty=2
+    )  # a new row: not read
 
 
 def test_presence_and_frequency_count_sampled_tokens_only() -> None:
     """Token 1 was sampled twice, token 2 is in the prompt: l[1] -= 0.25 * 2 + 0.5."""
-    state = {"lengths": 3, "tokens": [[2, 1, 1] + [2] * 13], "input_ids": 1, "output_counts": [[0, 2, 0, 0]]}
+    state = {
+        "lengths": 3,
+        "tokens": [[2, 1, 1] + [2] * 13],
+        "input_ids": 1,
+        "output_counts": [[0, 2, 0, 0]],
+    }
     check([1, 1, 1, 1], [1, 0, 1, 1], presence_penalty=0.5, frequency_penalty=0.25, **state)
     check([1, 1, 1, 1], [1, 0.5, 1, 1], frequency_penalty=0.25, **state)
     check([1, 1, 1, 1], [1, 1.5, 1, 1], presence_penalty=-0.5, **state)
-    check([1, 1, 1, 1], [1, -0.5, 0.5, 1], presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2, **state)
+    check(
+        [1, 1, 1, 1],
+        [1, -0.5, 0.5, 1],
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=2,
+        **state,
+    )
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -120,14 +162,26 @@ def test_penalty_last_n(captured: bool) -> None:
     state = {"lengths": 3, "tokens": [[0, 1, 1] + [0] * 13], "output_counts": [[0, 2, 0, 0]]}
     penalties = {"repetition_penalty": 2, "frequency_penalty": 0.25, "presence_penalty": 0.5}
     inputs = make_inputs(
-        face, 8, sequence=3, input_ids=[[2, 1, 3]], input_lengths=2, penalty_last_n=[*cases], **state, **penalties
+        face,
+        8,
+        sequence=3,
+        input_ids=[[2, 1, 3]],
+        input_lengths=2,
+        penalty_last_n=[*cases],
+        **state,
+        **penalties,
     )
     got = sampler(face)(np.float32([logits] * 8), inputs)["adjusted_logits"]
     np.testing.assert_array_equal(got, np.float32([*cases.values()]))
     for row in range(8):
-        alone = {name: array if name == "searched_rows" else array[row : row + 1] for name, array in inputs.items()}
+        alone = {
+            name: array if name == "searched_rows" else array[row : row + 1]
+            for name, array in inputs.items()
+        }
         alone |= {"searched_rows": np.arange(1)} if captured else {}
-        np.testing.assert_array_equal(sampler(face)(np.float32([logits]), alone)["adjusted_logits"], got[row : row + 1])
+        np.testing.assert_array_equal(
+            sampler(face)(np.float32([logits]), alone)["adjusted_logits"], got[row : row + 1]
+        )
 
 
 @pytest.mark.parametrize(
@@ -142,10 +196,19 @@ def test_penalty_last_n(captured: bool) -> None:
         ([[-1, -1, -1]], 9, [1, 5, 0, 0]),
     ],
 )
-def test_min_length_forbids_stops(stop_ids: list[list[int]], min_length: int, expected: list[float]) -> None:
+def test_min_length_forbids_stops(
+    stop_ids: list[list[int]], min_length: int, expected: list[float]
+) -> None:
     check([1, 5, 0, 0], expected, min_length=min_length, stop_ids=stop_ids, stops=3)
     penalized = [expected[0] / 2, *expected[1:]]
-    check([1, 5, 0, 0], penalized, min_length=min_length, stop_ids=stop_ids, stops=3, repetition_penalty=2)
+    check(
+        [1, 5, 0, 0],
+        penalized,
+        min_length=min_length,
+        stop_ids=stop_ids,
+        stops=3,
+        repetition_penalty=2,
+    )
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -153,7 +216,13 @@ def test_bans_and_repetitions(captured: bool) -> None:
     """Each alone in its call, over the row's earlier tokens and this call's inputs: 0 1 2, and 0 1."""
     filters = ("bad_words_ids", "no_repeat_ngram_size", "dry")
     face = Interface(4, (), features=Features(filters=filters), captured=captured)
-    state = {"lengths": 3, "tokens": [[0, 1, 2] + [0] * 13], "sequence": 2, "input_ids": [[0, 1]], "bad_words": (1, 2)}
+    state = {
+        "lengths": 3,
+        "tokens": [[0, 1, 2] + [0] * 13],
+        "sequence": 2,
+        "input_ids": [[0, 1]],
+        "bad_words": (1, 2),
+    }
     for values, expected in (
         ({"no_repeat_ngram_size": 1}, [-np.inf] * 3 + [0]),
         ({"no_repeat_ngram_size": 3}, [0, 0, -np.inf, 0]),
@@ -163,7 +232,9 @@ def test_bans_and_repetitions(captured: bool) -> None:
         ({"dry_multiplier": 0.5, "repetition_penalty": 2}, [0, 0, -0.5, 0]),
         ({}, [0, 0, 0, 0]),
     ):
-        got = sampler(face)(np.zeros((1, 4), np.float32), make_inputs(face, **state, **values))["adjusted_logits"]
+        got = sampler(face)(np.zeros((1, 4), np.float32), make_inputs(face, **state, **values))[
+            "adjusted_logits"
+        ]
         np.testing.assert_array_equal(got, [expected], err_msg=str(values))
 
 
@@ -221,7 +292,9 @@ DRY: list[tuple[str, dict[str, Any], dict[str, float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "changes", "penalties"), [*DRY, (EXAMPLE, {"dry_multiplier": -1}, {})])
+@pytest.mark.parametrize(
+    ("text", "changes", "penalties"), [*DRY, (EXAMPLE, {"dry_multiplier": -1}, {})]
+)
 def test_dry(text: str, changes: dict[str, Any], penalties: dict[str, float]) -> None:
     parameters = {"dry_multiplier": 1, "dry_base": 2, "dry_allowed_length": 1, **changes}
     assert changed(text, **parameters) == penalties
@@ -229,7 +302,9 @@ def test_dry(text: str, changes: dict[str, Any], penalties: dict[str, float]) ->
 
 def test_the_largest_penalty_is_no_mask() -> None:
     """So that a row whose every token is penalized is still valid."""
-    assert changed("aaa" * 20, dry_multiplier=1, dry_base=100, dry_allowed_length=1) == {"a": float(np.float32(1e30))}
+    assert changed("aaa" * 20, dry_multiplier=1, dry_base=100, dry_allowed_length=1) == {
+        "a": float(np.float32(1e30))
+    }
 
 
 @pytest.mark.parametrize(
@@ -280,18 +355,33 @@ def test_the_tokens_of_a_row_are_its_own() -> None:
     """The row's earlier tokens and this call's inputs, and nothing after them."""
     tokens = np.zeros((1, 16), int)
     tokens[0, :8] = [3, 1, 2, 5, 5, 5, 5, 5]  # of the first three, the rest was another row's
-    given = {"capacity": 16, "lengths": 3, "tokens": tokens, "no_repeat_ngram_size": 2, "input_lengths": 3}
+    given = {
+        "capacity": 16,
+        "lengths": 3,
+        "tokens": tokens,
+        "no_repeat_ngram_size": 2,
+        "input_lengths": 3,
+    }
     assert changed("bdczzz", **given) == {"b": np.inf}  # d b c b d c: after c came b
 
 
 def test_matches() -> None:
     """m(i): how many tokens up to i are those up to the end, and no more than are wanted."""
-    tokens = np.array([[1, 2, 3, 1, 2, 3, 9, 9], [7, 7, 7, 7, 7, 7, 7, 7], [4, 5, 4, 5, 4, 0, 0, 0]])
+    tokens = np.array(
+        [[1, 2, 3, 1, 2, 3, 9, 9], [7, 7, 7, 7, 7, 7, 7, 7], [4, 5, 4, 5, 4, 0, 0, 0]]
+    )
     lengths, longest = np.array([[6], [8], [5]]), np.array([[64], [3], [64]])
     (found,) = computed(
-        lambda tokens, lengths, longest: Past(tokens, lengths).matches(longest), tokens, lengths, longest
+        lambda tokens, lengths, longest: Past(tokens, lengths).matches(longest),
+        tokens,
+        lengths,
+        longest,
     )
-    assert found.tolist() == [[0, 0, 3, 0, 0, 0, 0, 0], [1, 2, 3, 3, 3, 3, 3, 0], [1, 0, 3, 0, 0, 0, 0, 0]]
+    assert found.tolist() == [
+        [0, 0, 3, 0, 0, 0, 0, 0],
+        [1, 2, 3, 3, 3, 3, 3, 0],
+        [1, 0, 3, 0, 0, 0, 0, 0],
+    ]
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -321,10 +411,14 @@ def test_random_histories(captured: bool) -> None:
             dry_base=rng.choice([0.5, 1, 1.2, 1.5], batch),
             dry_allowed_length=rng.choice([1, 1, 2, 5], batch),
             dry_penalty_last_n=rng.choice([-1, -1, 0, 1, 2, 7, 30, 200], batch),
-            dry_sequence_breakers=np.where(rng.random((batch, 2)) < 0.7, -1, rng.integers(0, vocab, (batch, 2))),
+            dry_sequence_breakers=np.where(
+                rng.random((batch, 2)) < 0.7, -1, rng.integers(0, vocab, (batch, 2))
+            ),
             no_repeat_ngram_size=rng.choice([0, 0, 1, 2, 3, 7], batch),
             bad_words_ids=np.where(
-                np.arange(4) < rng.integers(0, 5, (batch, 3, 1)), -1, rng.integers(0, 3, (batch, 3, 4))
+                np.arange(4) < rng.integers(0, 5, (batch, 3, 1)),
+                -1,
+                rng.integers(0, 3, (batch, 3, 4)),
             ),
         )
         logits = rng.normal(size=(batch, vocab)).astype(np.float32)
@@ -332,6 +426,9 @@ def test_random_histories(captured: bool) -> None:
         got = sampler(face)(logits, inputs)["adjusted_logits"]
         for row in range(batch):
             values = {name: array[row] for name, array in inputs.items() if name != "searched_rows"}
-            past = [*values["tokens"][: lengths[row]], *values["input_ids"][: values["input_lengths"]]]
+            past = [
+                *values["tokens"][: lengths[row]],
+                *values["input_ids"][: values["input_lengths"]],
+            ]
             expected = adjust(logits[row], values, np.array(past), len(past))
             np.testing.assert_allclose(got[row], expected, rtol=2e-5, err_msg=str((past, values)))

@@ -24,15 +24,27 @@ def logits_of(vocab: int, kind: str, rows: int = 6) -> Array:
 @pytest.mark.parametrize("kind", ["different", "ties", "masked"])
 @pytest.mark.parametrize(
     ("vocab", "block", "count"),
-    [(1, 16, 1), (50, 16, 50), (300, 16, 5), (300, 16, 64), (320, 64, 64), (997, 16, 62), (2000, 80, 3)],
+    [
+        (1, 16, 1),
+        (50, 16, 50),
+        (300, 16, 5),
+        (300, 16, 64),
+        (320, 64, 64),
+        (997, 16, 62),
+        (2000, 80, 3),
+    ],
 )
-def test_selection_equals_a_stable_sort(vocab: int, block: int, count: int, kind: str, replayed: bool) -> None:
+def test_selection_equals_a_stable_sort(
+    vocab: int, block: int, count: int, kind: str, replayed: bool
+) -> None:
     """Of ties the lowest ids, in order; masked tokens are as likely as each other, but less than any other token."""
 
     def select(logits: Tensor) -> Tensors:
         split = blocks.split(logits, vocab, block)
         assert split.size == block
-        return *blocks.top_candidates(split, count, replayed=replayed), blocks.argmax(split, replayed=replayed)
+        return *blocks.top_candidates(split, count, replayed=replayed), blocks.argmax(
+            split, replayed=replayed
+        )
 
     logits = logits_of(vocab, kind)
     order = np.argsort(-logits, kind="stable", axis=1)
@@ -40,7 +52,9 @@ def test_selection_equals_a_stable_sort(vocab: int, block: int, count: int, kind
     wanted = np.take_along_axis(logits, order[:, :count], 1)
     least = np.float32(blocks.FLOOR if replayed else -np.inf)
     np.testing.assert_array_equal(values, np.maximum(wanted, least))
-    np.testing.assert_array_equal(np.where(wanted > -np.inf, ids, -1), np.where(wanted > -np.inf, order[:, :count], -1))
+    np.testing.assert_array_equal(
+        np.where(wanted > -np.inf, ids, -1), np.where(wanted > -np.inf, order[:, :count], -1)
+    )
     np.testing.assert_array_equal(best, order[:, :1])
 
 
@@ -57,7 +71,17 @@ def test_valid_rows(vocab: int) -> None:
         split = blocks.split(logits, vocab, 16)
         return blocks.is_valid(split, split.maxima.max(keep=False))
 
-    assert computed(valid, rows)[0].tolist() == [True, False, False, True, False, False, True, False, True]
+    assert computed(valid, rows)[0].tolist() == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -109,5 +133,7 @@ def test_sums_do_not_depend_on_the_batch(count: int) -> None:
     assert not aligned[:, count:].any()
     for row in range(7):
         for end in range(row + 1, 8):
-            for whole, part in zip((of_blocks, total), computed(sums, values[row:end].copy()), strict=False):
+            for whole, part in zip(
+                (of_blocks, total), computed(sums, values[row:end].copy()), strict=False
+            ):
                 np.testing.assert_array_equal(part, whole[row:end])

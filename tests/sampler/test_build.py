@@ -34,7 +34,9 @@ Array = np.ndarray
 ALL_FILTERS = tuple(EXTRA_PARAMETERS)
 EVERYTHING = replace(ALL_FEATURES, filters=ALL_FILTERS)
 GRAPHS = [
-    Interface(1000, (), features=replace(features, seed=seed, filter_order=order), captured=captured)
+    Interface(
+        1000, (), features=replace(features, seed=seed, filter_order=order), captured=captured
+    )
     for features, seed, order in (
         (Features(), False, FILTER_ORDERS[0]),
         (EVERYTHING, False, FILTER_ORDERS[0]),
@@ -47,7 +49,13 @@ CUDA_OPSET = 18  # that compile converts graphs to
 
 def names(face: Interface) -> str:
     chosen = face.features
-    return "-".join(["all" if chosen.filters else "none", *["captured"] * face.captured, *["seed"] * chosen.seed])
+    return "-".join(
+        [
+            "all" if chosen.filters else "none",
+            *["captured"] * face.captured,
+            *["seed"] * chosen.seed,
+        ]
+    )
 
 
 slow = pytest.mark.slow
@@ -61,7 +69,10 @@ def test_interface(face: Interface) -> None:
     assert [value.name for value in model.graph.outputs] == face.sampler.output_names
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     assert model.opset_imports == {"": OPSET}
-    wanted = {spec.name: (spec.dtype, len(spec.axes)) for spec in (*face.sampler.inputs, *face.sampler.states)}
+    wanted = {
+        spec.name: (spec.dtype, len(spec.axes))
+        for spec in (*face.sampler.inputs, *face.sampler.states)
+    }
     for value in graph(face).graph.inputs:
         assert value.dtype is not None
         assert value.shape is not None
@@ -92,7 +103,11 @@ def test_no_value_that_a_provider_lacks(face: Interface) -> None:
         assert not node.domain
         assert not node.op_type.startswith(("Bit", "Random", "Multinomial", "Bernoulli"))
         for value in (*node.inputs, *node.outputs):
-            assert value is None or value.dtype not in (ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.UINT64)
+            assert value is None or value.dtype not in (
+                ir.DataType.DOUBLE,
+                ir.DataType.FLOAT16,
+                ir.DataType.UINT64,
+            )
         assert all(value.dtype is not None for value in node.outputs)
 
 
@@ -101,17 +116,23 @@ def test_no_branch_in_a_captured_graph(face: Interface) -> None:
     """And every operator of it has a kernel on CUDA."""
     for node in graph(face).graph.all_nodes():
         inner = [
-            attribute.as_graph() for attribute in node.attributes.values() if attribute.type == ir.AttributeType.GRAPH
+            attribute.as_graph()
+            for attribute in node.attributes.values()
+            if attribute.type == ir.AttributeType.GRAPH
         ]
         if face.captured:
             assert not inner
-            assert has_kernel(node.op_type, onnx.defs.get_schema(node.op_type, CUDA_OPSET, "").since_version)
+            assert has_kernel(
+                node.op_type, onnx.defs.get_schema(node.op_type, CUDA_OPSET, "").since_version
+            )
             first, second = node.inputs[0], node.inputs[-1]
             assert first is not None
             assert second is not None
             assert first.dtype is not None
             assert first.dtype.name.lower() in KERNELS[node.op_type], (node.op_type, first.dtype)
-            assert node.op_type != "Where" or (second.dtype and second.dtype.name.lower() in VALUES_OF_WHERE)
+            assert node.op_type != "Where" or (
+                second.dtype and second.dtype.name.lower() in VALUES_OF_WHERE
+            )
     assert "GatherND" not in KERNELS
     assert VERSIONS.keys() <= KERNELS.keys()
 
@@ -130,7 +151,9 @@ def test_a_greedy_step_runs_few_nodes() -> None:
     for vocab in (151_936, 50_257):
         top = list(graph(interface(vocab)).graph)
         assert len(top) <= 58
-        assert not {"TopK", "Exp", "CumSum", "ReduceLogSum", "Floor"} & {node.op_type for node in top}
+        assert not {"TopK", "Exp", "CumSum", "ReduceLogSum", "Floor"} & {
+            node.op_type for node in top
+        }
         assert sum(node.op_type == "If" for node in top) <= 9
 
 
@@ -139,7 +162,11 @@ def test_nothing_is_computed_twice(face: Interface) -> None:
     """Outside of branches and loops; ONNX Runtime finds duplicates inside by itself."""
     plain = [node for node in graph(face).graph if node.op_type not in ("If", "Loop")]
     found = {
-        (node.op_type, *map(id, node.inputs), *(str(attribute.value) for attribute in node.attributes.values()))
+        (
+            node.op_type,
+            *map(id, node.inputs),
+            *(str(attribute.value) for attribute in node.attributes.values()),
+        )
         for node in plain
     }
     assert len(found) == len(plain)
@@ -150,19 +177,26 @@ def test_an_absent_feature_adds_nothing() -> None:
     plain = {node.op_type for node in graph(interface(1000)).graph.all_nodes()}
     assert not {"Mod", "Pow", "Sqrt", "Abs", "ReduceLogSum"} & plain
     counts = [
-        sum(1 for _ in graph(interface(1000, features)).graph.all_nodes()) for features in (Features(), EVERYTHING)
+        sum(1 for _ in graph(interface(1000, features)).graph.all_nodes())
+        for features in (Features(), EVERYTHING)
     ]
     assert counts[0] < 0.55 * counts[1]
 
 
 # Padding, blocks, words and candidates meet their edges; each vocabulary with few or many candidates, or as many.
 SIZES = [
-    *((vocab, count, False) for vocab, count in ((1, 1), (2, 3), (3, 64), (33, 16), (65, 64), (257, 3), (1025, 64))),
+    *(
+        (vocab, count, False)
+        for vocab, count in ((1, 1), (2, 3), (3, 64), (33, 16), (65, 64), (257, 3), (1025, 64))
+    ),
     *((vocab, count, True) for vocab, count in ((2, 1), (127, 64), (1000, 3))),
 ]
 VOCABULARIES = (1, 2, 3, 32, 33, 63, 65, 127, 129, 257, 1000, 1024, 1025, 3001)
 MORE_SIZES = [
-    (vocab, count, captured) for vocab in VOCABULARIES for count in (1, 3, 16, 64) for captured in (False, True)
+    (vocab, count, captured)
+    for vocab in VOCABULARIES
+    for count in (1, 3, 16, 64)
+    for captured in (False, True)
 ]
 
 
@@ -172,7 +206,12 @@ MORE_SIZES = [
 )
 def test_steps_equal_the_reference(vocab: int, num_candidates: int, captured: bool) -> None:
     features = replace(ALL_FEATURES, top_logprobs=min(vocab, 3))
-    check_steps(Interface(vocab, (), features=features, captured=captured), vocab + num_candidates, 8, num_candidates)
+    check_steps(
+        Interface(vocab, (), features=features, captured=captured),
+        vocab + num_candidates,
+        8,
+        num_candidates,
+    )
 
 
 @slow
@@ -196,16 +235,38 @@ def test_large_vocabularies(vocab: int) -> None:
         face = Interface(vocab, (), features=WITH_PROBS, captured=captured)
         logits = rng.normal(size=(6, vocab)).astype(np.float32)
         check_rows(face, logits, make_inputs(face, 6, noise=rng.random((6, 16)), **rows))
-        check_rows(face, logits.astype(np.float16).astype(np.float32) * 2, make_inputs(face, 6, noise=0.97, **rows))
+        check_rows(
+            face,
+            logits.astype(np.float16).astype(np.float32) * 2,
+            make_inputs(face, 6, noise=0.97, **rows),
+        )
 
 
-EDGE = [0.0, -0.0, 1.0, -1.0, 1e-30, 88.0, -104.0, 1e4, -65504.0, 3e38, -3e38, -3.4028235e38, -np.inf, np.inf, np.nan]
+EDGE = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    1e-30,
+    88.0,
+    -104.0,
+    1e4,
+    -65504.0,
+    3e38,
+    -3e38,
+    -3.4028235e38,
+    -np.inf,
+    np.inf,
+    np.nan,
+]
 
 
 @pytest.mark.ci
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
-    logits=st.lists(st.one_of(st.sampled_from(EDGE), st.floats(-50, 50, width=32)), min_size=1, max_size=40),
+    logits=st.lists(
+        st.one_of(st.sampled_from(EDGE), st.floats(-50, 50, width=32)), min_size=1, max_size=40
+    ),
     temperature=st.sampled_from([0, 1e-45, 1e-30, 1e-6, 0.3, 1, 100, 1e30]),
     top_k=st.sampled_from([0, 1, 2, 3, 39, 40, 41, 10**6]),
     top_p=st.sampled_from([1, 1e-45, 1e-30, 1e-6, 0.5, 0.999999]),
@@ -242,15 +303,26 @@ def test_never_an_impossible_token(
     """Whatever the logits and parameters: an id in range, never a masked token, and the status of the contract."""
     row = np.full((1, 40), -np.inf, np.float32)
     row[0, : len(logits)] = logits
-    filters = tuple(name for name in ALL_FILTERS if name not in ("dry", "no_repeat_ngram_size", "bad_words_ids"))
+    filters = tuple(
+        name for name in ALL_FILTERS if name not in ("dry", "no_repeat_ngram_size", "bad_words_ids")
+    )
     face = interface(40, Features(probs=True, filters=filters, filter_order=order))
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "noise": u, "xtc_noise": u}
+    given = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "noise": u,
+        "xtc_noise": u,
+    }
     result = sampler(face, num_candidates=num_candidates)(row, make_inputs(face, **given, **extra))
     token, status = result["next_ids"][0, 0], result["status_RetainedState"][0]
     valid = not (np.isnan(row).any() or (row == np.inf).any()) and (row > np.float32(-3e38)).any()
     if not valid:
         assert status == INVALID_LOGITS
-    elif status == INVALID_LOGITS:  # allowed for a sum that overflows next to an infinite or so large a logit
+    elif (
+        status == INVALID_LOGITS
+    ):  # allowed for a sum that overflows next to an infinite or so large a logit
         assert row.max() > 2.0**110
     else:
         assert 0 <= token < len(logits)
@@ -272,15 +344,24 @@ def test_equal_logits(vocab: int, num_candidates: int) -> None:
         "min_p": [0] * 4 + [1],
     }
     inputs = make_inputs(face, 5, noise=0.7, **filters)
-    result = sampler(face, num_candidates=num_candidates)(np.full((5, vocab), -7, np.float32), inputs)
+    result = sampler(face, num_candidates=num_candidates)(
+        np.full((5, vocab), -7, np.float32), inputs
+    )
     assert result["next_ids"][:, 0].tolist() == [0] + [int(np.float32(0.7) * np.float64(vocab))] * 4
     np.testing.assert_array_equal(result["probs"][0], np.eye(vocab)[0])
     np.testing.assert_allclose(result["probs"][1:], 1 / vocab, rtol=1e-6)
 
 
-@pytest.mark.parametrize("parameters", [{"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.3, "top_k": 400}, {"min_p": 0.05}])
+@pytest.mark.parametrize(
+    "parameters", [{"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.3, "top_k": 400}, {"min_p": 0.05}]
+)
 def test_half_precision_ties(parameters: dict[str, float]) -> None:
     """Thousands of ties across every edge."""
     face = interface(20_000, WITH_PROBS)
     logits = np.random.default_rng(0).normal(size=(4, 20_000)).astype(np.float16).astype(np.float32)
-    assert check_rows(face, logits, make_inputs(face, 4, noise=[0, 0.2, 0.9, 1 - 2**-24], **parameters)) == 0
+    assert (
+        check_rows(
+            face, logits, make_inputs(face, 4, noise=[0, 0.2, 0.9, 1 - 2**-24], **parameters)
+        )
+        == 0
+    )

@@ -17,7 +17,9 @@ LOGITS = np.arange(300, dtype=np.float32)  # greedy: 299
 
 
 def step(face: Interface, rows: int = 1, **values: object) -> dict[str, np.ndarray]:
-    return sampler(face)(np.tile(LOGITS, (rows, 1)), make_inputs(face, rows, temperature=0, **values))
+    return sampler(face)(
+        np.tile(LOGITS, (rows, 1)), make_inputs(face, rows, temperature=0, **values)
+    )
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -69,7 +71,9 @@ def test_what_a_step_reads() -> None:
     start, lengths = np.array([3, 0, 4], np.int32), np.array([2, 1, 1], np.int32)
     ids = np.array([[10, 11], [20, 21], [30, 31]])
 
-    def function(tokens: Tensor, start: Tensor, ids: Tensor, lengths: Tensor, most: Tensor) -> Tensors:
+    def function(
+        tokens: Tensor, start: Tensor, ids: Tensor, lengths: Tensor, most: Tensor
+    ) -> Tensors:
         inputs = {"tokens": tokens, "lengths": start, "input_ids": ids, "input_lengths": lengths}
         call = Call(interface(300), inputs | {"status": start, "emit": start > 0})
         return call.history(most), call.row_tokens()
@@ -87,7 +91,9 @@ def test_a_new_row_has_no_past() -> None:
     """The old content of its buffer is not penalized."""
     for face in FACES:
         tokens = np.repeat([[299] * 16], 2, 0)
-        result = step(face, 2, tokens=tokens, input_ids=[[5], [5]], lengths=[0, 9], repetition_penalty=100)
+        result = step(
+            face, 2, tokens=tokens, input_ids=[[5], [5]], lengths=[0, 9], repetition_penalty=100
+        )
         assert result["next_ids"][:, 0].tolist() == [299, 298]
 
 
@@ -95,8 +101,14 @@ def test_chunks_do_not_change_the_token() -> None:
     """A prompt at once or in chunks: the same token, decided by its position's u, and the same state."""
     rng = np.random.default_rng(0)
     face = interface(320)
-    logits, noise, prompt = rng.normal(size=(1, 320)).astype(np.float32), rng.random((1, 16)), [[3, 1, 4, 1, 5, 9]]
-    whole = sampler(face)(logits, make_inputs(face, sequence=6, input_ids=prompt, noise=noise, repetition_penalty=1.5))
+    logits, noise, prompt = (
+        rng.normal(size=(1, 320)).astype(np.float32),
+        rng.random((1, 16)),
+        [[3, 1, 4, 1, 5, 9]],
+    )
+    whole = sampler(face)(
+        logits, make_inputs(face, sequence=6, input_ids=prompt, noise=noise, repetition_penalty=1.5)
+    )
     state = make_inputs(face, noise=noise)
     names = ("lengths", "status", "tokens", "output_counts")
     for begin, end in ((0, 2), (2, 5), (5, 6)):

@@ -60,7 +60,9 @@ def test_status(face: Interface, values: dict[str, int], status: int) -> None:
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("status", [STOPPED, LENGTH, INVALID_LOGITS])
 def test_a_finished_row_commits_nothing(face: Interface, status: int) -> None:
-    inputs = make_inputs(face, temperature=0, status=status, lengths=3, tokens=[[5, 6, 7] + [5] * 13], input_ids=9)
+    inputs = make_inputs(
+        face, temperature=0, status=status, lengths=3, tokens=[[5, 6, 7] + [5] * 13], input_ids=9
+    )
     result = sampler(face)(LOGITS, inputs)
     assert result["next_ids"][0, 0] == PAD
     for name in ("lengths", "status", "tokens", "output_counts"):
@@ -79,7 +81,13 @@ def test_invalid_logits_commit_nothing(value: float, temperature: float, face: I
         logits[[0, 1, 2, 3], [0, 7, 319, 7]] = value
     tokens = [[5, 6, 7] + [5] * 13]
     inputs = make_inputs(
-        face, 4, temperature=temperature, lengths=3, tokens=tokens, input_ids=9, emit=[True] * 3 + [False]
+        face,
+        4,
+        temperature=temperature,
+        lengths=3,
+        tokens=tokens,
+        input_ids=9,
+        emit=[True] * 3 + [False],
     )
     result = sampler(face)(logits, inputs)
     assert result["next_ids"][:, 0].tolist() == [PAD] * 4
@@ -93,7 +101,9 @@ def test_invalid_logits_commit_nothing(value: float, temperature: float, face: I
 def test_counts_are_of_sampled_tokens(face: Interface) -> None:
     counts = np.zeros((3, 320), np.float32)
     counts[:, [0, 319]] = 4
-    inputs = make_inputs(face, 3, temperature=0, output_counts=counts, emit=[True, False, True], status=[0, 0, 1])
+    inputs = make_inputs(
+        face, 3, temperature=0, output_counts=counts, emit=[True, False, True], status=[0, 0, 1]
+    )
     got = sampler(face)(np.tile(LOGITS, (3, 1)), inputs)["output_counts_RetainedState"]
     np.testing.assert_array_equal(got - counts, np.eye(320)[[319]] * [[1], [0], [0]])
 
@@ -103,7 +113,9 @@ def test_mirostat_learns_only_from_random_tokens(captured: bool) -> None:
     face = Interface(4, (), features=Features(filters=("mirostat",)), captured=captured)
     values = {"emit": [True, True, True, False, True, True], "temperature": [1, 0, 1, 1, 1, 1]}
     values |= {"mirostat_tau": [1.25, 1, 0, 1, 2, 2], "status": [0, 0, 0, 0, 0, 1]}
-    inputs = make_inputs(face, 6, mirostat_eta=0.5, mirostat_mu=[0, 3, 3, 3, 1.5, 3], noise=0.9, **values)
+    inputs = make_inputs(
+        face, 6, mirostat_eta=0.5, mirostat_mu=[0, 3, 3, 3, 1.5, 3], noise=0.9, **values
+    )
     logits = np.log(np.float32([[4, 2, 1, 1]] * 6))
     # Tokens 0 and 1 are left, 2/3 and 1/3; the second is drawn, at log2(3) bits. A mu of 1.5 leaves token 0 alone.
     mu = [2.5 - 0.5 * (np.log2(3) - 1.25), 3, 3, 3, 1.5 - 0.5 * (0 - 2), 3]
@@ -128,7 +140,9 @@ def test_adaptive_p_learns_only_from_random_tokens(captured: bool) -> None:
 @pytest.mark.parametrize("captured", [False, True])
 def test_random_states(captured: bool) -> None:
     """Rows of every kind at once, against the reference."""
-    face = Interface(40, (), features=Features(filters=("mirostat", "adaptive_p")), captured=captured)
+    face = Interface(
+        40, (), features=Features(filters=("mirostat", "adaptive_p")), captured=captured
+    )
     rng = np.random.default_rng(9)
     for sequence in (1, 3):
         assert check_rows(face, *random_step(rng, face, 300, sequence)) <= 3
@@ -142,8 +156,15 @@ def run(
     for t in range(steps):
         result = step(logits[t], state)
         outcomes.append(result)
-        state = state | {name.removesuffix("_RetainedState"): a for name, a in result.items() if name.endswith("State")}
-        state |= {"input_ids": result["next_ids"], "input_lengths": np.ones_like(state["input_lengths"])}
+        state = state | {
+            name.removesuffix("_RetainedState"): a
+            for name, a in result.items()
+            if name.endswith("State")
+        }
+        state |= {
+            "input_ids": result["next_ids"],
+            "input_lengths": np.ones_like(state["input_lengths"]),
+        }
     return outcomes
 
 
@@ -155,7 +176,11 @@ def test_states_bound_in_place(filters: tuple[str, ...], captured: bool) -> None
     rng = np.random.default_rng(1)
     batch, steps, capacity = 5, 20, 24
     logits = (rng.normal(size=(steps, batch, 320)) * 3).astype(np.float32)
-    extra: dict[str, Any] = {"no_repeat_ngram_size": 3, "dry_multiplier": 0.5, "penalty_last_n": [-1, -1, 4, 4, 0]}
+    extra: dict[str, Any] = {
+        "no_repeat_ngram_size": 3,
+        "dry_multiplier": 0.5,
+        "penalty_last_n": [-1, -1, 4, 4, 0],
+    }
     extra |= {"mirostat_tau": [0, 2, 3, 0, 1], "adaptive_target": [0.4, -1, 0.4, -1, 0.4]}
     extra = extra if filters else {}
     initial = make_inputs(
@@ -175,19 +200,28 @@ def test_states_bound_in_place(filters: tuple[str, ...], captured: bool) -> None
         frequency_penalty=0.1,
         min_length=6,
         max_length=[30, 30, 10, 30, 30],
-        stop_ids=np.where(np.arange(batch)[:, None] == 2, -1, np.arange(0, 300, 4)),  # row 2 reaches its max_length
+        stop_ids=np.where(
+            np.arange(batch)[:, None] == 2, -1, np.arange(0, 300, 4)
+        ),  # row 2 reaches its max_length
         **extra,
     )
     separate = run(sampler(face), logits, initial, steps)
-    reference = run(lambda logits, state: expected_step(face, logits, state), logits, initial, steps)
+    reference = run(
+        lambda logits, state: expected_step(face, logits, state), logits, initial, steps
+    )
     for got, expected in zip(separate, reference, strict=True):
         for name in got.keys() - {"adjusted_logits"}:
             np.testing.assert_allclose(got[name], expected[name], rtol=1e-4, err_msg=name)
         sampled = ~np.isnan(expected["adjusted_logits"]).any(-1)
-        np.testing.assert_allclose(got["adjusted_logits"][sampled], expected["adjusted_logits"][sampled], rtol=1e-6)
+        np.testing.assert_allclose(
+            got["adjusted_logits"][sampled], expected["adjusted_logits"][sampled], rtol=1e-6
+        )
 
     runner = session(face)
-    states = {name: ort.OrtValue.ortvalue_from_numpy(initial[name].copy()) for name in face.sampler.retained}
+    states = {
+        name: ort.OrtValue.ortvalue_from_numpy(initial[name].copy())
+        for name in face.sampler.retained
+    }
     ids, lengths = initial["input_ids"], initial["input_lengths"]
     scores = ort.OrtValue.ortvalue_from_shape_and_type(logits.shape[1:], np.float32)
     for t in range(steps):
@@ -208,7 +242,9 @@ def test_states_bound_in_place(filters: tuple[str, ...], captured: bool) -> None
         ids, lengths = binding.get_outputs()[-1].numpy(), np.ones(batch, np.int32)
         np.testing.assert_array_equal(ids, separate[t]["next_ids"])
         for name in states:
-            np.testing.assert_array_equal(states[name].numpy(), separate[t][f"{name}_RetainedState"], err_msg=name)
+            np.testing.assert_array_equal(
+                states[name].numpy(), separate[t][f"{name}_RetainedState"], err_msg=name
+            )
         np.testing.assert_array_equal(scores.numpy(), separate[t]["adjusted_logits"])
     assert set(states["status"].numpy()) >= {STOPPED, LENGTH}
 
@@ -239,7 +275,9 @@ def test_small_log_probabilities_keep_their_digits() -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_rows_that_emit_nothing_report_nothing(captured: bool) -> None:
-    face = Interface(4, (), features=Features(logprobs=True, top_logprobs=2, probs=True), captured=captured)
+    face = Interface(
+        4, (), features=Features(logprobs=True, top_logprobs=2, probs=True), captured=captured
+    )
     logits = np.array([[1, 2, 3, 4], [1, np.nan, 3, 4], [1, 2, 3, 4]], np.float32)
     result = sampler(face)(logits, make_inputs(face, 3, emit=[False, True, True], status=[0, 0, 1]))
     assert result["next_ids"].tolist() == [[PAD]] * 3
@@ -253,7 +291,10 @@ def test_the_pad_token(pad: int) -> None:
     """Of rows that emit nothing. The graph is loaded here: it is not that of the other tests."""
     face = interface(4)
     session = opened(build_sampler(face, pad))
-    feeds = {"logits": np.zeros((2, 4), np.float32), **make_inputs(face, 2, emit=[False, True], noise=0.3)}
+    feeds = {
+        "logits": np.zeros((2, 4), np.float32),
+        **make_inputs(face, 2, emit=[False, True], noise=0.3),
+    }
     assert session.run(["next_ids"], feeds)[0].tolist() == [[pad], [1]]
 
 
@@ -269,7 +310,9 @@ def test_the_distribution_of_greedy_and_random_rows() -> None:
     for vocab in (5, 300):
         face = interface(vocab, Features(probs=True))
         logits = np.tile(np.arange(vocab, dtype=np.float32) / vocab, (3, 1))
-        probs = sampler(face)(logits, make_inputs(face, 3, temperature=[0, 1, 1], top_k=[0, 0, 2]))["probs"]
+        probs = sampler(face)(logits, make_inputs(face, 3, temperature=[0, 1, 1], top_k=[0, 0, 2]))[
+            "probs"
+        ]
         weights = np.exp(logits[0].astype(np.float64))
         np.testing.assert_array_equal(probs[0], np.eye(vocab)[-1])
         np.testing.assert_allclose(probs[1], weights / weights.sum(), rtol=1e-6)
@@ -280,7 +323,9 @@ def test_the_distribution_of_greedy_and_random_rows() -> None:
 def test_every_output_alone() -> None:
     """Against the reference; an absent feature adds no output."""
     alone = [{"logprobs": True}, {"top_logprobs": 1}, {"top_logprobs": 7}, {"probs": True}, {}]
-    for vocab, features in zip((1000, 7, 7, 1000, 7), (Features(**chosen) for chosen in alone), strict=True):
+    for vocab, features in zip(
+        (1000, 7, 7, 1000, 7), (Features(**chosen) for chosen in alone), strict=True
+    ):
         face = interface(vocab, features)
         logits, inputs = random_step(np.random.default_rng(vocab), face, 6, 1)
         check_rows(face, logits, inputs)

@@ -59,7 +59,9 @@ def test_candidates_and_vocabulary_agree() -> None:
     many, few = sampler(face, num_candidates=200), sampler(face, num_candidates=1)
     for _ in range(15):
         logits, inputs = random_step(rng, face, 16, sequence=1)
-        inputs["top_k"] = np.where(inputs["top_k"] <= 200, 0, inputs["top_k"])  # of those, ties are kept or not
+        inputs["top_k"] = np.where(
+            inputs["top_k"] <= 200, 0, inputs["top_k"]
+        )  # of those, ties are kept or not
         a, b = many(logits, inputs), few(logits, inputs)
         np.testing.assert_array_equal(a["probs"] > 0, b["probs"] > 0)
         if (a["next_ids"] != b["next_ids"]).any():
@@ -90,7 +92,20 @@ def check_batches(face: Interface, seed: int, steps: int) -> None:
 
 
 BATCHED = (125, 1187, 50_257)
-MORE = (97, 250, 997, 1000, 2000, 3001, 10_007, 32_000, *range(1125, 26_000, 1125), 128_256, 151_936, 262_145)
+MORE = (
+    97,
+    250,
+    997,
+    1000,
+    2000,
+    3001,
+    10_007,
+    32_000,
+    *range(1125, 26_000, 1125),
+    128_256,
+    151_936,
+    262_145,
+)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +119,11 @@ MORE = (97, 250, 997, 1000, 2000, 3001, 10_007, 32_000, *range(1125, 26_000, 112
 )
 def test_a_row_is_the_same_alone_and_in_any_batch(vocab: int, captured: bool) -> None:
     order = FILTER_ORDERS[vocab % 4 % 2]
-    check_batches(Interface(vocab, (), features=replace(EVERYTHING, filter_order=order), captured=captured), vocab, 2)
+    check_batches(
+        Interface(vocab, (), features=replace(EVERYTHING, filter_order=order), captured=captured),
+        vocab,
+        2,
+    )
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -114,7 +133,9 @@ def test_rows_with_a_seed(captured: bool) -> None:
     check_batches(face, 1, 2)
     rng = np.random.default_rng(2)
     seeds, lengths = rng.integers(-(2**63), 2**63, 100), rng.integers(0, 16, 100)
-    inputs = make_inputs(face, 100, seed=seeds, lengths=lengths, xtc_probability=0.5, xtc_threshold=0.005)
+    inputs = make_inputs(
+        face, 100, seed=seeds, lengths=lengths, xtc_probability=0.5, xtc_threshold=0.005
+    )
     assert check_rows(face, rng.normal(size=(100, 1187)).astype(np.float32), inputs) <= 1
 
 
@@ -124,7 +145,11 @@ def recorded() -> Array:
     example = Path(__file__).parents[2] / "examples" / "tiny_lm_genai"
     text = "And the LORD spake unto Moses, saying, Speak unto the children of Israel, and bring out the people."
     ids = np.array([Tokenizer.from_file(str(example / "tokenizer.json")).encode(text).ids])
-    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.size)[None]}
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.arange(ids.size)[None],
+    }
     model = ort.InferenceSession(example / "model.onnx")
     inputs |= {node.name: np.zeros((1, 2, 0, 40), np.float16) for node in model.get_inputs()[3:]}
     return np.asarray(model.run(["logits"], inputs)[0][0], np.float32)
@@ -141,7 +166,10 @@ def test_a_captured_graph_draws_what_control_flow_draws(order: str, recorded: Ar
         _, inputs = random_step(rng, face, 6, sequence=2)
         logits = recorded[rng.integers(0, len(recorded), 6)]
         searched = rng.permutation(6)
-        a, b = sampler(face)(logits, inputs), sampler(other)(logits, inputs | {"searched_rows": searched})
+        a, b = (
+            sampler(face)(logits, inputs),
+            sampler(other)(logits, inputs | {"searched_rows": searched}),
+        )
         for name, values in a.items():
             if values.dtype == np.float32 and name != "output_counts_RetainedState":
                 np.testing.assert_allclose(values, b[name], rtol=1e-5, atol=1e-6, err_msg=name)
@@ -152,11 +180,17 @@ def test_a_captured_graph_draws_what_control_flow_draws(order: str, recorded: Ar
 
 
 # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
-needs_1_32 = pytest.mark.skipif(tuple(map(int, ort.__version__.split(".")[:2])) < (1, 32), reason="empty reductions")
+needs_1_32 = pytest.mark.skipif(
+    tuple(map(int, ort.__version__.split(".")[:2])) < (1, 32), reason="empty reductions"
+)
 
 
-@pytest.mark.parametrize("listed", [pytest.param([], marks=needs_1_32), [4, 2, 2], [5, 1, 0, 3, 2, 4], [3] * 9])
-@pytest.mark.parametrize("filters", [(), ("typical_p", "epsilon_cutoff", "xtc", "dynatemp", "mirostat")])
+@pytest.mark.parametrize(
+    "listed", [pytest.param([], marks=needs_1_32), [4, 2, 2], [5, 1, 0, 3, 2, 4], [3] * 9]
+)
+@pytest.mark.parametrize(
+    "filters", [(), ("typical_p", "epsilon_cutoff", "xtc", "dynatemp", "mirostat")]
+)
 def test_rows_that_are_listed(filters: tuple[str, ...], listed: list[int]) -> None:
     """In any order, twice, needlessly. A row that had to be and is not ends as invalid, and commits nothing."""
     face = Interface(1000, (), features=Features(probs=True, filters=filters), captured=True)
@@ -166,7 +200,9 @@ def test_rows_that_are_listed(filters: tuple[str, ...], listed: list[int]) -> No
         inputs["searched_rows"] = np.array(listed, np.int64)
         check_rows(face, logits, inputs)
         expected = expected_step(face, logits, inputs)
-        missing += int(((expected["status_RetainedState"] == INVALID_LOGITS) & (inputs["status"] == 0)).sum())
+        missing += int(
+            ((expected["status_RetainedState"] == INVALID_LOGITS) & (inputs["status"] == 0)).sum()
+        )
         free += int(((expected["probs"] > 0).sum(1) > 64).sum())
     assert (missing > 5) == (len(set(listed)) < 6)
     assert free > 0
@@ -208,24 +244,40 @@ def test_rows_that_have_to_be_listed(listed: bool, row: dict[str, Any]) -> None:
         (1, True, FILTER_ORDERS[0]),
         (1, False, FILTER_ORDERS[1]),
         (64, False, FILTER_ORDERS[0]),
-        *(pytest.param(*case, marks=slow) for case in ((1, False, FILTER_ORDERS[0]), (64, False, FILTER_ORDERS[1]))),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in ((1, False, FILTER_ORDERS[0]), (64, False, FILTER_ORDERS[1]))
+        ),
         pytest.param(1, True, FILTER_ORDERS[1], marks=slow),
     ],
 )
 def test_any_temperature(num_candidates: int, captured: bool, order: str) -> None:
     """From temperatures that leave a single token to those that leave all alike, without the masked token."""
     temperatures = [0, 1e-45, 1e-38, 1e-30, 1e-6, 0.05, 1, 40, 1e4, 1e30, 1e36, 3e38]
-    rows = [(t, p) for t in temperatures for p in ({}, {"top_p": 0.5}, {"min_p": 0.3}, {"typical_p": 0.2, "top_k": 99})]
+    rows = [
+        (t, p)
+        for t in temperatures
+        for p in ({}, {"top_p": 0.5}, {"min_p": 0.3}, {"typical_p": 0.2, "top_k": 99})
+    ]
     face = Interface(
-        300, (), features=Features(probs=True, filters=("typical_p",), filter_order=order), captured=captured
+        300,
+        (),
+        features=Features(probs=True, filters=("typical_p",), filter_order=order),
+        captured=captured,
     )
     logits = np.random.default_rng(1).normal(size=(len(rows), 300)) * 3
     logits[:, ::7], logits[:, 5] = -np.inf, -3.3e38
     values: dict[str, Any] = {"temperature": [t for t, _ in rows], "noise": 0.999}
     values |= {
-        n: [p.get(n, off) for _, p in rows] for n, off in (("top_p", 1), ("min_p", 0), ("typical_p", 1), ("top_k", 0))
+        n: [p.get(n, off) for _, p in rows]
+        for n, off in (("top_p", 1), ("min_p", 0), ("typical_p", 1), ("top_k", 0))
     }
-    assert check_rows(face, logits.astype(np.float32), make_inputs(face, len(rows), **values), num_candidates) <= 1
+    assert (
+        check_rows(
+            face, logits.astype(np.float32), make_inputs(face, len(rows), **values), num_candidates
+        )
+        <= 1
+    )
 
 
 def test_u_is_that_of_the_position() -> None:
@@ -283,7 +335,9 @@ def test_frequencies(num_candidates: int, parameters: dict[str, float]) -> None:
         tokens = step(np.broadcast_to(logits, (ROWS, vocab)).copy(), inputs)["next_ids"]
         counts += np.bincount(tokens[:, 0], minlength=vocab)
 
-    row = {"top_k": 0, "top_p": 1, "min_p": 0} | {name: np.float32(value) for name, value in parameters.items()}
+    row = {"top_k": 0, "top_p": 1, "min_p": 0} | {
+        name: np.float32(value) for name, value in parameters.items()
+    }
     probs = distribution(logits, row)
     support = probs > 0
     assert counts[~support].sum() == 0

@@ -8,15 +8,43 @@ import numpy as np
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import CANDIDATES, EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS, PAD_STOP_ID
-from tests.helpers.sampler_cases import check_rows, compare_step, excused, expected_step, make_inputs, sampler
+from qsample.contract.tensors import (
+    CANDIDATES,
+    EXTRA_PARAMETERS,
+    FILTER_ORDERS,
+    INVALID_LOGITS,
+    PAD_STOP_ID,
+)
+from tests.helpers.sampler_cases import (
+    check_rows,
+    compare_step,
+    excused,
+    expected_step,
+    make_inputs,
+    sampler,
+)
 
 Array = np.ndarray
 CAPACITY = 40
 LARGEST, LEAST = 3.4028234e38, 1e-45
 # Values that switch a parameter off, usual ones, and the ends of its range in the contract.
 VALUES: dict[str, list[float]] = {
-    "temperature": [0, LEAST, 1e-39, 2.0**-126, 1e-20, 1e-3, 0.7, 1, 1, 50, 1e4, 1e20, 1e36, LARGEST],
+    "temperature": [
+        0,
+        LEAST,
+        1e-39,
+        2.0**-126,
+        1e-20,
+        1e-3,
+        0.7,
+        1,
+        1,
+        50,
+        1e4,
+        1e20,
+        1e36,
+        LARGEST,
+    ],
     "top_k": [0, 0, 0, 1, 2, 20, 64, 65, 90, 2**31 - 1],
     "top_p": [1, 1, 0.9999999, 0.9, 0.5, 1e-6, 1e-38, LEAST],
     "min_p": [0, 0, 1e-38, 1e-6, 0.2, 0.999999, 1],
@@ -49,11 +77,32 @@ VALUES: dict[str, list[float]] = {
 }
 UNIFORMS = [0, 2.0**-24, 0.5, 1 - 2.0**-24]
 BIASES = [0, 1, -1, 1e30, -1e30, 1e38, -1e38, LARGEST, -LARGEST, -np.inf]
-ENDS = [0, -0.0, LEAST, -LEAST, 2e-38, 1, -1, 88, -104, 1e4, 1e38, -1e38, 3e38, -2.9e38, LARGEST, -LARGEST]
+ENDS = [
+    0,
+    -0.0,
+    LEAST,
+    -LEAST,
+    2e-38,
+    1,
+    -1,
+    88,
+    -104,
+    1e4,
+    1e38,
+    -1e38,
+    3e38,
+    -2.9e38,
+    LARGEST,
+    -LARGEST,
+]
 
 
-def face_of(vocab: int, order: str, captured: bool, filters: tuple[str, ...] = tuple(EXTRA_PARAMETERS)) -> Interface:
-    features = Features(logit_bias=True, allowed_tokens=True, probs=True, filters=filters, filter_order=order)
+def face_of(
+    vocab: int, order: str, captured: bool, filters: tuple[str, ...] = tuple(EXTRA_PARAMETERS)
+) -> Interface:
+    features = Features(
+        logit_bias=True, allowed_tokens=True, probs=True, filters=filters, filter_order=order
+    )
     return Interface(vocab, (), features=features, captured=captured)
 
 
@@ -91,7 +140,9 @@ def extreme_step(rng: np.random.Generator, face: Interface) -> tuple[Array, dict
 
     def ids(*shape: int) -> Array:
         """Likely tokens, so that they repeat themselves, and any others."""
-        chosen = np.take_along_axis(likely, rng.integers(0, likely.shape[1], (batch, int(np.prod(shape)))), axis=1)
+        chosen = np.take_along_axis(
+            likely, rng.integers(0, likely.shape[1], (batch, int(np.prod(shape)))), axis=1
+        )
         return one_of(0.6, chosen.reshape(batch, *shape), rng.integers(0, vocab, (batch, *shape)))
 
     def uniforms() -> Array:
@@ -103,7 +154,9 @@ def extreme_step(rng: np.random.Generator, face: Interface) -> tuple[Array, dict
     values: dict[str, Any] = {}
     for spec in (*face.sampler.inputs, *face.sampler.states):
         if spec.name in VALUES:
-            values[spec.name] = np.where(rng.random(batch) < share, rng.choice(VALUES[spec.name], batch), spec.off or 0)
+            values[spec.name] = np.where(
+                rng.random(batch) < share, rng.choice(VALUES[spec.name], batch), spec.off or 0
+            )
     bad_words = np.where(np.arange(3) < rng.integers(0, 4, (batch, 3, 1)), PAD_STOP_ID, ids(3, 3))
     masks = rng.integers(-(2**31), 2**31, (batch, -(-vocab // 32)))
     values |= {
@@ -125,7 +178,9 @@ def extreme_step(rng: np.random.Generator, face: Interface) -> tuple[Array, dict
     known = {spec.name for spec in (*face.sampler.inputs, *face.sampler.states)}
     values = {name: value for name, value in values.items() if name in known}
     sizes = {"stops": 3, "biases": 4, "breakers": 2}
-    inputs = make_inputs(face, batch, sequence=sequence, capacity=CAPACITY, bad_words=(3, 3), **sizes, **values)
+    inputs = make_inputs(
+        face, batch, sequence=sequence, capacity=CAPACITY, bad_words=(3, 3), **sizes, **values
+    )
     for row, length in enumerate(inputs["lengths"]):
         inputs["tokens"][row, length:] = inputs["tokens"][row, 0]
         np.add.at(inputs["output_counts"][row], inputs["tokens"][row, 1:length], 1)
@@ -141,7 +196,11 @@ def unexplained(
     found = {}
     for row in range(len(logits)):
         wrong = compare_step(got, expected, row)
-        if wrong and "status_RetainedState" in wrong and got["status_RetainedState"][row] == INVALID_LOGITS:
+        if (
+            wrong
+            and "status_RetainedState" in wrong
+            and got["status_RetainedState"][row] == INVALID_LOGITS
+        ):
             if not (got["adjusted_logits"][row] > 2.0**110).any():
                 found[row] = wrong
         elif (
@@ -185,7 +244,9 @@ def check_extremes(face: Interface, seed: int, steps: int) -> None:
     for step in range(steps):
         logits, inputs = extreme_step(rng, face)
         for row, wrong in unexplained(face, logits, inputs).items():
-            raise AssertionError((step, row, wrong, {name: inputs[name][row] for name in VALUES if name in inputs}))
+            raise AssertionError(
+                (step, row, wrong, {name: inputs[name][row] for name in VALUES if name in inputs})
+            )
 
 
 both_kinds = pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.ci)])
@@ -200,7 +261,9 @@ def test_rows_are_the_references(captured: bool) -> None:
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("order", FILTER_ORDERS)
 @pytest.mark.parametrize(("vocab", "steps"), [(97, 600), (1000, 300), (32_000, 20), (151_936, 5)])
-def test_rows_are_the_references_at_length(vocab: int, steps: int, order: str, captured: bool) -> None:
+def test_rows_are_the_references_at_length(
+    vocab: int, steps: int, order: str, captured: bool
+) -> None:
     check_extremes(face_of(vocab, order, captured), vocab, steps)
 
 
@@ -236,9 +299,17 @@ def row_of(logits: dict[int, float], rest: float) -> Array:
 STEPS = {token: 0.0 if token < 40 else -2e37 for token in range(80)}
 # What is drawn from, parameters, and the tokens that may be drawn.
 ENDS_OF_RANGES: dict[str, tuple[Array, dict[str, Any], list[int]]] = {
-    "masked next to a low logit": (row_of({7: -2.9e38}, -np.inf), {"temperature": 1e36, "top_k": 5}, [7]),
+    "masked next to a low logit": (
+        row_of({7: -2.9e38}, -np.inf),
+        {"temperature": 1e36, "top_k": 5},
+        [7],
+    ),
     "left, though far below": (row_of({3: 0, 5: -1}, -2e38), {"dynatemp_range": 0.5}, [3, 5]),
-    "of a deviation, though far below": (row_of(STEPS, -2e38), {"temperature": 1e36, "top_n_sigma": 0.3}, [*range(80)]),
+    "of a deviation, though far below": (
+        row_of(STEPS, -2e38),
+        {"temperature": 1e36, "top_n_sigma": 0.3},
+        [*range(80)],
+    ),
     "a range without end": (
         row_of({3: 0, 5: -1}, -np.inf),
         {"temperature": LARGEST, "dynatemp_range": LARGEST, "dynatemp_exponent": LARGEST},

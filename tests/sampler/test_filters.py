@@ -85,7 +85,10 @@ SAME_IN_BOTH_ORDERS: list[tuple[dict[str, float], Any]] = [
     ({"eta_cutoff": 0.9}, ONE),  # 0.282
     ({"eta_cutoff": 0.4, "top_k": 2}, ONE),  # sqrt(0.4) exp(-0.637) = 0.335; of all four 0.188
     ({"eta_cutoff": 0.05, "top_k": 1}, ONE),
-    ({"xtc_probability": 1, "xtc_threshold": 0.1}, [0, 0, 1, 1]),  # the least likely of all four are two
+    (
+        {"xtc_probability": 1, "xtc_threshold": 0.1},
+        [0, 0, 1, 1],
+    ),  # the least likely of all four are two
     ({"xtc_probability": 1, "xtc_threshold": 0.2}, [0, 2, 1, 1]),
     ({"xtc_probability": 1, "xtc_threshold": 0.3}, ALL),  # one token alone reaches it
     ({"xtc_probability": 1, "xtc_threshold": 0.51}, ALL),
@@ -104,7 +107,10 @@ SAME_IN_BOTH_ORDERS: list[tuple[dict[str, float], Any]] = [
     ({"mirostat_tau": 1.3, "temperature": 0.5}, [4, 1, 0, 0]),
     # The entropy is 7/8 of the largest possible: 1/2 + 7/8 of the way to 3/2.
     ({"dynatemp_range": 0.5}, powers(*np.array([2, 1, 0, 0]) / 1.375)),
-    ({"dynatemp_range": 0.5, "dynatemp_exponent": 2}, powers(*np.array([2, 1, 0, 0]) / (0.5 + 49 / 64))),
+    (
+        {"dynatemp_range": 0.5, "dynatemp_exponent": 2},
+        powers(*np.array([2, 1, 0, 0]) / (0.5 + 49 / 64)),
+    ),
     ({"dynatemp_range": 3}, powers(*np.array([2, 1, 0, 0]) / 3.5)),  # from 0, not from -2
     ({"dynatemp_range": 0.5, "temperature": 0}, ONE),
     ({"dynatemp_range": 0.5, "top_n_sigma": 1.2}, ONE),  # one token has no entropy
@@ -113,8 +119,14 @@ SAME_IN_BOTH_ORDERS: list[tuple[dict[str, float], Any]] = [
     ({"adaptive_target": -0.25}, ALL),
     ({"adaptive_target": 0.5, "temperature": 0}, ONE),
     ({"adaptive_target": 0.5, "adaptive_error": 0.25}, near(1 / 4, 0, 1 / 8, 1 / 8)),
-    ({"adaptive_target": 0.25, "adaptive_error": 0.5}, near(1 / 2, 1 / 4, 1 / 8, 1 / 8)),  # aims at 0, not below
-    ({"adaptive_target": 0.75, "adaptive_error": -0.5, "top_k": 2}, [*near(1 / 3, 2 / 3), 0, 0]),  # and not above 1
+    (
+        {"adaptive_target": 0.25, "adaptive_error": 0.5},
+        near(1 / 2, 1 / 4, 1 / 8, 1 / 8),
+    ),  # aims at 0, not below
+    (
+        {"adaptive_target": 0.75, "adaptive_error": -0.5, "top_k": 2},
+        [*near(1 / 3, 2 / 3), 0, 0],
+    ),  # and not above 1
     ({"adaptive_target": 0.5, "temperature": 0.5}, near(5 / 22, 7 / 22, 10 / 22, 10 / 22)),
     # The other tokens' weights round to 0, which is as far from 1/2 as 1 is.
     ({"adaptive_target": 0.5, "temperature": 0.001}, [1, 1, 1, 1]),
@@ -130,7 +142,11 @@ DIFFERENT: list[tuple[dict[str, float], Any, Any]] = [
     ({"temperature": 0.5, "eta_cutoff": 0.2}, ONE, [4, 1, 0, 0]),
     ({"temperature": 0.5, "typical_p": 0.2}, ONE, [0, 1, 0, 0]),
     ({"temperature": 0.5, "xtc_probability": 1, "xtc_threshold": 0.2}, [16, 4, 1, 1], [0, 4, 1, 1]),
-    ({"temperature": 2, "xtc_probability": 1, "xtc_threshold": 0.26}, [0, 2**0.5, 1, 1], [2, 2**0.5, 1, 1]),
+    (
+        {"temperature": 2, "xtc_probability": 1, "xtc_threshold": 0.26},
+        [0, 2**0.5, 1, 1],
+        [2, 2**0.5, 1, 1],
+    ),
     # top_n_sigma comes before the temperature in both; only the later filters differ.
     ({"temperature": 0.5, "top_n_sigma": 1.3, "top_p": 0.7}, ONE, [4, 1, 0, 0]),
     # top_p leaves tokens 0 and 1, the first of which is the more typical; or typical_p leaves 1 and 0.
@@ -159,19 +175,42 @@ def by_hand(order: str) -> list[tuple[dict[str, float], Any]]:
 
 
 @pytest.mark.parametrize(
-    ("num_candidates", "captured"), [(64, False), (1, False), (1, True), pytest.param(64, True, marks=pytest.mark.slow)]
+    ("num_candidates", "captured"),
+    [(64, False), (1, False), (1, True), pytest.param(64, True, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("order", FILTER_ORDERS)
 def test_by_hand(order: str, num_candidates: int, captured: bool) -> None:
     """All cases as one batch. Of one candidate, few cases are settled by it."""
     cases = by_hand(order)
-    face = Interface(5, (), features=Features(probs=True, filters=ALL_FILTERS, filter_order=order), captured=captured)
+    face = Interface(
+        5,
+        (),
+        features=Features(probs=True, filters=ALL_FILTERS, filter_order=order),
+        captured=captured,
+    )
     # Values of parameters that a case leaves out: off, or else the usual values.
-    usual = {spec.name: spec.off for specs in EXTRA_PARAMETERS.values() for spec in specs if len(spec.axes) == 1}
-    usual |= {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "mirostat_mu": 0, "adaptive_error": 0}
-    values = {name: [parameters.get(name, value) for parameters, _ in cases] for name, value in usual.items()}
+    usual = {
+        spec.name: spec.off
+        for specs in EXTRA_PARAMETERS.values()
+        for spec in specs
+        if len(spec.axes) == 1
+    }
+    usual |= {
+        "temperature": 1,
+        "top_k": 0,
+        "top_p": 1,
+        "min_p": 0,
+        "mirostat_mu": 0,
+        "adaptive_error": 0,
+    }
+    values = {
+        name: [parameters.get(name, value) for parameters, _ in cases]
+        for name, value in usual.items()
+    }
     inputs = make_inputs(face, len(cases), **values)
-    probs = sampler(face, num_candidates=num_candidates)(np.tile(LOGITS, (len(cases), 1)), inputs)["probs"]
+    probs = sampler(face, num_candidates=num_candidates)(np.tile(LOGITS, (len(cases), 1)), inputs)[
+        "probs"
+    ]
     for (parameters, weights), got in zip(cases, probs, strict=True):
         expected = np.array([*weights, 0]) / np.sum(weights)
         # adaptive-p multiplies what rounding makes of a probability by up to 33.
@@ -187,7 +226,9 @@ def test_ties_at_the_edge_of_top_k(captured: bool) -> None:
     logits[:, 990:] = 1
     inputs = make_inputs(face, 5, top_k=[5, 11, 64, 65, 1000], top_p=[1, 1, 1, 1, 0.99])
     probs = sampler(face)(logits, inputs)["probs"]
-    for row, kept in enumerate([range(990, 1000), *[[*range(54), *range(990, 1000)]] * 2, range(1000), range(1000)]):
+    for row, kept in enumerate(
+        [range(990, 1000), *[[*range(54), *range(990, 1000)]] * 2, range(1000), range(1000)]
+    ):
         assert np.flatnonzero(probs[row]).tolist() == list(kept)
     reference = reference_step(logits, inputs, pad_token_id=0)["probs"]
     np.testing.assert_array_equal(probs > 0, reference > 0)
@@ -217,4 +258,7 @@ def test_each_order_has_every_filter_once() -> None:
     names = {step.__name__ for step in filters.ORDERS[FILTER_ORDERS[0]]}
     elsewhere = {"dry", "penalty_last_n", "no_repeat_ngram_size", "bad_words_ids", "dynatemp"}
     assert names == {*filters.ALWAYS, *ALL_FILTERS} - elsewhere
-    assert all(sorted(step.__name__ for step in order) == sorted(names) for order in filters.ORDERS.values())
+    assert all(
+        sorted(step.__name__ for step in order) == sorted(names)
+        for order in filters.ORDERS.values()
+    )

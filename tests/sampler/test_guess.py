@@ -55,7 +55,9 @@ def step(
     session, feeds = drafter(chosen, packed), {}
     spec = drafter_spec(interface, packed=packed)
     for tensor in (*spec.inputs, *spec.states):
-        value = np.asarray(values.get(tensor.name, off.get(tensor.name, tensor.off or 0)), tensor.dtype)
+        value = np.asarray(
+            values.get(tensor.name, off.get(tensor.name, tensor.off or 0)), tensor.dtype
+        )
         feeds[tensor.name] = np.array(np.broadcast_to(value, tensor.shape(sizes)))
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
@@ -66,7 +68,10 @@ def match(text: Sequence[int], place: int) -> tuple[int, int]:
     the last place of the newest of these."""
     for length in (8, 4, 2):
         for end in range(place - 1, length - 2, -1):
-            if place - length + 1 >= 0 and text[end - length + 1 : end + 1] == text[place - length + 1 : place + 1]:
+            if (
+                place - length + 1 >= 0
+                and text[end - length + 1 : end + 1] == text[place - length + 1 : place + 1]
+            ):
                 return length, end
     return 0, -1
 
@@ -107,7 +112,9 @@ def guesses(result: dict[str, Array]) -> list[list[int]]:
 def test_lookup(most: int) -> None:
     rng, found = np.random.default_rng(0), 0
     for _ in range(40):
-        texts = [random_text(rng, 46) for _ in range(int(rng.choice([1, 2, 3, 6])))]  # at least 17 places are left
+        texts = [
+            random_text(rng, 46) for _ in range(int(rng.choice([1, 2, 3, 6])))
+        ]  # at least 17 places are left
         drafted = guesses(step(texts, features(most)))
         assert drafted == [expected(text, len(texts), most) for text in texts]
         found += sum(map(len, drafted))
@@ -116,16 +123,26 @@ def test_lookup(most: int) -> None:
 
 def test_the_newest_longest_match() -> None:
     text = [1, 2, 3, 4, 5, 0, 6, 1, 2, 3, 4, 7, 0, 8, 3, 4, 9, 0, 1, 2, 3, 4]
-    assert guesses(step([text], features())) == [[7, 0]]  # after four tokens, not after the newer two
+    assert guesses(step([text], features())) == [
+        [7, 0]
+    ]  # after four tokens, not after the newer two
 
 
 def test_host_drafts_come_first_and_end_at_the_first_id_that_is_none() -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2]
-    drafts = [[5, 49, 0, -1, 5, 5, 5], [5, 50, 5, 5, 5, 5, 5], [2**31 - 1] * 7, [-2, 4, 4, 4, 4, 4, 4], [0] * 7]
+    drafts = [
+        [5, 49, 0, -1, 5, 5, 5],
+        [5, 50, 5, 5, 5, 5, 5],
+        [2**31 - 1] * 7,
+        [-2, 4, 4, 4, 4, 4, 4],
+        [0] * 7,
+    ]
     assert guesses(step([text] * 5, features(), draft_ids=drafts))[:2] == [[5, 49, 0], [5]]
     assert guesses(step([text] * 5, features(), draft_ids=drafts))[2] == []
     assert guesses(step([text] * 5, features(), draft_ids=drafts))[4] == [0] * 7
-    assert guesses(step([text], features(), draft_ids=[drafts[3]])) == guesses(step([text], features()))
+    assert guesses(step([text], features(), draft_ids=[drafts[3]])) == guesses(
+        step([text], features())
+    )
 
 
 def test_rows_that_do_not_guess() -> None:
@@ -153,7 +170,10 @@ def test_room() -> None:
         text = ([1, 2, 3, 4] * 20)[: CAPACITY - left + 1]  # lengths is CAPACITY - left
         assert len(guesses(step([text], features()))[0]) == min(left - 2, 7)
         short = text[:20]
-        assert [len(row) for row in guesses(step([text, short], features()))] == [min(left - 2, 7), min(left - 1, 7)]
+        assert [len(row) for row in guesses(step([text, short], features()))] == [
+            min(left - 2, 7),
+            min(left - 1, 7),
+        ]
         for status, wanted in (0, min(left - 1, 7)), (2, 7):
             waiting = step([text, short], features(), input_lengths=[0, 1], status=[status, 0])
             assert [len(row) for row in guesses(waiting)] == [0, wanted]
@@ -192,7 +212,9 @@ def test_places(packed: bool, multiple: int) -> None:
         assert result["step_lengths"][row] == length
         assert ids[row, : len(tokens)].tolist() == tokens
         assert model[result["step_pad"][row, :, 1]][: len(tokens)].tolist() == tokens
-        assert result["step_positions"][row].tolist() == list(range(len(texts[row]) - 1, len(texts[row]) - 1 + columns))
+        assert result["step_positions"][row].tolist() == list(
+            range(len(texts[row]) - 1, len(texts[row]) - 1 + columns)
+        )
         assert result["step_seqlens_k"][row] == len(texts[row]) + length - 2
     rows, after, last = result["step_rows"], result["step_columns"], result["step_choice"]
     places = [(row, n) for row, tokens in enumerate(read) for n in range(len(tokens))]
@@ -207,7 +229,9 @@ def test_places(packed: bool, multiple: int) -> None:
 Array = np.ndarray
 GUESSES = 4
 FILTERS = tuple(EXTRA_PARAMETERS)
-EVERYTHING = Features(logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=3, filters=FILTERS)
+EVERYTHING = Features(
+    logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=3, filters=FILTERS
+)
 RETAINED = "_RetainedState"
 
 
@@ -223,8 +247,13 @@ def one_by_one(
     steps, state = [], dict(inputs)
     for row in logits:
         result = sampler(face)(row, state)
-        state = state | {name.removesuffix(RETAINED): array for name, array in result.items() if RETAINED in name}
-        state |= {"input_ids": result["next_ids"], "input_lengths": np.ones_like(inputs["input_lengths"])}
+        state = state | {
+            name.removesuffix(RETAINED): array for name, array in result.items() if RETAINED in name
+        }
+        state |= {
+            "input_ids": result["next_ids"],
+            "input_lengths": np.ones_like(inputs["input_lengths"]),
+        }
         steps.append((result, state))
     return steps
 
@@ -253,17 +282,23 @@ def check(face: Interface, rng: np.random.Generator, rows: int = 12) -> int:
     sequence = int(rng.choice([1, 1, 1, 2]))
     logits, inputs = random_step(rng, plain, rows, sequence)
     most = GUESSES if sequence == 1 else 0
-    logits = np.stack([logits, *(rng.permuted(logits, axis=1) * rng.choice([1, 0.5]) for _ in range(most))])
+    logits = np.stack(
+        [logits, *(rng.permuted(logits, axis=1) * rng.choice([1, 0.5]) for _ in range(most))]
+    )
     logits[rng.random(logits.shape[:2]) < 0.05, 3] = rng.choice([np.nan, np.inf])
     if sequence == 1:
         inputs["input_lengths"][:] = 1
     steps = one_by_one(plain, logits.astype(np.float32), inputs)
 
     drawn = np.concatenate([result["next_ids"] for result, _ in steps], 1)[:, :most]
-    guesses = np.where(rng.random(drawn.shape) < 0.8, drawn, rng.integers(0, face.vocab_size, drawn.shape))
+    guesses = np.where(
+        rng.random(drawn.shape) < 0.8, drawn, rng.integers(0, face.vocab_size, drawn.shape)
+    )
     count = rng.integers(0, most + 1, rows)
     if "mirostat_tau" in inputs:
-        count[(inputs["mirostat_tau"] > 0) | (inputs["adaptive_target"] >= 0)] = 0  # as `guess` has it
+        count[(inputs["mirostat_tau"] > 0) | (inputs["adaptive_target"] >= 0)] = (
+            0  # as `guess` has it
+        )
     guesses[np.arange(most) >= count[:, None]] = -1
     given = layout(guesses[:, : max(count, default=0)], inputs["input_ids"])
     at = (given["step_columns"], given["step_rows"])
@@ -271,7 +306,11 @@ def check(face: Interface, rng: np.random.Generator, rows: int = 12) -> int:
     names = [output.name for output in session.get_outputs()]
     feeds = {**inputs, **given, "logits": logits[at].astype(np.float32)}
     got = dict(
-        zip(names, session.run(names, {value.name: feeds[value.name] for value in session.get_inputs()}), strict=True)
+        zip(
+            names,
+            session.run(names, {value.name: feeds[value.name] for value in session.get_inputs()}),
+            strict=True,
+        )
     )
 
     more = 0
@@ -279,9 +318,17 @@ def check(face: Interface, rng: np.random.Generator, rows: int = 12) -> int:
         last, kept = 0, []
         while True:
             result, _ = steps[last]
-            if inputs["status"][row] == 0 and inputs["emit"][row] and result["status_RetainedState"][row] != 3:
+            if (
+                inputs["status"][row] == 0
+                and inputs["emit"][row]
+                and result["status_RetainedState"][row] != 3
+            ):
                 kept.append(last)
-            goes_on = kept[-1:] == [last] and result["status_RetainedState"][row] == 0 and last < count[row]
+            goes_on = (
+                kept[-1:] == [last]
+                and result["status_RetainedState"][row] == 0
+                and last < count[row]
+            )
             if not (goes_on and result["next_ids"][row, 0] == guesses[row, last]):
                 break
             last += 1
@@ -296,7 +343,9 @@ def check(face: Interface, rng: np.random.Generator, rows: int = 12) -> int:
             ("top_logprob_ids", "top_logprob_ids"),
         ):
             if name in names:
-                wanted = np.stack([steps[step][0][ordinary][row] for step in kept] or [steps[0][0][ordinary][row]])
+                wanted = np.stack(
+                    [steps[step][0][ordinary][row] for step in kept] or [steps[0][0][ordinary][row]]
+                )
                 found = got[name][row][: max(len(kept), 1)]
                 np.testing.assert_array_equal(found, wanted.reshape(found.shape), err_msg=name)
                 rest = got[name][row][max(len(kept), 1) :]

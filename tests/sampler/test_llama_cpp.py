@@ -16,25 +16,46 @@ from tests.helpers.reference import adjust, reference_step
 from tests.helpers.reference_filters import survivors
 from tests.helpers.sampler_cases import make_inputs, sampler
 
-RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "llama_cpp_samplers.json").read_text())
-OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "dynatemp_exponent": 1.0, "min_length": 0}
+RECORDED = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "llama_cpp_samplers.json").read_text()
+)
+OFF = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "dynatemp_exponent": 1.0,
+    "min_length": 0,
+}
 OFF |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 Case = dict[str, Any]
 VOCAB = 64  # at least that of any case; the rest is masked
 FEATURES = Features(
     probs=True,
-    filters=("top_n_sigma", "typical_p", "xtc", "dry", "penalty_last_n", "dynatemp", "mirostat", "adaptive_p"),
+    filters=(
+        "top_n_sigma",
+        "typical_p",
+        "xtc",
+        "dry",
+        "penalty_last_n",
+        "dynatemp",
+        "mirostat",
+        "adaptive_p",
+    ),
     filter_order=LLAMA_CPP,
 )
 # With control flow and without; the candidates hold all tokens, or few.
 GRAPHS = [
-    (Interface(VOCAB, (), features=FEATURES, captured=captured), 8 if captured else 64) for captured in (False, True)
+    (Interface(VOCAB, (), features=FEATURES, captured=captured), 8 if captured else 64)
+    for captured in (False, True)
 ]
 
 
 def row_of(case: Case) -> dict[str, Any]:
     """The reference's inputs, in float32 as llama.cpp took them."""
-    parameters = {name: np.float32(v) if isinstance(v, float) else v for name, v in case["parameters"].items()}
+    parameters = {
+        name: np.float32(v) if isinstance(v, float) else v for name, v in case["parameters"].items()
+    }
     return {**OFF, "output_counts": np.zeros(len(case["logits"])), **parameters}
 
 
@@ -51,7 +72,9 @@ def graphs(case: Case, **values: Any) -> list[dict[str, np.ndarray]]:
     parameters = {name: [value] for name, value in case["parameters"].items()}
     sizes = {"sequence": len(values.get("input_ids", [[0]])[0]), "capacity": 64, "breakers": 2}
     return [
-        sampler(face, num_candidates=count)(logits, make_inputs(face, **sizes, **parameters, **values))
+        sampler(face, num_candidates=count)(
+            logits, make_inputs(face, **sizes, **parameters, **values)
+        )
         for face, count in GRAPHS
     ]
 
@@ -64,27 +87,46 @@ def check_filters(case: Case) -> None:
         np.testing.assert_allclose(left.probs(), expected, rtol=1e-4, atol=1e-8)
         for got in graphs(case, xtc_noise=case["xtc_uniform"]):
             drawn = {str(id_) for id_ in np.flatnonzero(got["probs"])}
-            assert {id_ for id_, p in case["probs"].items() if p > 1e-37} <= drawn <= case["probs"].keys()
-            np.testing.assert_allclose(got["probs"][0, : len(expected)], expected, rtol=1e-4, atol=1e-8)
+            assert (
+                {id_ for id_, p in case["probs"].items() if p > 1e-37}
+                <= drawn
+                <= case["probs"].keys()
+            )
+            np.testing.assert_allclose(
+                got["probs"][0, : len(expected)], expected, rtol=1e-4, atol=1e-8
+            )
 
 
 def check_dry(case: Case) -> None:
     logits, history = np.float32(case["logits"]), np.array(case["history"])
     expected = dense(case["changed"], logits)
-    np.testing.assert_allclose(adjust(logits, row_of(case), history, len(history)), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        adjust(logits, row_of(case), history, len(history)), expected, rtol=1e-5, atol=1e-6
+    )
     for got in graphs(case, input_ids=[case["history"]]):
-        np.testing.assert_allclose(got["adjusted_logits"][0, : len(logits)], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            got["adjusted_logits"][0, : len(logits)], expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def check_steps(cases: list[Case]) -> None:
     """As the rows of a batch, step by step, each with the u that takes llama.cpp's token."""
-    logits, prompts = np.full((len(cases), VOCAB), -np.inf, np.float32), [case.get("prompt", [0]) for case in cases]
+    logits, prompts = (
+        np.full((len(cases), VOCAB), -np.inf, np.float32),
+        [case.get("prompt", [0]) for case in cases],
+    )
     ids = np.zeros((len(cases), max(map(len, prompts))), np.int64)
     for row, case in enumerate(cases):
-        logits[row, : len(case["logits"])], ids[row, : len(prompts[row])] = case["logits"], prompts[row]
+        logits[row, : len(case["logits"])], ids[row, : len(prompts[row])] = (
+            case["logits"],
+            prompts[row],
+        )
     for face, count in GRAPHS:
         off = {spec.name: spec.off for spec in face.parameters if spec.axes == ("B",)}
-        given = {name: [case["parameters"].get(name, value) for case in cases] for name, value in off.items()}
+        given = {
+            name: [case["parameters"].get(name, value) for case in cases]
+            for name, value in off.items()
+        }
         given |= {"input_ids": ids, "input_lengths": [*map(len, prompts)]}
         inputs = make_inputs(face, len(cases), sequence=ids.shape[1], capacity=64, **given)
         clear = [True] * len(cases)
@@ -99,14 +141,20 @@ def check_steps(cases: list[Case]) -> None:
                 clear[row] &= by_reference["edge"][row] > 1e-5
                 for out in (by_reference, got) if clear[row] else ():
                     assert out["next_ids"][row] == tokens[row]
-                    np.testing.assert_allclose(out["probs"][row], expected[row], rtol=1e-4, atol=1e-9)
+                    np.testing.assert_allclose(
+                        out["probs"][row], expected[row], rtol=1e-4, atol=1e-9
+                    )
                     if "changed" in case:
                         adjusted = dense(case["changed"][step], logits[row])
-                        np.testing.assert_allclose(out["adjusted_logits"][row], adjusted, rtol=1e-6, atol=1e-6)
+                        np.testing.assert_allclose(
+                            out["adjusted_logits"][row], adjusted, rtol=1e-6, atol=1e-6
+                        )
                     for name in {"mirostat_mu", "adaptive_error"} & case.keys():
                         state = out[f"{name}_RetainedState"][row]
                         np.testing.assert_allclose(state, case[name][step], rtol=1e-5, atol=1e-5)
-            inputs |= {name: got.get(f"{name}_RetainedState", value) for name, value in inputs.items()}
+            inputs |= {
+                name: got.get(f"{name}_RetainedState", value) for name, value in inputs.items()
+            }
             inputs |= {"input_ids": got["next_ids"], "input_lengths": np.ones(len(cases), np.int32)}
         assert sum(clear) > 0.9 * len(cases)
 
@@ -117,7 +165,11 @@ def test_recorded_filters(case: Case) -> None:
 
 
 def test_both_outcomes_of_xtc_are_recorded() -> None:
-    cases = [case for case in RECORDED["filters"] if list(case["parameters"]) == ["xtc_probability", "xtc_threshold"]]
+    cases = [
+        case
+        for case in RECORDED["filters"]
+        if list(case["parameters"]) == ["xtc_probability", "xtc_threshold"]
+    ]
     assert {len(case["probs"]) < len(case["logits"]) for case in cases} == {True, False}
 
 

@@ -10,9 +10,21 @@ from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS
 from tests.helpers.sampler_cases import interface, make_inputs, sampler
 
 # Each on its own: a value that takes tokens away.
-ON = {"top_k": 3, "top_p": 0.5, "min_p": 0.5, "typical_p": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1}
+ON = {
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+}
 ON |= {"top_n_sigma": 1.0, "xtc_probability": 1.0, "dynatemp_range": 0.5, "mirostat_tau": 2.0}
-BESIDE = {"ended": ("status", 1), "silent": ("emit", 0), "greedy": ("temperature", 0), "invalid": ("top_k", 0)}
+BESIDE = {
+    "ended": ("status", 1),
+    "silent": ("emit", 0),
+    "greedy": ("temperature", 0),
+    "invalid": ("top_k", 0),
+}
 
 
 @pytest.mark.parametrize("shift", [-50, 0, 50])
@@ -24,7 +36,9 @@ def test_beside_a_row_that_draws_nothing(beside: str, order: str, shift: float) 
     step, drawing = sampler(face), {"min_p": [0, 0.01]}
     logits = np.random.default_rng(0).normal(shift, 1, (3, 300)).astype(np.float32)
     alone = [
-        step(logits[row : row + 1], make_inputs(face, 1, min_p=drawing["min_p"][row]))["next_ids"][0, 0]
+        step(logits[row : row + 1], make_inputs(face, 1, min_p=drawing["min_p"][row]))["next_ids"][
+            0, 0
+        ]
         for row in range(2)
     ]
     if beside == "invalid":

@@ -16,7 +16,13 @@ from qsample.graph.operators import OPSET
 from qsample.sampler.philox import noise_buffer, philox, uniforms
 from qsample.sampler.tensor import Tensor, building
 from tests.helpers.cuda_kernels import KERNELS
-from tests.helpers.reference import Array, philox4x32, philox_uniform, philox_uniforms, reference_step
+from tests.helpers.reference import (
+    Array,
+    philox4x32,
+    philox_uniform,
+    philox_uniforms,
+    reference_step,
+)
 from tests.helpers.sampler_cases import PAD, make_inputs, sampler
 
 # kat_vectors of the Random123 distribution (Salmon et al., SC'11), philox4x32 with 10 rounds: counter, key, result.
@@ -29,9 +35,34 @@ KNOWN_ANSWERS = [
         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
     ),
 ]
-SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, 2**32 - 1, -(2**32), 2**53 + 1, -(2**53) - 1, 0x0123456789ABCDEF]
+SEEDS = [
+    0,
+    1,
+    -1,
+    2**63 - 1,
+    -(2**63),
+    2**32,
+    2**32 - 1,
+    -(2**32),
+    2**53 + 1,
+    -(2**53) - 1,
+    0x0123456789ABCDEF,
+]
 # Which WebGPU has kernels of for float32 and int32 (github.com/microsoft/onnxruntime, core/providers/webgpu).
-WEBGPU = {"Add", "Cast", "Div", "Floor", "Gather", "GatherElements", "Gemm", "MatMul", "Mul", "Reshape", "Split", "Sub"}
+WEBGPU = {
+    "Add",
+    "Cast",
+    "Div",
+    "Floor",
+    "Gather",
+    "GatherElements",
+    "Gemm",
+    "MatMul",
+    "Mul",
+    "Reshape",
+    "Split",
+    "Sub",
+}
 WEBGPU |= {"Unsqueeze"}
 
 
@@ -45,7 +76,9 @@ def load(graph: ir.Graph, folder: Path) -> ort.InferenceSession:
 
 
 def step_graph(streams: Sequence[int]) -> ir.Graph:
-    graph = graph_of(ir.val("seed", ir.DataType.INT64, ["B"]), ir.val("position", ir.DataType.INT32, ["B"]))
+    graph = graph_of(
+        ir.val("seed", ir.DataType.INT64, ["B"]), ir.val("position", ir.DataType.INT32, ["B"])
+    )
     with building(graph):
         numbers = uniforms(*(Tensor(value) for value in graph.inputs), streams)
     graph.outputs.extend(tensor.value for tensor in numbers)
@@ -63,11 +96,15 @@ def some_rows(count: int) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_published_vectors(counter: list[int], key: list[int], expected: list[int], tmp_path: Path) -> None:
+def test_published_vectors(
+    counter: list[int], key: list[int], expected: list[int], tmp_path: Path
+) -> None:
     inputs = [ir.val(f"i{index}", ir.DataType.INT64, [1]) for index in range(6)]
     graph = graph_of(*inputs)
     with building(graph):
-        words = philox([Tensor(value) for value in inputs[:4]], [Tensor(value) for value in inputs[4:]])
+        words = philox(
+            [Tensor(value) for value in inputs[:4]], [Tensor(value) for value in inputs[4:]]
+        )
     graph.outputs.extend(word.value for word in words)
     feeds = {f"i{index}": np.array([word], np.int64) for index, word in enumerate(counter + key)}
     assert [int(word[0]) for word in load(graph, tmp_path).run(None, feeds)] == expected
@@ -77,12 +114,18 @@ def test_published_vectors(counter: list[int], key: list[int], expected: list[in
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 1023])
 @pytest.mark.parametrize("stream", [0, 1])
 def test_buffer(capacity: int, stream: int, tmp_path: Path) -> None:
-    graph = graph_of(ir.val("seed", ir.DataType.INT64, ["B"]), ir.val("capacity", ir.DataType.INT64, []))
+    graph = graph_of(
+        ir.val("seed", ir.DataType.INT64, ["B"]), ir.val("capacity", ir.DataType.INT64, [])
+    )
     with building(graph):
         graph.outputs.append(noise_buffer(*(Tensor(value) for value in graph.inputs), stream).value)
-    buffer = load(graph, tmp_path).run(None, {"seed": np.array(SEEDS), "capacity": np.array(capacity)})[0]
+    buffer = load(graph, tmp_path).run(
+        None, {"seed": np.array(SEEDS), "capacity": np.array(capacity)}
+    )[0]
     assert buffer.dtype == np.float32
-    np.testing.assert_array_equal(buffer, [philox_uniforms(seed, capacity, stream) for seed in SEEDS])
+    np.testing.assert_array_equal(
+        buffer, [philox_uniforms(seed, capacity, stream) for seed in SEEDS]
+    )
     assert buffer.min() >= 0
     assert buffer.max() < 1
 
@@ -102,18 +145,32 @@ def test_one_number_a_row(streams: tuple[int, ...], tmp_path: Path) -> None:
 def test_operators_of_every_provider() -> None:
     graph = step_graph((0,))
     int64 = [node for node in graph if node.outputs[0].dtype == ir.DataType.INT64]
-    assert [node.op_type for node in int64] == ["Unsqueeze", "Mod", "Sub", "Div", "Mod"]  # the seed's digits
+    assert [node.op_type for node in int64] == [
+        "Unsqueeze",
+        "Mod",
+        "Sub",
+        "Div",
+        "Mod",
+    ]  # the seed's digits
     for node in graph:
         dtype = node.outputs[0].dtype
         assert dtype is not None
         assert dtype.name.lower() in KERNELS[node.op_type]
-        assert node in int64 or (node.op_type in WEBGPU and dtype in (ir.DataType.FLOAT, ir.DataType.INT32))
+        assert node in int64 or (
+            node.op_type in WEBGPU and dtype in (ir.DataType.FLOAT, ir.DataType.INT32)
+        )
 
 
 def test_products_are_exact_in_tf32(tmp_path: Path) -> None:
     """CUDA rounds the operands of float32 products to 11 bits by default, and a Gemm's bias for a single row."""
     graph = step_graph((0, 15))
-    operands = {value for node in graph if node.op_type in ("MatMul", "Gemm") for value in node.inputs if value}
+    operands = {
+        value
+        for node in graph
+        if node.op_type in ("MatMul", "Gemm")
+        for value in node.inputs
+        if value
+    }
     sums = {node.outputs[0]: node.inputs[1] for node in graph if node.op_type == "MatMul"}
     computed = [value for value in operands | sums.keys() if value.producer()]
     graph.outputs[:] = computed
@@ -124,11 +181,17 @@ def test_products_are_exact_in_tf32(tmp_path: Path) -> None:
         assert np.array_equal(significant, np.round(significant)), value.name
 
     # Whatever is added up first: the digits are 0 to 15, a carry from the group below is less than 16.
-    matrices = [value.const_value.numpy() for value in graph.initializers.values() if value.const_value]
+    matrices = [
+        value.const_value.numpy() for value in graph.initializers.values() if value.const_value
+    ]
     fractions = next(matrix for matrix in matrices if matrix.shape == (48, 78))[:, 32:62]
     integers = np.int64(fractions.astype(np.float64) * 16**5)
     assert np.array_equal(fractions, integers / 16**5)
-    reached = 15 * np.maximum(integers.clip(0).sum(0), (-integers).clip(0).sum(0)) / np.gcd.reduce(integers)
+    reached = (
+        15
+        * np.maximum(integers.clip(0).sum(0), (-integers).clip(0).sum(0))
+        / np.gcd.reduce(integers)
+    )
     assert reached.max() + 16 <= 2**24
 
 
@@ -151,7 +214,9 @@ def test_a_seed_draws_what_its_buffers_draw(filters: tuple[str, ...], captured: 
     for seed, more in ((True, {"seed": seeds}), (False, buffers)):
         face = Interface(300, (), features=Features(filters=filters, seed=seed), captured=captured)
         inputs = make_inputs(face, rows, capacity=capacity, **values, **more)
-        results.append((sampler(face)(logits, inputs), reference_step(logits, inputs, pad_token_id=PAD)))
+        results.append(
+            (sampler(face)(logits, inputs), reference_step(logits, inputs, pad_token_id=PAD))
+        )
     for seeded, buffered in zip(*results, strict=True):  # of the graphs, and of the reference
         for name, expected in buffered.items():
             np.testing.assert_array_equal(seeded[name], expected)

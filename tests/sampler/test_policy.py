@@ -26,7 +26,13 @@ OFF = {
     "active": True,
     "done": False,
 }
-DTYPES = {"temperature": "float32", "top_p": "float32", "min_p": "float32", "active": "bool", "done": "bool"}
+DTYPES = {
+    "temperature": "float32",
+    "top_p": "float32",
+    "min_p": "float32",
+    "active": "bool",
+    "done": "bool",
+}
 
 
 @functools.cache
@@ -34,15 +40,21 @@ def sampler(vocab: int, **options: bool) -> ort.InferenceSession:
     return opened(build_token_sampler(vocab, **options))
 
 
-def sample(logits: Array, *, positions: bool = False, control_flow: bool = True, **given: Any) -> tuple[Array, Array]:
+def sample(
+    logits: Array, *, positions: bool = False, control_flow: bool = True, **given: Any
+) -> tuple[Array, Array]:
     """Tokens and counters; a value that is not given is off."""
     session = sampler(logits.shape[-1], positions=positions, control_flow=control_flow)
     rows = {
-        name: np.broadcast_to(np.asarray(given.pop(name, value), DTYPES.get(name, "int64")), logits.shape[:1]).copy()
+        name: np.broadcast_to(
+            np.asarray(given.pop(name, value), DTYPES.get(name, "int64")), logits.shape[:1]
+        ).copy()
         for name, value in OFF.items()
     }
     assert not given
-    token, counter = session.run(["token", "next_counter"], {"logits": logits.astype(np.float32), **rows})
+    token, counter = session.run(
+        ["token", "next_counter"], {"logits": logits.astype(np.float32), **rows}
+    )
     return token, counter
 
 
@@ -77,7 +89,9 @@ def test_tokens_are_those_of_the_reference(vocab: int, control_flow: bool) -> No
                 continue
             own["top_k"] = min(own["top_k"], vocab)
             probs = distribution(logits[row], own)
-            expected, margin = pick(probs, logits[row], own, philox_uniform(int(own["seed"]), int(own["counter"])))
+            expected, margin = pick(
+                probs, logits[row], own, philox_uniform(int(own["seed"]), int(own["counter"]))
+            )
             assert probs[tokens[row]] > 0
             if tokens[row] != expected:
                 assert margin < 1e-5
@@ -120,7 +134,9 @@ def test_a_masked_token_is_never_drawn() -> None:
     weights = np.arange(1, vocab + 1, dtype=np.float64) ** -1.5
     logits = np.log(np.random.default_rng(1).permutation(weights))
     logits[[0, 7, vocab - 1]] = -np.inf
-    tokens = np.concatenate([sample(np.tile(logits, (50, 1)), seed=range(s, s + 50))[0] for s in range(0, 1000, 50)])
+    tokens = np.concatenate(
+        [sample(np.tile(logits, (50, 1)), seed=range(s, s + 50))[0] for s in range(0, 1000, 50)]
+    )
     assert np.isfinite(logits[tokens]).all()
 
 
@@ -158,11 +174,20 @@ def test_termination() -> None:
         max_iterations=[9, 9, 9, 4, 9, 9],
         active=[True, True, True, True, False, True],
     )
-    assert active.tolist() == [False, True, True, False, False, False], "beyond eos_lengths nothing ends a row"
+    assert active.tolist() == [False, True, True, False, False, False], (
+        "beyond eos_lengths nothing ends a row"
+    )
     assert done.tolist() == [not value for value in active]
     assert going.tolist() == [True]
-    empty = {"eos_ids": np.zeros((1, 0), np.int64), "eos_lengths": [0], "iteration": [0], "max_iterations": [1]}
-    assert [value.tolist() for value in run(build_termination(), tokens=[1], active=[True], **empty)] == [
+    empty = {
+        "eos_ids": np.zeros((1, 0), np.int64),
+        "eos_lengths": [0],
+        "iteration": [0],
+        "max_iterations": [1],
+    }
+    assert [
+        value.tolist() for value in run(build_termination(), tokens=[1], active=[True], **empty)
+    ] == [
         [True],
         [False],
         [False],

@@ -30,7 +30,10 @@ PROBES = np.array([[9], [8], [7], [6], [102], [4]])  # tokens that are left in t
 
 
 def ask_both(
-    function: Callable[[Pool, Callable[[Array], Tensor]], Tensors], x: Array = X, *, captured: bool = False
+    function: Callable[[Pool, Callable[[Array], Tensor]], Tensors],
+    x: Array = X,
+    *,
+    captured: bool = False,
 ) -> list[list[Array]]:
     """The results of `function` for each pool over x [B, V], and a function that brings [B, V] into the pool's form."""
     order = np.argsort(-x, axis=1, kind="stable")
@@ -61,7 +64,9 @@ def expected_weights(*masks: Array, inverse: Array | float = 1.0) -> Array:
 
 
 def close(got: Array, wanted: Array) -> None:
-    np.testing.assert_allclose(got.reshape(ROWS, -1), wanted.reshape(ROWS, -1), rtol=3e-6, atol=1e-30)
+    np.testing.assert_allclose(
+        got.reshape(ROWS, -1), wanted.reshape(ROWS, -1), rtol=3e-6, atol=1e-30
+    )
 
 
 @pytest.mark.parametrize("heated", [False, True])
@@ -80,8 +85,21 @@ def test_what_a_pool_knows(heated: bool) -> None:
         count = () if heated else (pool.count(),)
         pool.keep(form(SECOND))
         least, greatest = pool.least(pool.weights), pool.greatest(pool.weights)
-        numbers = pool.total(), pool.entropy(), pool.mean_log(), pool.at(pool.weights, constant(PROBES))
-        return *before, *numbers, least, greatest, pool.largest_weight(), pool.row(pool.total()), *count
+        numbers = (
+            pool.total(),
+            pool.entropy(),
+            pool.mean_log(),
+            pool.at(pool.weights, constant(PROBES)),
+        )
+        return (
+            *before,
+            *numbers,
+            least,
+            greatest,
+            pool.largest_weight(),
+            pool.row(pool.total()),
+            *count,
+        )
 
     kept = FIRST & ALSO & AND
     weights = expected_weights(kept, SECOND, inverse=inverse)
@@ -100,7 +118,13 @@ def test_what_a_pool_knows(heated: bool) -> None:
         close(whole_again, expected_weights().sum(1))
         for found, wanted in zip(
             got,
-            [total, np.log(total) - mean_log, mean_log, np.take_along_axis(weights, PROBES, 1), weights.min(1)]
+            [
+                total,
+                np.log(total) - mean_log,
+                mean_log,
+                np.take_along_axis(weights, PROBES, 1),
+                weights.min(1),
+            ]
             + [weights.max(1)] * 2
             + [total, (unmasked & kept).sum(1)],
             strict=False,
@@ -123,7 +147,11 @@ def test_thresholds(captured: bool) -> None:
         kth_largest = pool.kth_largest(constant(k))
         pool.heat(constant(INVERSE))
         pool.keep(form(SECOND))
-        return kth_largest, pool.nucleus(None, constant(shares[0])), pool.nucleus(form(keys), constant(shares[1]))
+        return (
+            kth_largest,
+            pool.nucleus(None, constant(shares[0])),
+            pool.nucleus(form(keys), constant(shares[1])),
+        )
 
     weights = expected_weights(np.ones_like(X, bool), SECOND, inverse=INVERSE)
     for thresholds in ask_both(function, captured=captured):
@@ -131,7 +159,9 @@ def test_thresholds(captured: bool) -> None:
         for row in range(ROWS):
             smallest = np.sort(X[row])[-k[row, 0]] if k[row, 0] else -np.inf
             unmasked = X[row] > -np.inf
-            np.testing.assert_array_equal((X[row] >= kth_largest[row])[unmasked], (X[row] >= smallest)[unmasked])
+            np.testing.assert_array_equal(
+                (X[row] >= kth_largest[row])[unmasked], (X[row] >= smallest)[unmasked]
+            )
         for of, share, threshold in zip((X, keys), shares, nuclei, strict=True):
             larger = of[:, None, :] > of[:, :, None]
             before = (larger * weights[:, None]).sum(2)
@@ -210,7 +240,11 @@ def test_weight_beyond_the_candidates() -> None:
     def function(x: Tensor, complete: Tensor, whole: Tensor, share: Tensor) -> Tensors:
         ids = constant(np.array([[5, 1, 3], [5, 1, 3]]))
         pool = Candidates(x, ids, complete, whole)
-        return pool.total(), pool.nucleus(None, share), pool.at(pool.weights, ids.columns(1, 2).to(INT64))
+        return (
+            pool.total(),
+            pool.nucleus(None, share),
+            pool.at(pool.weights, ids.columns(1, 2).to(INT64)),
+        )
 
     arrays: Any = np.array([[True], [False]]), np.float32([[9], [4]]), np.float32([[0.6], [0.38]])
     total, threshold, weight = computed(function, x, *arrays)

@@ -20,7 +20,12 @@ from tests.sampler.test_filters import by_hand
 
 Array = np.ndarray
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
-OFF |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dynatemp_exponent": 1.0}
+OFF |= {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "dynatemp_exponent": 1.0,
+}
 ALL_FILTERS = tuple(EXTRA_PARAMETERS)
 
 
@@ -29,7 +34,9 @@ def test_filters_are_those_of_transformers(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     for _ in range(150):
         # No two equal, because of ties transformers' top-p keeps any; float32 holds every difference exactly.
-        logits = (rng.permutation(vocab) * rng.integers(1, 1 + 40000 // vocab) / 4096).astype(np.float32)
+        logits = (rng.permutation(vocab) * rng.integers(1, 1 + 40000 // vocab) / 4096).astype(
+            np.float32
+        )
         parameters = draw(rng, WARPERS)
         expected = scores(logits, [0], parameters).softmax(-1)
         left = survivors(logits, {**OFF, **parameters})
@@ -41,7 +48,10 @@ def test_filters_are_those_of_transformers(vocab: int) -> None:
 def test_adjustments_are_those_of_transformers() -> None:
     rng = np.random.default_rng(0)
     for _ in range(300):
-        logits, history = rng.normal(size=8).astype(np.float32), rng.integers(0, 4, rng.integers(1, 12))
+        logits, history = (
+            rng.normal(size=8).astype(np.float32),
+            rng.integers(0, 4, rng.integers(1, 12)),
+        )
         parameters = draw(rng, PROCESSORS)
         expected = scores(logits, history, parameters).float()
         row = {**OFF, "output_counts": np.zeros(8), **parameters}
@@ -59,22 +69,34 @@ def test_filters_by_hand(order: str) -> None:
     """The cases that the graph is tested with."""
     for parameters, weights in by_hand(order):
         probs = distribution(
-            LOGITS, {**OFF, "mirostat_mu": 0.0, "adaptive_error": 0.0, **parameters}, order, xtc_uniform=0.5
+            LOGITS,
+            {**OFF, "mirostat_mu": 0.0, "adaptive_error": 0.0, **parameters},
+            order,
+            xtc_uniform=0.5,
         )
-        np.testing.assert_allclose(probs, weights / np.sum(weights), rtol=1e-6, atol=1e-30, err_msg=str(parameters))
+        np.testing.assert_allclose(
+            probs, weights / np.sum(weights), rtol=1e-6, atol=1e-30, err_msg=str(parameters)
+        )
 
 
 def test_float32_differences_decide_ties() -> None:
     """1e-9 and 2e-9 below 1 are the same in float32, 3e38 below the largest logit is a mask."""
     for k in (0, 2):
-        probs = distribution(np.float32([1, 1e-9, 2e-9, -3.2e38]), {**OFF, "top_k": k, "temperature": 1e36})
+        probs = distribution(
+            np.float32([1, 1e-9, 2e-9, -3.2e38]), {**OFF, "top_k": k, "temperature": 1e36}
+        )
         np.testing.assert_allclose(probs, [1 / 3, 1 / 3, 1 / 3, 0])
 
 
 @pytest.mark.parametrize(("text", "changes", "penalties"), DRY)
 def test_dry(text: str, changes: dict[str, Any], penalties: dict[str, float]) -> None:
     """The cases that the graph is tested with."""
-    row = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 1, "dry_penalty_last_n": -1}
+    row = {
+        "dry_multiplier": 1.0,
+        "dry_base": 2.0,
+        "dry_allowed_length": 1,
+        "dry_penalty_last_n": -1,
+    }
     row |= {"dry_sequence_breakers": [-1], **changes}
     found = dry_penalties(row, np.array([ord(c) - ord("a") for c in text]))
     assert found == {ord(c) - ord("a"): p for c, p in penalties.items()}
@@ -108,7 +130,9 @@ def test_rows_to_search(needed: bool, parameters: dict[str, float]) -> None:
 def test_close_calls(parameters: dict[str, float], threshold: float) -> None:
     first = next(iter(parameters))
     for away, close in ((1e-6, True), (0.05, False)):
-        edge = survivors(LOGITS, {**OFF, **parameters, first: threshold * (1 + away)}, xtc_uniform=0.0).edge
+        edge = survivors(
+            LOGITS, {**OFF, **parameters, first: threshold * (1 + away)}, xtc_uniform=0.0
+        ).edge
         assert (edge < 1e-5) == close, edge
         assert edge > 1e-7
 

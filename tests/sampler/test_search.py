@@ -35,10 +35,14 @@ KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Array]] = {
     "heavy below": lambda rng, shape: -rng.exponential(size=shape),
     "two values": lambda rng, shape: np.where(rng.random(shape) < 0.2, 1.0, 0.5),
     # Float32 has no number between -1 and its neighbours.
-    "neighbours": lambda rng, shape: rng.choice([0, -1 + 2**-24, -1, -1 - 2**-23], shape, p=[0.01, 0.33, 0.33, 0.33]),
+    "neighbours": lambda rng, shape: rng.choice(
+        [0, -1 + 2**-24, -1, -1 - 2**-23], shape, p=[0.01, 0.33, 0.33, 0.33]
+    ),
     # Order and weights that mislead a sample of each block's first element.
     "sorted": lambda rng, shape: np.broadcast_to(np.linspace(-3, 3, shape[-1]), shape),
-    "first of each block": lambda rng, shape: np.where(np.arange(shape[-1]) % SIZE, rng.normal(size=shape), -50),
+    "first of each block": lambda rng, shape: np.where(
+        np.arange(shape[-1]) % SIZE, rng.normal(size=shape), -50
+    ),
     "outliers": lambda rng, shape: np.select(
         [np.arange(shape[-1]) == 7, np.arange(shape[-1]) == 9], [-60, 5], rng.normal(size=shape)
     ),
@@ -73,14 +77,25 @@ def test_by_weight(kind: str, listed: list[int] | None) -> None:
     searched = np.ones((ROWS, 1), bool)
     searched[3] = False
 
-    def find(keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, searched: Tensor, rows: Tensor) -> Tensor:
+    def find(
+        keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, searched: Tensor, rows: Tensor
+    ) -> Tensor:
         search = Search(None if listed is None else rows)
         return search.by_weight(keys, weights, share, (lowest, share * 0.0), searched)
 
-    given = in_blocks(x), in_blocks(weights), share, -105 * temperature, searched, np.array(listed or [0])
+    given = (
+        in_blocks(x),
+        in_blocks(weights),
+        share,
+        -105 * temperature,
+        searched,
+        np.array(listed or [0]),
+    )
     (got,) = computed(find, *given)
     assert got[3] == np.float32(EVERYTHING)
-    wanted, close = threshold_of(x, weights, share[:, 0].astype(np.float64) * weights.sum(1, dtype=np.float64))
+    wanted, close = threshold_of(
+        x, weights, share[:, 0].astype(np.float64) * weights.sum(1, dtype=np.float64)
+    )
     for row in np.flatnonzero(searched):
         differ = ((x[row] >= got[row]) != (x[row] >= wanted[row])) & (weights[row] > 0)
         # Without control flow, keys closer than this are tied.
@@ -99,7 +114,9 @@ def test_by_count(kind: str, listed: list[int] | None) -> None:
     def find(keys: Tensor, count: Tensor, searched: Tensor, rows: Tensor) -> Tensor:
         return Search(None if listed is None else rows).by_count(keys, count, searched)
 
-    (got,) = computed(find, in_blocks(x), k.astype(np.float32), np.ones((ROWS, 1), bool), np.array(listed or [0]))
+    (got,) = computed(
+        find, in_blocks(x), k.astype(np.float32), np.ones((ROWS, 1), bool), np.array(listed or [0])
+    )
     for row in range(ROWS):
         wanted = -np.sort(-x[row])[min(k[row, 0], VOCAB) - 1]
         if not np.isfinite(wanted):  # there are not so many
@@ -111,16 +128,23 @@ def test_by_count(kind: str, listed: list[int] | None) -> None:
 def test_a_nucleus_that_ends_exactly_at_its_weight() -> None:
     """600 keys of weight 1 and 1,200 of weight 1/2: the larger keys weigh exactly the wanted weight, not less."""
     weights = np.ones((1, 1920), np.float32)
-    weights[0, np.random.default_rng(6).permutation(1920)] = np.repeat([0, 1, 0.5], [120, 600, 1200])
+    weights[0, np.random.default_rng(6).permutation(1920)] = np.repeat(
+        [0, 1, 0.5], [120, 600, 1200]
+    )
     keys = np.where(weights == 0, -np.inf, weights - 1).astype(np.float32)
 
     def find(keys: Tensor, weights: Tensor, share: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         ends = share * 0.0 - 400.0, share * 0.0
-        return tuple(search.by_weight(keys, weights, share, ends, share > 0) for search in (Search(None), Search(rows)))
+        return tuple(
+            search.by_weight(keys, weights, share, ends, share > 0)
+            for search in (Search(None), Search(rows))
+        )
 
     for share, least in ((0.5, 0.0), (np.nextafter(np.float32(0.5), np.float32(1)), -0.5)):
         given = in_blocks(keys), in_blocks(weights), np.float32([[share]]), np.array([0])
-        assert [(keys >= got).sum() for got in computed(find, *given)] == [(keys >= least).sum()] * 2
+        assert [(keys >= got).sum() for got in computed(find, *given)] == [
+            (keys >= least).sum()
+        ] * 2
 
 
 @pytest.mark.parametrize(
@@ -128,7 +152,10 @@ def test_a_nucleus_that_ends_exactly_at_its_weight() -> None:
     [
         *((kind, False) for kind in ("normal", "half precision", "bimodal")),
         ("half precision", True),
-        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("flat", "peaked", "alike")),
+        *(
+            pytest.param(kind, False, marks=pytest.mark.slow)
+            for kind in ("flat", "peaked", "alike")
+        ),
         *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("flat", "bimodal")),
     ],
 )
@@ -146,9 +173,14 @@ def test_wide_thresholds_are_exact(kind: str, captured: bool) -> None:
         {"typical_p": 0.9},
     ]
     off = {"temperature": 1, "top_k": 0, "top_p": 1, "typical_p": 1, "min_p": 0}
-    values = {name: np.array([row.get(name, default) for row in rows], np.float32) for name, default in off.items()}
+    values = {
+        name: np.array([row.get(name, default) for row in rows], np.float32)
+        for name, default in off.items()
+    }
     logits = KINDS[kind](np.random.default_rng(5), (len(rows), vocab)).astype(np.float32)
-    face = Interface(vocab, (), features=Features(probs=True, filters=("typical_p",)), captured=captured)
+    face = Interface(
+        vocab, (), features=Features(probs=True, filters=("typical_p",)), captured=captured
+    )
     probs = sampler(face)(logits, make_inputs(face, len(rows), **values))["probs"]
     for index, row in enumerate(rows):
         expected = survivors(logits[index], {name: value[index] for name, value in values.items()})

@@ -38,7 +38,9 @@ from tests.helpers.computed import computed, graph_of
 X = np.array([[3, -1, 2, 2], [0, 5, -4, 5], [7, 7, 7, -7]], np.float32)
 Y = np.array([[1, 2, 4, 2], [0.5, 8, -4, 1], [7, 1, 2, -2]], np.float32)
 ORDER = np.array([[2, 0, 3, 1], [1, 1, 0, 2], [3, 2, 1, 0]])
-FIRST = np.array([[0, 2, 3], [1, 3, 0], [0, 1, 2]])  # the indices of the largest three, the lowest of ties
+FIRST = np.array(
+    [[0, 2, 3], [1, 3, 0], [0, 1, 2]]
+)  # the indices of the largest three, the lowest of ties
 SET = np.array([[3, -1, 1, 2], [0, 0.5, -4, 5], [7, 7, 7, 7]])
 ADDED = np.array([[5, -1, 3, 2], [0, 13.5, -4, 5], [7, 7, 8, 0]])
 
@@ -126,7 +128,9 @@ def test_log_does_not_depend_on_the_place() -> None:
     (whole,) = computed(log, numbers)
     np.testing.assert_allclose(whole, np.log(numbers.astype(np.float64)), rtol=2e-7, atol=1e-7)
     for row in range(37):
-        np.testing.assert_array_equal(computed(log, numbers[row : row + 3])[0], whole[row : row + 3])
+        np.testing.assert_array_equal(
+            computed(log, numbers[row : row + 3])[0], whole[row : row + 3]
+        )
 
 
 def test_an_error_ends_the_graph() -> None:
@@ -149,7 +153,9 @@ def test_a_branch(sign: int, expected: list[list[float]]) -> None:
 
         first, second = branch((x > 0).any(), then, lambda: (x, x))
         (inner,) = branch(
-            (x > 0).all(), lambda: branch((x > 9).any(), lambda: (x,), lambda: (first,)), lambda: (second,)
+            (x > 0).all(),
+            lambda: branch((x > 9).any(), lambda: (x,), lambda: (first,)),
+            lambda: (second,),
         )
         assert (first.dtype, list(first.shape)) == (FLOAT, list(x.shape))
         return first, inner

@@ -14,7 +14,15 @@ EXTRA = ("typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "b
 
 
 SIZES = [(5, 60, 64), (100, 60, 2), (1000, 60, 64), (5000, 30, 2)]
-MORE_SIZES = [(5, 60, 2), (10, 60, 64), (100, 60, 64), (1000, 60, 2), (5000, 30, 64), (32_000, 16, 64), (32_000, 16, 2)]
+MORE_SIZES = [
+    (5, 60, 2),
+    (10, 60, 64),
+    (100, 60, 64),
+    (1000, 60, 2),
+    (5000, 30, 64),
+    (32_000, 16, 64),
+    (32_000, 16, 2),
+]
 
 
 @pytest.mark.parametrize(
@@ -26,17 +34,24 @@ def test_distribution(vocab: int, rows: int, num_candidates: int) -> None:
     parameters = [draw(rng, WARPERS if row % 2 else PROCESSORS | WARPERS) for row in range(rows)]
     # No two equal: among ties transformers' top-p keeps any few, the contract all or none.
     logits = np.stack([np.linspace(-1, 1, vocab)[rng.permutation(vocab)] for _ in range(rows)])
-    logits = (logits * rng.uniform(0.5, 8, (rows, 1)) + rng.normal(size=(rows, vocab)) * 1e-3).astype(np.float32)
+    logits = (
+        logits * rng.uniform(0.5, 8, (rows, 1)) + rng.normal(size=(rows, vocab)) * 1e-3
+    ).astype(np.float32)
     history = rng.integers(0, min(vocab, 4), (rows, 6))
 
     face = Interface(vocab, (), features=Features(probs=True, filters=EXTRA))
-    specs = {spec.name: spec for spec in (*PARAMETERS, *(spec for name in EXTRA for spec in EXTRA_PARAMETERS[name]))}
+    specs = {
+        spec.name: spec
+        for spec in (*PARAMETERS, *(spec for name in EXTRA for spec in EXTRA_PARAMETERS[name]))
+    }
     values = {
         name: [row.get(name, specs[name].off) for row in parameters]
         for name in (PROCESSORS | WARPERS).keys() - {"bad_words_ids"}
     }
     words = np.stack([padded(row.get("bad_words_ids", [[]] * 3)) for row in parameters])
-    inputs = make_inputs(face, rows, sequence=6, bad_words=(3, 3), input_ids=history, bad_words_ids=words, **values)
+    inputs = make_inputs(
+        face, rows, sequence=6, bad_words=(3, 3), input_ids=history, bad_words_ids=words, **values
+    )
     got = sampler(face, num_candidates=num_candidates)(logits, inputs)
     reference = expected_step(face, logits, inputs, num_candidates)
     compared = 0
@@ -44,6 +59,8 @@ def test_distribution(vocab: int, rows: int, num_candidates: int) -> None:
         if reference["edge"][row] > 1e-5:
             expected = scores(logits[row], history[row], given).softmax(-1).numpy()
             np.testing.assert_array_equal(got["probs"][row] > 0, expected > 0, err_msg=str(given))
-            np.testing.assert_allclose(got["probs"][row], expected, rtol=2e-5, atol=1e-9, err_msg=str(given))
+            np.testing.assert_allclose(
+                got["probs"][row], expected, rtol=2e-5, atol=1e-9, err_msg=str(given)
+            )
             compared += 1
     assert compared > 0.7 * rows

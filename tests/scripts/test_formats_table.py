@@ -7,4 +7,6 @@ from scripts import formats_table
 
 def test_the_table_is_in_the_page() -> None:
     text = formats_table.PAGE.read_text("utf-8")
-    assert f"<!-- formats -->\n{formats_table.table()}<!-- end of formats -->" in text, "run scripts/formats_table.py"
+    assert f"<!-- formats -->\n{formats_table.table()}<!-- end of formats -->" in text, (
+        "run scripts/formats_table.py"
+    )

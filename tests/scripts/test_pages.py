@@ -14,7 +14,10 @@ from tests.helpers.adapters import random_adapter
 
 MODEL = ROOT / "qsample" / "assets" / "tiny_lm"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXT = "In the beginning God created the heaven and the earth. And the earth was without form, and void. " * 4
+TEXT = (
+    "In the beginning God created the heaven and the earth. And the earth was without form, and void. "
+    * 4
+)
 
 
 @pytest.fixture(scope="session")
@@ -30,17 +33,23 @@ def _make(folder: Path) -> None:
     checkpoint = shutil.copytree(MODEL, folder / "Qwen" / "Qwen3-0.6B")
     _change(checkpoint / "config.json", max_position_embeddings=4096)
     (folder / "qwen3-checkpoint").symlink_to(checkpoint)
-    decoder = shutil.copytree(ROOT / "examples" / "tiny_lm_genai", folder / "onnx-community" / "Qwen3-0.6B-ONNX")
+    decoder = shutil.copytree(
+        ROOT / "examples" / "tiny_lm_genai", folder / "onnx-community" / "Qwen3-0.6B-ONNX"
+    )
     (decoder / "genai_config.json").unlink()
     shutil.copy(checkpoint / "config.json", decoder)
     (decoder / "onnx").mkdir()
     for file in decoder.glob("model.onnx*"):
         file.rename(decoder / "onnx" / ("model_q4.onnx" if file.suffix == ".onnx" else file.name))
-    portable = AutoModelForCausalLM.from_pretrained(MODEL, for_serving=True).export(folder / "qwen3")
+    portable = AutoModelForCausalLM.from_pretrained(MODEL, for_serving=True).export(
+        folder / "qwen3"
+    )
     portable.compile(folder / "tiny-cpu", ctx_len=256)
     portable.compile(folder / "tiny-int4", ctx_len=256, weights="int4")
     portable.compile(folder / "tiny-int8", ctx_len=256, weights="int8")
-    adapted = AutoModelForCausalLM.from_pretrained(MODEL, for_serving=True, max_loras=2, max_lora_rank=8)
+    adapted = AutoModelForCausalLM.from_pretrained(
+        MODEL, for_serving=True, max_loras=2, max_lora_rank=8
+    )
     interface = adapted.compile(folder / "qwen3-cpu", ctx_len=512).package.manifest.interface
     for name in ("tiny", "exported"):
         (folder / name).symlink_to(folder / "qwen3")
@@ -55,7 +64,9 @@ def _make(folder: Path) -> None:
 
 
 def _change(config: Path, **fields: object) -> None:
-    config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), **fields}), encoding="utf-8")
+    config.write_text(
+        json.dumps({**json.loads(config.read_text(encoding="utf-8")), **fields}), encoding="utf-8"
+    )
 
 
 @pytest.mark.ci

@@ -32,7 +32,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "plants.py"
         ("a.b = c", {"pass"}),
         ("a += b", {"pass", "a -= b"}),
         ("raise E('a', 1)", {"pass"}),
-        ("@cache\ndef f(a: 1 = 2) -> 3:\n    'docs'\n    return a", {"a: 1 = 3", "a: 1 = 1", "return None"}),
+        (
+            "@cache\ndef f(a: 1 = 2) -> 3:\n    'docs'\n    return a",
+            {"a: 1 = 3", "a: 1 = 1", "return None"},
+        ),
         ("while a:\n    break", {"while (not a)", "pass"}),
         ("if TYPE_CHECKING:\n    a = 1", set()),
         ("x = f'{1 + 1}'", set()),
@@ -49,10 +52,15 @@ def test_every_change(source: str, changes: set[str]) -> None:
 def test_a_bug_is_shown_with_its_place() -> None:
     (compared, *_) = (
         plant
-        for plant in plants_of("m.py", "é = 'ü ü' + a\n\nclass C:\n    def f(self):\n        return a < 'ü ü'\n")
+        for plant in plants_of(
+            "m.py", "é = 'ü ü' + a\n\nclass C:\n    def f(self):\n        return a < 'ü ü'\n"
+        )
         if "<=" in plant.after
     )
-    assert str(compared) == "m.py:5 in C.f\n    -        return a < 'ü ü'\n    +        return (a <= 'ü ü')"
+    assert (
+        str(compared)
+        == "m.py:5 in C.f\n    -        return a < 'ü ü'\n    +        return (a <= 'ü ü')"
+    )
 
 
 TOY = "def clip(value, most=10):\n    while value > most:\n        value -= 1\n    return value\n"
@@ -79,7 +87,10 @@ def test_a_toy(tmp_path: Path) -> None:
     for command in (["init", "-q"], [*identity, "commit", "-qm", "c", "--allow-empty"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     run = plants("--changed")
-    assert "missed: qsample/numbers.py:3 in clip\n    -        value -= 1\n    +        value -= 2" in run.stdout
+    assert (
+        "missed: qsample/numbers.py:3 in clip\n    -        value -= 1\n    +        value -= 2"
+        in run.stdout
+    )
     assert "value += 1" not in run.stdout, "a bug that hangs is caught"
     assert "qsample/numbers.py: 9 bugs of 9 possible, 8 caught, 1 missed" in run.stdout
     assert run.returncode == 1

@@ -28,7 +28,13 @@ def test_growth_is_seen() -> None:
         memory = b"x" * (round(before["resident"] * 0.05) << 20)
         found = grown(before, measured(os.getpid()))
     assert memory
-    assert [line.partition(":")[0] for line in found] == ["resident", "anonymous", "threads", "files", "sockets"]
+    assert [line.partition(":")[0] for line in found] == [
+        "resident",
+        "anonymous",
+        "threads",
+        "files",
+        "sockets",
+    ]
 
 
 @pytest.mark.ci
@@ -38,7 +44,11 @@ def test_a_server_closes_what_it_opens(
     from tests.helpers.tiny_models import with_features
 
     with_features(read_package(bundled_package), tmp_path / "plain", Features().for_serving())
-    packages = {"adapters": adapted_server_package, "guesses": guessing_package, "plain": tmp_path / "plain"}
+    packages = {
+        "adapters": adapted_server_package,
+        "guesses": guessing_package,
+        "plain": tmp_path / "plain",
+    }
     with start(packages, tmp_path) as server:
 
         def level() -> dict[str, float]:
@@ -52,7 +62,9 @@ def test_a_server_closes_what_it_opens(
             assert not traffic.errors
             assert len(traffic.counts) == 6, "of each kind"
             end = time.monotonic() + 10  # in which the server notices that clients have left
-            while (now := level())["sockets"] > (levels or [now])[0]["sockets"] and time.monotonic() < end:
+            while (now := level())["sockets"] > (levels or [now])[0][
+                "sockets"
+            ] and time.monotonic() < end:
                 time.sleep(0.2)
             levels.append(now)
     assert grown(*levels) == []

@@ -29,7 +29,8 @@ FILES = {
     "tokenizer_config.json",
 }
 WORDS = re.findall(
-    r"\w+", "the of and to that in he shall unto for his they be is him not them it with all thou was which my"
+    r"\w+",
+    "the of and to that in he shall unto for his they be is him not them it with all thou was which my",
 )
 VERSES = (
     "In the beginning God created the heaven and the earth.",
@@ -62,7 +63,10 @@ def quick(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "small.txt"
-    lines = (" ".join(WORDS[(row * step) % len(WORDS)] for step in range(1, 10)) + ".\n" for row in range(300))
+    lines = (
+        " ".join(WORDS[(row * step) % len(WORDS)] for step in range(1, 10)) + ".\n"
+        for row in range(300)
+    )
     path.write_text("".join(lines), encoding="utf-8")
     return path
 
@@ -73,7 +77,9 @@ def bundled() -> tuple[Any, Any]:
     return model.eval(), transformers.AutoTokenizer.from_pretrained(BUNDLED)
 
 
-def test_a_short_run_gives_a_model_and_tokenizer_that_load(quick: ModuleType, text: Path, tmp_path: Path) -> None:
+def test_a_short_run_gives_a_model_and_tokenizer_that_load(
+    quick: ModuleType, text: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "new" / "lm"
     quick.main(["--text", str(text), "--steps", "3", "--out", str(out)])
 
@@ -106,7 +112,9 @@ def test_training_lowers_the_loss_and_is_reproducible(quick: ModuleType, text: P
         torch.manual_seed(1)
         model = quick.build_model(tokenizer)
         before = quick.evaluate(model, streams[1])
-        steps, _, _ = quick.train(model, *streams, quick.Recipe(steps=5, minutes=None, seed=1), console)
+        steps, _, _ = quick.train(
+            model, *streams, quick.Recipe(steps=5, minutes=None, seed=1), console
+        )
         losses.append(quick.evaluate(model, streams[1]))
         assert steps == 5
         assert losses[-1] < before - 0.3
@@ -118,7 +126,9 @@ def test_the_time_budget_ends_a_run(quick: ModuleType, text: Path) -> None:
     tokenizer = quick.train_tokenizer(training)
     streams = [quick.Stream.of(part, tokenizer) for part in (training, held_out)]
     recipe = quick.Recipe(steps=10**6, minutes=0.01, seed=1)
-    steps, seconds, _ = quick.train(quick.build_model(tokenizer), *streams, recipe, quick.Console(quiet=True))
+    steps, seconds, _ = quick.train(
+        quick.build_model(tokenizer), *streams, recipe, quick.Console(quiet=True)
+    )
     assert 1 <= steps < 1000
     assert seconds >= 0.6
 
@@ -163,12 +173,17 @@ def test_chapters_become_documents_without_verse_numbers(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "bible"
-    body = "\nGenesis 1\n\n  1 In the beginning.\n  2 And the  earth was.\n\nGenesis 2\n\n  1 Thus.\n"
+    body = (
+        "\nGenesis 1\n\n  1 In the beginning.\n  2 And the  earth was.\n\nGenesis 2\n\n  1 Thus.\n"
+    )
     program.write_text(f"#!/bin/sh\nprintf '%s' '{body}'\n", encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(script, "KJV_CHAPTERS", 2)
-    assert script.kjv_documents() == ["Genesis 1\nIn the beginning.\nAnd the earth was.\n", "Genesis 2\nThus.\n"]
+    assert script.kjv_documents() == [
+        "Genesis 1\nIn the beginning.\nAnd the earth was.\n",
+        "Genesis 2\nThus.\n",
+    ]
     monkeypatch.setattr(script, "KJV_CHAPTERS", 3)
     with pytest.raises(SystemExit, match="printed 2 chapters, not 3"):
         script.kjv_documents()
@@ -176,7 +191,11 @@ def test_chapters_become_documents_without_verse_numbers(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "is empty or too short"), (b"One line only.\n", "is empty or too short"), (b"\xff\xfe", "cannot read")],
+    [
+        (b"", "is empty or too short"),
+        (b"One line only.\n", "is empty or too short"),
+        (b"\xff\xfe", "cannot read"),
+    ],
 )
 def test_a_text_of_no_use_is_refused_in_one_line(
     script: ModuleType, tmp_path: Path, content: bytes, message: str
@@ -195,7 +214,9 @@ def test_an_empty_budget_is_refused(script: ModuleType, text: Path, option: list
         script.main(["--text", str(text), *option])
 
 
-@pytest.mark.parametrize("place", ["train", "model_card", "PreTrainedTokenizerFast.save_pretrained"])
+@pytest.mark.parametrize(
+    "place", ["train", "model_card", "PreTrainedTokenizerFast.save_pretrained"]
+)
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
 def test_a_run_that_does_not_end_well_leaves_everything_as_it_was(
     quick: ModuleType,
@@ -218,7 +239,11 @@ def test_a_run_that_does_not_end_well_leaves_everything_as_it_was(
     for out in (tmp_path / "lm", earlier):
         with pytest.raises(failure):
             quick.main(["--text", str(text), "--steps", "1", "--out", str(out)])
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "earlier", "small.txt"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "config.json",
+        "earlier",
+        "small.txt",
+    ]
 
 
 def test_an_earlier_result_is_replaced_and_other_folders_are_not(
@@ -241,7 +266,10 @@ def test_an_earlier_result_is_replaced_and_other_folders_are_not(
 def test_the_bundled_folder_is_complete_and_small(bundled: tuple[Any, Any]) -> None:
     assert {path.name for path in BUNDLED.iterdir()} == FILES
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 3_000_000
-    messages = [{"role": "user", "content": "In the"}, {"role": "assistant", "content": "beginning"}]
+    messages = [
+        {"role": "user", "content": "In the"},
+        {"role": "assistant", "content": "beginning"},
+    ]
     assert bundled[1].apply_chat_template(messages, tokenize=False) == "<s>In the\nbeginning"
     asked = bundled[1].apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert asked == "<s>In the\nbeginning\n"
@@ -277,5 +305,19 @@ def test_greedy_text_of_the_bundled_model_is_made_of_words(bundled: tuple[Any, A
     assert re.fullmatch(r"[A-Za-z0-9 \n.,:;?!'()-]+", text)
     words = re.findall(r"[A-Za-z]+", text)
     assert all(len(word) < 16 and re.search(r"[AEIOUYaeiouy]", word) for word in words)
-    common = {"and", "the", "of", "to", "unto", "lord", "saying", "that", "in", "he", "shall", "children", "israel"}
+    common = {
+        "and",
+        "the",
+        "of",
+        "to",
+        "unto",
+        "lord",
+        "saying",
+        "that",
+        "in",
+        "he",
+        "shall",
+        "children",
+        "israel",
+    }
     assert sum(word.lower() in common for word in words) > len(words) / 4

@@ -25,23 +25,48 @@ MARKDOWN_FILES = ("LICENSE", "markdown.js", "markdown-it.esm.min.mjs")
 def test_the_bom_of_a_wheel(tmp_path: Path) -> None:
     texts = []
     for number in range(2):
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / str(number))]
-        environment = {**os.environ, "PYTHONHASHSEED": str(number), "SOURCE_DATE_EPOCH": "1700000000"}
+        command = [
+            sys.executable,
+            "-m",
+            "hatchling",
+            "build",
+            "-t",
+            "wheel",
+            "-d",
+            str(tmp_path / str(number)),
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": str(number),
+            "SOURCE_DATE_EPOCH": "1700000000",
+        }
         subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
         (wheel,) = (tmp_path / str(number)).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (one for one in archive.namelist() if "/sboms/" in one)
             texts.append(archive.read(name).decode())
-            assert {f"qsample/serve/markdown/{file}" for file in MARKDOWN_FILES} <= {*archive.namelist()}
-            assert any(one.endswith("licenses/qsample/serve/markdown/LICENSE") for one in archive.namelist())
+            assert {f"qsample/serve/markdown/{file}" for file in MARKDOWN_FILES} <= {
+                *archive.namelist()
+            }
+            assert any(
+                one.endswith("licenses/qsample/serve/markdown/LICENSE")
+                for one in archive.namelist()
+            )
     assert name.split("/")[0].endswith(".dist-info")
     assert texts[0] == texts[1]
     document = json.loads(texts[0])
     check_bom(document)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
-    wanted = {re.split(r"[\[<>=;~ ]", line)[0].lower().replace("_", "-") for line in lines} - {project["name"]}
-    listed = {one["name"]: one for one in document["components"] if one["purl"].startswith("pkg:pypi/")}
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    wanted = {re.split(r"[\[<>=;~ ]", line)[0].lower().replace("_", "-") for line in lines} - {
+        project["name"]
+    }
+    listed = {
+        one["name"]: one for one in document["components"] if one["purl"].startswith("pkg:pypi/")
+    }
     assert listed.keys() == wanted
     assert (listed["numpy"]["scope"], listed["torch"]["scope"]) == ("required", "optional")
     assert document["metadata"]["component"]["name"] == project["name"]

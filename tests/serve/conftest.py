@@ -68,6 +68,8 @@ def local_app(served_package: Path, chat_template: Path) -> Callable[..., TestCl
             "chat_template": chat_template.read_text(encoding="utf-8"),
             "threads": 1,
         }
-        return TestClient(make_app(ServeSettings(**{**fixed, **settings})), raise_server_exceptions=False)
+        return TestClient(
+            make_app(ServeSettings(**{**fixed, **settings})), raise_server_exceptions=False
+        )
 
     return make

@@ -37,7 +37,9 @@ class Play:
             follow_scoring=lambda *given: self.followed.append(("scoring", *given)),
         )
 
-    async def start(self, prompts: Sequence[list[int]], guide: Any = None, max_time: float | None = None) -> Answers:
+    async def start(
+        self, prompts: Sequence[list[int]], guide: Any = None, max_time: float | None = None
+    ) -> Answers:
         choices: list[Choice] = []
         for prompt in prompts:
             for index in range(len(choices), len(choices) + self.body.choices):
@@ -62,7 +64,9 @@ class Play:
 
         events = [event.decode() for event in asyncio.run(run())]
         assert all(event.startswith("data: ") and event.endswith("\n\n") for event in events)
-        return [event[6:-2] if event[6:-2] == "[DONE]" else json.loads(event[6:-2]) for event in events]
+        return [
+            event[6:-2] if event[6:-2] == "[DONE]" else json.loads(event[6:-2]) for event in events
+        ]
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -70,7 +74,9 @@ def completion(**fields: Any) -> CompletionRequest:
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:
-    return ChatCompletionRequest.model_validate({"messages": [{}], "request_id": "r", "seed": 5, **fields})
+    return ChatCompletionRequest.model_validate(
+        {"messages": [{}], "request_id": "r", "seed": 5, **fields}
+    )
 
 
 def answer(text: str, **more: Any) -> Scripted:
@@ -80,8 +86,16 @@ def answer(text: str, **more: Any) -> Scripted:
 
 
 def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
-    counted = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    return counted if cached is None else counted | {"prompt_tokens_details": {"cached_tokens": cached}}
+    counted = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    return (
+        counted
+        if cached is None
+        else counted | {"prompt_tokens_details": {"cached_tokens": cached}}
+    )
 
 
 def test_a_document() -> None:
@@ -93,7 +107,9 @@ def test_a_document() -> None:
     assert document == {
         "id": "cmpl-r", "object": "text_completion", "model": "tiny", "usage": usage(20, 2 + 3 + 2 + 4, 8),
     }  # fmt: skip
-    assert [(choice["index"], choice["text"]) for choice in choices] == [*enumerate(("a", "bc", "d", "efg"))]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [
+        *enumerate(("a", "bc", "d", "efg"))
+    ]
     assert {choice["finish_reason"] for choice in choices} == {"stop"}
     assert Play(completion(request_id=None), answer("a")).whole([5])["id"] != "cmpl-None"
 
@@ -120,7 +136,9 @@ def test_what_the_engine_is_given() -> None:
     assert ([*guide_of_prompt._left], prompt, own) == ([6], [5], {"outputs": ranked, **options})
     options |= {"outputs": ["logprobs"], "stop_strings": ["x"]}
     assert (params.max_new_tokens, params.temperature, params.eos_token_id) == (1, 0.0, ())
-    for request, row, seed, form in zip(requests[1:], ([5, 6], [5, 6], [7], [7]), (5, 6, 5, 6), made, strict=True):
+    for request, row, seed, form in zip(
+        requests[1:], ([5, 6], [5, 6], [7], [7]), (5, 6, 5, 6), made, strict=True
+    ):
         assert request.arguments == (row, PARAMS)
         assert request.options == {"seed": seed, "allowed_tokens": form, **options}
     assert play.followed == [
@@ -129,12 +147,16 @@ def test_what_the_engine_is_given() -> None:
 
 
 def test_guesses_that_were_right_and_wrong_are_counted() -> None:
-    counts = Usage(10, 5, 4, DraftStats(num_steps=2, num_drafts=1, num_draft_tokens=7, num_accepted_tokens=3))
+    counts = Usage(
+        10, 5, 4, DraftStats(num_steps=2, num_drafts=1, num_draft_tokens=7, num_accepted_tokens=3)
+    )
     outputs = [ended(2, usage=counts), ended(2, usage=counts), ended(2)]
     play = Play(completion(n=3), *(Scripted(output=output) for output in outputs))
     assert "completion_tokens_details" not in play.whole([5])["usage"]
     play = Play(completion(n=3), *(Scripted(output=output) for output in outputs))
-    play.model.interface = replace(play.model.interface, features=Features(num_speculative_tokens=7))
+    play.model.interface = replace(
+        play.model.interface, features=Features(num_speculative_tokens=7)
+    )
     wanted = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 8}
     assert play.whole([5])["usage"]["completion_tokens_details"] == wanted
 
@@ -170,7 +192,8 @@ def _raising(add: Any, after: int, error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("reason", "status", "code"), [("invalid", 500, "invalid_logits"), ("cancelled", 503, "server_shutdown")]
+    ("reason", "status", "code"),
+    [("invalid", 500, "invalid_logits"), ("cancelled", 503, "server_shutdown")],
 )
 def test_answers_that_fail(reason: str, status: int, code: str) -> None:
     def play() -> Play:
@@ -255,7 +278,10 @@ def test_events(counted: bool, always: bool) -> None:
         assert (counts == "none") == (not counted)
         assert own == head
     choices = [event["choices"][0] for event in events]
-    texts = ["".join(choice["text"] for choice in choices if choice["index"] == index) for index in range(4)]
+    texts = [
+        "".join(choice["text"] for choice in choices if choice["index"] == index)
+        for index in range(4)
+    ]
     assert texts == ["ab", "c", "d", ""]
     assert sum(choice["finish_reason"] == "stop" for choice in choices) == 4
     if last is not None:
@@ -269,7 +295,9 @@ def test_events(counted: bool, always: bool) -> None:
 
 def test_events_of_a_chat() -> None:
     first, second, third, fourth, done = Play(chat(stream=True), answer("ab")).events([5])
-    assert {event["object"] for event in (first, second, third, fourth)} == {"chat.completion.chunk"}
+    assert {event["object"] for event in (first, second, third, fourth)} == {
+        "chat.completion.chunk"
+    }
     changes = [event["choices"][0]["delta"] for event in (first, second, third, fourth)]
     assert changes == [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}, {}]
     assert done == "[DONE]"
@@ -293,7 +321,14 @@ def test_a_stream_that_breaks(several: bool) -> None:
 def scored(*tokens: int, reason: str = "length") -> Scripted:
     return Scripted(
         output=RequestOutput(
-            [*tokens], None, reason, None, 0, Usage(1, 1, 0), ended().timing, optional_outputs(*tokens)
+            [*tokens],
+            None,
+            reason,
+            None,
+            0,
+            Usage(1, 1, 0),
+            ended().timing,
+            optional_outputs(*tokens),
         )
     )
 
@@ -310,7 +345,9 @@ def test_scores_of_prompts() -> None:
     assert {choice["finish_reason"] for choice in document["choices"]} == {"length"}
     assert [choice["text"] for choice in document["choices"]] == ["x"] * 6
     assert document["usage"] == usage(2 + 1 + 3, 0, 0)
-    body = completion(max_tokens=0, echo=True, logprobs=0, stream=True, stream_options={"include_usage": True})
+    body = completion(
+        max_tokens=0, echo=True, logprobs=0, stream=True, stream_options={"include_usage": True}
+    )
     *events, last, done = Play(body, scored(3)).events([2, 3], [4])
     choices = [event["choices"][0] for event in events]
     assert [(choice["index"], choice["finish_reason"]) for choice in choices] == [
@@ -326,6 +363,11 @@ def test_scores_of_prompts() -> None:
 
 def test_scores_of_a_chats_prompt() -> None:
     document = Play(chat(prompt_logprobs=0), scored(3), answer("a")).whole([2, 3])
-    assert document["prompt_logprobs"] == [None, {"3": {"logprob": -1.0, "rank": None, "decoded_token": "ddd"}}]
+    assert document["prompt_logprobs"] == [
+        None,
+        {"3": {"logprob": -1.0, "rank": None, "decoded_token": "ddd"}},
+    ]
     assert "prompt_logprobs" not in Play(chat(), answer("a")).whole([2, 3])
-    assert "prompt_logprobs" not in Play(completion(prompt_logprobs=0), scored(3), answer("a")).whole([2, 3])
+    assert "prompt_logprobs" not in Play(
+        completion(prompt_logprobs=0), scored(3), answer("a")
+    ).whole([2, 3])

@@ -41,7 +41,11 @@ def client(local_app: LocalApp) -> Iterator[TestClient]:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    return [
+        json.loads(line.removeprefix("data: "))
+        for line in text.splitlines()
+        if line.startswith("data: {")
+    ]
 
 
 def on_an_event_loop() -> bool:
@@ -75,7 +79,9 @@ def test_without_llguidance_a_form_is_not_followed(
     assert client.post(path, json={**prompt, "max_tokens": 4}).status_code == 200
 
 
-def test_without_jinja2_no_messages_are_taken(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jinja2_no_messages_are_taken(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def render_chat(self: Tokenizer, *arguments: object) -> str:
         raise ImportError("chat templates need jinja2: install it")
 
@@ -113,7 +119,9 @@ def test_an_engine_that_fails(local_app: LocalApp, monkeypatch: pytest.MonkeyPat
         assert client.get("/metrics").status_code == 200
 
 
-def test_an_engine_that_fails_in_a_stream(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_in_a_stream(
+    local_app: LocalApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with local_app() as client:
         monkeypatch.setattr(DecodeLoop, "step", failing_after(5))
         body = {"messages": MESSAGES, "max_tokens": 50, "ignore_eos": True, "stream": True}
@@ -131,23 +139,39 @@ def test_keys_sizes_and_what_a_page_of_another_origin_reads(
     local_app: LocalApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin, body = "https://a.example", {"messages": MESSAGES, "max_tokens": 4}
-    with local_app(cors_origins=(origin,), api_keys=("one", " two\n"), max_body_bytes=500) as client:
+    with local_app(
+        cors_origins=(origin,), api_keys=("one", " two\n"), max_body_bytes=500
+    ) as client:
 
-        def ask(key: str, body: dict[str, Any] | None = None, content: Any = None) -> tuple[int, str]:
-            headers = {"Origin": origin, "Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        def ask(
+            key: str, body: dict[str, Any] | None = None, content: Any = None
+        ) -> tuple[int, str]:
+            headers = {
+                "Origin": origin,
+                "Authorization": f"Bearer {key}",
+                "Content-Type": "application/json",
+            }
             answer = client.post(CHAT, json=body, content=content, headers=headers)
             assert answer.headers["access-control-allow-origin"] == origin
             assert answer.headers["access-control-expose-headers"] == "Retry-After, X-Request-Id"
-            return answer.status_code, answer.json()["error"]["code"] if answer.status_code != 200 else ""
+            return answer.status_code, answer.json()["error"][
+                "code"
+            ] if answer.status_code != 200 else ""
 
         assert ask("one", body) == ask("two", body) == (200, "")
         assert ask("three", body) == ask("on", body) == (401, "invalid_api_key")
         assert ask("one", {}) == (400, "missing_required_parameter")
         assert ask("one", body | {"user": "x" * 500}) == (413, "request_too_large")
-        assert ask("one", content=(b" " * 100 for _ in range(6))) == (413, "request_too_large")  # of no announced size
+        assert ask("one", content=(b" " * 100 for _ in range(6))) == (
+            413,
+            "request_too_large",
+        )  # of no announced size
         assert client.get("/v1/models", headers={"Authorization": "Bearer two"}).status_code == 200
         foreign = client.get("/health", headers={"Origin": "https://b.example"})
-        assert (foreign.status_code, "access-control-allow-origin" in foreign.headers) == (200, False)
+        assert (foreign.status_code, "access-control-allow-origin" in foreign.headers) == (
+            200,
+            False,
+        )
         text = client.get("/metrics").text
         assert 'qsample:num_slots{model_name="tiny"}' in text
         for status, reason, count in (
@@ -160,7 +184,9 @@ def test_keys_sizes_and_what_a_page_of_another_origin_reads(
         assert ask("one", body) == (500, "internal_error")  # nothing expected it
         # An answer that has begun is what it is: no second one behind it.
         monkeypatch.setattr(EventStream, "__call__", begun_and_failed)
-        answer = client.post(CHAT, json=body | {"stream": True}, headers={"Authorization": "Bearer one"})
+        answer = client.post(
+            CHAT, json=body | {"stream": True}, headers={"Authorization": "Bearer one"}
+        )
         assert (answer.status_code, answer.content) == (200, b"")
 
 
@@ -180,19 +206,28 @@ def test_a_package_that_is_replaced_while_it_is_served(
         # Another tokenizer's texts, token for token.
         described = json.loads((own / "tokenizer.json").read_text())
         vocabulary = described["model"]["vocab"]
-        described["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+        described["model"]["vocab"] = dict(
+            zip(vocabulary, reversed(vocabulary.values()), strict=True)
+        )
         (own / "tokenizer.json").write_text(json.dumps(described))
         client.app.state.server.models.find("tiny").__dict__.pop("token_texts")  # type: ignore[attr-defined]
         assert client.post(COMPLETIONS, json=form).json()["choices"][0]["text"] == "yes"
-        texts = client.post("/tokenize", json={"prompt": "In the", "return_token_strs": True}).json()["token_strs"]
+        texts = client.post(
+            "/tokenize", json={"prompt": "In the", "return_token_strs": True}
+        ).json()["token_strs"]
         assert "".join(texts).endswith("In the")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_fails_stands_in_the_log(
-    local_app: LocalApp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+    local_app: LocalApp,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)  # a server in this process turns it off
+    monkeypatch.setattr(
+        logging.getLogger("uvicorn"), "propagate", True
+    )  # a server in this process turns it off
     body = {"messages": MESSAGES, "max_tokens": 20, "ignore_eos": True, "stream": stream}
     with local_app() as client:
         with monkeypatch.context() as patched:
@@ -212,7 +247,11 @@ def test_what_fails_stands_in_the_log(
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_thoughts_have_a_field(
-    client: TestClient, local_app: LocalApp, served_model: CausalLM, monkeypatch: pytest.MonkeyPatch, shown: bool
+    client: TestClient,
+    local_app: LocalApp,
+    served_model: CausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+    shown: bool,
 ) -> None:
     # The model writes no marks; a word that it writes stands for one.
     params = SamplingParams(max_new_tokens=60, eos_token_id=())
@@ -222,14 +261,24 @@ def test_thoughts_have_a_field(
     assert whole is not None
     word = whole[0].split()[8]
     thoughts, _, answer = whole[0].partition(word)
-    monkeypatch.setitem(REASONING_FORMATS, "deepseek_r1", ReasoningFormat("<think>", word, from_start=True))  # type: ignore[index]
+    monkeypatch.setitem(
+        REASONING_FORMATS, "deepseek_r1", ReasoningFormat("<think>", word, from_start=True)
+    )  # type: ignore[index]
     with local_app(reasoning_parser="deepseek_r1") as thinking:
         choice = thinking.post(CHAT, json={**body, "include_reasoning": shown}).json()["choices"][0]
-        streamed = events(thinking.post(CHAT, json={**body, "include_reasoning": shown, "stream": True}).text)
-        held = thinking.post(CHAT, json={**body, "ignore_eos": False, "guided_choice": ["yes"]}).json()
+        streamed = events(
+            thinking.post(CHAT, json={**body, "include_reasoning": shown, "stream": True}).text
+        )
+        held = thinking.post(
+            CHAT, json={**body, "ignore_eos": False, "guided_choice": ["yes"]}
+        ).json()
     message = choice["message"]
     assert message["content"] == answer.lstrip()
-    assert message.get("reasoning") == message.get("reasoning_content") == (thoughts.strip() if shown else None)
+    assert (
+        message.get("reasoning")
+        == message.get("reasoning_content")
+        == (thoughts.strip() if shown else None)
+    )
     assert len(choice["logprobs"]["content"]) == 60
     deltas = [event["choices"][0]["delta"] for event in streamed]
     for name in ("content", "reasoning", "reasoning_content"):
@@ -239,7 +288,9 @@ def test_thoughts_have_a_field(
     assert "reasoning" not in held["choices"][0]["message"]
 
 
-def test_arguments_of_calls_are_objects_to_a_template(local_app: LocalApp, served_model: CausalLM) -> None:
+def test_arguments_of_calls_are_objects_to_a_template(
+    local_app: LocalApp, served_model: CausalLM
+) -> None:
     template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
         "{{ m.content }}{% endfor %}"
@@ -267,13 +318,22 @@ def test_offsets_of_tokens_in_the_text(client: TestClient, stream: bool) -> None
     text = client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
     stop = [text[start : start + 20] + "#" for start in (0, 4, 22, 30)]
     answer = client.post(COMPLETIONS, json={**body, "stop": stop, "stream": stream})
-    parts = [event["choices"][0]["logprobs"] for event in (events(answer.text) if stream else [answer.json()])]
-    pairs = [pair for part in filter(None, parts) for pair in zip(part["text_offset"], part["tokens"], strict=True)]
+    parts = [
+        event["choices"][0]["logprobs"]
+        for event in (events(answer.text) if stream else [answer.json()])
+    ]
+    pairs = [
+        pair
+        for part in filter(None, parts)
+        for pair in zip(part["text_offset"], part["tokens"], strict=True)
+    ]
     assert len(pairs) == 24
     assert all(text[offset:].startswith(token) for offset, token in pairs)
 
 
-def test_answers_of_late_reads(client: TestClient, local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_late_reads(
+    client: TestClient, local_app: LocalApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Read every four steps, as on a GPU, answers and log-probabilities stay, and what none asks for is not read."""
     ranked = {"logprobs", "top_logprob_ids", "top_logprobs"}
     asked: list[tuple[dict[str, Any], set[str]]] = [
@@ -287,15 +347,22 @@ def test_answers_of_late_reads(client: TestClient, local_app: LocalApp, monkeypa
 
     def choices(running: TestClient, body: dict[str, Any]) -> Any:
         body = {"prompt": "In the beginning", "max_tokens": 15, "seed": 1, **body}
-        whole, streamed = (running.post(COMPLETIONS, json={**body, "stream": stream}) for stream in (False, True))
+        whole, streamed = (
+            running.post(COMPLETIONS, json={**body, "stream": stream}) for stream in (False, True)
+        )
         parts = [event["choices"][0] for event in events(streamed.text)]
         pairs = [
             (one["index"], *pair)
             for one in parts
             if one["logprobs"]
-            for pair in zip(one["logprobs"]["tokens"], one["logprobs"]["token_logprobs"], strict=True)
+            for pair in zip(
+                one["logprobs"]["tokens"], one["logprobs"]["token_logprobs"], strict=True
+            )
         ]
-        texts = ["".join(one["text"] for one in parts if one["index"] == index) for index in range(body.get("n", 1))]
+        texts = [
+            "".join(one["text"] for one in parts if one["index"] == index)
+            for index in range(body.get("n", 1))
+        ]
         return whole.json()["choices"], sorted(pairs, key=lambda pair: pair[0]), texts
 
     wanted = [choices(client, body) for body, _ in asked]
@@ -336,10 +403,23 @@ def test_every_answer_follows_a_form_of_its_own(client: TestClient) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_of_prompts_and_answers(client: TestClient, stream: bool) -> None:
     """As vLLM: of a completion beside each choice, of a chat beside all of them, streamed once at the start."""
-    options = {"n": 2, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True, "stream": stream}
-    prompts = [client.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in ("In the", "And")]
+    options = {
+        "n": 2,
+        "max_tokens": 5,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": stream,
+    }
+    prompts = [
+        client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        for text in ("In the", "And")
+    ]
     answer = client.post(COMPLETIONS, json={"prompt": ["In the", "And"], **options})
-    choices = [one for event in (events(answer.text) if stream else [answer.json()]) for one in event["choices"]]
+    choices = [
+        one
+        for event in (events(answer.text) if stream else [answer.json()])
+        for one in event["choices"]
+    ]
     for index in range(4):
         own = [choice for choice in choices if choice["index"] == index]
         given = [choice["prompt_token_ids"] for choice in own if "prompt_token_ids" in choice]
@@ -373,7 +453,9 @@ def test_without_a_tokenizer_there_are_no_texts(local_app: LocalApp) -> None:
             ({"echo": True}, "has no tokenizer"),
         ):
             answer = client.post(COMPLETIONS, json={**body, **more})
-            assert (answer.status_code, what in answer.json()["error"]["message"]) == (400, True), answer.text
+            assert (answer.status_code, what in answer.json()["error"]["message"]) == (400, True), (
+                answer.text
+            )
 
 
 def test_models_with_and_without_a_slash(client: TestClient) -> None:
@@ -386,7 +468,10 @@ def test_models_with_and_without_a_slash(client: TestClient) -> None:
 
 def test_a_model_without_a_chat_template_takes_no_chats(local_app: LocalApp) -> None:
     with local_app(chat_template=None) as client:
-        assert client.get("/v1/models/tiny").json()["capabilities"] == {"completion_chat": False, "vision": False}
+        assert client.get("/v1/models/tiny").json()["capabilities"] == {
+            "completion_chat": False,
+            "vision": False,
+        }
 
 
 def test_n_answers_read_their_prompt_once(client: TestClient) -> None:
@@ -397,7 +482,9 @@ def test_n_answers_read_their_prompt_once(client: TestClient) -> None:
     after, tokens = engine.stats().prefixes, answer["usage"]["prompt_tokens"]
     assert tokens > 150
     assert after.prompt_tokens - before.prompt_tokens == 4 * tokens
-    assert after.cached_tokens - before.cached_tokens == 3 * (tokens - 2)  # of the same prompt, all but the last two
+    assert after.cached_tokens - before.cached_tokens == 3 * (
+        tokens - 2
+    )  # of the same prompt, all but the last two
 
 
 def test_without_a_seed_no_two_answers_are_the_same(client: TestClient) -> None:
@@ -417,15 +504,25 @@ def test_every_token_of_a_prompt_is_read(client: TestClient, served_model: Causa
         ({"prompt": "<pad>", "add_special_tokens": False}, [pad]),
     ]
     for body, ids in cases:
-        answer = client.post(COMPLETIONS, json={**body, "max_tokens": 12, "seed": 3, "return_token_ids": True}).json()
+        answer = client.post(
+            COMPLETIONS, json={**body, "max_tokens": 12, "seed": 3, "return_token_ids": True}
+        ).json()
         assert answer["usage"]["prompt_tokens"] == len(ids)
         whole = served_model.generate([ids], params, seed=3, attention_mask=[[1] * len(ids)])
         assert answer["choices"][0]["token_ids"] == whole.token_ids[0]
 
 
 @pytest.mark.parametrize("prompt", ["", [[]]])
-def test_an_empty_prompt_begins_a_text(client: TestClient, served_model: CausalLM, prompt: Any) -> None:
-    body = {"prompt": prompt, "add_special_tokens": False, "max_tokens": 12, "seed": 3, "return_token_ids": True}
+def test_an_empty_prompt_begins_a_text(
+    client: TestClient, served_model: CausalLM, prompt: Any
+) -> None:
+    body = {
+        "prompt": prompt,
+        "add_special_tokens": False,
+        "max_tokens": 12,
+        "seed": 3,
+        "return_token_ids": True,
+    }
     answer = client.post(COMPLETIONS, json=body)
     assert answer.status_code == 200, answer.text
     expected = served_model.generate([[0]], SamplingParams(max_new_tokens=12), seed=3)  # <s>
@@ -452,7 +549,9 @@ def test_many_prompts_hold_up_nobody(client: TestClient, monkeypatch: pytest.Mon
     assert on_the_loop[2:] == [False] * 3
 
 
-def test_all_answers_to_a_request_get_places_or_none(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_answers_to_a_request_get_places_or_none(
+    local_app: LocalApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     going, asked, plain = threading.Event(), count(), Engine.add
 
     def hold(step: Step | None, mask: np.ndarray) -> None:
@@ -473,10 +572,15 @@ def test_all_answers_to_a_request_get_places_or_none(local_app: LocalApp, monkey
         assert next(asked) == 0
         going.set()
         assert [len(request.result(60).token_ids) for request in held] == [2, 2]
-        assert client.post(COMPLETIONS, json={"prompt": "x", "n": 3, "max_tokens": 1}).status_code == 200
+        assert (
+            client.post(COMPLETIONS, json={"prompt": "x", "n": 3, "max_tokens": 1}).status_code
+            == 200
+        )
 
 
-def test_what_a_server_tells_its_engine(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_tells_its_engine(
+    local_app: LocalApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Call] = []
     priorities: list[int] = []
     plain = Engine.add
@@ -488,10 +592,20 @@ def test_what_a_server_tells_its_engine(local_app: LocalApp, monkeypatch: pytest
 
     monkeypatch.setattr(Engine, "add", add)
     spinning = ("session.intra_op.allow_spinning", "session.inter_op.allow_spinning")
-    cases: list[tuple[dict[str, Any], str]] = [({"request_timeout": 30.0}, "0"), ({"spinning": True}, "")]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"request_timeout": 30.0}, "0"),
+        ({"spinning": True}, ""),
+    ]
     for settings, entry in cases:
         with local_app(**settings) as client:
-            body = {"prompt": "x", "max_tokens": 1, "priority": -3, "seed": 7, "stop": ["y", "z"], "n": 2}
+            body = {
+                "prompt": "x",
+                "max_tokens": 1,
+                "priority": -3,
+                "seed": 7,
+                "stop": ["y", "z"],
+                "n": 2,
+            }
             assert client.post(COMPLETIONS, json=body).status_code == 200
             model = client.app.state.server.models.find("tiny").model  # type: ignore[attr-defined]
             options = model.sessions.decoder.get_session_options()

@@ -31,11 +31,19 @@ def test_lists_end_with_their_first_error(name: str) -> None:
 
 def test_what_is_right() -> None:
     plain = chat(top_logprobs=0)
-    assert (plain.limit, plain.offers_tools, plain.demands_calls, plain.demanded_function) == (None, False, False, None)
+    assert (plain.limit, plain.offers_tools, plain.demands_calls, plain.demanded_function) == (
+        None,
+        False,
+        False,
+        None,
+    )
     assert (plain.include_reasoning, plain.tool_parameters, plain.form) == (True, {}, None)
     assert (chat(max_tokens=1).limit, chat(max_tokens=4, max_completion_tokens=1).limit) == (1, 1)
     assert chat(top_logprobs=20, logprobs=True).top_logprobs == 20
-    tools = [{"function": {"name": "aZ_.-9" + "a" * 58}}, tool("g", parameters={"type": "object", "a": 1})]
+    tools = [
+        {"function": {"name": "aZ_.-9" + "a" * 58}},
+        tool("g", parameters={"type": "object", "a": 1}),
+    ]
     for choice, offers, demands, function in (
         (None, True, False, None),
         ("auto", True, False, None),
@@ -45,7 +53,11 @@ def test_what_is_right() -> None:
         ({"function": {"name": "g"}}, True, True, "g"),
     ):
         made = chat(tools=tools, tool_choice=choice)
-        assert (made.offers_tools, made.demands_calls, made.demanded_function) == (offers, demands, function)
+        assert (made.offers_tools, made.demands_calls, made.demanded_function) == (
+            offers,
+            demands,
+            function,
+        )
         assert [*made.tool_parameters.values()] == [{"type": "object"}, {"type": "object", "a": 1}]
 
 
@@ -63,8 +75,12 @@ def test_what_a_template_gets() -> None:
         reasoning_effort="low",
     )
     kwargs = {"a": 1, "reasoning_effort": "low"}
-    assert whole.template_options() == ChatOptions(**fields, tools=[tool("f")], chat_template_kwargs=kwargs)
-    assert whole.template_options(with_tools=False) == ChatOptions(**fields, chat_template_kwargs=kwargs)
+    assert whole.template_options() == ChatOptions(
+        **fields, tools=[tool("f")], chat_template_kwargs=kwargs
+    )
+    assert whole.template_options(with_tools=False) == ChatOptions(
+        **fields, chat_template_kwargs=kwargs
+    )
     assert whole.chat_template_kwargs == {"a": 1}, "the request stays as it is"
     both = chat(chat_template_kwargs={"reasoning_effort": "high"}, reasoning_effort="low")
     assert both.template_options() == ChatOptions(chat_template_kwargs={"reasoning_effort": "high"})
@@ -83,9 +99,14 @@ def test_forms_of_demanded_calls() -> None:
 
     functions = {"f": {"type": "object"}, "g": parameters}
     for parallel, kind in ((None, "calls"), (True, "calls"), (False, "call")):
-        assert chat(tools=tools, tool_choice="required", parallel_tool_calls=parallel).form == (kind, functions)
+        assert chat(tools=tools, tool_choice="required", parallel_tool_calls=parallel).form == (
+            kind,
+            functions,
+        )
     for choice in ("required", tool("g")):
-        with pytest.raises(ApiError, match="response_format and tool_choice both constrain the answer") as raised:
+        with pytest.raises(
+            ApiError, match="response_format and tool_choice both constrain the answer"
+        ) as raised:
             _ = chat(tools=tools, tool_choice=choice, guided_regex="a").form
         assert raised.value.status == 400
     assert chat(tools=tools, guided_regex="a").form == Form("regex", "a")

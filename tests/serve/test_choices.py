@@ -42,8 +42,24 @@ def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_sum_of_events() -> None:
     first = {"a": "x", "b": [1], "c": {"d": "y", "e": None}, "f": None, "g": 3, "h": "z"}
-    second = {"a": "y", "b": [2], "c": {"d": "z", "e": [5]}, "f": {"x": 1}, "g": 4, "h": None, "i": 0.5}
-    both = {"a": "xy", "b": [1, 2], "c": {"d": "yz", "e": [5]}, "f": {"x": 1}, "g": 4, "h": "z", "i": 0.5}
+    second = {
+        "a": "y",
+        "b": [2],
+        "c": {"d": "z", "e": [5]},
+        "f": {"x": 1},
+        "g": 4,
+        "h": None,
+        "i": 0.5,
+    }
+    both = {
+        "a": "xy",
+        "b": [1, 2],
+        "c": {"d": "yz", "e": [5]},
+        "f": {"x": 1},
+        "g": 4,
+        "h": "z",
+        "i": 0.5,
+    }
     assert added(first, second) == both
     assert reduce(added, [None, first, None, second]) == both
 
@@ -74,7 +90,12 @@ def test_a_chat() -> None:
     end = {"finish_reason": "stop", "stop_reason": None}
     assert choice.end(ended(2, 2, END)) == [chunk({}) | end]
     message: dict[str, Any] = {"role": "assistant", "content": "c", "refusal": None}
-    assert choice.whole(ended(2, END, text="c")) == {"index": 3, "message": message, "logprobs": None, **end}
+    assert choice.whole(ended(2, END, text="c")) == {
+        "index": 3,
+        "message": message,
+        "logprobs": None,
+        **end,
+    }
     assert choice.whole(ended(END))["message"]["content"] == ""
     assert chat().outer() == {}
     assert chat(return_token_ids=True).outer() == {"prompt_token_ids": [5, 6]}
@@ -87,7 +108,9 @@ def test_tokens_of_a_chat(top: int) -> None:
         return {"token": text, "logprob": value, "bytes": list(data)}
 
     likeliest = [entry(7, -0.5), entry(8, -1.5)][:top]
-    content = [entry(token, value) | {"top_logprobs": likeliest} for token, value in ((4, -1.0), (3, -2.0))]
+    content = [
+        entry(token, value) | {"top_logprobs": likeliest} for token, value in ((4, -1.0), (3, -2.0))
+    ]
     wanted = {"logprobs": {"content": content, "refusal": None}, "token_ids": [4, 3]}
     choice = chat(logprobs=True, top_logprobs=top, return_token_ids=True)
     assert choice.piece(delta(4, 3)) == [chunk({}) | wanted]
@@ -108,11 +131,20 @@ def test_tokens_of_a_chat(top: int) -> None:
         ({}, f"Well {CALL[:-12]}", "Well ", 1, "length", "length"),
         ({"tool_choice": "none"}, CALL, CALL, 0, "stop", "stop"),
         ({"tool_choice": "required"}, '[{"name": "f", "par', None, 0, "length", "length"),
-        ({"tool_choice": "required"}, '[{"name": "f", "parameters": {"x": 1}}]', None, 1, "stop", "tool_calls"),
+        (
+            {"tool_choice": "required"},
+            '[{"name": "f", "parameters": {"x": 1}}]',
+            None,
+            1,
+            "stop",
+            "tool_calls",
+        ),
         ({"tool_choice": TOOLS[0]}, '{"x": 1}', None, 1, "stop", "stop"),
     ],
 )
-def test_calls(fields: dict[str, Any], text: str, content: str | None, count: int, reason: str, finish: str) -> None:
+def test_calls(
+    fields: dict[str, Any], text: str, content: str | None, count: int, reason: str, finish: str
+) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     output = ended(2, END, text=text, reason=reason)
     message = (answer := chat(tools=TOOLS, **fields).whole(output))["message"]
@@ -163,7 +195,10 @@ def test_impossible_tokens_have_the_least_number_of_openai() -> None:
     impossible = Delta([4], "é", 0.0, outputs)
     (part,) = chat(logprobs=True, top_logprobs=2).piece(impossible)
     (entry,) = part["logprobs"]["content"]
-    assert (entry["logprob"], [top["logprob"] for top in entry["top_logprobs"]]) == (-9999, [-0.5, -9999])
+    assert (entry["logprob"], [top["logprob"] for top in entry["top_logprobs"]]) == (
+        -9999,
+        [-0.5, -9999],
+    )
     (part,) = completion(logprobs=2).piece(impossible)
     assert part["logprobs"]["token_logprobs"] == [-9999]
     assert part["logprobs"]["top_logprobs"] == [{"c": -0.5, "ddd": -9999, "é": -9999}]
@@ -184,10 +219,14 @@ def test_a_completion() -> None:
     assert completion("In ").start() == [told("In ")]
     assert echoing.piece(delta(2)) == [told("", token_ids=[2])]
     assert echoing.piece(delta()) == []
-    assert echoing.whole(ended(2, END, text=None)) == told("In ", **ids | {"token_ids": [2, END]}, **end)
+    assert echoing.whole(ended(2, END, text=None)) == told(
+        "In ", **ids | {"token_ids": [2, END]}, **end
+    )
 
 
-def tokens(*entries: tuple[str, float | None, dict[str, float] | None, int], top: int) -> dict[str, Any]:
+def tokens(
+    *entries: tuple[str, float | None, dict[str, float] | None, int], top: int
+) -> dict[str, Any]:
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns = [list(column) for column in zip(*entries, strict=True)]
     return dict(zip(names, columns, strict=True)) | ({} if top else {"top_logprobs": None})
@@ -226,7 +265,10 @@ def test_tokens_of_a_completion(top: int) -> None:
 
 def test_offsets_of_tokens_whose_text_is_held() -> None:
     choice = completion("In ", logprobs=0)
-    pieces = [choice.piece(delta(*ids, text=text)) for ids, text in (((3, 2), ""), ((4,), "dddcé"), ((2,), "c"))]
+    pieces = [
+        choice.piece(delta(*ids, text=text))
+        for ids, text in (((3, 2), ""), ((4,), "dddcé"), ((2,), "c"))
+    ]
     assert [event["text"] for (event,) in pieces] == ["", "dddcé", "c"]
     assert [event["logprobs"]["text_offset"] for (event,) in pieces] == [[3, 6], [7], [8]]
 
@@ -243,7 +285,9 @@ def test_tokens_of_a_prompt_in_vllms_form() -> None:
     assert "prompt_logprobs" not in of_text.whole(ended(2))
     assert of_chat.outer() == {}
     of_text.scores = of_chat.scores = scores
-    assert of_text.whole(ended(2))["prompt_logprobs"] == of_chat.outer()["prompt_logprobs"] == wanted
+    assert (
+        of_text.whole(ended(2))["prompt_logprobs"] == of_chat.outer()["prompt_logprobs"] == wanted
+    )
     assert "prompt_logprobs" not in completion(logprobs=1).whole(ended(2))
     *_, impossible = PromptScores([3, 9], optional_outputs(9)).told(Texts(), 0)  # type: ignore[arg-type]
     assert impossible == {"9": {"logprob": -9999.0, "rank": 3, "decoded_token": "<9>"}}

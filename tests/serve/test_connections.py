@@ -39,7 +39,12 @@ CASES: list[tuple[list[bytes], float, bytes, tuple[int, str] | None]] = [
     ),
     ([HEAD + b"a: b\r\n" * 50_000], 0.0, b"HTTP/1.1 431 ", (431, "headers_too_large")),
     ([b"GET /" + b"a" * 200_000], 0.0, b"HTTP/1.1 431 ", (431, "headers_too_large")),
-    ([HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 400_000], 0.0, b"", (431, "headers_too_large")),
+    (
+        [HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 400_000],
+        0.0,
+        b"",
+        (431, "headers_too_large"),
+    ),
     ([b"GET / HTTP/1.1\r\n\r\n" * 10_000], 0.0, b"", (429, "too_many_pipelined")),
     ([b"no HTTP\r\n\r\n"], 0.0, b"HTTP/1.1 400 ", (400, "invalid_http")),
 ]
@@ -52,7 +57,9 @@ async def _size_of_the_body(scope: Any, receive: Any, send: Any) -> None:
         if message["type"] == "http.disconnect":
             return
         more = message["more_body"]
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}
+    )
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -82,7 +89,9 @@ async def _answer(address: tuple[str, int], pieces: list[bytes], pause: float) -
 async def _all_answers() -> tuple[list[bytes], list[tuple[int, str]]]:
     refused: list[tuple[int, str]] = []
     protocol = limited_protocol(100_000, lambda *refusal: refused.append(refusal), seconds=SECONDS)
-    config = uvicorn.Config(_size_of_the_body, http=protocol, interface="asgi3", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        _size_of_the_body, http=protocol, interface="asgi3", lifespan="off", log_config=None
+    )
     server = uvicorn.Server(config)
     listening = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve([listening]))
@@ -102,7 +111,9 @@ async def _all_answers() -> tuple[list[bytes], list[tuple[int, str]]]:
     watching = asyncio.create_task(watch())
     address = listening.getsockname()
     asked = [asyncio.create_task(_answer(address, pieces, pause)) for pieces, pause, _, _ in CASES]
-    await asyncio.gather(*(task for task, case in zip(asked, CASES, strict=True) if case[3] != TOO_SLOW))
+    await asyncio.gather(
+        *(task for task, case in zip(asked, CASES, strict=True) if case[3] != TOO_SLOW)
+    )
     in_time.set()
     answers = await asyncio.gather(*asked)
     watching.cancel()

@@ -27,7 +27,10 @@ from qsample.serve.documents import (
 from tests.helpers.servers import ServerProcess
 
 SAID = [{"role": "user", "content": "And the LORD spake"}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 OPEN = {"/health", "/version", "/metrics"}
 
 
@@ -50,15 +53,28 @@ def schemas(value: Any) -> Iterator[dict[str, Any]]:
 def test_every_field_and_answer_is_described() -> None:
     document = described(api_keys=("secret",))
     fields = [
-        (schema["title"], name, entry) for schema in schemas(document) for name, entry in schema["properties"].items()
+        (schema["title"], name, entry)
+        for schema in schemas(document)
+        for name, entry in schema["properties"].items()
     ]
     assert len(fields) > 400
-    assert [(title, name) for title, name, entry in fields if len(entry.get("description", "")) < 7] == []
+    assert [
+        (title, name) for title, name, entry in fields if len(entry.get("description", "")) < 7
+    ] == []
     for title, name, entry in fields:  # a text is of its field alone
-        assert not any(f" {other}: " in entry["description"] for other in ("model", "messages", "stop")), (title, name)
+        assert not any(
+            f" {other}: " in entry["description"] for other in ("model", "messages", "stop")
+        ), (title, name)
         assert entry["description"][0] == entry["description"][0].upper()
-    operations = [(path, one) for path, methods in document["paths"].items() for one in methods.values()]
-    assert {path for path, _ in operations} >= {"/v1/messages", "/v1/chat/completions", "/tokenize", *OPEN}
+    operations = [
+        (path, one) for path, methods in document["paths"].items() for one in methods.values()
+    ]
+    assert {path for path, _ in operations} >= {
+        "/v1/messages",
+        "/v1/chat/completions",
+        "/tokenize",
+        *OPEN,
+    }
     for path, one in operations:
         assert one["description"]
         assert all(parameter["description"] for parameter in one.get("parameters", []))
@@ -68,7 +84,9 @@ def test_every_field_and_answer_is_described() -> None:
         error = one["responses"]["4XX"]["content"]["application/json"]["schema"]["$ref"]
         assert error.endswith("/MessageError" if path.startswith("/v1/messages") else "/Error")
         assert ("security" in one) == (path not in OPEN), path
-    assert [scheme["scheme"] for scheme in document["components"]["securitySchemes"].values()] == ["bearer"]
+    assert [scheme["scheme"] for scheme in document["components"]["securitySchemes"].values()] == [
+        "bearer"
+    ]
     assert "ValidationError" not in json.dumps(document)
     assert "security" not in json.dumps(described())
 
@@ -86,7 +104,11 @@ def test_sampling_parameters_have_the_words_of_the_command_line() -> None:
 def test_examples_are_answered(server: ServerProcess) -> None:
     document, tried = server.client.get("/openapi.json").json(), 0
     for path, methods in document["paths"].items():
-        content = methods.get("post", {}).get("requestBody", {}).get("content", {"application/json": {"schema": {}}})
+        content = (
+            methods.get("post", {})
+            .get("requestBody", {})
+            .get("content", {"application/json": {"schema": {}}})
+        )
         name = content["application/json"]["schema"].get("$ref", "").rpartition("/")[2]
         for example in document["components"]["schemas"].get(name, {}).get("examples", []):
             assert server.client.post(path, json=example).status_code == 200, path
@@ -96,11 +118,22 @@ def test_examples_are_answered(server: ServerProcess) -> None:
 
 def test_answers_have_the_described_fields(server: ServerProcess) -> None:
     client = server.client
-    chat = {"messages": SAID, "max_tokens": 4, "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    chat = {
+        "messages": SAID,
+        "max_tokens": 4,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+    }
     tools = {"messages": SAID, "max_tokens": 60, "tools": [TOOL], "tool_choice": "required"}
     message = {"messages": SAID, "max_tokens": 4}
     for kind, path, body in (
-        (COMPLETION, "/v1/completions", {"prompt": "In the", "max_tokens": 4, "logprobs": 2, "echo": True}),
+        (
+            COMPLETION,
+            "/v1/completions",
+            {"prompt": "In the", "max_tokens": 4, "logprobs": 2, "echo": True},
+        ),
         (COMPLETION, "/v1/chat/completions", chat),
         (COMPLETION, "/v1/chat/completions", {**message, "prompt_logprobs": 1}),
         (COMPLETION, "/v1/chat/completions", tools),

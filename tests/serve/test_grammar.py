@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Step
-from qsample.serve.grammar import Form, GrammarGuide, Grammars, TokenizerArguments, Trial, grammar_of
+from qsample.serve.grammar import (
+    Form,
+    GrammarGuide,
+    Grammars,
+    TokenizerArguments,
+    Trial,
+    grammar_of,
+)
 from qsample.serve.http import ApiError
 
 SLOW = "(ab)?" * 100_000  # as a regular expression: minutes, and gigabytes
@@ -23,7 +30,10 @@ SLOW = "(ab)?" * 100_000  # as a regular expression: minutes, and gigabytes
 
 def chained(count: int) -> dict[str, Any]:
     """A schema of definitions that refer to each other."""
-    links = {f"d{number}": {"type": "array", "items": {"$ref": f"#/$defs/d{number + 1}"}} for number in range(count)}
+    links = {
+        f"d{number}": {"type": "array", "items": {"$ref": f"#/$defs/d{number + 1}"}}
+        for number in range(count)
+    }
     return {"$defs": {**links, f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
@@ -140,7 +150,8 @@ def test_gbnf_is_translated_elsewhere(grammars: Grammars, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("error", "regex"), [(MemoryError, "[0-9]{2}"), (type("PanicException", (BaseException,), {}), "[0-9]{3}")]
+    ("error", "regex"),
+    [(MemoryError, "[0-9]{2}"), (type("PanicException", (BaseException,), {}), "[0-9]{3}")],
 )
 def test_a_grammar_that_failed_is_tried_again(
     error: type[BaseException], regex: str, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
@@ -152,7 +163,9 @@ def test_a_grammar_that_failed_is_tried_again(
         with monkeypatch.context() as patched:
             patched.setattr(Grammars, "_compile", compile_)
             asked = [grammars.guide(grammar_of(Form("regex", regex))) for _ in range(2)]
-            assert [type(told) for told in await asyncio.gather(*asked, return_exceptions=True)] == [error, error]
+            assert [
+                type(told) for told in await asyncio.gather(*asked, return_exceptions=True)
+            ] == [error, error]
         return await grammars.guide(grammar_of(Form("regex", regex)))
 
     assert asyncio.run(run())._compiled.mask.any()
@@ -162,18 +175,41 @@ def test_a_grammar_that_failed_is_tried_again(
     ("kind", "text", "whole"),
     [
         ("calls", '[{"name": "f", "parameters": {"x": 2}}]', True),
-        ("calls", '[{"name": "f", "parameters": {"x": 2}}, {"name": "g.h", "parameters": {}}]', True),
+        (
+            "calls",
+            '[{"name": "f", "parameters": {"x": 2}}, {"name": "g.h", "parameters": {}}]',
+            True,
+        ),
         ("call", '[{"name": "f", "parameters": {"x": 2}}]', True),
-        ("call", '[{"name": "f", "parameters": {"x": 2}}, {"name": "g.h", "parameters": {}}]', False),
-        ("calls", '[{"name": "f", "parameters": {"x": 4}}]', False),  # by the definition that its schema refers to
-        ("calls", '[{"name": "f", "parameters": {"x":2}}]', False),  # blanks as json.dumps writes them
+        (
+            "call",
+            '[{"name": "f", "parameters": {"x": 2}}, {"name": "g.h", "parameters": {}}]',
+            False,
+        ),
+        (
+            "calls",
+            '[{"name": "f", "parameters": {"x": 4}}]',
+            False,
+        ),  # by the definition that its schema refers to
+        (
+            "calls",
+            '[{"name": "f", "parameters": {"x":2}}]',
+            False,
+        ),  # blanks as json.dumps writes them
         ("calls", '[{"name": "e", "parameters": {}}]', False),
         ("calls", "[]", False),
     ],
 )
-def test_calls_follow_the_functions(served_model: CausalLM, kind: Any, text: str, whole: bool) -> None:
+def test_calls_follow_the_functions(
+    served_model: CausalLM, kind: Any, text: str, whole: bool
+) -> None:
     one_to_three = {"description": 'a "::=" // \n', "type": "integer", "minimum": 1, "maximum": 3}
-    f = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"], "$defs": {"a": one_to_three}}
+    f = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/a"}},
+        "required": ["x"],
+        "$defs": {"a": one_to_three},
+    }
     grammar = grammar_of(Form(kind, {"f": f | {"x-guidance": {}}, "g.h": {"type": "object"}}))
     assert served_model.tokenizer is not None
     tokenizer = llguidance.LLTokenizer(served_model.tokenizer.to_json(), eos_token=[1])
@@ -187,7 +223,9 @@ def test_a_choice_may_look_like_a_grammar(grammars: Grammars) -> None:
     assert guide._compiled.mask.any()
 
 
-def test_a_grammar_is_compiled_once_and_elsewhere(served_model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_compiled_once_and_elsewhere(
+    served_model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grammars, threads = Grammars(served_model), []
     plain = Grammars._compile
 
@@ -198,7 +236,10 @@ def test_a_grammar_is_compiled_once_and_elsewhere(served_model: CausalLM, monkey
     monkeypatch.setattr(Grammars, "_compile", compile_)
 
     async def run() -> None:
-        asked = [asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", "[a-z]+")))) for _ in range(20)]
+        asked = [
+            asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", "[a-z]+"))))
+            for _ in range(20)
+        ]
         cancelled = asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", "[a-z]+"))))
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -219,7 +260,9 @@ def test_a_grammar_is_compiled_once_and_elsewhere(served_model: CausalLM, monkey
 def test_a_grammar_ends_with_its_last_client(grammars: Grammars) -> None:
     async def run() -> None:
         await grammars.guide(grammar_of(Form("regex", "[a-y]+")))  # the process has begun
-        asked = [asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", SLOW)))) for _ in range(2)]
+        asked = [
+            asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", SLOW)))) for _ in range(2)
+        ]
         while not (tried := list(grammars._tried.values())) or tried[0]._process is None:
             await asyncio.sleep(0.01)
         process = tried[0]._process

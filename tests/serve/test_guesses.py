@@ -23,7 +23,13 @@ CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4
 FEATURES: Any = {"logprobs": True, "top_logprobs": 3, "logit_bias": True, "allowed_tokens": True}
 BIAS = {"68": 12, "69": 12, "70": 12}
 PROMPT = [68, 69, 70] * 4
-FIELDS: Any = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "temperature": 0.5, "logit_bias": BIAS}
+FIELDS: Any = {
+    "prompt": PROMPT,
+    "max_tokens": 40,
+    "seed": 3,
+    "temperature": 0.5,
+    "logit_bias": BIAS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +67,25 @@ def accepted(answer: dict[str, Any]) -> int:
 
 
 def test_a_server_that_guesses_gives_the_same_tokens(http: TestClient, wanted: list[int]) -> None:
-    answers = [post(http, **FIELDS, logprobs=2, prompt_lookup_num_tokens=guesses) for guesses in (None, 0, 2)]
+    answers = [
+        post(http, **FIELDS, logprobs=2, prompt_lookup_num_tokens=guesses)
+        for guesses in (None, 0, 2)
+    ]
     assert [answer["choices"][0]["token_ids"] for answer in answers] == [wanted] * 3
     assert accepted(answers[0]) > 0 == accepted(answers[1])
     values = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]
     assert values[0] == pytest.approx(values[1], abs=1e-5)
     assert len(values[0]) == len(wanted)
     refused = http.post("/v1/completions", json=FIELDS | {"prompt_lookup_num_tokens": 5})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_lookup_num_tokens")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (
+        400,
+        "prompt_lookup_num_tokens",
+    )
 
 
-def test_a_prediction_is_cut_before_it_is_encoded(http: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_is_cut_before_it_is_encoded(
+    http: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """4 MB took 19 s and 625 MB, though only as many tokens as the context has are used."""
     encoded: list[int] = []
     real = Tokenizer.encode
@@ -82,7 +96,12 @@ def test_a_prediction_is_cut_before_it_is_encoded(http: TestClient, monkeypatch:
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     chat: Any = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
-    post(http, "chat/completions", **chat, prediction={"type": "content", "content": "ab" * 1_900_000})
+    post(
+        http,
+        "chat/completions",
+        **chat,
+        prediction={"type": "content", "content": "ab" * 1_900_000},
+    )
     assert max(encoded) == 32 * CAPACITY
 
 
@@ -92,10 +111,19 @@ def test_predicted_outputs(http: TestClient) -> None:
     plain = post(http, "chat/completions", **chat)
     text = plain["choices"][0]["message"]["content"]
     tokens = plain["choices"][0]["token_ids"]
-    for content in ("abc", [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}], "", text):
-        guessed = post(http, "chat/completions", **chat, prediction={"type": "content", "content": content})
+    for content in (
+        "abc",
+        [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}],
+        "",
+        text,
+    ):
+        guessed = post(
+            http, "chat/completions", **chat, prediction={"type": "content", "content": content}
+        )
         assert guessed["choices"][0]["token_ids"] == tokens
-    wrong = http.post("/v1/chat/completions", json=chat | {"prediction": {"type": "content", "content": 5}})
+    wrong = http.post(
+        "/v1/chat/completions", json=chat | {"prediction": {"type": "content", "content": 5}}
+    )
     assert wrong.status_code == 400
     assert "prediction" in wrong.json()["error"]["param"]
 
@@ -111,7 +139,11 @@ def test_a_package_that_checks_too_few_guesses_is_refused_at_the_start(
 ) -> None:
     more = {**CONFIG, "num_speculative_tokens": 64}
     for path, config, message in (
-        (fake().path, CONFIG, "asks for 4 guesses a step, and the package checks 0; leave it out, or compile"),
+        (
+            fake().path,
+            CONFIG,
+            "asks for 4 guesses a step, and the package checks 0; leave it out, or compile",
+        ),
         (
             package.path,
             more,
@@ -126,7 +158,14 @@ def test_a_package_that_checks_too_few_guesses_is_refused_at_the_start(
 @pytest.mark.ci
 def test_a_real_server_and_client(package: Package, wanted: list[int]) -> None:
     config = json.dumps(CONFIG)
-    arguments = "--ctx-len", str(CAPACITY), "--speculative-config", config, "--served-model-name", "tiny"
+    arguments = (
+        "--ctx-len",
+        str(CAPACITY),
+        "--speculative-config",
+        config,
+        "--served-model-name",
+        "tiny",
+    )
     arguments += ("--no-batch-invariant",)
     with ServerProcess(package.path, *arguments) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -134,7 +173,9 @@ def test_a_real_server_and_client(package: Package, wanted: list[int]) -> None:
         whole = client.completions.create(**more)
         assert whole.choices[0].token_ids == wanted  # type: ignore[attr-defined]
         streamed, last = list[int](), None
-        events = list(client.completions.create(**more, stream=True, stream_options={"include_usage": True}))
+        events = list(
+            client.completions.create(**more, stream=True, stream_options={"include_usage": True})
+        )
         for event in events:
             streamed += getattr(event.choices[0], "token_ids", []) if event.choices else []
             last = event.usage
@@ -143,7 +184,10 @@ def test_a_real_server_and_client(package: Package, wanted: list[int]) -> None:
             assert usage is not None
             assert usage.completion_tokens_details is not None
             assert (usage.completion_tokens_details.accepted_prediction_tokens or 0) > 0
-        counts = [server.metric(f"spec_decode_{name}_total") for name in ("num_drafts", "num_draft_tokens")]
+        counts = [
+            server.metric(f"spec_decode_{name}_total")
+            for name in ("num_drafts", "num_draft_tokens")
+        ]
         right = server.metric("spec_decode_num_accepted_tokens_total")
         assert 0 < right <= counts[1]
         assert 0 < counts[0] <= counts[1]

@@ -48,10 +48,21 @@ LARGE: list[tuple[str, str, int]] = [
     (COMPLETIONS, json.dumps({"prompt": "x", "guided_grammar": rules(2709)}), 400),
     (
         COMPLETIONS,
-        json.dumps({"prompt": "x", "guided_grammar": rules(2709).replace("start", "root").replace(":", " ::=")}),
+        json.dumps(
+            {
+                "prompt": "x",
+                "guided_grammar": rules(2709).replace("start", "root").replace(":", " ::="),
+            }
+        ),
         400,
     ),
-    (COMPLETIONS, json.dumps({"prompt": "x", "guided_choice": [f"choice number {n}" for n in range(100_000)]}), 400),
+    (
+        COMPLETIONS,
+        json.dumps(
+            {"prompt": "x", "guided_choice": [f"choice number {n}" for n in range(100_000)]}
+        ),
+        400,
+    ),
     (COMPLETIONS, json.dumps({"prompt": "x", "guided_regex": SLOW}), 400),
     (COMPLETIONS, f'{{"stop": {million("0")}}}', 400),
     (COMPLETIONS, f'{{"guided_choice": {million("0")}}}', 400),
@@ -64,13 +75,21 @@ LARGE: list[tuple[str, str, int]] = [
     (COMPLETIONS, json.dumps({"prompt": "and the LORD " * 300_000}), 400),
     (COMPLETIONS, '{"prompt": "' + "\\ud83d\\ude00" * 300_000 + '"}', 400),
     (COMPLETIONS, '{"seed": ' + "9" * 4_000_000 + "}", 400),
-    (COMPLETIONS, '{"temperature": 0.' + "1" * 4_000_000 + ', "prompt": "x", "max_tokens": 1}', 200),
+    (
+        COMPLETIONS,
+        '{"temperature": 0.' + "1" * 4_000_000 + ', "prompt": "x", "max_tokens": 1}',
+        200,
+    ),
     (COMPLETIONS, "[" * 4_000_000, 400),
     (COMPLETIONS, '{"a":' * 600_000, 400),
     (CHAT, f'{{"messages": {million("0")}}}', 400),
     (CHAT, f'{{"messages": {million("{}")}}}', 400),
     (CHAT, f'{{"messages": [{{"role": "user", "content": {million("{}")}}}]}}', 400),
-    (CHAT, f'{{"messages": [{{"role": "user", "content": "x"}}], "documents": {million("0")}}}', 400),
+    (
+        CHAT,
+        f'{{"messages": [{{"role": "user", "content": "x"}}], "documents": {million("0")}}}',
+        400,
+    ),
     (CHAT, f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": {million("0")}}}', 400),
     (CHAT, json.dumps({"messages": [{"role": "user", "content": "and the LORD " * 300_000}]}), 400),
     (CHAT, f'{{"messages": {million(json.dumps({"role": "user", "content": "x"}))}}}', 400),
@@ -97,35 +116,54 @@ def test_eight_large_bodies_at_once(hostile_server: ServerProcess) -> None:
     bodies = [LARGE[index] for index in range(7, len(LARGE))]
     random.Random(3).shuffle(bodies)
     with watched(hostile_server), ThreadPoolExecutor(8) as pool:
-        statuses = list(pool.map(lambda case: post(hostile_server, *case[:2], timeout=400).status_code, bodies))
+        statuses = list(
+            pool.map(lambda case: post(hostile_server, *case[:2], timeout=400).status_code, bodies)
+        )
     assert statuses == [status for _, _, status in bodies]
 
 
 def test_grammars_whose_clients_leave(hostile_server: ServerProcess) -> None:
     def leave(number: int) -> None:
         with suppress(httpx.TimeoutException):
-            post(hostile_server, COMPLETIONS, {"prompt": "x", "guided_regex": f"{SLOW}{number}"}, timeout=1.0)
+            post(
+                hostile_server,
+                COMPLETIONS,
+                {"prompt": "x", "guided_regex": f"{SLOW}{number}"},
+                timeout=1.0,
+            )
 
     with watched(hostile_server):
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(leave, range(8)))
         began = time.monotonic()
-        answer = post(hostile_server, COMPLETIONS, {"prompt": "x", "max_tokens": 4, "guided_regex": "[a-z]{4}"})
+        answer = post(
+            hostile_server,
+            COMPLETIONS,
+            {"prompt": "x", "max_tokens": 4, "guided_regex": "[a-z]{4}"},
+        )
         assert answer.status_code == 200
         assert time.monotonic() - began < 8  # a grammar may take 10 s
 
 
 def test_264_requests_with_long_stop_strings(hostile_server: ServerProcess) -> None:
     bodies = [
-        {"prompt": "x", "max_tokens": 400, "stop": ["".join(random.Random(n).choices("abcdef", k=2048))]}
+        {
+            "prompt": "x",
+            "max_tokens": 400,
+            "stop": ["".join(random.Random(n).choices("abcdef", k=2048))],
+        }
         for n in range(264)
     ]
     with watched(hostile_server), ThreadPoolExecutor(64) as pool:
-        statuses = Counter(pool.map(lambda body: post(hostile_server, COMPLETIONS, body).status_code, bodies))
+        statuses = Counter(
+            pool.map(lambda body: post(hostile_server, COMPLETIONS, body).status_code, bodies)
+        )
     assert set(statuses) <= {200, 429}
 
 
-def raw(server: ServerProcess, pieces: Sequence[bytes], pause: float = 0.0, close_writing: bool = False) -> bytes:
+def raw(
+    server: ServerProcess, pieces: Sequence[bytes], pause: float = 0.0, close_writing: bool = False
+) -> bytes:
     """What the server sends back until it closes, or for three seconds."""
     host, port = server.url.removeprefix("http://").split(":")
     got = b""
@@ -183,7 +221,9 @@ def test_raw_bytes(hostile_server: ServerProcess, pieces: list[bytes], status: b
     with watched(hostile_server):
         got = raw(hostile_server, pieces)
     # A client that sends more than the server reads may find the connection reset before it sees the answer.
-    assert got.startswith(b"HTTP/1.1 " + status) or (status in (b"429", b"431") and not got), got[:300]
+    assert got.startswith(b"HTTP/1.1 " + status) or (status in (b"429", b"431") and not got), got[
+        :300
+    ]
 
 
 def test_half_closed_and_cut_connections(hostile_server: ServerProcess) -> None:
@@ -192,7 +232,9 @@ def test_half_closed_and_cut_connections(hostile_server: ServerProcess) -> None:
         cuts = [whole[:size] for size in range(0, len(whole), 2)] + [whole] * 50
         list(pool.map(lambda piece: raw(hostile_server, [piece], close_writing=True), cuts))
         deadline = time.monotonic() + 60
-        while hostile_server.metric("num_requests_running") + hostile_server.metric("num_requests_waiting"):
+        while hostile_server.metric("num_requests_running") + hostile_server.metric(
+            "num_requests_waiting"
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
@@ -228,8 +270,13 @@ def test_1200_clients_are_counted(start_server: Callable[..., ServerProcess]) ->
         else {"prompt": "x", "unknown": number}
         for number in range(1200)
     ]
-    with start_server("--slots", "4", "--max-waiting", "32", "--api-key", "one") as server, watched(server):
-        limits = httpx.Limits(max_connections=300, max_keepalive_connections=0)  # the server closes idle ones
+    with (
+        start_server("--slots", "4", "--max-waiting", "32", "--api-key", "one") as server,
+        watched(server),
+    ):
+        limits = httpx.Limits(
+            max_connections=300, max_keepalive_connections=0
+        )  # the server closes idle ones
         with httpx.Client(timeout=300, limits=limits) as client, ThreadPoolExecutor(300) as pool:
 
             def send(number: int) -> tuple[int, str]:
@@ -244,7 +291,9 @@ def test_1200_clients_are_counted(start_server: Callable[..., ServerProcess]) ->
     counted = {
         (int(status), reason): int(float(count))
         for reason, status, count in re.findall(
-            rf'^qsample:http_requests_total{{handler="{COMPLETIONS}",reason="(\w*)",status="(\d+)"}} (\S+)$', text, re.M
+            rf'^qsample:http_requests_total{{handler="{COMPLETIONS}",reason="(\w*)",status="(\d+)"}} (\S+)$',
+            text,
+            re.M,
         )
     }
     print(counted)

@@ -46,7 +46,13 @@ def test_tokens_and_back(server: ServerProcess, served_model: CausalLM) -> None:
 def test_prompts_of_token_ids_and_echo(server: ServerProcess, served_model: CausalLM) -> None:
     assert served_model.tokenizer is not None
     ids = served_model.tokenizer.encode("In the")
-    body = {"prompt": [ids, ids], "max_tokens": 5, "seed": 1, "echo": True, "return_token_ids": True}
+    body = {
+        "prompt": [ids, ids],
+        "max_tokens": 5,
+        "seed": 1,
+        "echo": True,
+        "return_token_ids": True,
+    }
     choices = server.client.post(COMPLETIONS, json=body).json()["choices"]
     output = served_model.generate([ids], SamplingParams(max_new_tokens=5), seed=1)
     assert [choice["token_ids"] for choice in choices] == output.token_ids * 2
@@ -95,7 +101,10 @@ def test_a_token_list_in_pieces(server: ServerProcess, served_model: CausalLM) -
 def test_an_id_that_each_event_has_is_short(server: ServerProcess) -> None:
     longest = {"prompt": "x", "max_tokens": 2, "request_id": "r" * 256}
     assert server.client.post(COMPLETIONS, json=longest).json()["id"] == "cmpl-" + "r" * 256
-    for path, field in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
+    for path, field in (
+        (COMPLETIONS, {"prompt": "x"}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+    ):
         answer = server.client.post(path, json={**field, "request_id": "r" * 257})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
         assert len(answer.content) < 500
@@ -117,10 +126,14 @@ def test_bodies_of_a_million_errors_hold_up_nobody(server: ServerProcess) -> Non
         (CHAT, f'{{"messages": [{{}}], "documents": {million}, "tools": {million}}}', "tools.0"),
     ):
         began = time.monotonic()
-        answer = server.client.post(path, content=body, headers={"Content-Type": "application/json"})
+        answer = server.client.post(
+            path, content=body, headers={"Content-Type": "application/json"}
+        )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         taken.append(time.monotonic() - began)
-    assert max(taken) < 5 * taken[0], "a fifth of a second each on a quiet machine, next to one for the good ids"
+    assert max(taken) < 5 * taken[0], (
+        "a fifth of a second each on a quiet machine, next to one for the good ids"
+    )
 
 
 def test_probes(server: ServerProcess) -> None:
@@ -133,16 +146,26 @@ def test_heads_and_ids(server: ServerProcess) -> None:
     for path in ("/", "/health", "/v1/models"):
         answer = server.client.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
-    assert server.client.get("/health", headers={"X-Request-Id": "a-1"}).headers["x-request-id"] == "a-1"
+    assert (
+        server.client.get("/health", headers={"X-Request-Id": "a-1"}).headers["x-request-id"]
+        == "a-1"
+    )
     for given in ("x" * 129, "a b", "a;b", ""):
-        own = server.client.get("/v1/nothing", headers={"X-Request-Id": given}).headers["x-request-id"]
+        own = server.client.get("/v1/nothing", headers={"X-Request-Id": given}).headers[
+            "x-request-id"
+        ]
         assert own != given
         assert len(own) == 32
-    assert any(re.search(r'^\d{4}-\S+ \S+ INFO 127\S+ "GET /health" 200 0\.\d+s a-1$', line) for line in server.log)
+    assert any(
+        re.search(r'^\d{4}-\S+ \S+ INFO 127\S+ "GET /health" 200 0\.\d+s a-1$', line)
+        for line in server.log
+    )
 
 
 def test_docs_without_the_internet(local_app: Callable[..., TestClient]) -> None:
-    pytest.importorskip("fastapi_offline", reason="it brings the files of /docs: pip install fastapi-offline")
+    pytest.importorskip(
+        "fastapi_offline", reason="it brings the files of /docs: pip install fastapi-offline"
+    )
     with local_app() as client:
         page = client.get("/docs").text
         links = re.findall(r'(?:src|href)="([^"]+)"', page)
@@ -163,7 +186,9 @@ def test_a_stream_has_no_line_ends_within_an_event() -> None:
 def test_the_page_and_the_description(server: ServerProcess) -> None:
     page = server.client.get("/")
     assert "<textarea" in page.text
-    assert "unsafe" not in page.headers["content-security-policy"].replace("style-src 'unsafe-inline'", "")
+    assert "unsafe" not in page.headers["content-security-policy"].replace(
+        "style-src 'unsafe-inline'", ""
+    )
     for name in ("markdown.js", "markdown-it.esm.min.mjs"):
         script = server.client.get(f"/markdown/{name}")
         assert script.status_code == 200
@@ -180,9 +205,15 @@ def test_a_client_that_goes_frees_its_slot(server: ServerProcess) -> None:
         with pytest.raises(httpx.ReadTimeout):
             server.client.post(COMPLETIONS, json={**LONG, "n": 64, "stream": False}, timeout=leaves)
         if stream:
-            with server.client.stream("POST", COMPLETIONS, json={**LONG, "stream": True, "n": 8}) as answer:
+            with server.client.stream(
+                "POST", COMPLETIONS, json={**LONG, "stream": True, "n": 8}
+            ) as answer:
                 next(answer.iter_lines())
-        wait_until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0)
+        wait_until(
+            lambda: (
+                server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0
+            )
+        )
     assert server.metric("request_success_total") > 0
 
 
@@ -209,7 +240,10 @@ def test_what_a_client_asked_for_ends_when_it_leaves() -> None:
     app.router.route_class = JsonRoute
     app.add_api_route("/", endpoint, methods=["POST"])
     add_error_handlers(app)
-    arriving = [{"type": "http.request", "body": b"{}", "more_body": False}, {"type": "http.disconnect"}]
+    arriving = [
+        {"type": "http.request", "body": b"{}", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -229,7 +263,9 @@ def test_what_a_client_asked_for_ends_when_it_leaves() -> None:
 
 def test_a_slow_reader_holds_no_slot(server: ServerProcess) -> None:
     address = server.url.removeprefix("http://").split(":")
-    body = json.dumps({**LONG, "stream": True, "return_token_ids": True, "logprobs": 5, "n": 4}).encode()
+    body = json.dumps(
+        {**LONG, "stream": True, "return_token_ids": True, "logprobs": 5, "n": 4}
+    ).encode()
     with socket.create_connection((address[0], int(address[1]))) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(
@@ -238,7 +274,9 @@ def test_a_slow_reader_holds_no_slot(server: ServerProcess) -> None:
             + body
         )
         assert connection.recv(100)
-        wait_until(lambda: server.metric("num_requests_running") == 0)  # it has read a few bytes only
+        wait_until(
+            lambda: server.metric("num_requests_running") == 0
+        )  # it has read a few bytes only
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
         received = b""
         while b"[DONE]" not in received[-200:]:
@@ -258,20 +296,28 @@ def test_prefixes_that_turn_hostile(
     def ask(server: ServerProcess, prompt: str) -> int:
         body = {"prompt": prompt, "max_tokens": 6, "seed": 1, "return_token_ids": True}
         answer = server.client.post(COMPLETIONS, json=body, timeout=30).json()
-        wanted = served_model.generate(prompt, SamplingParams(max_new_tokens=6), seed=1).token_ids[0]
+        wanted = served_model.generate(prompt, SamplingParams(max_new_tokens=6), seed=1).token_ids[
+            0
+        ]
         assert answer["choices"][0]["token_ids"] == wanted
         return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0))
 
-    with start_server("--slots", "1", "--prefix", str(tmp_path / "rules"), "--prefix-cache-dir", str(kept)) as server:
+    with start_server(
+        "--slots", "1", "--prefix", str(tmp_path / "rules"), "--prefix-cache-dir", str(kept)
+    ) as server:
         for number, size in enumerate((200_000, 4096)):
             (tmp_path / "rules").write_bytes(b"\xff" * size)
-            ask(server, f"{number} In the beginning God created the heaven and the earth. " * 8)  # the slot forgets
+            ask(
+                server, f"{number} In the beginning God created the heaven and the earth. " * 8
+            )  # the slot forgets
             assert ask(server, f"{rules}{number}") == length
         wait_until(lambda: len(list(kept.glob("*.safetensors"))) > 0)
         name = next(kept.glob("*.safetensors")).name
         os.mkfifo(kept / f"{name[:17]}{'0' * 32}.safetensors")
         header = b'{"__metadata__":' + b"[" * 100_000
-        (kept / f"{name[:17]}{'1' * 32}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        (kept / f"{name[:17]}{'1' * 32}.safetensors").write_bytes(
+            len(header).to_bytes(8, "little") + header
+        )
         assert ask(server, rules + "2") == length
         assert server.client.get("/health").status_code == 200
 
@@ -279,19 +325,27 @@ def test_prefixes_that_turn_hostile(
 @pytest.mark.ci
 def test_forty_at_once_on_eight_places(start_server: Callable[..., ServerProcess]) -> None:
     with start_server("--slots", "4", "--max-waiting", "4") as server:
-        answers = post_all(server.url + COMPLETIONS, [{**LONG, "max_tokens": 480, "seed": seed} for seed in range(40)])
+        answers = post_all(
+            server.url + COMPLETIONS,
+            [{**LONG, "max_tokens": 480, "seed": seed} for seed in range(40)],
+        )
         assert Counter(answer.status_code for answer in answers) == {200: 8, 429: 32}
         full = next(answer for answer in answers if answer.status_code == 429)
         assert int(full.headers["Retry-After"]) >= 1
         assert full.json()["error"]["type"] == "rate_limit_error"
         labels = f'handler="{COMPLETIONS}",reason="rate_limit_exceeded",status="429"'
-        assert f"qsample:http_requests_total{{{labels}}} 32.0\n" in server.client.get("/metrics").text
+        assert (
+            f"qsample:http_requests_total{{{labels}}} 32.0\n" in server.client.get("/metrics").text
+        )
 
 
 def test_what_takes_too_long_ends_with_what_it_has(local_app: Callable[..., TestClient]) -> None:
     with local_app(request_timeout=0.05, slots=1) as client:
         answer = client.post(COMPLETIONS, json={**LONG, "max_tokens": 500}).json()
-        assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == ("length", "timeout")
+        assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == (
+            "length",
+            "timeout",
+        )
         assert answer["usage"]["completion_tokens"] < 500
 
 
@@ -301,17 +355,72 @@ def test_two_thousand_malformed_bodies(server: ServerProcess) -> None:
     generator = random.Random(7)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     good: list[tuple[str, dict[str, Any]]] = [
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "temperature": 1, "seed": 1, "stop": ["y"], "logprobs": 1}),
-        (COMPLETIONS, {"prompt": [1, 2], "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logit_bias": {"5": 1}}),
+        (
+            COMPLETIONS,
+            {
+                "prompt": "x",
+                "max_tokens": 1,
+                "temperature": 1,
+                "seed": 1,
+                "stop": ["y"],
+                "logprobs": 1,
+            },
+        ),
+        (
+            COMPLETIONS,
+            {
+                "prompt": [1, 2],
+                "max_tokens": 1,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        ),
+        (
+            CHAT,
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "max_tokens": 1,
+                "logit_bias": {"5": 1},
+            },
+        ),
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [tool]}),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "response_format": {"type": "text"}}),
+        (
+            CHAT,
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "max_tokens": 1,
+                "response_format": {"type": "text"},
+            },
+        ),
         ("/tokenize", {"prompt": "x"}),
         ("/detokenize", {"tokens": [1]}),
     ]
-    odd: list[Any] = [None, True, -1, 0, 1e308, 2**70, "", "\ud83d", "x" * 50, "\x00", {}, {"a": []}]
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        1e308,
+        2**70,
+        "",
+        "\ud83d",
+        "x" * 50,
+        "\x00",
+        {},
+        {"a": []},
+    ]
     odd += [[], [[]], [None], [2**40], [-1]]
-    keys = ["model", "n", "top_k", "min_p", "guided_json", "guided_grammar", "tool_choice", "request_id", "documents"]
+    keys = [
+        "model",
+        "n",
+        "top_k",
+        "min_p",
+        "guided_json",
+        "guided_grammar",
+        "tool_choice",
+        "request_id",
+        "documents",
+    ]
     statuses: Counter[int] = Counter()
     with httpx.Client(timeout=60) as client:
         for _ in range(2000):
@@ -323,8 +432,14 @@ def test_two_thousand_malformed_bodies(server: ServerProcess) -> None:
             text = json.dumps(body)
             if generator.random() < 0.1:
                 place = generator.randrange(len(text))
-                text = text[:place] + generator.choice(["", "}", '"', "\\", "\x01"]) + text[place + 1 :]
-            answer = client.post(server.url + path, content=text, headers={"Content-Type": "application/json"})
+                text = (
+                    text[:place]
+                    + generator.choice(["", "}", '"', "\\", "\x01"])
+                    + text[place + 1 :]
+                )
+            answer = client.post(
+                server.url + path, content=text, headers={"Content-Type": "application/json"}
+            )
             statuses[answer.status_code] += 1
             assert answer.status_code < 500, (text, answer.text)
             if answer.status_code != 200:
@@ -335,12 +450,20 @@ def test_two_thousand_malformed_bodies(server: ServerProcess) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("streams", [60, pytest.param(200, marks=pytest.mark.slow)])
-def test_many_streams_of_which_a_third_leaves(server: ServerProcess, served_model: CausalLM, streams: int) -> None:
+def test_many_streams_of_which_a_third_leaves(
+    server: ServerProcess, served_model: CausalLM, streams: int
+) -> None:
     texts: dict[int, str] = {}
     errors: list[BaseException] = []
 
     def read(seed: int) -> None:
-        body = {"prompt": "In the beginning", "max_tokens": 40, "seed": seed, "stream": True, "ignore_eos": True}
+        body = {
+            "prompt": "In the beginning",
+            "max_tokens": 40,
+            "seed": seed,
+            "stream": True,
+            "ignore_eos": True,
+        }
         try:
             while True:
                 with server.client.stream("POST", COMPLETIONS, json=body) as answer:
@@ -373,4 +496,6 @@ def test_many_streams_of_which_a_third_leaves(server: ServerProcess, served_mode
         expected = served_model.generate("In the beginning", params, seed=seed).texts
         assert expected is not None
         assert text == expected[0]
-    wait_until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0)
+    wait_until(
+        lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0
+    )

@@ -70,9 +70,10 @@ def test_errors_are_answers(
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     assert (answer.status, answer.body()) == (status, body)
     assert answer.headers == ({"Retry-After": "1"} if status == 429 else {})
-    assert [(entry.levelname, entry.exc_info is not None and entry.exc_info[1]) for entry in caplog.records] == (
-        [("ERROR", error)] if status == 500 else []
-    )
+    assert [
+        (entry.levelname, entry.exc_info is not None and entry.exc_info[1])
+        for entry in caplog.records
+    ] == ([("ERROR", error)] if status == 500 else [])
 
 
 def test_bytes() -> None:
@@ -81,7 +82,11 @@ def test_bytes() -> None:
         with pytest.raises(ValueError, match="JSON"):
             json_bytes(value)
     plain, other = json_response({}), json_response([], 201, {"a": "b"})
-    assert (plain.status_code, plain.body, plain.headers["content-type"]) == (200, b"{}", "application/json")
+    assert (plain.status_code, plain.body, plain.headers["content-type"]) == (
+        200,
+        b"{}",
+        "application/json",
+    )
     assert (other.status_code, other.body, other.headers["a"]) == (201, b"[]", "b")
 
 
@@ -141,7 +146,9 @@ def test_bodies_that_are_right(client: TestClient, monkeypatch: pytest.MonkeyPat
         answer = client.post("/c", json={"user": "x" * size})
         assert answer.json() == {"thread": "x" * size, "collects": True}
     missing, method, odd = client.get("/none"), client.get("/c"), client.get("/g")
-    assert missing.json()["error"]["message"] == "/none does not exist here; /docs lists the endpoints"
+    assert (
+        missing.json()["error"]["message"] == "/none does not exist here; /docs lists the endpoints"
+    )
     assert method.json()["error"]["message"] == "/c does not take GET; /docs lists the methods"
     assert method.headers["allow"] == "POST"
     assert [answer.status_code for answer in (missing, method, odd)] == [404, 405, 500]
@@ -165,9 +172,17 @@ async def fine(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
 
 
-def scope_of(path: str = "/v1/models", method: str = "GET", kind: str = "http", **headers: str) -> dict[str, Any]:
+def scope_of(
+    path: str = "/v1/models", method: str = "GET", kind: str = "http", **headers: str
+) -> dict[str, Any]:
     listed = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return {"type": kind, "method": method, "path": path, "headers": listed, "client": ("10.0.0.1", 5)}
+    return {
+        "type": kind,
+        "method": method,
+        "path": path,
+        "headers": listed,
+        "client": ("10.0.0.1", 5),
+    }
 
 
 @pytest.mark.parametrize(
@@ -193,8 +208,14 @@ def scope_of(path: str = "/v1/models", method: str = "GET", kind: str = "http", 
         *((scope_of(path), 401) for path in ("/docsx", "/markdown")),
         (scope_of("/health/x"), 401),
         # Behind a prefix.
-        *((scope_of(path) | {"root_path": "/llm"}, 200) for path in ("/llm/health", "/llm", "/llm/")),
-        *((scope_of(path) | {"root_path": "/llm"}, 401) for path in ("/llm/v1/models", "/llmhealth")),
+        *(
+            (scope_of(path) | {"root_path": "/llm"}, 200)
+            for path in ("/llm/health", "/llm", "/llm/")
+        ),
+        *(
+            (scope_of(path) | {"root_path": "/llm"}, 401)
+            for path in ("/llm/v1/models", "/llmhealth")
+        ),
         (scope_of("/llm/health"), 401),
     ],
 )
@@ -221,7 +242,8 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "own"), [("a" * 128, False), ("a" * 129, True), ("Az0._:/+=-", False), ("a b", True), ("", True)]
+    ("given", "own"),
+    [("a" * 128, False), ("a" * 129, True), ("Az0._:/+=-", False), ("a b", True), ("", True)],
 )
 def test_ids_counts_and_lines(given: str, own: bool, caplog: pytest.LogCaptureFixture) -> None:
     counted: list[Any] = []
@@ -262,7 +284,9 @@ def test_exchanges_that_fail(caplog: pytest.LogCaptureFixture) -> None:
         counted: list[Any] = []
         sent = Sent()
         log = logging.getLogger("tests.exchanges")
-        exchanges = Exchanges(app, frozenset({"/known", "/"}), lambda *told, to=counted: to.append(told), log)
+        exchanges = Exchanges(
+            app, frozenset({"/known", "/"}), lambda *told, to=counted: to.append(told), log
+        )
         with caplog.at_level(logging.INFO, "tests.exchanges"):
             running = exchanges(scope_of(path) | {"client": None}, None, sent)  # type: ignore[arg-type]
             if app in (fails, fails_late):
@@ -278,8 +302,12 @@ def test_exchanges_that_fail(caplog: pytest.LogCaptureFixture) -> None:
     number = len(caplog.records)
     for quiet in (None, logging.getLogger("tests.quiet")):
         logging.getLogger("tests.quiet").setLevel(logging.WARNING)
-        asyncio.run(Exchanges(fine, frozenset(), lambda *told: None, quiet)(scope_of(), None, Sent()))  # type: ignore[arg-type]
-    asyncio.run(Exchanges(fine, frozenset(), failed, None)(scope_of(kind="lifespan"), None, sent := Sent()))  # type: ignore[arg-type]
+        asyncio.run(
+            Exchanges(fine, frozenset(), lambda *told: None, quiet)(scope_of(), None, Sent())
+        )  # type: ignore[arg-type]
+    asyncio.run(
+        Exchanges(fine, frozenset(), failed, None)(scope_of(kind="lifespan"), None, sent := Sent())
+    )  # type: ignore[arg-type]
     assert (len(caplog.records), sent.headers) == (number, {})
 
 
@@ -302,9 +330,16 @@ def test_sizes_of_bodies() -> None:
     def answer(sizes: list[int], length: str | None = None, kind: str = "http") -> int | str:
         async def receive() -> Any:
             size = sizes.pop(0)
-            return {"type": "http.request", "body": b"x" * size, "more_body": bool(sizes)} if size else {"type": "x"}
+            return (
+                {"type": "http.request", "body": b"x" * size, "more_body": bool(sizes)}
+                if size
+                else {"type": "x"}
+            )
 
-        sent, scope = Sent(), scope_of(kind=kind, **({} if length is None else {"content_length": length}))
+        sent, scope = (
+            Sent(),
+            scope_of(kind=kind, **({} if length is None else {"content_length": length})),
+        )
         try:
             asyncio.run(limit(scope, receive, sent))
         except ApiError as error:

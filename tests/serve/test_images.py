@@ -44,7 +44,10 @@ def user(*parts: Any) -> dict[str, Any]:
 
 def test_addresses_leave_the_messages() -> None:
     text = {"type": "text", "text": "and"}
-    messages = [{"role": "system", "content": "x"}, user(url_part("a"), text, url_part("b", detail="low"))]
+    messages = [
+        {"role": "system", "content": "x"},
+        user(url_part("a"), text, url_part("b", detail="low")),
+    ]
     taken, addresses = take_addresses(messages, 2)
     bare = {"type": "image"}
     assert taken == [messages[0], user(bare, text, bare)]
@@ -115,7 +118,11 @@ def test_files_below_the_folder_only(tmp_path: Path) -> None:
     assert read(f"file://{folder}/in/a%20b.png", **options) == PNG
     for path in ("link.png", "up/secret.png", "large.png", "pipe.png", "none.png", "in"):
         refused("below the allowed folder", f"file://{folder}/{path}", **options)
-    for address in (f"file://{folder}/%2e%2e/secret.png", f"file://{folder}/in/../in/a", f"file://other{folder}/in/a"):
+    for address in (
+        f"file://{folder}/%2e%2e/secret.png",
+        f"file://{folder}/in/../in/a",
+        f"file://other{folder}/in/a",
+    ):
         refused("another host, or ..", address, **options)
     refused("below the allowed folder", f"file://{tmp_path}/secret.png", **options)
     refused("--allowed-local-media-path", f"file://{folder}/in/a%20b.png")
@@ -135,7 +142,9 @@ def test_addresses_that_are_not_allowed(address: str) -> None:
         raise AssertionError("a name was looked up")
 
     async def both() -> None:  # the first is not fetched either
-        await MediaReader(MOST, ("example.org",), resolve=resolve).read(["https://example.org/a.png", address])
+        await MediaReader(MOST, ("example.org",), resolve=resolve).read(
+            ["https://example.org/a.png", address]
+        )
 
     with pytest.raises(ApiError, match="an image's address is"):
         asyncio.run(both())
@@ -186,7 +195,9 @@ ANSWERS = {
 }  # fmt: skip
 
 
-def on_the_internet(certificate: Path, work: Callable[..., Coroutine[Any, Any, Any]], **options: Any) -> list[str]:
+def on_the_internet(
+    certificate: Path, work: Callable[..., Coroutine[Any, Any, Any]], **options: Any
+) -> list[str]:
     """Run `work(reader)`; the hosts and addresses that were asked for, in order."""
     asked: list[str] = []
 
@@ -299,7 +310,9 @@ def bomb(width: int, height: int) -> bytes:
     """A PNG of that size of nothing, in a few bytes."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = zlib.compress(bytes(1000))
@@ -318,17 +331,24 @@ def model(smolvlm_package: Path) -> CausalLM:
 def expected(model: CausalLM, *parts: Any) -> tuple[str, int]:
     """The text of `generate` for a user's message of images (bytes) and texts, and the tokens of the prompt."""
     content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part}
+        for part in parts
     ]
     done = model.generate(
-        [{"role": "user", "content": content}], SamplingParams(temperature=0.7, max_new_tokens=8), seed=3
+        [{"role": "user", "content": content}],
+        SamplingParams(temperature=0.7, max_new_tokens=8),
+        seed=3,
     )
     assert done.texts is not None
     return done.texts[0], done.prompt_lengths[0]
 
 
 @pytest.mark.ci
-def test_the_clients_of_three_apis_send_images(smolvlm_package: Path, model: CausalLM, tmp_path: Path) -> None:
+def test_the_clients_of_three_apis_send_images(
+    smolvlm_package: Path, model: CausalLM, tmp_path: Path
+) -> None:
     import anthropic
     import openai
 
@@ -343,7 +363,9 @@ def test_the_clients_of_three_apis_send_images(smolvlm_package: Path, model: Cau
         for stream in (False, True):
             chat: Any = {"model": "tiny", "messages": [user(one, hello, two)], **SETTINGS}
             if stream:
-                events = ours.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True})
+                events = ours.chat.completions.create(
+                    **chat, stream=True, stream_options={"include_usage": True}
+                )
                 heard = list(events)
                 assert "".join(event.choices[0].delta.content or "" for event in heard[:-1]) == text
                 usage = heard[-1].usage
@@ -355,7 +377,9 @@ def test_the_clients_of_three_apis_send_images(smolvlm_package: Path, model: Cau
         # Another image of the same size is not taken for the first, nor its prompt for that one.
         assert expected(model, png(30, 20, 9), "hello", TWO)[0] != text
         other = url_part(data_url(png(30, 20, 9)))
-        answer = ours.chat.completions.create(model="tiny", messages=[user(other, hello, two)], **SETTINGS)  # type: ignore[call-overload]
+        answer = ours.chat.completions.create(
+            model="tiny", messages=[user(other, hello, two)], **SETTINGS
+        )  # type: ignore[call-overload]
         assert answer.choices[0].message.content == expected(model, png(30, 20, 9), "hello", TWO)[0]
         assert usage.prompt_tokens_details is None or usage.prompt_tokens_details.cached_tokens > 0
 
@@ -367,9 +391,18 @@ def test_the_clients_of_three_apis_send_images(smolvlm_package: Path, model: Cau
         assert (response.output_text, response.usage.input_tokens) == (alone, tokens)  # type: ignore[union-attr]
 
         theirs = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE).decode()}
-        asked: Any = {"model": "tiny", "messages": [user({"type": "image", "source": source}, hello)]}
-        message = theirs.messages.create(**asked, max_tokens=8, extra_body={"temperature": 0.7, "seed": 3})
+        source = {
+            "type": "base64",
+            "media_type": "image/png",
+            "data": base64.b64encode(ONE).decode(),
+        }
+        asked: Any = {
+            "model": "tiny",
+            "messages": [user({"type": "image", "source": source}, hello)],
+        }
+        message = theirs.messages.create(
+            **asked, max_tokens=8, extra_body={"temperature": 0.7, "seed": 3}
+        )
         assert [block.text for block in message.content] == [alone]  # type: ignore[union-attr]
         assert theirs.messages.count_tokens(**asked).input_tokens == tokens
 
@@ -417,10 +450,14 @@ HELLO = {"type": "text", "text": "hello"}
     ],
     ids=range(17),
 )  # fmt: skip
-def test_requests_that_are_refused(image_app: TestClient, parts: list[Any], message: str, more: dict[str, Any]) -> None:
+def test_requests_that_are_refused(
+    image_app: TestClient, parts: list[Any], message: str, more: dict[str, Any]
+) -> None:
     """Quickly, and without a run of vision.onnx."""
     began = time.monotonic()
-    answer = image_app.post("/v1/chat/completions", json={"messages": [user(*parts)], **SETTINGS, **more})
+    answer = image_app.post(
+        "/v1/chat/completions", json={"messages": [user(*parts)], **SETTINGS, **more}
+    )
     assert answer.status_code == 400, answer.text[:300]
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(answer.json()["error"]["message"])
@@ -430,7 +467,9 @@ def test_requests_that_are_refused(image_app: TestClient, parts: list[Any], mess
 
 
 @pytest.mark.ci
-def test_vision_runs_once_and_beside_the_event_loop(smolvlm_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vision_runs_once_and_beside_the_event_loop(
+    smolvlm_package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also without a cache, and for several answers."""
     threads: list[str] = []
     run = VisionEncoder._run
@@ -440,10 +479,14 @@ def test_vision_runs_once_and_beside_the_event_loop(smolvlm_package: Path, monke
         return run(self, image)
 
     monkeypatch.setattr(VisionEncoder, "_run", spy)
-    settings = ServeSettings(models={"tiny": str(smolvlm_package)}, ctx_len=256, threads=1, slots=1, image_cache_mib=0)
+    settings = ServeSettings(
+        models={"tiny": str(smolvlm_package)}, ctx_len=256, threads=1, slots=1, image_cache_mib=0
+    )
     with TestClient(make_app(settings)) as client:
         messages = [user(url_part(data_url(ONE)), url_part(data_url(TWO)), HELLO)]
-        answer = client.post("/v1/chat/completions", json={"messages": messages, "n": 3, **SETTINGS})
+        answer = client.post(
+            "/v1/chat/completions", json={"messages": messages, "n": 3, **SETTINGS}
+        )
         assert answer.status_code == 200, answer.text
         assert (
             client.post("/tokenize", json={"messages": messages}).json()["count"]
@@ -457,7 +500,9 @@ def test_bodies_are_as_large_as_their_images(image_app: TestClient) -> None:
     """32 MiB of base64, and no more JSON than in a server of text."""
 
     def post(body: str) -> tuple[int, str]:
-        answer = image_app.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+        answer = image_app.post(
+            "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+        )
         return answer.status_code, answer.json()["error"]["message"]
 
     large = json.dumps({"messages": [user(url_part("data:image/png;base64," + "A" * (30 << 20)))]})

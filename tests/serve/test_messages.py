@@ -15,7 +15,12 @@ from starlette.testclient import TestClient
 from qsample.runtime import SamplingParams
 from qsample.runtime.request import Usage
 from qsample.serve.chats import ChatCompletionRequest
-from qsample.serve.messages import CountTokensRequest, MessageAnswers, MessageChoice, MessagesRequest
+from qsample.serve.messages import (
+    CountTokensRequest,
+    MessageAnswers,
+    MessageChoice,
+    MessagesRequest,
+)
 from qsample.text.chat import ChatOptions
 from tests.helpers.answers import Scripted, delta, ended, served
 from tests.helpers.servers import ServerProcess
@@ -35,7 +40,9 @@ FUNCTION = {"name": "get_weather", "description": "of a place", "parameters": SC
 
 @pytest.fixture
 def client(server: ServerProcess) -> Any:
-    anthropic = pytest.importorskip("anthropic", reason="pip install anthropic; it is the client of /v1/messages")
+    anthropic = pytest.importorskip(
+        "anthropic", reason="pip install anthropic; it is the client of /v1/messages"
+    )
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
@@ -45,14 +52,24 @@ def request(messages: Any = SAID, **fields: Any) -> MessagesRequest:
 
 def test_a_message_is_the_chat_completion(client: Any, server: ServerProcess) -> None:
     options: Any = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 4}
-    body = {"messages": [{"role": "system", "content": "Be brief"}, *SAID], "max_tokens": 12, **options}
+    body = {
+        "messages": [{"role": "system", "content": "Be brief"}, *SAID],
+        "max_tokens": 12,
+        **options,
+    }
     chat = server.client.post(CHAT, json=body).json()
     blocks = [{"type": "text", "text": PROMPT}]
     for said, system in (
         (SAID, "Be brief"),
         ([{"role": "user", "content": blocks}], [{"type": "text", "text": "Be brief"}]),
     ):
-        given = {"model": "tiny", "messages": said, "system": system, "max_tokens": 12, "extra_body": options}
+        given = {
+            "model": "tiny",
+            "messages": said,
+            "system": system,
+            "max_tokens": 12,
+            "extra_body": options,
+        }
         answer = client.messages.create(**given)
         with client.messages.stream(**given) as stream:
             events = [event.type for event in stream]
@@ -64,9 +81,15 @@ def test_a_message_is_the_chat_completion(client: Any, server: ServerProcess) ->
         for message in (answer, stream.get_final_message()):
             (block,) = message.content
             assert (block.type, block.text) == ("text", chat["choices"][0]["message"]["content"])
-            assert (message.role, message.model, message.stop_reason) == ("assistant", "tiny", "max_tokens")
+            assert (message.role, message.model, message.stop_reason) == (
+                "assistant",
+                "tiny",
+                "max_tokens",
+            )
             usage = message.usage
-            assert usage.input_tokens + usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
+            assert (
+                usage.input_tokens + usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
+            )
             assert usage.output_tokens == 12
 
 
@@ -84,13 +107,20 @@ def test_stop_sequences_and_a_beginning(client: Any, server: ServerProcess) -> N
     begun = [*SAID, {"role": "assistant", "content": "Thus"}]
     body = {"messages": begun, "max_tokens": 8, "seed": 4, "continue_final_message": True}
     chat = server.client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
-    answer = client.messages.create(model="tiny", messages=begun, max_tokens=8, extra_body={"seed": 4})
+    answer = client.messages.create(
+        model="tiny", messages=begun, max_tokens=8, extra_body={"seed": 4}
+    )
     assert answer.content[0].text == chat
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
 def test_tools(client: Any, choice: Any) -> None:
-    options: Any = {"model": "tiny", "tools": [WEATHER], "max_tokens": 200, "extra_body": {"seed": 2}}
+    options: Any = {
+        "model": "tiny",
+        "tools": [WEATHER],
+        "max_tokens": 200,
+        "extra_body": {"seed": 2},
+    }
     choice = {**choice, "disable_parallel_tool_use": True}
     whole = client.messages.create(messages=SAID, tool_choice=choice, **options)
     with client.messages.stream(messages=SAID, tool_choice=choice, **options) as stream:
@@ -98,12 +128,20 @@ def test_tools(client: Any, choice: Any) -> None:
     assert len(parts) > 3, "as they are written"
     for message in (whole, stream.get_final_message()):
         (block,) = message.content
-        assert (block.type, block.name, message.stop_reason) == ("tool_use", "get_weather", "tool_use")
+        assert (block.type, block.name, message.stop_reason) == (
+            "tool_use",
+            "get_weather",
+            "tool_use",
+        )
         assert block.input == whole.content[0].input == json.loads("".join(parts))
         assert 3 <= len(block.input["city"]) <= 8
     # What came back is sent again, with the result.
     result = {"type": "tool_result", "tool_use_id": whole.content[0].id, "content": "12 degrees"}
-    sent = [*SAID, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    sent = [
+        *SAID,
+        {"role": "assistant", "content": whole.content},
+        {"role": "user", "content": [result]},
+    ]
     assert client.messages.create(messages=sent, **{**options, "max_tokens": 4}).content
     cut = client.messages.create(messages=SAID, tool_choice=choice, **{**options, "max_tokens": 8})
     assert cut.stop_reason == "max_tokens"
@@ -116,7 +154,9 @@ def test_tokens_are_counted_and_forms_followed(client: Any, server: ServerProces
         "tools": [{"type": "function", "function": FUNCTION}],
     }
     count = server.client.post("/tokenize", json=chat).json()["count"]
-    counted = client.messages.count_tokens(model="tiny", messages=SAID, system="Be brief", tools=[WEATHER])
+    counted = client.messages.count_tokens(
+        model="tiny", messages=SAID, system="Be brief", tools=[WEATHER]
+    )
     assert counted.input_tokens == count
     form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
     answer = client.messages.create(
@@ -137,13 +177,23 @@ def test_errors_are_the_clients_own(client: Any) -> None:
             "the model 'tiny' reads text only",
         ),
         ({"tools": [search]}, "BadRequestError", "this server runs no tools itself"),
-        ({"messages": [{"role": "user", "content": "and " * 5000}]}, "BadRequestError", "this model's context"),
-        ({"extra_body": {"stop": ["x"]}}, "BadRequestError", "stop is not done here; give stop_sequences"),
+        (
+            {"messages": [{"role": "user", "content": "and " * 5000}]},
+            "BadRequestError",
+            "this model's context",
+        ),
+        (
+            {"extra_body": {"stop": ["x"]}},
+            "BadRequestError",
+            "stop is not done here; give stop_sequences",
+        ),
         ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
     ):
         with pytest.raises(getattr(anthropic, kind)) as refused:
             client.messages.create(**{"model": "tiny", "max_tokens": 4, "messages": SAID, **fields})
-        assert refused.value.type == ("not_found_error" if kind == "NotFoundError" else "invalid_request_error")
+        assert refused.value.type == (
+            "not_found_error" if kind == "NotFoundError" else "invalid_request_error"
+        )
         assert text in refused.value.api_message
 
 
@@ -153,14 +203,20 @@ def test_keys(start_server: Callable[..., ServerProcess]) -> None:
     with start_server("--api-key", "secret") as guarded:
         options: Any = {"base_url": guarded.url, "max_retries": 0}
         for given in ({"api_key": "secret"}, {"auth_token": "secret"}):
-            answer = anthropic.Anthropic(**options, **given).messages.create(model="tiny", max_tokens=4, messages=SAID)
+            answer = anthropic.Anthropic(**options, **given).messages.create(
+                model="tiny", max_tokens=4, messages=SAID
+            )
             assert answer.usage.output_tokens == 4
         with pytest.raises(anthropic.AuthenticationError) as refused:
-            anthropic.Anthropic(**options, api_key="wrong").messages.create(model="tiny", max_tokens=4, messages=SAID)
+            anthropic.Anthropic(**options, api_key="wrong").messages.create(
+                model="tiny", max_tokens=4, messages=SAID
+            )
         assert refused.value.type == "authentication_error"
 
 
-def test_errors_have_anthropics_form(local_app: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_have_anthropics_form(
+    local_app: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with local_app(api_keys=("secret",), max_body_bytes=400) as client:
         body = {"messages": SAID, "max_tokens": 3}
 
@@ -168,7 +224,11 @@ def test_errors_have_anthropics_form(local_app: Callable[..., TestClient], monke
             answer = client.post(path, json=body, headers=headers)
             assert answer.json().keys() == {"type", "error"}
             assert answer.json()["error"].keys() == {"type", "message"}
-            return answer.status_code, answer.json()["error"]["type"], answer.json()["type"] == "error"
+            return (
+                answer.status_code,
+                answer.json()["error"]["type"],
+                answer.json()["type"] == "error",
+            )
 
         key = {"x-api-key": "secret"}
         assert error(MESSAGES, body) == (401, "authentication_error", True)
@@ -180,13 +240,19 @@ def test_errors_have_anthropics_form(local_app: Callable[..., TestClient], monke
         )
         assert error(MESSAGES, {"user": "x" * 400}, **key) == (413, "request_too_large", True)
         assert error(MESSAGES + "/batches", body, **key) == (404, "not_found_error", True)
-        assert client.post(COUNT, json={"messages": SAID}, headers=key).json().keys() == {"input_tokens"}
+        assert client.post(COUNT, json={"messages": SAID}, headers=key).json().keys() == {
+            "input_tokens"
+        }
         assert client.post(CHAT, json=body).json()["error"]["code"] == "invalid_api_key"
         monkeypatch.setattr(MessageChoice, "piece", lambda *given: 1 / 0)
         assert error(MESSAGES, body, **key) == (500, "api_error", True)
         text = client.post(MESSAGES, json={**body, "stream": True}, headers=key).text
         named = [part.split("\n") for part in text.strip().split("\n\n")]
-        assert [name for name, _ in named] == ["event: message_start", "event: ping", "event: error"]
+        assert [name for name, _ in named] == [
+            "event: message_start",
+            "event: ping",
+            "event: error",
+        ]
         assert json.loads(named[-1][1].removeprefix("data: "))["error"]["type"] == "api_error"
 
 
@@ -194,7 +260,13 @@ def test_blocks_become_messages() -> None:
     def chat(messages: Any, **fields: Any) -> ChatCompletionRequest:
         return request(messages, **fields).chat
 
-    use = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": [1]}, "cache_control": {"type": "ephemeral"}}
+    use = {
+        "type": "tool_use",
+        "id": "a",
+        "name": "f",
+        "input": {"x": [1]},
+        "cache_control": {"type": "ephemeral"},
+    }
     said = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": [
@@ -210,7 +282,9 @@ def test_blocks_become_messages() -> None:
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "2"}]},
     ]  # fmt: skip
     calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": [1]}}}]
-    assert chat(said, system=[{"type": "text", "text": "S"}, {"type": "text", "text": "T"}]).messages == [
+    assert chat(
+        said, system=[{"type": "text", "text": "S"}, {"type": "text", "text": "T"}]
+    ).messages == [
         {"role": "system", "content": "S\nT"},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "I look", "tool_calls": calls, "reasoning_content": "hm"},
@@ -220,7 +294,11 @@ def test_blocks_become_messages() -> None:
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "2"},
     ]
-    assert [chat(said[:count]).continue_final_message for count in (1, 2, 4)] == [False, False, False]
+    assert [chat(said[:count]).continue_final_message for count in (1, 2, 4)] == [
+        False,
+        False,
+        False,
+    ]
     assert chat([*SAID, {"role": "assistant", "content": "Yes"}]).continue_final_message
     for wrong, text in (
         ([], "give a list of messages"), ([{"content": "x"}], "message 0 has no role"),
@@ -244,7 +322,8 @@ def test_a_request_is_a_chat() -> None:
     ):  # fmt: skip
         assert request(tools=[WEATHER], tool_choice=choice).chat.tool_choice == wanted
     named = request(
-        tools=[WEATHER], tool_choice={"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
+        tools=[WEATHER],
+        tool_choice={"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True},
     )
     assert (named.chat.demanded_function, named.chat.parallel_tool_calls) == ("get_weather", False)
     tools = [{"type": "function", "function": FUNCTION}]
@@ -255,7 +334,13 @@ def test_a_request_is_a_chat() -> None:
         "chat_template_kwargs": {"a": 1}, "cache_control": {"type": "ephemeral"},
     }  # fmt: skip
     chat = request(**given).chat
-    assert (chat.temperature, chat.top_k, chat.stop, chat.seed, chat.include_reasoning) == (0.5, 3, ["x"], 4, False)
+    assert (chat.temperature, chat.top_k, chat.stop, chat.seed, chat.include_reasoning) == (
+        0.5,
+        3,
+        ["x"],
+        4,
+        False,
+    )
     assert chat.template_options() == ChatOptions(
         chat_template_kwargs={"a": 1, "enable_thinking": False, "reasoning_effort": "low"}
     )
@@ -264,7 +349,11 @@ def test_a_request_is_a_chat() -> None:
         {"type": "adaptive"},
         {"type": "adaptive", "display": "omitted"},
     ]
-    assert [request(thinking=thinking).chat.include_reasoning for thinking in shown] == [True, True, False]
+    assert [request(thinking=thinking).chat.include_reasoning for thinking in shown] == [
+        True,
+        True,
+        False,
+    ]
     for wrong, text in (
         ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [WEATHER]}, "is not among tools"),
         ({"tool_choice": {"type": "any"}}, "the request has no tools"),
@@ -276,7 +365,9 @@ def test_a_request_is_a_chat() -> None:
             request(**wrong)
 
 
-def played(text: str, size: int, reason: str = "stop", stop: str | None = None, **fields: Any) -> tuple[Any, list[Any]]:
+def played(
+    text: str, size: int, reason: str = "stop", stop: str | None = None, **fields: Any
+) -> tuple[Any, list[Any]]:
     """A whole message and the events of a stream, of an answer in pieces."""
 
     async def run(stream: bool) -> Any:
@@ -284,7 +375,9 @@ def played(text: str, size: int, reason: str = "stop", stop: str | None = None, 
         pieces = [delta(2, text=text[start : start + size]) for start in range(0, len(text), size)]
         body = request(request_id="r", stream=stream, **fields)
         metrics: Any = SimpleNamespace(follow=lambda *given: None)
-        answers = MessageAnswers(served(Scripted(*pieces, output=output), reasoning="qwen3"), body, metrics, [5] * 10)
+        answers = MessageAnswers(
+            served(Scripted(*pieces, output=output), reasoning="qwen3"), body, metrics, [5] * 10
+        )
         await answers.start([[5] * 10], SamplingParams(), None, None)
         if not stream:
             return await answers.whole()
@@ -313,7 +406,11 @@ def test_thoughts_text_and_calls_are_blocks(size: int) -> None:
         },
     }  # fmt: skip
     start, ping, *between, ending, stop = events
-    assert (start["type"], start["message"]["content"], start["message"]["stop_reason"]) == ("message_start", [], None)
+    assert (start["type"], start["message"]["content"], start["message"]["stop_reason"]) == (
+        "message_start",
+        [],
+        None,
+    )
     assert start["message"]["usage"]["input_tokens"] == 10
     assert (ping, stop) == ({"type": "ping"}, {"type": "message_stop"})
     assert ending == {
@@ -328,7 +425,11 @@ def test_thoughts_text_and_calls_are_blocks(size: int) -> None:
             kind = event["delta"].pop("type")
             ((field, part),) = event["delta"].items()
             blocks[event["index"]][1] += part
-            names = {"thinking": "thinking_delta", "text": "text_delta", "partial_json": "input_json_delta"}
+            names = {
+                "thinking": "thinking_delta",
+                "text": "text_delta",
+                "partial_json": "input_json_delta",
+            }
             assert (event["index"], kind) == (len(blocks) - 1, names[field])
     stops = [event["index"] for event in between if event["type"] == "content_block_stop"]
     assert stops == [0, 1, 2, 3]
@@ -346,7 +447,9 @@ def test_thoughts_text_and_calls_are_blocks(size: int) -> None:
         ("time", None, 9, ("max_tokens", None)),
     ],
 )  # fmt: skip
-def test_why_an_answer_ends(reason: str, stop: str | None, limit: int, told: tuple[str, str | None]) -> None:
+def test_why_an_answer_ends(
+    reason: str, stop: str | None, limit: int, told: tuple[str, str | None]
+) -> None:
     message, (*_, ending, _) = played("Yes", 2, reason, stop, max_tokens=limit)
     assert message["content"] == [{"type": "text", "text": "Yes"}]
     for document in (message, ending["delta"]):
@@ -357,16 +460,28 @@ def test_what_is_cut_off_or_empty() -> None:
     call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "n": [1, 2'
     for behind, given in (("", {"city": "Paris", "n": [1, 2]}), (" , NaN]}", {})):
         message, _ = played(call + behind, 3, "length", tools=[WEATHER], max_tokens=5)
-        assert [(block["input"], message["stop_reason"]) for block in message["content"]] == [(given, "max_tokens")]
+        assert [(block["input"], message["stop_reason"]) for block in message["content"]] == [
+            (given, "max_tokens")
+        ]
     message, events = played("", 1)
     assert (message["content"], message["stop_reason"], len(events)) == ([], "end_turn", 4)
-    hidden, _ = played("<think>hm</think>Yes", 3, thinking={"type": "adaptive", "display": "omitted"})
+    hidden, _ = played(
+        "<think>hm</think>Yes", 3, thinking={"type": "adaptive", "display": "omitted"}
+    )
     assert hidden["content"] == [{"type": "text", "text": "Yes"}]
 
 
 def test_every_field_of_anthropics_is_known() -> None:
-    params: Any = pytest.importorskip("anthropic.types.message_create_params", reason="pip install anthropic")
-    fields = {*params.MessageCreateParamsBase.__annotations__, "stream", "temperature", "top_k", "top_p"}
+    params: Any = pytest.importorskip(
+        "anthropic.types.message_create_params", reason="pip install anthropic"
+    )
+    fields = {
+        *params.MessageCreateParamsBase.__annotations__,
+        "stream",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
     assert len(fields) > 15
     assert fields - MessagesRequest.model_fields.keys() - MessagesRequest.refusals.keys() == set()
     CountTokensRequest.model_validate({**dict.fromkeys(fields), "messages": SAID})

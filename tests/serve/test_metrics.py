@@ -20,7 +20,9 @@ class Ended:
 
     def __init__(self, timing: RequestTiming, tokens: list[int]) -> None:
         self.completion_tokens = len(tokens)
-        self._output = RequestOutput(tokens, "", "cancelled", None, 0, Usage(100, len(tokens), 60, DRAFTS), timing, {})
+        self._output = RequestOutput(
+            tokens, "", "cancelled", None, 0, Usage(100, len(tokens), 60, DRAFTS), timing, {}
+        )
 
     def result(self, timeout: float) -> RequestOutput:
         return self._output
@@ -37,13 +39,21 @@ class Ended:
         (RequestTiming(0.1, None, 1.0), [], False),  # while its prompt was read
     ],
 )
-def test_prompts_that_were_not_read_do_not_count(timing: RequestTiming, tokens: list[int], read: bool) -> None:
+def test_prompts_that_were_not_read_do_not_count(
+    timing: RequestTiming, tokens: list[int], read: bool
+) -> None:
     metrics = Metrics(lambda: ())
     metrics.follow("tiny", Ended(timing, tokens))  # type: ignore[arg-type]
     text = metrics.text().decode()
-    for name, value in (("prompt_tokens", 100), ("prefix_cache_queries", 100), ("prefix_cache_hits", 60)):
+    for name, value in (
+        ("prompt_tokens", 100),
+        ("prefix_cache_queries", 100),
+        ("prefix_cache_hits", 60),
+    ):
         assert (f'qsample:{name}_total{{model_name="tiny"}} {value:.1f}\n' in text) == read
     assert f'qsample:generation_tokens_total{{model_name="tiny"}} {len(tokens):.1f}\n' in text
     for name, value in (("num_drafts", 4), ("num_draft_tokens", 20), ("num_accepted_tokens", 15)):
         assert f'qsample:spec_decode_{name}_total{{model_name="tiny"}} {value:.1f}\n' in text
-    assert 'qsample:request_success_total{finished_reason="cancelled",model_name="tiny"} 1.0\n' in text
+    assert (
+        'qsample:request_success_total{finished_reason="cancelled",model_name="tiny"} 1.0\n' in text
+    )

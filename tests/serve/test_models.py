@@ -44,15 +44,23 @@ def served(package: Path, **settings: Any) -> Iterator[ServedModel]:
 
 @pytest.mark.parametrize(
     ("template", "prompt"),
-    [(None, "own hello"), ("short", "short hello"), ("given {{ messages[0].content }}", "given hello")],
+    [
+        (None, "own hello"),
+        ("short", "short hello"),
+        ("given {{ messages[0].content }}", "given hello"),
+    ],
 )
-def test_a_chat_template_by_name_or_as_text(package: Path, template: str | None, prompt: str) -> None:
+def test_a_chat_template_by_name_or_as_text(
+    package: Path, template: str | None, prompt: str
+) -> None:
     with served(package, chat_template=template) as model:
         ids = model.tokenizer.encode_chat([{"role": "user", "content": "hello"}])
         assert model.tokenizer.decode(ids) == prompt
 
 
-def test_developer_messages_are_system_messages_for_templates_that_do_not_know_them(package: Path) -> None:
+def test_developer_messages_are_system_messages_for_templates_that_do_not_know_them(
+    package: Path,
+) -> None:
     with served(package) as model:
         for template, text in (
             ("{{ messages[0].role }}", "system"),
@@ -102,7 +110,9 @@ def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
         (True, object(), (), "has no stop token, with which an answer that follows a schema ends"),
     ],
 )
-def test_what_a_form_needs(allowed: bool, tokenizer: object, ends: tuple[int, ...], message: str) -> None:
+def test_what_a_form_needs(
+    allowed: bool, tokenizer: object, ends: tuple[int, ...], message: str
+) -> None:
     manifest = SimpleNamespace(token_ids=SimpleNamespace(eos=ends))
     loaded = SimpleNamespace(tokenizer=tokenizer, package=SimpleNamespace(manifest=manifest))
     interface = SimpleNamespace(features=Features(allowed_tokens=allowed))
@@ -123,7 +133,9 @@ def test_the_text_and_bytes_of_each_token() -> None:
     assert [texts.of(token) for token in range(5)] == wanted
     assert [texts.width(token) for token in range(5)] == [1, 2, 1, 1, 0]
 
-    by_pieces = tokenizers.Tokenizer(BPE({"<unk>": 0, "▁a": 1, "<0xC3>": 2}, [], unk_token="<unk>", byte_fallback=True))
+    by_pieces = tokenizers.Tokenizer(
+        BPE({"<unk>": 0, "▁a": 1, "<0xC3>": 2}, [], unk_token="<unk>", byte_fallback=True)
+    )
     by_pieces.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
     texts = TokenTexts(SimpleNamespace(tokenizer=Tokenizer(by_pieces)))  # type: ignore[arg-type]
     assert [texts.of(token) for token in (1, 2)] == [(" a", b" a"), ("\ufffd", b"\xc3")]

@@ -25,7 +25,10 @@ WEATHER = {
         "description": "The weather of a place",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "pattern": "^[a-z]{3,8}$"}, "days": {"$ref": "#/$defs/days"}},
+            "properties": {
+                "city": {"type": "string", "pattern": "^[a-z]{3,8}$"},
+                "days": {"$ref": "#/$defs/days"},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
             "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 7}},
@@ -55,7 +58,9 @@ def expected(served_model: CausalLM) -> Any:
 
 
 def test_completion_is_what_generate_gives(client: openai.OpenAI, expected: Any) -> None:
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0.7, top_p=0.9, seed=5)
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=24, temperature=0.7, top_p=0.9, seed=5
+    )
     output = expected(seed=5, max_new_tokens=24, temperature=0.7, top_p=0.9)
     assert answer.choices[0].text == output.texts[0]
     assert answer.choices[0].finish_reason == "length"
@@ -72,7 +77,9 @@ def test_defaults_are_openais(client: openai.OpenAI, expected: Any) -> None:
 
 
 def test_choices_have_the_seeds_after_the_first(client: openai.OpenAI, expected: Any) -> None:
-    answer = client.completions.create(model="tiny", prompt=[PROMPT, "In the"], max_tokens=12, n=2, seed=-3)
+    answer = client.completions.create(
+        model="tiny", prompt=[PROMPT, "In the"], max_tokens=12, n=2, seed=-3
+    )
     wanted = [
         expected(prompt, seed=(2**63 - 3 + index) % 2**63, max_new_tokens=12).texts[0]
         for prompt in (PROMPT, "In the")
@@ -84,8 +91,14 @@ def test_choices_have_the_seeds_after_the_first(client: openai.OpenAI, expected:
 
 def test_greedy_and_the_smallest_nucleus_are_the_same(client: openai.OpenAI) -> None:
     texts = {
-        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, seed=seed, **options).choices[0].text
-        for seed, options in [(1, {"temperature": 0}), (2, {"top_p": 0}), (3, {"temperature": 0, "n": 2})]
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, seed=seed, **options)
+        .choices[0]
+        .text
+        for seed, options in [
+            (1, {"temperature": 0}),
+            (2, {"top_p": 0}),
+            (3, {"temperature": 0, "n": 2}),
+        ]
     }
     assert len(texts) == 1
 
@@ -94,7 +107,9 @@ def test_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
     options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "seed": 8, "n": 3}
     whole = client.completions.create(**options)
     texts, reasons, usage = {0: "", 1: "", 2: ""}, {}, None
-    for event in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+    for event in client.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    ):
         for choice in event.choices:
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
@@ -108,7 +123,9 @@ def test_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
 
 def test_async_streams_at_once(server: ServerProcess, expected: Any) -> None:
     async def text(client: openai.AsyncOpenAI, seed: int) -> str:
-        stream = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, seed=seed, stream=True)
+        stream = await client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=20, seed=seed, stream=True
+        )
         return "".join([event.choices[0].text async for event in stream])
 
     async def run() -> list[str]:
@@ -119,14 +136,19 @@ def test_async_streams_at_once(server: ServerProcess, expected: Any) -> None:
     assert texts == [expected(seed=seed, max_new_tokens=20).texts[0] for seed in range(12)]
 
 
-def test_chat_follows_the_template(client: openai.OpenAI, served_model: CausalLM, expected: Any) -> None:
+def test_chat_follows_the_template(
+    client: openai.OpenAI, served_model: CausalLM, expected: Any
+) -> None:
     options: Any = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 16, "seed": 2}
     answer = client.chat.completions.create(**options)
     assert served_model.tokenizer is not None
     text = ChatTemplates(TOOL_TEMPLATE).render(MESSAGES)
     prompt = served_model.tokenizer.encode(text, add_special_tokens=False)
     message, usage = answer.choices[0].message, answer.usage
-    assert (message.role, message.content) == ("assistant", expected(prompt, seed=2, max_new_tokens=16).texts[0])
+    assert (message.role, message.content) == (
+        "assistant",
+        expected(prompt, seed=2, max_new_tokens=16).texts[0],
+    )
     assert usage is not None
     assert usage.prompt_tokens == len(prompt)
     first, *events = client.chat.completions.create(**options, stream=True)
@@ -137,8 +159,16 @@ def test_chat_follows_the_template(client: openai.OpenAI, served_model: CausalLM
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_are_those_of_the_package(client: openai.OpenAI, expected: Any, stream: bool) -> None:
-    options: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "seed": 4, "logprobs": True}
+def test_logprobs_are_those_of_the_package(
+    client: openai.OpenAI, expected: Any, stream: bool
+) -> None:
+    options: Any = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 8,
+        "seed": 4,
+        "logprobs": True,
+    }
     output = expected(_prompt(client), seed=4, max_new_tokens=8)
     if stream:
         events = client.chat.completions.create(**options, top_logprobs=3, stream=True)
@@ -148,12 +178,17 @@ def test_logprobs_are_those_of_the_package(client: openai.OpenAI, expected: Any,
         answer = client.chat.completions.create(**options, top_logprobs=3)
         assert answer.choices[0].logprobs is not None
         entries = list(answer.choices[0].logprobs.content or [])
-    assert [entry.logprob for entry in entries] == pytest.approx(output.logprobs[0].tolist(), abs=1e-6)
+    assert [entry.logprob for entry in entries] == pytest.approx(
+        output.logprobs[0].tolist(), abs=1e-6
+    )
     assert all(len(entry.top_logprobs) == 3 for entry in entries)
     assert [entry.top_logprobs[0].logprob for entry in entries] == pytest.approx(
         output.top_logprobs[0, :, 0].tolist(), abs=1e-6
     )
-    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode().strip() == output.texts[0].strip()
+    assert (
+        b"".join(bytes(entry.bytes or []) for entry in entries).decode().strip()
+        == output.texts[0].strip()
+    )
     assert all(math.isfinite(entry.logprob) for entry in entries)
 
 
@@ -163,10 +198,14 @@ def _prompt(client: openai.OpenAI) -> list[int]:
     return tokens
 
 
-def test_stop_strings_and_biases(client: openai.OpenAI, served_model: CausalLM, expected: Any) -> None:
+def test_stop_strings_and_biases(
+    client: openai.OpenAI, served_model: CausalLM, expected: Any
+) -> None:
     plain = expected(seed=3, max_new_tokens=40)
     word = plain.texts[0].split()[4]
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, seed=3, stop=[word])
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=40, seed=3, stop=[word]
+    )
     assert answer.choices[0].text == plain.texts[0][: plain.texts[0].index(word)]
     assert answer.choices[0].finish_reason == "stop"
     first = plain.token_ids[0][0]
@@ -189,14 +228,22 @@ def test_parse_gives_the_schemas_object(client: openai.OpenAI) -> None:
     assert isinstance(answer.choices[0].message.parsed, Verse)
 
 
-def answered(client: openai.OpenAI, stream: bool, **options: Any) -> tuple[str | None, list[tuple[str, str]], str]:
+def answered(
+    client: openai.OpenAI, stream: bool, **options: Any
+) -> tuple[str | None, list[tuple[str, str]], str]:
     """The text of an answer, the names and arguments of its calls, and its finish reason."""
     options |= {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "seed": 9}
     if not stream:
         choice = client.chat.completions.create(**options).choices[0]
         functions: list[Any] = [call.function for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
-        return choice.message.content, [(made.name, made.arguments) for made in functions], choice.finish_reason
-    parts: Any = [event.choices[0] for event in client.chat.completions.create(**options, stream=True)]
+        return (
+            choice.message.content,
+            [(made.name, made.arguments) for made in functions],
+            choice.finish_reason,
+        )
+    parts: Any = [
+        event.choices[0] for event in client.chat.completions.create(**options, stream=True)
+    ]
     calls: list[list[str]] = []
     for one in (one for part in parts for one in part.delta.tool_calls or []):
         if one.id:
@@ -206,11 +253,15 @@ def answered(client: openai.OpenAI, stream: bool, **options: Any) -> tuple[str |
         calls[-1][1] += one.function.arguments
     text = "".join(part.delta.content or "" for part in parts) or None
     if calls and parts[-1].finish_reason != "length":
-        assert sum(bool(part.delta.tool_calls) for part in parts) > 3, "arguments come as they are written"
+        assert sum(bool(part.delta.tool_calls) for part in parts) > 3, (
+            "arguments come as they are written"
+        )
     return text, [(name, arguments) for name, arguments in calls], parts[-1].finish_reason
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
 def test_demanded_tools_are_called(client: openai.OpenAI, choice: Any) -> None:
     options: Any = {"tool_choice": choice, "parallel_tool_calls": False}
     whole = answered(client, False, max_tokens=200, **options)
@@ -231,7 +282,11 @@ def test_demanded_tools_are_called(client: openai.OpenAI, choice: Any) -> None:
 def test_tools_are_found_in_the_text(client: openai.OpenAI) -> None:
     # The model knows no tools: a regular expression makes it write what one that does would write.
     arguments = r'\{"city": "[a-z]{3,8}", "days": [1-7]\}'
-    call = r'I see\. <tool_call>\n\{"name": "get_weather", "arguments": ' + arguments + r"\}\n</tool_call>"
+    call = (
+        r'I see\. <tool_call>\n\{"name": "get_weather", "arguments": '
+        + arguments
+        + r"\}\n</tool_call>"
+    )
     options: Any = {"max_tokens": 200, "extra_body": {"structured_outputs": {"regex": call}}}
     whole = answered(client, False, **options)
     assert answered(client, True, **options) == whole

@@ -15,7 +15,9 @@ from qsample.runtime import CausalLM, SamplingParams, load
 from tests.helpers.browsers import WIDE_MARKDOWN, check_readable, open_browser, pages, tab_order
 from tests.helpers.servers import ServerProcess
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright; the page needs a browser")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="pip install playwright; the page needs a browser"
+)
 pytestmark = pytest.mark.slow
 
 PROMPT = "And the LORD spake unto Moses"
@@ -66,7 +68,9 @@ def generate(page: Any, **fields: object) -> tuple[str, str]:
     page.click("#go")
     sync_api.expect(done).to_have_count(before + 1, timeout=60_000)
     assert page.inner_text("#note") == ""
-    return str(done.last.locator(".answer").text_content()), str(done.last.locator("footer").inner_text())
+    return str(done.last.locator(".answer").text_content()), str(
+        done.last.locator("footer").inner_text()
+    )
 
 
 def words(text: str | None) -> list[str]:
@@ -98,9 +102,15 @@ def answer_with(
 
     def answer(route: Any) -> None:
         bodies.append(route.request.post_data_json)
-        choice = {"delta": {"content": text}, "finish_reason": finish_reason, "stop_reason": stop_reason}
+        choice = {
+            "delta": {"content": text},
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
         part = {"model": "tiny", "choices": [choice]}
-        route.fulfill(body=f"data: {json.dumps(part)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+        route.fulfill(
+            body=f"data: {json.dumps(part)}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
+        )
 
     page.route("**/v1/chat/completions", answer)
     return bodies
@@ -147,12 +157,16 @@ def expected(model: CausalLM, prompt: str | list[int], seed: int, **params: Any)
     return texts[0]
 
 
-def test_a_prompt_is_continued(open_page: Callable[..., Any], server: ServerProcess, served_model: CausalLM) -> None:
+def test_a_prompt_is_continued(
+    open_page: Callable[..., Any], server: ServerProcess, served_model: CausalLM
+) -> None:
     page = open_texts(open_page, server.url)
     sync_api.expect(page.locator("#model")).to_have_value("tiny")
     # Values between the steps that browsers assume by themselves, and a seed that is no exact number of JavaScript.
     seed = 2**53 + 1
-    text, facts = generate(page, prompt=PROMPT, temperature=0.85, top_p=0.923, max_tokens=40, seed=seed)
+    text, facts = generate(
+        page, prompt=PROMPT, temperature=0.85, top_p=0.923, max_tokens=40, seed=seed
+    )
     params = {"max_new_tokens": 40, "temperature": 0.85, "top_p": 0.923}
     assert text == expected(served_model, PROMPT, seed, **params)
     assert re.match(
@@ -163,7 +177,9 @@ def test_a_prompt_is_continued(open_page: Callable[..., Any], server: ServerProc
     tokens = page.locator("#metrics div", has_text="tokens").first.locator("dd")
     sync_api.expect(tokens).to_have_text(re.compile("^[1-9]"), timeout=10_000)
     # The server takes any temperature.
-    assert generate(page, temperature=5, seed=1)[0] == expected(served_model, PROMPT, 1, **params | {"temperature": 5})
+    assert generate(page, temperature=5, seed=1)[0] == expected(
+        served_model, PROMPT, 1, **params | {"temperature": 5}
+    )
     # What is left empty is the server's to choose, except for the seed, which writes the text again, and its length.
     text, facts = generate(page, temperature="", top_p="", max_tokens="", seed="")
     found = re.search(r"Seed (\d+)", facts)
@@ -176,7 +192,9 @@ def test_a_prompt_is_continued(open_page: Callable[..., Any], server: ServerProc
     sync_api.expect(page.locator("article")).to_have_count(0)
 
 
-def test_a_text_is_stopped_and_spoken_once(open_page: Callable[..., Any], server: ServerProcess) -> None:
+def test_a_text_is_stopped_and_spoken_once(
+    open_page: Callable[..., Any], server: ServerProcess
+) -> None:
     page = open_texts(open_page, server.url)
     page.evaluate("""() => {
         window.pieces = 0; window.spoken = [];
@@ -209,7 +227,9 @@ def test_a_text_is_stopped_and_spoken_once(open_page: Callable[..., Any], server
         )
 
 
-def test_a_conversation(open_page: Callable[..., Any], server: ServerProcess, served_model: CausalLM) -> None:
+def test_a_conversation(
+    open_page: Callable[..., Any], server: ServerProcess, served_model: CausalLM
+) -> None:
     page = open_page(server.url)
     ask = {"temperature": 0.7, "top_p": 1, "max_tokens": 8, "seed": 1}
     params = {"max_new_tokens": 8, "temperature": 0.7}
@@ -252,10 +272,21 @@ def test_a_conversation(open_page: Callable[..., Any], server: ServerProcess, se
 def test_the_mode_follows_the_model_and_the_user(
     open_page: Callable[..., Any], served_package: Path, bundled_package: Path
 ) -> None:
-    options = ("--served-model-name", "talks", "--model", f"plain={served_package}", "--threads", "1")
+    options = (
+        "--served-model-name",
+        "talks",
+        "--model",
+        f"plain={served_package}",
+        "--threads",
+        "1",
+    )
     with ServerProcess(bundled_package, *options) as server:
         page = open_page(server.url)
-        chat, text, prompt = page.locator("#as-chat"), page.locator("#as-text"), page.locator("#prompt")
+        chat, text, prompt = (
+            page.locator("#as-chat"),
+            page.locator("#as-text"),
+            page.locator("#prompt"),
+        )
         sync_api.expect(page.locator("#model")).to_have_value("talks")
         sync_api.expect(chat).to_be_checked()
         sync_api.expect(prompt).to_have_value("")
@@ -306,7 +337,9 @@ def test_enter_sends_a_message(open_page: Callable[..., Any], server: ServerProc
     sync_api.expect(articles).to_have_count(1, timeout=60_000)
 
 
-def test_enter_neither_stops_an_answer_nor_sends_another(open_page: Callable[..., Any], server: ServerProcess) -> None:
+def test_enter_neither_stops_an_answer_nor_sends_another(
+    open_page: Callable[..., Any], server: ServerProcess
+) -> None:
     page = open_page(server.url)
     stream = Stream(page)
     fill(page, prompt="one")
@@ -322,7 +355,9 @@ def test_enter_neither_stops_an_answer_nor_sends_another(open_page: Callable[...
     sync_api.expect(page.locator("#go")).to_have_text("Send")
 
 
-def test_what_was_cut_off_goes_on(open_page: Callable[..., Any], server: ServerProcess, served_model: CausalLM) -> None:
+def test_what_was_cut_off_goes_on(
+    open_page: Callable[..., Any], server: ServerProcess, served_model: CausalLM
+) -> None:
     page = open_texts(open_page, server.url)
     go_on = page.get_by_role("button", name="Continue").locator("visible=true")
     text, _ = generate(page, prompt=PROMPT, temperature=0, max_tokens=8, seed=1)
@@ -346,7 +381,11 @@ def test_what_was_cut_off_goes_on(open_page: Callable[..., Any], server: ServerP
     generate(page, prompt="And now?")
     sync_api.expect(go_on).to_have_count(1)
     question = {"role": "user", "content": "And now?"}
-    assert bodies[2]["messages"] == [*said, {"role": "assistant", "content": "one, one, "}, question]
+    assert bodies[2]["messages"] == [
+        *said,
+        {"role": "assistant", "content": "one, one, "},
+        question,
+    ]
     assert "continue_final_message" not in bodies[2]
     page.click("#back")
     sync_api.expect(go_on).to_have_count(1)
@@ -390,19 +429,24 @@ def test_markdown_while_it_streams(open_page: Callable[..., Any], server: Server
     assert answer.locator("p").first.inner_text() == "Some emphasis, more and code.\nA line"
     sync_api.expect(answer.locator("ul > li")).to_have_text(["one", "two"])
     sync_api.expect(answer.locator("ol > li")).to_have_text("first")
-    sync_api.expect(answer.locator("pre")).to_have_text("print('<b>")  # a fence that is not closed yet
+    sync_api.expect(answer.locator("pre")).to_have_text(
+        "print('<b>"
+    )  # a fence that is not closed yet
     stream.send(
         "')\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nSee https://example.org/ and [mail](mailto:a@example.org)."
     )
     stream.end()
-    assert page.evaluate("() => title === document.querySelector('.answer h1')")  # what has not changed stays
+    assert page.evaluate(
+        "() => title === document.querySelector('.answer h1')"
+    )  # what has not changed stays
     sync_api.expect(answer.locator(":is(h1, p, ul, ol, pre, table)")).to_have_count(7)
     sync_api.expect(answer.locator("tr")).to_have_count(2)
     links = answer.locator("a").evaluate_all(
         "links => links.map(link => [link.getAttribute('href'), link.target, link.rel])"
     )
     assert links == [
-        [address, "_blank", "noopener noreferrer"] for address in ("https://example.org/", "mailto:a@example.org")
+        [address, "_blank", "noopener noreferrer"]
+        for address in ("https://example.org/", "mailto:a@example.org")
     ]
     assert page.locator(".given").inner_text() == "**not** Markdown <b>here</b>"
     answer.get_by_role("button", name="Copy").click()
@@ -416,7 +460,22 @@ def test_hostile_answers_are_text(open_page: Callable[..., Any], server: ServerP
     page = open_page(server.url)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    allowed = {"A", "BR", "BUTTON", "CODE", "DIV", "P", "PRE", "SPAN", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR"}
+    allowed = {
+        "A",
+        "BR",
+        "BUTTON",
+        "CODE",
+        "DIV",
+        "P",
+        "PRE",
+        "SPAN",
+        "TABLE",
+        "TBODY",
+        "TD",
+        "TH",
+        "THEAD",
+        "TR",
+    }
     for text in HOSTILE:
         answer_with(page, text)
         generate(page, prompt="x")
@@ -444,10 +503,19 @@ def test_hostile_answers_are_text(open_page: Callable[..., Any], server: ServerP
 def test_a_model_keeps_its_name_after_an_error(
     open_page: Callable[..., Any], served_package: Path, chat_template: Path
 ) -> None:
-    options = ("--served-model-name", "first", "--model", f"second={served_package}", "--chat-template", chat_template)
+    options = (
+        "--served-model-name",
+        "first",
+        "--model",
+        f"second={served_package}",
+        "--chat-template",
+        chat_template,
+    )
     with ServerProcess(served_package, *options, "--api-key", "secret", "--threads", "1") as server:
         page = open_page(server.url)
-        sync_api.expect(page.locator("#note.error")).to_contain_text("send an API key of this server")
+        sync_api.expect(page.locator("#note.error")).to_contain_text(
+            "send an API key of this server"
+        )
         sync_api.expect(page.locator("#model")).to_be_hidden()  # there is no name yet
         fill(page, prompt="Hear", max_tokens=4, key="secret")
         page.press("#key", "Enter")  # the names come with it
@@ -460,11 +528,15 @@ def test_a_model_keeps_its_name_after_an_error(
         sync_api.expect(names).to_have_text(["You", "first", "You", "second"])
 
 
-def test_a_model_without_a_chat_template_and_a_key(open_page: Callable[..., Any], served_package: Path) -> None:
+def test_a_model_without_a_chat_template_and_a_key(
+    open_page: Callable[..., Any], served_package: Path
+) -> None:
     options = ("--served-model-name", "<i>plain</i>", "--api-key", "secret", "--threads", "1")
     with ServerProcess(served_package, *options) as server:
         page = open_page(server.url)
-        sync_api.expect(page.locator("#note.error")).to_contain_text("send an API key of this server")
+        sync_api.expect(page.locator("#note.error")).to_contain_text(
+            "send an API key of this server"
+        )
         fill(page, key="secret")
         page.press("#key", "Tab")
         sync_api.expect(page.locator("#model")).to_have_value("<i>plain</i>")
@@ -485,7 +557,12 @@ def test_a_model_without_a_chat_template_and_a_key(open_page: Callable[..., Any]
 def test_everything_can_be_seen_read_and_touched(
     open_page: Callable[..., Any], server: ServerProcess, width: int, scheme: str
 ) -> None:
-    page = open_page(server.url, viewport={"width": width, "height": 640}, color_scheme=scheme, reduced_motion="reduce")
+    page = open_page(
+        server.url,
+        viewport={"width": width, "height": 640},
+        color_scheme=scheme,
+        reduced_motion="reduce",
+    )
     sync_api.expect(page.locator("#as-chat")).to_be_checked()
     sync_api.expect(page.locator(".choice")).to_be_in_viewport(ratio=1)
     if width < 900:  # the settings are folded, until one of them is wrong
@@ -505,7 +582,9 @@ def test_everything_can_be_seen_read_and_touched(
     ) == [True, True]
     page.unroute_all()
     expect_error(page, "tokens", prompt="and " * 5000)
-    page.evaluate("document.querySelector('#turns article').setAttribute('aria-busy', 'true')")  # as while it writes
+    page.evaluate(
+        "document.querySelector('#turns article').setAttribute('aria-busy', 'true')"
+    )  # as while it writes
     assert page.evaluate("document.getAnimations().length") == 0
     assert check_readable(page, width) >= {
         "Copy",
@@ -523,7 +602,9 @@ def test_everything_can_be_seen_read_and_touched(
     }
 
 
-def test_the_keyboard_is_enough(open_page: Callable[..., Any], server: ServerProcess, served_model: CausalLM) -> None:
+def test_the_keyboard_is_enough(
+    open_page: Callable[..., Any], server: ServerProcess, served_model: CausalLM
+) -> None:
     page = open_page(server.url)
     sync_api.expect(page.locator("#model")).to_have_value("tiny")
     fields = ["system", "temperature", "top_p", "max_tokens", "seed", "key"]
@@ -539,10 +620,14 @@ def test_the_keyboard_is_enough(open_page: Callable[..., Any], server: ServerPro
     page.keyboard.press("Enter")
     sync_api.expect(page.locator("article[aria-busy=false]")).to_have_count(1, timeout=60_000)
     assert page.evaluate("document.activeElement.id") == "go"
-    assert page.locator(".answer").text_content() == expected(served_model, PROMPT, 3, max_new_tokens=8)
+    assert page.locator(".answer").text_content() == expected(
+        served_model, PROMPT, 3, max_new_tokens=8
+    )
 
 
-def test_images(open_page: Callable[..., Any], smolvlm_package: Path, served_package: Path, tmp_path: Path) -> None:
+def test_images(
+    open_page: Callable[..., Any], smolvlm_package: Path, served_package: Path, tmp_path: Path
+) -> None:
     """They are chosen, pasted or dropped, seen beside the message, and sent with it; on a telephone's width, too."""
     from tests.helpers.tiny_vlms import picture
 
@@ -554,9 +639,16 @@ def test_images(open_page: Callable[..., Any], smolvlm_package: Path, served_pac
     def answer(*turns: Any) -> str:
         messages = []
         for place, (text, *images) in enumerate(turns):
-            parts: Any = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
-            messages.append({"role": ("user", "assistant")[place % 2], "content": parts if images else text})
-        texts = model.generate(messages, SamplingParams(temperature=0.7, max_new_tokens=8), seed=1).texts
+            parts: Any = [
+                *({"type": "image", "image": image} for image in images),
+                {"type": "text", "text": text},
+            ]
+            messages.append(
+                {"role": ("user", "assistant")[place % 2], "content": parts if images else text}
+            )
+        texts = model.generate(
+            messages, SamplingParams(temperature=0.7, max_new_tokens=8), seed=1
+        ).texts
         assert texts is not None
         return texts[0]
 
@@ -600,9 +692,18 @@ def test_images(open_page: Callable[..., Any], smolvlm_package: Path, served_pac
         page.evaluate(give, ["form", "drop", "three.png", "image/png", third])
         sync_api.expect(shown).to_have_count(2)
         page.evaluate(give, ["prompt", "paste", "page.pdf", "application/pdf", third])
-        sync_api.expect(page.locator("#note.error")).to_have_text("Images are PNG, JPEG, WebP or GIF files.")
+        sync_api.expect(page.locator("#note.error")).to_have_text(
+            "Images are PNG, JPEG, WebP or GIF files."
+        )
         page.evaluate(
-            give, ["prompt", "paste", "one.png", "image/png", base64.b64encode(files[0].read_bytes()).decode()]
+            give,
+            [
+                "prompt",
+                "paste",
+                "one.png",
+                "image/png",
+                base64.b64encode(files[0].read_bytes()).decode(),
+            ],
         )
         sync_api.expect(shown).to_have_count(3)
 

@@ -22,7 +22,11 @@ from qsample.serve.parsers import (
 TOOLS: dict[str, Any] = {
     "get_weather": {
         "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "share": {"type": "number"}},
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "share": {"type": "number"},
+        },
     },
     "stop": {"type": "object"},
 }
@@ -49,7 +53,10 @@ EXAMPLES = {
     ),
     "glm45": "".join(
         f"<tool_call>{name}\n"
-        + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items())
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+            for key, value in arguments.items()
+        )
         + "</tool_call>\n"
         for name, arguments in (PARIS, OSLO)
     ),
@@ -79,13 +86,20 @@ def read(name: str, text: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
     return text, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-def put(reader: ToolReader | DemandedCalls, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
+def put(
+    reader: ToolReader | DemandedCalls, text: str, size: int
+) -> tuple[str, list[tuple[str, str]]]:
     """The text for the user, and the names and arguments of the calls, of a text that comes in pieces."""
-    pieces = [*(reader.put(text[start : start + size]) for start in range(0, len(text), size)), reader.end()]
+    pieces = [
+        *(reader.put(text[start : start + size]) for start in range(0, len(text), size)),
+        reader.end(),
+    ]
     calls = joined_calls(part for _, parts in pieces for part in parts)
     assert len({call["id"] for call in calls}) == len(calls)
     functions = [call["function"] for call in calls]
-    return "".join(shown for shown, _ in pieces), [(made["name"], made["arguments"]) for made in functions]
+    return "".join(shown for shown, _ in pieces), [
+        (made["name"], made["arguments"]) for made in functions
+    ]
 
 
 def test_every_format_has_an_example() -> None:
@@ -126,7 +140,9 @@ def test_an_unknown_function_is_never_called(name: str) -> None:
         known, unknown = EXAMPLES[name], EXAMPLES[name].replace("get_weather", "get_money")
         assert put(ToolReader(TOOL_FORMATS[name], TOOLS), unknown, size) == (unknown, [])
         place = known.rindex("get_weather")
-        text, calls = read(name, known[:place] + "get_money" + known[place + len("get_weather") :], size)
+        text, calls = read(
+            name, known[:place] + "get_money" + known[place + len("get_weather") :], size
+        )
         assert "get_money" in text
         assert calls == ([PARIS] if TOOL_FORMATS[name].head is not None else [])
 
@@ -134,14 +150,25 @@ def test_an_unknown_function_is_never_called(name: str) -> None:
 @pytest.mark.parametrize("size", [1, 1000])
 def test_what_stands_behind_a_call(size: int) -> None:
     call = f"<tool_call>{as_json(PARIS)}</tool_call>"
-    for behind, text in (("\n", ""), (" I wait.", "I wait."), ("<tool_ca", ""), ('\n<tool_call>{"name": "get_', "")):
+    for behind, text in (
+        ("\n", ""),
+        (" I wait.", "I wait."),
+        ("<tool_ca", ""),
+        ('\n<tool_call>{"name": "get_', ""),
+    ):
         assert read("hermes", call + behind, size) == (text, [PARIS])
     assert read("hermes", call[:-5], size) == ("", [PARIS])
     # Of a call in another form, the reader waits for the end.
     other = json.dumps({"arguments": OSLO[1], "name": OSLO[0]})
     assert read("hermes", f"{call} and <tool_call>{other}</tool_call>", size) == ("", [PARIS, OSLO])
-    assert read("mistral", f'[TOOL_CALLS][{as_json(PARIS)[:-1]}, "id": "a1b2"}}, {other}]', size)[1][0] == PARIS
-    assert read("mistral", 'get_weather[ARGS]{"city": "Paris"}', size) == ('get_weather[ARGS]{"city": "Paris"}', [])
+    assert (
+        read("mistral", f'[TOOL_CALLS][{as_json(PARIS)[:-1]}, "id": "a1b2"}}, {other}]', size)[1][0]
+        == PARIS
+    )
+    assert read("mistral", 'get_weather[ARGS]{"city": "Paris"}', size) == (
+        'get_weather[ARGS]{"city": "Paris"}',
+        [],
+    )
     named = '[TOOL_CALLS]get_weather[ARGS]{"days": 2}[TOOL_CALLS]stop{}'
     assert read("mistral", named, size) == ("", [("get_weather", {"days": 2}), ("stop", {})])
 
@@ -149,7 +176,9 @@ def test_what_stands_behind_a_call(size: int) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_call_where_several_are_not_wanted(name: str) -> None:
     for size in (1, 1000):
-        text, (call,) = put(ToolReader(TOOL_FORMATS[name], TOOLS, parallel=False), EXAMPLES[name], size)
+        text, (call,) = put(
+            ToolReader(TOOL_FORMATS[name], TOOLS, parallel=False), EXAMPLES[name], size
+        )
         assert (text, call[0], json.loads(call[1])) == ("", *PARIS)
 
 
@@ -174,7 +203,19 @@ def test_what_is_no_call_is_text(name: str, text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["{1, 2}", "{[1]: 2}", "{(1, 2): 3}", "1j", "b'x'", "...", "1e999", "{'a': {1}}", "f", "1 + 'a'"]
+    "value",
+    [
+        "{1, 2}",
+        "{[1]: 2}",
+        "{(1, 2): 3}",
+        "1j",
+        "b'x'",
+        "...",
+        "1e999",
+        "{'a': {1}}",
+        "f",
+        "1 + 'a'",
+    ],
 )
 def test_python_values_that_json_lacks_are_text(value: str) -> None:
     text = f"[get_weather(city={value})]"
@@ -202,7 +243,16 @@ def test_typed_values_follow_the_schema() -> None:
     }
     values = "".join(f"<parameter={name}>{value}</parameter>" for name, value in given.items())
     text = f"<tool_call><function=get_weather>{values}</function></tool_call>"
-    typed = {"city": "2", "days": 2, "a": True, "b": False, "c": None, "d": "none", "e": "é", "city ": False}
+    typed = {
+        "city": "2",
+        "days": 2,
+        "a": True,
+        "b": False,
+        "c": None,
+        "d": "none",
+        "e": "é",
+        "city ": False,
+    }
     typed |= {"share": 5.5, "g": -1000.0}
     assert read("qwen3_coder", text, 1000)[1] == [("get_weather", typed)]
 
@@ -212,7 +262,12 @@ def test_arguments_are_not_escaped() -> None:
     call = '{"arguments": {"city": "Orl\\u00e9ans"}, "name": "get_weather"}'  # read as a whole, at the end
     assert reader.put(f"<tool_call>{call}</tool_call>") == ("", [])
     text, (call,) = reader.end()
-    assert (text, call["index"], call["type"], call["function"]["name"]) == ("", 0, "function", "get_weather")
+    assert (text, call["index"], call["type"], call["function"]["name"]) == (
+        "",
+        0,
+        "function",
+        "get_weather",
+    )
     assert call["function"]["arguments"] == '{"city": "Orléans"}'
     assert len(call["id"]) == len("call_") + 24
 
@@ -229,7 +284,9 @@ def test_arguments_are_not_escaped() -> None:
         (None, "[", []),
     ],
 )  # fmt: skip
-def test_calls_that_were_demanded(name: str | None, text: str, calls: list[tuple[str, str]]) -> None:
+def test_calls_that_were_demanded(
+    name: str | None, text: str, calls: list[tuple[str, str]]
+) -> None:
     for size in (1, 5, 1000):
         assert put(DemandedCalls(name, TOOLS), text, size) == ("", calls)
 
@@ -239,7 +296,11 @@ def test_arguments_become_objects_for_templates() -> None:
         return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
     plain: dict[str, Any] = {"role": "assistant", "content": "hm"}
-    for message in (plain, plain | {"tool_calls": None}, plain | {"tool_calls": [1, {"function": 2}, call(3)]}):
+    for message in (
+        plain,
+        plain | {"tool_calls": None},
+        plain | {"tool_calls": [1, {"function": 2}, call(3)]},
+    ):
         assert with_objects(message) == message
     given = [call('{"a": 1}'), call(""), call("[1]"), call('{"a"'), call({"b": 2})]
     changed = [call({"a": 1}), call({}), call("[1]"), call('{"a"'), call({"b": 2})]
@@ -283,21 +344,32 @@ def test_thoughts_and_answer(name: str, size: int, opened: bool) -> None:
 def test_thoughts_that_were_cut_off(size: int) -> None:
     for name in REASONING_FORMATS:
         assert split(name, REASONING_FORMATS[name].start + "\nhm, ", size) == ("hm,", "")
-        assert split(name, REASONING_FORMATS[name].start + "\nhm " + REASONING_FORMATS[name].end[:-1], size) == (
+        assert split(
+            name, REASONING_FORMATS[name].start + "\nhm " + REASONING_FORMATS[name].end[:-1], size
+        ) == (
             "hm " + REASONING_FORMATS[name].end[:-1],
             "",
         )
-        assert split(name, REASONING_FORMATS[name].start + "a" + REASONING_FORMATS[name].end, size) == ("a", "")
-        assert split(name, REASONING_FORMATS[name].start + REASONING_FORMATS[name].end, size) == ("", "")
+        assert split(
+            name, REASONING_FORMATS[name].start + "a" + REASONING_FORMATS[name].end, size
+        ) == ("a", "")
+        assert split(name, REASONING_FORMATS[name].start + REASONING_FORMATS[name].end, size) == (
+            "",
+            "",
+        )
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("text", ["", " ", "plain", "  a < b", "<thin", "a <think>b</think> c", "x</think>y", "<think"])
+@pytest.mark.parametrize(
+    "text", ["", " ", "plain", "  a < b", "<thin", "a <think>b</think> c", "x</think>y", "<think"]
+)
 def test_an_answer_without_thoughts_is_as_it_is(text: str, size: int) -> None:
     assert split("qwen3", text, size) == ("", text)
     # Where a client wants no thoughts, templates write both marks.
     for name in REASONING_FORMATS:
-        prompt = f"<|assistant|>{REASONING_FORMATS[name].start}\n\n{REASONING_FORMATS[name].end}\n\n"
+        prompt = (
+            f"<|assistant|>{REASONING_FORMATS[name].start}\n\n{REASONING_FORMATS[name].end}\n\n"
+        )
         assert split(name, text, size, prompt) == ("", text)
 
 

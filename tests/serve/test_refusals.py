@@ -197,14 +197,18 @@ def refusal(client: TestClient, path: str, content: str, status: int = 400) -> d
 
 
 @pytest.mark.parametrize(("kind", "fields", "param", "words"), CASES, ids=range(len(CASES)))
-def test_fields(client: TestClient, kind: str, fields: dict[str, Any], param: str | None, words: str) -> None:
+def test_fields(
+    client: TestClient, kind: str, fields: dict[str, Any], param: str | None, words: str
+) -> None:
     content = json.dumps(GOOD[kind] | fields)
     for _ in range(2 if "form" in words else 1):  # a grammar that was refused is not kept
         error = refusal(client, PATHS[kind], content, 404 if "model" in fields else 400)
         assert (error["param"], words in error["message"]) == (param, True), error
     undone = error["message"].startswith(f"{param} is not done here; ")
     assert (error["code"] == "unsupported_parameter") == undone
-    assert (error["code"] == "unknown_parameter") == (error["message"] == f"{param} is not known here; leave it out")
+    assert (error["code"] == "unknown_parameter") == (
+        error["message"] == f"{param} is not known here; leave it out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +227,11 @@ def test_fields(client: TestClient, kind: str, fields: dict[str, Any], param: st
         ('{"echo": "yes"}', "echo", "echo: input should be a valid boolean ('yes' was given)"),
         ('{"n": "\\u00e9"}', "n", "n: input should be a valid integer ('\\xe9' was given)"),
         ('{"n": []}', "n", "n: input should be a valid integer"),
-        ('{"structured_outputs": {"choice": [1]}}', "structured_outputs.choice.0", "structured_outputs.choice.0: "),
+        (
+            '{"structured_outputs": {"choice": [1]}}',
+            "structured_outputs.choice.0",
+            "structured_outputs.choice.0: ",
+        ),
         ('{"stop": 5}', "stop", "stop: input should be a valid string (5 was given)"),
     ],
 )
@@ -233,17 +241,28 @@ def test_bodies(client: TestClient, content: str, param: str | None, words: str)
 
 
 def test_bytes_and_paths(client: TestClient) -> None:
-    answer = client.post(PATHS["text"], content=b"\xff\xfe", headers={"Content-Type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["message"][:26]) == (400, "the body is not valid JSON")
+    answer = client.post(
+        PATHS["text"], content=b"\xff\xfe", headers={"Content-Type": "application/json"}
+    )
+    assert (answer.status_code, answer.json()["error"]["message"][:26]) == (
+        400,
+        "the body is not valid JSON",
+    )
     for path, status in (("/v1/nothing", 404), (PATHS["text"], 405)):
         answer = client.get(path)
         assert (answer.status_code, "error" in answer.json()) == (status, True)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, "auto"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "f"}}, "auto"]
+)
 def test_parameters_that_are_nested_too_deep(client: TestClient, choice: Any) -> None:
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(300):  # JSON is read to this depth
         deep = {"type": "object", "properties": {"a": deep}}
     function = {"type": "function", "function": {"name": "f", "parameters": deep}}
-    refusal(client, PATHS["chat"], json.dumps(GOOD["chat"] | {"tools": [function], "tool_choice": choice}))
+    refusal(
+        client,
+        PATHS["chat"],
+        json.dumps(GOOD["chat"] | {"tools": [function], "tool_choice": choice}),
+    )

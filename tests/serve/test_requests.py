@@ -75,7 +75,9 @@ def post(local_app: Callable[..., TestClient]) -> Iterator[Post]:
 
 def names(kind: str) -> set[str]:
     """The fields of the `openai` client's requests."""
-    params = (chat_create_params if kind == "chat" else completion_create_params).CompletionCreateParamsBase
+    params = (
+        chat_create_params if kind == "chat" else completion_create_params
+    ).CompletionCreateParamsBase
     return {*params.__annotations__, "stream"}
 
 
@@ -156,9 +158,25 @@ def test_fields_that_agree() -> None:
     ):
         assert completion(stream=True, stream_options=options).usage_in_stream == told
     plain = completion()
-    assert (plain.choices, plain.limit, plain.requests, plain.scores_prompt, plain.prompts) == (1, None, 1, False, [""])
-    assert (plain.ignore_eos, plain.return_token_ids, plain.priority, plain.echo) == (False, False, 0, False)
-    assert (plain.add_special_tokens, plain.default_limit, plain.form, plain.sampling_fields()) == (True, 16, None, {})
+    assert (plain.choices, plain.limit, plain.requests, plain.scores_prompt, plain.prompts) == (
+        1,
+        None,
+        1,
+        False,
+        [""],
+    )
+    assert (plain.ignore_eos, plain.return_token_ids, plain.priority, plain.echo) == (
+        False,
+        False,
+        0,
+        False,
+    )
+    assert (plain.add_special_tokens, plain.default_limit, plain.form, plain.sampling_fields()) == (
+        True,
+        16,
+        None,
+        {},
+    )
     for fields, scores, requests in (
         ({"echo": True}, False, 1),
         ({"logprobs": 0}, False, 1),
@@ -169,7 +187,13 @@ def test_fields_that_agree() -> None:
     ):
         made = completion(**fields)
         assert (made.scores_prompt, made.requests) == (scores, requests)
-    for prompt, prompts in (("x", ["x"]), ([5], [[5]]), ([[5], []], [[5], []]), (["x", ""], ["x", ""]), ([[]], [[]])):
+    for prompt, prompts in (
+        ("x", ["x"]),
+        ([5], [[5]]),
+        ([[5], []], [[5], []]),
+        (["x", ""], ["x", ""]),
+        ([[]], [[]]),
+    ):
         assert completion(prompt=prompt).prompts == prompts
     with pytest.raises(ValueError, match="prompt is an empty list"):
         _ = completion(prompt=[]).prompts
@@ -183,7 +207,9 @@ def test_what_sampling_gets() -> None:
     assert completion(**same, max_tokens=4, min_tokens=2).sampling_fields() == same | {
         "max_new_tokens": 4, "min_new_tokens": 2,
     }  # fmt: skip
-    off = completion(top_k=-1, top_n_sigma=-1, top_p=0, max_tokens=0, min_tokens=0).sampling_fields()
+    off = completion(
+        top_k=-1, top_n_sigma=-1, top_p=0, max_tokens=0, min_tokens=0
+    ).sampling_fields()
     assert 0 < off.pop("top_p") < 1e-6
     assert off == {"top_k": 0, "top_n_sigma": 0}
     assert completion(logit_bias={"7": 2, "5": 0}).sampling_fields() == {"logit_bias": {7: 2.0}}
@@ -213,10 +239,15 @@ def test_forms() -> None:
     for fields, form in given:
         assert completion(**fields).form == form
         for name in ("ignore_eos", "min_tokens"):
-            with pytest.raises(ApiError, match=f"{name} asks for tokens after the end.*leave {name} out") as raised:
+            with pytest.raises(
+                ApiError, match=f"{name} asks for tokens after the end.*leave {name} out"
+            ) as raised:
                 _ = completion(**fields, **{name: name == "ignore_eos" or 1}).form
             assert (raised.value.status, raised.value.param) == (400, name)
-    for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": {"json_object": False}}):
+    for fields in (
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {"json_object": False}},
+    ):
         assert completion(**fields, ignore_eos=True, min_tokens=1).form is None
     for fields in (
         {"guided_choice": ["a"], "guided_regex": "b"},
@@ -239,7 +270,10 @@ def test_what_is_null_is_as_if_it_was_left_out(kind: str, post: Post) -> None:
     required = "messages" if kind == "chat" else None
     if required:
         answer = post(kind, {required: None})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "messages is missing")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            400,
+            "messages is missing",
+        )
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
@@ -250,15 +284,25 @@ def test_neutral_values_change_nothing(kind: str, post: Post) -> None:
         for value in values:
             assert (name, value, text_of(post(kind, {name: value}))) == (name, value, expected)
     together = {name: values[-1] for name, values in neutral.items() if values}
-    assert text_of(post(kind, together | ({"function_call": "none"} if kind == "chat" else {}))) == expected
+    assert (
+        text_of(post(kind, together | ({"function_call": "none"} if kind == "chat" else {})))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_filters_reach_the_graph(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_reach_the_graph(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = fake_package(tmp_path / "package", filters=FILTERS)
     begun = record_parameters(monkeypatch)
-    with TestClient(make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))) as client:
-        asked = {{"penalty_last_n": "repeat_last_n"}.get(name, name): value for name, value in ASKED.items()}
+    with TestClient(
+        make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))
+    ) as client:
+        asked = {
+            {"penalty_last_n": "repeat_last_n"}.get(name, name): value
+            for name, value in ASKED.items()
+        }
         answer = client.post(PATHS[kind], json=GOOD[kind] | asked | {"repeat_penalty": 1.5})
         assert answer.status_code == 200, answer.text
         (row,) = begun
@@ -268,7 +312,10 @@ def test_filters_reach_the_graph(kind: str, tmp_path: Path, monkeypatch: pytest.
             "typical_p": (0, "typical_p is 0; give a number > 0 and <= 1 (1 = off)"),
             "no_repeat_ngram_size": (2.5, "no_repeat_ngram_size is 2.5; give an integer"),
             "bad_words": (["x" * 257], "bad_words is ['xxxx"),
-            "dry_sequence_breakers": (["x"] * 1025, "dry_sequence_breakers: list should have at most 1024 items"),
+            "dry_sequence_breakers": (
+                ["x"] * 1025,
+                "dry_sequence_breakers: list should have at most 1024 items",
+            ),
             "bad_words_ids": ([[5] * 65], "bad_words_ids is [[5, 5"),
         }
         for name, (value, message) in wrong.items():
@@ -277,18 +324,36 @@ def test_filters_reach_the_graph(kind: str, tmp_path: Path, monkeypatch: pytest.
             assert error["message"].startswith(message)
         error = client.post(PATHS[kind], json=GOOD[kind] | {"min_tokens": 9}).json()["error"]
         assert (error["param"], error["message"][:19]) == ("min_tokens", "min_new_tokens is 9")
-        twice = client.post(PATHS[kind], json=GOOD[kind] | {"repeat_penalty": 1.5, "repetition_penalty": 1.5})
+        twice = client.post(
+            PATHS[kind], json=GOOD[kind] | {"repeat_penalty": 1.5, "repetition_penalty": 1.5}
+        )
         assert (twice.status_code, twice.json()["error"]["param"]) == (400, "repeat_penalty")
 
 
 @pytest.mark.slow
 def test_filters_of_a_real_graph(exported: Callable[..., Path]) -> None:
     package = exported("llama", filters=FILTERS)
-    fields = {"typical_p": 0.5, "top_n_sigma": -1, "no_repeat_ngram_size": 1, "bad_words": ["e"], "dry_multiplier": 0.5}
-    asked = {"prompt": "In the", "max_tokens": 16, "seed": 1, "ignore_eos": True, "return_token_ids": True}
-    with TestClient(make_app(ServeSettings(models={"tiny": str(package)}, slots=2, threads=1))) as client:
+    fields = {
+        "typical_p": 0.5,
+        "top_n_sigma": -1,
+        "no_repeat_ngram_size": 1,
+        "bad_words": ["e"],
+        "dry_multiplier": 0.5,
+    }
+    asked = {
+        "prompt": "In the",
+        "max_tokens": 16,
+        "seed": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    with TestClient(
+        make_app(ServeSettings(models={"tiny": str(package)}, slots=2, threads=1))
+    ) as client:
         answer = client.post(PATHS["text"], json=asked | fields).json()["choices"][0]
-    params = SamplingParams(**fields | {"top_n_sigma": 0}, max_new_tokens=16, seed=1, eos_token_id=())
+    params = SamplingParams(
+        **fields | {"top_n_sigma": 0}, max_new_tokens=16, seed=1, eos_token_id=()
+    )
     assert answer["token_ids"] == load(package).generate("In the", params).token_ids[0]
 
 
@@ -300,20 +365,31 @@ def test_filters_of_a_real_graph(exported: Callable[..., Path]) -> None:
         ({"response_format": {"type": "json_object"}}, "--allowed-tokens"),
     ],
 )
-def test_what_an_export_left_out_is_named_as_one_types_it(fields: dict[str, Any], option: str, tmp_path: Path) -> None:
+def test_what_an_export_left_out_is_named_as_one_types_it(
+    fields: dict[str, Any], option: str, tmp_path: Path
+) -> None:
     package = fake_package(tmp_path / "package")
-    with TestClient(make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))) as client:
+    with TestClient(
+        make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))
+    ) as client:
         answer = client.post(PATHS["text"], json={"prompt": "x"} | fields)
     assert answer.status_code == 400
     assert (
-        f"--for-serving, which brings all that requests ask for, or with {option}" in answer.json()["error"]["message"]
+        f"--for-serving, which brings all that requests ask for, or with {option}"
+        in answer.json()["error"]["message"]
     )
 
 
-def test_a_bias_of_nothing_needs_no_package_that_takes_biases(local_app: Callable[..., TestClient]) -> None:
+def test_a_bias_of_nothing_needs_no_package_that_takes_biases(
+    local_app: Callable[..., TestClient],
+) -> None:
     with local_app(slots=1) as client:
         model = client.app.state.server.models.find("tiny")  # type: ignore[attr-defined]
-        for bias, expected in (({"5": 0, "6": 0.0}, None), ({"5": 0, "6": 1}, {6: 1.0}), ({}, None)):
+        for bias, expected in (
+            ({"5": 0, "6": 0.0}, None),
+            ({"5": 0, "6": 1}, {6: 1.0}),
+            ({}, None),
+        ):
             request = CompletionRequest(prompt="x", max_tokens=4, logit_bias=bias)
             assert (model.sampling_params(request).logit_bias or None) == expected
 
@@ -327,17 +403,23 @@ def test_stop_token_ids_are_added_to_the_models(local_app: Callable[..., TestCli
             ({"stop_token_ids": [7], "ignore_eos": True}, {7}),
             ({"ignore_eos": True}, set()),
         ):
-            assert {*model.sampling_params(CompletionRequest(prompt="x", **options)).eos_token_id} == expected  # type: ignore[arg-type]
+            assert {
+                *model.sampling_params(CompletionRequest(prompt="x", **options)).eos_token_id
+            } == expected  # type: ignore[arg-type]
         body = {"prompt": "In the", "max_tokens": 4, "stop_token_ids": [7]}
         for bias, reason in (({str(ends[0]): 100}, None), ({"7": 100}, 7)):
-            choice = client.post("/v1/completions", json={**body, "logit_bias": bias}).json()["choices"][0]
+            choice = client.post("/v1/completions", json={**body, "logit_bias": bias}).json()[
+                "choices"
+            ][0]
             assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
 
 
 def test_the_openai_client_writes_out_what_it_does_not_use(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     options: dict[str, Any] = dict.fromkeys(names("chat") - {"messages", "model"})
-    plain = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=6, seed=1)
+    plain = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=6, seed=1
+    )
     answer = client.chat.completions.create(
         **options | {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 6, "seed": 1}
     )
@@ -351,9 +433,16 @@ def test_the_openai_client_writes_out_what_it_does_not_use(server: ServerProcess
     said = answer.choices[0].message.model_dump()
     assert None in said.values()
     again = [*MESSAGES, said, {"role": "user", "content": "And then?"}]
-    assert client.chat.completions.create(model="tiny", messages=again, max_tokens=4).choices[0].message.content
+    assert (
+        client.chat.completions.create(model="tiny", messages=again, max_tokens=4)
+        .choices[0]
+        .message.content
+    )
     with pytest.raises(openai.BadRequestError, match="audio is not done here") as refused:
         client.chat.completions.create(
-            model="tiny", messages=MESSAGES, modalities=["text"], audio={"voice": "alloy", "format": "wav"}
+            model="tiny",
+            messages=MESSAGES,
+            modalities=["text"],
+            audio={"voice": "alloy", "format": "wav"},
         )
     assert refused.value.param == "audio"

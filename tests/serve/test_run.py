@@ -26,9 +26,14 @@ LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
 def test_a_taken_port_and_an_unknown_host_are_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(QsampleError, match=rf"port {port} \(Address already in use\); give another"):
+        with pytest.raises(
+            QsampleError, match=rf"port {port} \(Address already in use\); give another"
+        ):
             run(ServeSettings(models={"tiny": "nowhere"}), port=port)
-    with pytest.raises(QsampleError, match=r"cannot listen on no\.such\.host\.invalid, port 8000 \((?!Unknown error)"):
+    with pytest.raises(
+        QsampleError,
+        match=r"cannot listen on no\.such\.host\.invalid, port 8000 \((?!Unknown error)",
+    ):
         run(ServeSettings(models={"tiny": "nowhere"}), "no.such.host.invalid")
 
 
@@ -39,16 +44,36 @@ def test_https(start_server: Callable[..., ServerProcess], tmp_path: Path) -> No
         pytest.skip("openssl makes the certificate")
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    make = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-days", "1", *subject]
-    subprocess.run([*make, "-nodes", "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    with start_server("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), trust=certificate) as server:
+    make = [
+        openssl,
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-days",
+        "1",
+        *subject,
+    ]
+    subprocess.run(
+        [*make, "-nodes", "-keyout", key, "-out", certificate], check=True, capture_output=True
+    )
+    with start_server(
+        "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), trust=certificate
+    ) as server:
         assert server.url.startswith("https://127.0.0.1:")
-        assert len(server.client.post(COMPLETIONS, json=LONG | {"max_tokens": 3}).json()["choices"]) == 1
+        assert (
+            len(server.client.post(COMPLETIONS, json=LONG | {"max_tokens": 3}).json()["choices"])
+            == 1
+        )
     for keyfile, certfile, reason in (
         (key, None, "no certificate"), (certificate, certificate, "NO_START_LINE|no start line|PEM"),
         (key, tmp_path / "none", "No such file"),
     ):  # fmt: skip
-        with pytest.raises(QsampleError, match=rf"cannot serve https with .*({reason}).*; give PEM files"):
+        with pytest.raises(
+            QsampleError, match=rf"cannot serve https with .*({reason}).*; give PEM files"
+        ):
             run(
                 ServeSettings(models={"tiny": "nowhere"}),
                 ssl_keyfile=str(keyfile),
@@ -60,7 +85,9 @@ def test_a_wrong_setting_is_wrong_usage() -> None:
     assert main(["serve", "nowhere", "--tool-call-parser", "foo"]) == 2
 
 
-def test_sigterm_lets_answers_end(start_server: Callable[..., ServerProcess], served_model: CausalLM) -> None:
+def test_sigterm_lets_answers_end(
+    start_server: Callable[..., ServerProcess], served_model: CausalLM
+) -> None:
     body = {**LONG, "max_tokens": 300, "seed": 3, "stream": True}
     with start_server() as server:
         text, status = "", None
@@ -79,9 +106,13 @@ def test_sigterm_lets_answers_end(start_server: Callable[..., ServerProcess], se
     assert text == output.texts[0]
 
 
-def test_what_runs_after_the_drain_timeout_is_told_so(start_server: Callable[..., ServerProcess]) -> None:
+def test_what_runs_after_the_drain_timeout_is_told_so(
+    start_server: Callable[..., ServerProcess],
+) -> None:
     with start_server("--slots", "1", "--drain-timeout", "0.2") as server:
-        with server.client.stream("POST", COMPLETIONS, json={**LONG, "n": 30, "stream": True}) as answer:
+        with server.client.stream(
+            "POST", COMPLETIONS, json={**LONG, "n": 30, "stream": True}
+        ) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)

@@ -65,7 +65,9 @@ def test_echo_and_logprobs(server: ServerProcess, served_model: CausalLM, scores
     expected = scores(ids)
     assert found.token_logprobs is not None
     assert found.token_logprobs[0] is None
-    np.testing.assert_allclose(found.token_logprobs[1 : len(ids)], expected[places, ids[1:]], atol=1e-4)
+    np.testing.assert_allclose(
+        found.token_logprobs[1 : len(ids)], expected[places, ids[1:]], atol=1e-4
+    )
     assert found.top_logprobs is not None
     for place, likeliest in zip(places, found.top_logprobs[1 : len(ids)], strict=True):
         best = np.sort(expected[place])[-2:]
@@ -75,9 +77,9 @@ def test_echo_and_logprobs(server: ServerProcess, served_model: CausalLM, scores
     assert (found.tokens or [])[len(ids) :] == rest.tokens
     assert found.token_logprobs[len(ids) :] == rest.token_logprobs
     texts, offsets = found.tokens or [], found.text_offset or []
-    assert [echoed.text[place:].startswith(text) for text, place in zip(texts, offsets, strict=True)][1:] == (
-        [True] * (len(ids) + 4)
-    )
+    assert [
+        echoed.text[place:].startswith(text) for text, place in zip(texts, offsets, strict=True)
+    ][1:] == ([True] * (len(ids) + 4))
     streamed = list(client.completions.create(**options, echo=True, stream=True))
     parts = [part.choices[0].logprobs for part in streamed if part.choices[0].logprobs]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
@@ -110,7 +112,9 @@ def test_no_tokens(ask: Any, server: ServerProcess, served_model: CausalLM) -> N
     ]
     # The prompt may fill the context.
     full = [5] * served_model.capacity(4096)
-    assert len(ask(prompt=full, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]["tokens"]) == len(full)
+    assert len(
+        ask(prompt=full, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]["tokens"]
+    ) == len(full)
 
 
 def test_prompt_logprobs_have_vllms_form(ask: Any, served_model: CausalLM, scores: Any) -> None:
@@ -126,8 +130,12 @@ def test_prompt_logprobs_have_vllms_form(ask: Any, served_model: CausalLM, score
             rank = int(np.flatnonzero(order == int(other))[0]) + 1
             assert values["rank"] == (rank if rank <= 5 else None)  # the package returns five
             assert values["decoded_token"] == served_model.tokenizer.decode([int(other)])
-    chat = ask(CHAT, messages=[{"role": "user", "content": PROMPT}], max_tokens=1, prompt_logprobs=0)
-    assert [len(entry) for entry in chat["prompt_logprobs"][1:]] == [1] * (chat["usage"]["prompt_tokens"] - 1)
+    chat = ask(
+        CHAT, messages=[{"role": "user", "content": PROMPT}], max_tokens=1, prompt_logprobs=0
+    )
+    assert [len(entry) for entry in chat["prompt_logprobs"][1:]] == [1] * (
+        chat["usage"]["prompt_tokens"] - 1
+    )
 
 
 def test_what_cannot_be_scored(server: ServerProcess, tmp_path: Path) -> None:
@@ -141,7 +149,10 @@ def test_what_cannot_be_scored(server: ServerProcess, tmp_path: Path) -> None:
     assert "this package returns 5" in refusal(server.client, prompt_logprobs=6)
     assert "leave out either" in refusal(server.client, max_tokens=0, min_tokens=1)
     package = fake_package(tmp_path / "package", logprobs=True)
-    with TestClient(make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))) as client:
-        assert "with --for-serving, which brings all that requests ask for, or with --allowed-tokens" in (
-            refusal(client, echo=True, logprobs=0)
+    with TestClient(
+        make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))
+    ) as client:
+        assert (
+            "with --for-serving, which brings all that requests ask for, or with --allowed-tokens"
+            in (refusal(client, echo=True, logprobs=0))
         )

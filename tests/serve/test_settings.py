@@ -8,7 +8,11 @@ import pytest
 
 from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
-GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}  # vLLM's own example
+GUESSES = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_max": 4,
+}  # vLLM's own example
 
 
 @pytest.mark.parametrize(
@@ -31,12 +35,21 @@ GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 
             {"allowed_media_domains": ("https://x.org/",)},
             "allowed_media_domains is 'https://x.org/'; give names of hosts",
         ),
-        ({"generation_config": "vllm"}, "generation_config is .*vllm.*; choose one of openai, auto$"),
-        ({"tool_call_parser": "x"}, "tool_call_parser is .*x.*; choose one of qwen3_coder, glm45, .*hermes"),
+        (
+            {"generation_config": "vllm"},
+            "generation_config is .*vllm.*; choose one of openai, auto$",
+        ),
+        (
+            {"tool_call_parser": "x"},
+            "tool_call_parser is .*x.*; choose one of qwen3_coder, glm45, .*hermes",
+        ),
         ({"reasoning_parser": "x"}, "reasoning_parser is .*x.*; choose one of .*qwen3"),
         ({"slots": 0}, "slots is 0; give an integer >= 1$"),
         ({"max_waiting": -1}, "max_waiting is -1; give an integer >= 0$"),
-        ({"api_keys": "secret"}, "api_keys is a text; give a tuple of texts$"),  # and does not show it
+        (
+            {"api_keys": "secret"},
+            "api_keys is a text; give a tuple of texts$",
+        ),  # and does not show it
         ({"cors_origins": "x"}, "cors_origins is a text"),
         ({"spinning": 1}, "spinning is 1; give True or False"),
         ({"api_keys": ("a", " ")}, "api_keys has an empty key"),
@@ -53,7 +66,10 @@ GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 
             {"speculative_config": GUESSES | {"num_speculative_tokens": 65}},
             'has "num_speculative_tokens": 65; give 1 to 64',
         ),
-        ({"speculative_config": GUESSES | {"prompt_lookup_max": 0}}, 'has "prompt_lookup_max": 0; give 1 to 64'),
+        (
+            {"speculative_config": GUESSES | {"prompt_lookup_max": 0}},
+            'has "prompt_lookup_max": 0; give 1 to 64',
+        ),
         ({"speculative_config": GUESSES | {"model": "x"}}, "speculative_config has 'model'; give"),
     ],
 )
@@ -74,9 +90,15 @@ def test_right_settings() -> None:
     assert (plain.max_body_bytes, plain.request_timeout, plain.drain_timeout) == (None, None, 30.0)
     assert (plain.most_body(images=False), plain.most_body(images=True)) == (4 << 20, 32 << 20)
     assert ServeSettings(models={"a": "a"}, max_body_bytes=9).most_body(images=True) == 9
-    hosts = ServeSettings(models={"a": "a"}, allowed_media_domains=("Example.ORG.",)).allowed_media_domains
+    hosts = ServeSettings(
+        models={"a": "a"}, allowed_media_domains=("Example.ORG.",)
+    ).allowed_media_domains
     assert hosts == ("example.org",)
-    assert (plain.access_log, plain.trust_request_chat_template, plain.generation_config) == (True, False, "openai")
+    assert (plain.access_log, plain.trust_request_chat_template, plain.generation_config) == (
+        True,
+        False,
+        "openai",
+    )
     quiet = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
     assert plain.session_options == quiet
     assert DEFAULT_PORT == 8000
@@ -87,4 +109,7 @@ def test_right_settings() -> None:
     }  # fmt: skip
     assert ServeSettings(models={"tiny": "tiny"}, **right).session_options == {"a": "b"}
     loud = {"session.intra_op.allow_spinning": "1"}
-    assert ServeSettings(models={"a": "a", "b": "b"}, session_config=loud).session_options == quiet | loud
+    assert (
+        ServeSettings(models={"a": "a", "b": "b"}, session_config=loud).session_options
+        == quiet | loud
+    )

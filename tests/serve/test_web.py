@@ -40,9 +40,13 @@ def server(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web
         running.shutdown()
 
 
-def ask(server: WebServer, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
+def ask(
+    server: WebServer, path: str, method: str = "GET", **headers: str
+) -> tuple[HTTPResponse, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
-    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    connection.request(
+        method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
     response = connection.getresponse()
     body = response.read()
     connection.close()
@@ -68,18 +72,30 @@ def test_files_have_their_types_and_the_headers_of_threads(server: WebServer) ->
         assert response.headers["Cross-Origin-Opener-Policy"] == "same-origin"
         assert response.headers["Cross-Origin-Embedder-Policy"] == "require-corp"
         head, nothing = ask(server, path, "HEAD")
-        assert (head.headers["Content-Length"], nothing) == (response.headers["Content-Length"], b"")
+        assert (head.headers["Content-Length"], nothing) == (
+            response.headers["Content-Length"],
+            b"",
+        )
         again, nothing = ask(server, path, If_None_Match=response.headers["ETag"])
         assert (again.status, nothing) == (304, b"")
 
 
 @pytest.mark.parametrize(
     ("asked", "first", "end"),
-    [("0-0", 0, 1), ("100-2559", 100, 2560), ("2500-9999", 2500, 2560), ("2559-", 2559, 2560), ("-60", 2500, 2560)],
+    [
+        ("0-0", 0, 1),
+        ("100-2559", 100, 2560),
+        ("2500-9999", 2500, 2560),
+        ("2559-", 2559, 2560),
+        ("-60", 2500, 2560),
+    ],
 )
 def test_parts_of_files(server: WebServer, asked: str, first: int, end: int) -> None:
     response, body = ask(server, "/assets/ort.wasm", Range=f"bytes={asked}")
-    assert (response.status, response.headers["Content-Range"]) == (206, f"bytes {first}-{end - 1}/2560")
+    assert (response.status, response.headers["Content-Range"]) == (
+        206,
+        f"bytes {first}-{end - 1}/2560",
+    )
     assert body == WASM[first:end]
 
 
@@ -87,7 +103,12 @@ def test_ranges_that_cannot_be_sent(server: WebServer) -> None:
     for asked in ("bytes=2560-", "bytes=5-4", "bytes=-0"):
         response, _ = ask(server, "/assets/ort.wasm", Range=asked)
         assert (response.status, response.headers["Content-Range"]) == (416, "bytes */2560"), asked
-    for asked in ("bytes=-", "bytes=0-1,4-5", "lines=0-1", "bytes=x-y"):  # which a server may ignore
+    for asked in (
+        "bytes=-",
+        "bytes=0-1,4-5",
+        "lines=0-1",
+        "bytes=x-y",
+    ):  # which a server may ignore
         assert ask(server, "/assets/ort.wasm", Range=asked)[1] == WASM, asked
     tag = ask(server, "/assets/ort.wasm")[0].headers["ETag"]
     assert ask(server, "/assets/ort.wasm", Range="bytes=0-1", If_Range='"another"')[1] == WASM
@@ -95,7 +116,12 @@ def test_ranges_that_cannot_be_sent(server: WebServer) -> None:
 
 
 def test_no_other_file_is_sent(server: WebServer) -> None:
-    outside = ["/package/secret.txt", "/package/../outside.txt", "/package/%2e%2e/outside.txt", "//etc/passwd"]
+    outside = [
+        "/package/secret.txt",
+        "/package/../outside.txt",
+        "/package/%2e%2e/outside.txt",
+        "//etc/passwd",
+    ]
     for path in [
         *outside,
         "/package/..%2foutside.txt",
@@ -123,7 +149,10 @@ def test_files_that_become_links_or_pipes_are_not_sent(page: Path, tmp_path: Pat
     (tmp_path / "outside").write_text("outside")
     with WebServer(package, port=0, page=page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        paths = {"/package/qsample.json": package.path / "qsample.json", "/assets/page.mjs": page / "assets/page.mjs"}
+        paths = {
+            "/package/qsample.json": package.path / "qsample.json",
+            "/assets/page.mjs": page / "assets/page.mjs",
+        }
         for path, file in paths.items():
             file.rename(file.with_name("moved"))
             file.symlink_to(tmp_path / "outside")
@@ -142,7 +171,11 @@ def test_files_that_become_links_or_pipes_are_not_sent(page: Path, tmp_path: Pat
 def test_what_cannot_be_served(page: Path, server: WebServer, tmp_path: Path) -> None:
     good = fake_package(tmp_path / "good")
     for package, options, message in (
-        (fake_package(tmp_path / "cuda", compilation=compilation(provider="cuda")), {}, "is compiled for cuda"),
+        (
+            fake_package(tmp_path / "cuda", compilation=compilation(provider="cuda")),
+            {},
+            "is compiled for cuda",
+        ),
         (fake_package(tmp_path / "host", sampler=False), {}, "exported without its sampler"),
         (good, {"page": tmp_path}, "npm --prefix examples/web ci"),
         (good, {"port": server.server_address[1]}, "cannot listen on 127.0.0.1"),

@@ -36,8 +36,16 @@ SWITCHES: list[dict[str, Any]] = [
     {"add_generation_prompt": True},
     {"add_generation_prompt": True, "tools": [WEATHER], "date_string": "26 Jul 2024"},
     {"add_generation_prompt": True, "tools": []},
-    {"add_generation_prompt": True, "enable_thinking": False, "reasoning_effort": "high", "custom_tools": [WEATHER]},
-    {"documents": [{"title": "T", "text": "x"}, {"title": "日", "text": "y"}], "bos_token": "<other>"},
+    {
+        "add_generation_prompt": True,
+        "enable_thinking": False,
+        "reasoning_effort": "high",
+        "custom_tools": [WEATHER],
+    },
+    {
+        "documents": [{"title": "T", "text": "x"}, {"title": "日", "text": "y"}],
+        "bos_token": "<other>",
+    },
     {"continue_final_message": True},
 ]
 
@@ -78,7 +86,9 @@ def test_every_family_renders_as_in_transformers(family: str, switches: dict[str
         try:
             expected = reference.apply_chat_template(messages, tokenize=False, **switches)
         except Exception:
-            with pytest.raises(ValueError, match=r"refuses these messages|continue_final_message needs"):
+            with pytest.raises(
+                ValueError, match=r"refuses these messages|continue_final_message needs"
+            ):
                 mine.apply_chat_template(messages, tokenize=False, **switches)
             continue
         assert mine.apply_chat_template(messages, tokenize=False, **switches) == expected, name
@@ -107,17 +117,22 @@ def test_a_function_is_a_tool() -> None:
         return x + y
 
     for template in TEMPLATES.values():
-        options: dict[str, Any] = {"tools": [add, WEATHER], "tokenize": False, "date_string": "today"}
-        assert ours(template).apply_chat_template([USER], **options) == theirs(template).apply_chat_template(
-            [USER], **options
-        )
+        options: dict[str, Any] = {
+            "tools": [add, WEATHER],
+            "tokenize": False,
+            "date_string": "today",
+        }
+        assert ours(template).apply_chat_template([USER], **options) == theirs(
+            template
+        ).apply_chat_template([USER], **options)
 
 
 def test_the_forms_that_apply_chat_template_returns() -> None:
     mine, reference = ours(CHATML), theirs(CHATML)
     pair = [CONVERSATIONS["one"], CONVERSATIONS["system"]]
     for given, options in itertools.product(
-        ([USER], pair), ({"tokenize": False}, {"return_dict": False}, {}, {"tokenize": False, "return_dict": True})
+        ([USER], pair),
+        ({"tokenize": False}, {"return_dict": False}, {}, {"tokenize": False, "return_dict": True}),
     ):
         expected = reference.apply_chat_template(given, **options)
         found = mine.apply_chat_template(given, **options)
@@ -144,7 +159,10 @@ def test_the_forms_that_apply_chat_template_returns() -> None:
         ({"tools": "get_weather"}, "tools is 'get_weather'; give a list"),
         ({"documents": ["text"]}, "documents has 'text'; give mappings"),
         ({"chat_template": 3}, "chat_template is 3; give a text"),
-        ({"chat_template": "tool_us"}, "is neither Jinja nor a template of the package .it has default"),
+        (
+            {"chat_template": "tool_us"},
+            "is neither Jinja nor a template of the package .it has default",
+        ),
         ({"add_generation_prompt": 1}, "add_generation_prompt is 1; give True or False"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "give either"),
         ({"thing": object()}, "chat_template_kwargs holds a object"),
@@ -158,20 +176,38 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
 def test_arguments_that_mean_nothing_are_taken_as_in_transformers() -> None:
     plain = ours(CHATML).apply_chat_template([USER])
     assert plain == ours(CHATML).apply_chat_template(
-        [USER], padding=False, truncation=False, max_length=None, sanitize_control_tokens=False, tokenizer_kwargs=None
+        [USER],
+        padding=False,
+        truncation=False,
+        max_length=None,
+        sanitize_control_tokens=False,
+        tokenizer_kwargs=None,
     )
 
 
 @pytest.mark.parametrize("given", [None, [], [WEATHER]], ids=["none", "empty", "tools"])
 @pytest.mark.parametrize("name", [None, "rag", "default", "{{ 'own' }}"])
 def test_which_of_several_templates(name: str | None, given: Any) -> None:
-    named = {"default": "{{ 'D' }}", "tool_use": "T{{ tools | length }}", "rag": "R{{ documents | length }}"}
-    options: dict[str, Any] = {"tools": given, "chat_template": name, "documents": [{"text": "x"}], "tokenize": False}
-    assert ours(named).apply_chat_template([USER], **options) == theirs(named).apply_chat_template([USER], **options)
+    named = {
+        "default": "{{ 'D' }}",
+        "tool_use": "T{{ tools | length }}",
+        "rag": "R{{ documents | length }}",
+    }
+    options: dict[str, Any] = {
+        "tools": given,
+        "chat_template": name,
+        "documents": [{"text": "x"}],
+        "tokenize": False,
+    }
+    assert ours(named).apply_chat_template([USER], **options) == theirs(named).apply_chat_template(
+        [USER], **options
+    )
 
 
 def test_several_templates_without_a_default() -> None:
-    with pytest.raises(ValueError, match="several chat templates and no default; give chat_template a name: a, b"):
+    with pytest.raises(
+        ValueError, match="several chat templates and no default; give chat_template a name: a, b"
+    ):
         templates(a="A{{ 1 }}", b="B").render([USER])
     assert templates(a="A{{ 1 }}", b="B").render([USER], ChatOptions(chat_template="b")) == "B"
 
@@ -208,12 +244,19 @@ def test_parts_that_a_template_reads_are_those_of_transformers() -> None:
     for family in ("qwen", "gemma"):
         messages = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS[:1]}]
         for options in ({}, {"continue_final_message": True}):
-            expected = theirs(TEMPLATES[family]).apply_chat_template(messages, tokenize=False, **options)
-            assert ours(TEMPLATES[family]).apply_chat_template(messages, tokenize=False, **options) == expected
+            expected = theirs(TEMPLATES[family]).apply_chat_template(
+                messages, tokenize=False, **options
+            )
+            assert (
+                ours(TEMPLATES[family]).apply_chat_template(messages, tokenize=False, **options)
+                == expected
+            )
 
 
 def test_a_text_reaches_a_template_that_reads_parts_only() -> None:
-    expected = templates(PARTS_ONLY).render([{"role": "user", "content": [{"type": "text", "text": "hello"}]}])
+    expected = templates(PARTS_ONLY).render(
+        [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    )
     assert "hello" in expected
     assert templates(PARTS_ONLY).render([{"role": "user", "content": "hello"}]) == expected
     assert templates(PARTS_ONLY).render([{"role": "user", "content": ["hello"]}]) == expected
@@ -222,8 +265,14 @@ def test_a_text_reaches_a_template_that_reads_parts_only() -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "message 1 has a part of type 'image'"),
-        ({"role": "user", "content": [PARTS[0], {"type": "image_url"}]}, "part of type 'image_url'; the model reads"),
+        (
+            {"role": "user", "content": [{"type": "image", "url": "x"}]},
+            "message 1 has a part of type 'image'",
+        ),
+        (
+            {"role": "user", "content": [PARTS[0], {"type": "image_url"}]},
+            "part of type 'image_url'; the model reads",
+        ),
         ({"role": "user", "content": [{"type": "text"}]}, "part of type 'text'"),
         ({"role": "user", "content": None}, r"message 1 \(user\) has no content"),
         ({"role": "user"}, "has no content"),
@@ -255,7 +304,10 @@ def test_a_message_that_nests_for_ever() -> None:
 
 
 def test_what_is_given_is_left_as_it_was() -> None:
-    messages = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": "so ", "reasoning": "x"}]
+    messages = [
+        {"role": "user", "content": PARTS},
+        {"role": "assistant", "content": "so ", "reasoning": "x"},
+    ]
     before = repr(messages)
     for template in TEMPLATES.values():
         for goes_on in (False, True):
@@ -266,16 +318,25 @@ def test_what_is_given_is_left_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "refuses these messages: roles must alternate",
+        ),
         ("{% if %}", "is not valid Jinja"),
         ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
         ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{{ tojson.__globals__ }}{{ strftime_now.__globals__['json'] }}", "refuses these messages"),
+        (
+            "{{ tojson.__globals__ }}{{ strftime_now.__globals__['json'] }}",
+            "refuses these messages",
+        ),
         ("{{ namespace.__init__.__globals__ }}", "refuses these messages"),
         ("{{ '{0.__class__.x}'.format(messages) }}", "refuses these messages"),
         ("{{ 1 / 0 }}", "refuses these messages: ZeroDivisionError"),
         ("{{ messages + 'x' }}", "refuses these messages: TypeError"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses these messages: RecursionError"),
+        (
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "refuses these messages: RecursionError",
+        ),
         ("{% include 'x' %}", "refuses these messages"),
         ("{{ open('/etc/passwd') }}", "refuses these messages"),
     ],
@@ -287,14 +348,20 @@ def test_hostile_and_broken_templates(template: str, message: str) -> None:
 
 def test_a_message_that_cannot_be_continued() -> None:
     upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    for template, last, name in ((upper, "so", True), (CHATML, "so", "reasoning"), (MISTRAL, None, True)):
+    for template, last, name in (
+        (upper, "so", True),
+        (CHATML, "so", "reasoning"),
+        (MISTRAL, None, True),
+    ):
         messages = [USER, CALLING if last is None else {"role": "assistant", "content": last}]
         with pytest.raises(ValueError, match="continue_final_message needs"):
             templates(template).render(messages, ChatOptions(continue_final_message=name))
 
 
 def test_reasoning_is_continued_by_name() -> None:
-    template = "{% for m in messages %}{{ m.content }}<think>{{ m.reasoning_content }}</think>{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.content }}<think>{{ m.reasoning_content }}</think>{% endfor %}"
+    )
     messages = [{"role": "assistant", "content": "", "thinking": "because "}]
     for name in ("thinking", "reasoning_content"):
         options: dict[str, Any] = {"continue_final_message": name, "tokenize": False}
@@ -307,7 +374,16 @@ def test_reasoning_is_continued_by_name() -> None:
     ("config", "files", "expected"),
     [
         ({"chat_template": "A{{ bos_token }}", "bos_token": {"content": "<s>"}}, {}, "A<s>"),
-        ({"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}, {}, "D"),
+        (
+            {
+                "chat_template": [
+                    {"name": "tool_use", "template": "T"},
+                    {"name": "default", "template": "D"},
+                ]
+            },
+            {},
+            "D",
+        ),
         ({"chat_template": {"tool_use": "T", "default": "D"}}, {}, "D"),
         ({"chat_template": "A"}, {"chat_template.jinja": "J"}, "J"),
     ],
@@ -321,25 +397,36 @@ def test_where_the_template_comes_from(
 
 def test_no_template(tmp_path: Path) -> None:
     model = load(fake_package(tmp_path / "package", tokenizer_config={}).path)
-    with pytest.raises(ValueError, match=r"has no chat template \(no chat_template.jinja, and none in"):
+    with pytest.raises(
+        ValueError, match=r"has no chat template \(no chat_template.jinja, and none in"
+    ):
         model.generate(CHAT)
-    assert model.generate(CHAT, max_new_tokens=1, chat_template="{{ messages[0].content }}").prompt_lengths == [8]
+    assert model.generate(
+        CHAT, max_new_tokens=1, chat_template="{{ messages[0].content }}"
+    ).prompt_lengths == [8]
 
 
 def test_the_templates_that_transformers_saves_are_those_that_are_read(tmp_path: Path) -> None:
     """One, or several in a folder of their own."""
-    for index, template in enumerate((HERMES, {"default": CHATML, "tool_use": HERMES, "rag": "{{ documents }}"})):
+    for index, template in enumerate(
+        (HERMES, {"default": CHATML, "tool_use": HERMES, "rag": "{{ documents }}"})
+    ):
         saved = tmp_path / f"saved{index}"
         theirs(template).save_pretrained(saved)
         files = {str(file.relative_to(saved)): file for file in saved.rglob("*") if file.is_file()}
         package = fake_package(
-            tmp_path / f"package{index}", files={name: file.read_text("utf-8") for name, file in files.items()}
+            tmp_path / f"package{index}",
+            files={name: file.read_text("utf-8") for name, file in files.items()},
         )
         tokenizer = Tokenizer.of(package)
         assert tokenizer is not None
         for options in ({}, {"tools": [WEATHER]}):
-            expected = theirs(template).apply_chat_template([SYSTEM, USER], tokenize=False, **options)
-            assert tokenizer.apply_chat_template([SYSTEM, USER], tokenize=False, **options) == expected
+            expected = theirs(template).apply_chat_template(
+                [SYSTEM, USER], tokenize=False, **options
+            )
+            assert (
+                tokenizer.apply_chat_template([SYSTEM, USER], tokenize=False, **options) == expected
+            )
 
 
 def test_the_template_can_be_read_and_set_as_in_transformers() -> None:
@@ -347,7 +434,10 @@ def test_the_template_can_be_read_and_set_as_in_transformers() -> None:
         assert ours(template).chat_template == template
     tokenizer = ours(CHATML)
     tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<s>hi"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        == "<s>hi"
+    )
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
         tokenizer.apply_chat_template([USER])
@@ -356,7 +446,9 @@ def test_the_template_can_be_read_and_set_as_in_transformers() -> None:
 def test_a_tokenizer_of_the_caller_brings_its_template(tmp_path: Path) -> None:
     model = load(fake_package(tmp_path / "package", tokenizer=False).path)
     output = model.generate([USER], tokenizer=theirs(HERMES), max_new_tokens=1, seed=1)
-    expected = theirs(HERMES).apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    expected = theirs(HERMES).apply_chat_template(
+        [USER], add_generation_prompt=True, return_dict=False
+    )
     assert output.sequences[0, :-1].tolist() == expected
 
 
@@ -377,7 +469,9 @@ def test_generate_and_the_engine_take_the_options_of_a_chat(model: CausalLM) -> 
         assert request.result().token_ids == output.token_ids[0]
         assert request.result().usage.prompt_tokens == len(expected)
     started = [*messages, {"role": "assistant", "content": "Well, "}]
-    output = model.generate(started, max_new_tokens=1, continue_final_message=True, add_generation_prompt=None)
+    output = model.generate(
+        started, max_new_tokens=1, continue_final_message=True, add_generation_prompt=None
+    )
     assert output.sequences[0, 1:-1].tolist() == model.tokenizer.encode(
         "[user]hi\n[assistant]Well, ", add_special_tokens=False
     )

@@ -41,7 +41,12 @@ def sentencepiece_like() -> Tokenizer:
     inner = RustTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     inner.add_special_tokens(["<unk>", "<s>", "</s>"])
     inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     return Tokenizer(inner)
@@ -72,11 +77,18 @@ def test_pieces_are_whole_characters_and_join_to_the_text(text: str, tokenizer: 
 
 
 # The first bytes of characters differ in what may follow: E0, ED, F0 and F4 take a part of the other bytes alone.
-@pytest.mark.parametrize("character", ["é", "\u0800", "漢", "\ud7ff", "\U00010000", "🙂", "\U0010ffff"])
+@pytest.mark.parametrize(
+    "character", ["é", "\u0800", "漢", "\ud7ff", "\U00010000", "🙂", "\U0010ffff"]
+)
 @pytest.mark.parametrize("before", ["", "a", "é", "a\ufffd"])
-def test_a_text_cut_inside_a_character_ends_before_it(before: str, character: str, tokenizer: Tokenizer) -> None:
+def test_a_text_cut_inside_a_character_ends_before_it(
+    before: str, character: str, tokenizer: Tokenizer
+) -> None:
     characters = {byte: spelling for spelling, byte in bytes_to_characters().items()}
-    for spelled, spelling in ((tokenizer, characters.get), (sentencepiece_like(), "<0x{:02X}>".format)):
+    for spelled, spelling in (
+        (tokenizer, characters.get),
+        (sentencepiece_like(), "<0x{:02X}>".format),
+    ):
         vocabulary = spelled.get_vocab()
         for count in range(1, len(character.encode())):
             data = before.encode() + character.encode()[:count]
@@ -97,7 +109,9 @@ def test_a_replacement_character_that_was_written_stays(count: int, tokenizer: T
 
 
 def test_a_vocabulary_without_bytes_has_no_incomplete_characters() -> None:
-    words = Tokenizer(RustTokenizer(models.WordLevel({"a": 0, "\ufffd": 1, "Ģ": 2, "°": 3}, unk_token="a")))
+    words = Tokenizer(
+        RustTokenizer(models.WordLevel({"a": 0, "\ufffd": 1, "Ģ": 2, "°": 3}, unk_token="a"))
+    )
     assert words.completions == ()
     assert "".join(pieces(IncrementalDecoder(words), [0, 1])) == "a \ufffd"
 
@@ -111,11 +125,15 @@ def test_bytes_that_are_no_text(tokenizer: Tokenizer) -> None:
 
 def test_any_bytes_join_to_what_the_whole_decodes_to(tokenizer: Tokenizer) -> None:
     generator, spelled = random.Random(3), bytes_to_characters()
-    held = {token: spelled[piece] for piece, token in tokenizer.get_vocab().items() if piece in spelled}
+    held = {
+        token: spelled[piece] for piece, token in tokenizer.get_vocab().items() if piece in spelled
+    }
     for _ in range(300):
         # Mostly letters, so that text and what is no text meet.
         length = generator.randrange(1, 30)
-        ids = [generator.randrange(4, 260) if generator.random() < 0.3 else 68 for _ in range(length)]
+        ids = [
+            generator.randrange(4, 260) if generator.random() < 0.3 else 68 for _ in range(length)
+        ]
         expected = whole(tokenizer, bytes(held[token] for token in ids), ids)
         assert "".join(pieces(IncrementalDecoder(tokenizer), ids)) == expected
 
@@ -125,7 +143,9 @@ def test_byte_fallback_joins_to_what_the_whole_decodes_to() -> None:
     characters = [[3 + byte for byte in text.encode()] for text in ("é", "漢", "🙂")]
     for _ in range(300):
         units = [*([piece] for piece in range(259, 269)), *characters, [2]]
-        ids = [token for _ in range(generator.randrange(1, 20)) for token in generator.choice(units)]
+        ids = [
+            token for _ in range(generator.randrange(1, 20)) for token in generator.choice(units)
+        ]
         assert "".join(pieces(IncrementalDecoder(tokenizer), ids)) == tokenizer.decode(ids)
 
 
@@ -147,7 +167,14 @@ def test_a_prompt_that_ends_inside_a_character(cut: int, tokenizer: Tokenizer) -
 
 def test_a_prompt_that_holds_a_replacement_character(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("x\ufffd", add_special_tokens=False)
-    assert "".join(pieces(IncrementalDecoder(tokenizer, ids), tokenizer.encode("y", add_special_tokens=False))) == "y"
+    assert (
+        "".join(
+            pieces(
+                IncrementalDecoder(tokenizer, ids), tokenizer.encode("y", add_special_tokens=False)
+            )
+        )
+        == "y"
+    )
 
 
 def test_special_tokens(tokenizer: Tokenizer) -> None:
@@ -156,7 +183,10 @@ def test_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "hi"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>hi</s>"
     assert "".join(pieces(IncrementalDecoder(tokenizer), ids)) == "hi"
-    assert "".join(pieces(IncrementalDecoder(tokenizer, skip_special_tokens=False), ids)) == "<s>hi</s>"
+    assert (
+        "".join(pieces(IncrementalDecoder(tokenizer, skip_special_tokens=False), ids))
+        == "<s>hi</s>"
+    )
 
 
 def many_bytes_a_token() -> tuple[Tokenizer, dict[bytes, int]]:
@@ -164,20 +194,26 @@ def many_bytes_a_token() -> tuple[Tokenizer, dict[bytes, int]]:
     generator, plain = random.Random(5), byte_tokenizer()
     spelled = {byte: text for text, byte in bytes_to_characters().items()}
     alphabet = [*"ab é漢🙂".encode(), 0x80, 0xC3, 0xF0]
-    held = {bytes(generator.choices(alphabet, k=generator.randrange(1, 5))) for _ in range(300)} | {b"\xa9\xc3"}
+    held = {bytes(generator.choices(alphabet, k=generator.randrange(1, 5))) for _ in range(300)} | {
+        b"\xa9\xc3"
+    }
     vocab = plain.get_vocab() | {
         "".join(spelled[byte] for byte in token): 260 + n for n, token in enumerate(sorted(held))
     }
     inner = RustTokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.decoder = decoders.ByteLevel()
-    return Tokenizer(inner), {token: vocab["".join(spelled[byte] for byte in token)] for token in sorted(held)}
+    return Tokenizer(inner), {
+        token: vocab["".join(spelled[byte] for byte in token)] for token in sorted(held)
+    }
 
 
 def bytes_to_characters() -> dict[str, int]:
     """GPT-2's spelling of bytes: those that print are themselves, the others follow from U+0100 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printed} | {
+        chr(0x100 + n): byte for n, byte in enumerate(others)
+    }
 
 
 def test_tokens_that_end_anywhere_in_a_character_join_to_what_the_whole_decodes_to() -> None:
@@ -188,7 +224,9 @@ def test_tokens_that_end_anywhere_in_a_character_join_to_what_the_whole_decodes_
         ids = [tokens[token] for token in chosen]
         parts = pieces(IncrementalDecoder(tokenizer), ids)
         assert "".join(parts) == whole(tokenizer, b"".join(chosen), ids)
-        characters = [len(b"".join(chosen[:n]).decode(errors="ignore")) for n in range(len(chosen) + 1)]
+        characters = [
+            len(b"".join(chosen[:n]).decode(errors="ignore")) for n in range(len(chosen) + 1)
+        ]
         given = [len("".join(parts[:n])) for n in range(len(chosen) + 1)]
         # A character comes with its last byte, whatever follows in the same token.
         assert all(have >= count for have, count in zip(given, characters, strict=True))
@@ -198,18 +236,27 @@ E = "é".encode()
 CONTINUATION = byte_tokenizer().token_to_id("¡")  # the byte A1, with which no character begins
 SEQUENCES: dict[str, tuple[Callable[[], tuple[Tokenizer, Any]], Callable[[Any], list[int]]]] = {
     "text": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [71]),
-    "no beginning of a character": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [CONTINUATION]),
+    "no beginning of a character": (
+        lambda: (Tokenizer(byte_tokenizer()), None),
+        lambda _: [CONTINUATION],
+    ),
     "no end of one": (many_bytes_a_token, lambda tokens: [tokens[b"\xa9\xc3"]]),
     "special tokens": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [EOS]),
     "ids without a token": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [300]),
     "byte fallback, invalid": (lambda: (sentencepiece_like(), None), lambda _: [3 + 0x80]),
-    "byte fallback, valid": (lambda: (sentencepiece_like(), None), lambda _: [3 + byte for byte in E]),
+    "byte fallback, valid": (
+        lambda: (sentencepiece_like(), None),
+        lambda _: [3 + byte for byte in E],
+    ),
     "byte fallback, never complete": (lambda: (sentencepiece_like(), None), lambda _: [3 + 0xF0]),
     "byte fallback, invalid at its beginning": (
         lambda: (sentencepiece_like(), None),
         lambda _: [3 + 0x80, *(3 + byte for byte in E * 400)],
     ),
-    "byte fallback, both": (lambda: (sentencepiece_like(), None), lambda _: [3 + 0x80, *(3 + byte for byte in E * 9)]),
+    "byte fallback, both": (
+        lambda: (sentencepiece_like(), None),
+        lambda _: [3 + 0x80, *(3 + byte for byte in E * 9)],
+    ),
 }
 
 
@@ -221,7 +268,9 @@ def test_the_decoder_does_constant_work_a_token(name: str, monkeypatch: pytest.M
     ids = (unit * 1000)[:1000]
     seen: list[int] = []
     real = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: (seen.append(len(ids)), real(ids, **options))[1])
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids, **options: (seen.append(len(ids)), real(ids, **options))[1]
+    )
     for prompt in ([], [70] * 1000, unit * 9):
         seen.clear()
         decoder = IncrementalDecoder(tokenizer, prompt)
@@ -270,7 +319,9 @@ def test_the_protocol_is_hugging_faces(model: CausalLM) -> None:
     recorder = Recorder()
     output = model.generate([5, 6, 7], streamer=recorder, seed=1, max_new_tokens=6)
     assert recorder.values[0].tolist() == [[5, 6, 7]]
-    assert [value.tolist() for value in recorder.values[1:]] == [[token] for token in output.token_ids[0]]
+    assert [value.tolist() for value in recorder.values[1:]] == [
+        [token] for token in output.token_ids[0]
+    ]
     assert recorder.ended == 1
 
 
@@ -300,7 +351,9 @@ def test_text_streamer(skip_prompt: bool, model: CausalLM) -> None:
         file.truncate()
 
 
-def test_text_streamer_takes_standard_output_of_the_moment(model: CausalLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_streamer_takes_standard_output_of_the_moment(
+    model: CausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
     model.generate("hello", streamer=TextStreamer(model.tokenizer), seed=3, max_new_tokens=3)
     assert capsys.readouterr().out.startswith("hello")
 
@@ -323,13 +376,17 @@ def test_a_text_streamer_cuts_at_a_stop_string(model: CausalLM) -> None:
         assert file.getvalue() == ("" if skip_prompt else "hello") + output.texts[0] + "\n"
 
 
-def test_a_streamer_does_constant_work_a_token(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streamer_does_constant_work_a_token(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where no token ever completes a character, and text is held back for a stop string."""
     assert model.tokenizer is not None
     decoded: list[int] = []
     plain = model.tokenizer.decode
     monkeypatch.setattr(
-        model.tokenizer, "decode", lambda ids, **options: (decoded.append(len(ids)), plain(ids, **options))[1]
+        model.tokenizer,
+        "decode",
+        lambda ids, **options: (decoded.append(len(ids)), plain(ids, **options))[1],
     )
     file = io.StringIO()
     streamer = TextStreamer(model.tokenizer, file, stop_strings="\ufffd" * 5000)

@@ -21,16 +21,26 @@ def test_the_same_stop_string_however_the_text_is_cut() -> None:
     generator = random.Random(2)
     for _ in range(500):
         text = "".join(generator.choice("ab\n漢") for _ in range(generator.randrange(0, 14)))
-        strings = ["".join(generator.choice("ab\n漢") for _ in range(generator.randrange(1, 5))) for _ in range(3)]
+        strings = [
+            "".join(generator.choice("ab\n漢") for _ in range(generator.randrange(1, 5)))
+            for _ in range(3)
+        ]
         # The oracle: the shortest text that ends in a stop string, and of several of them the longest.
-        ends = [(text[:end], stop) for end in range(len(text) + 1) for stop in strings if text[:end].endswith(stop)]
+        ends = [
+            (text[:end], stop)
+            for end in range(len(text) + 1)
+            for stop in strings
+            if text[:end].endswith(stop)
+        ]
         wanted: tuple[str, str | None] = (text, None)
         if ends:
             stop = max((stop for whole, stop in ends if len(whole) == len(ends[0][0])), key=len)
             wanted = (ends[0][0].removesuffix(stop), stop)
         for _ in range(5):
             cuts = sorted(generator.choices(range(len(text) + 1), k=3))
-            parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            parts = [
+                text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)
+            ]
             assert through(StopStrings(strings), parts) == wanted
         assert through(StopStrings(strings), list(text)) == wanted
 
@@ -38,7 +48,18 @@ def test_the_same_stop_string_however_the_text_is_cut() -> None:
 def test_text_is_held_back_only_while_it_may_begin_a_stop_string() -> None:
     stops = StopStrings(["\n\nQ:", "END"])
     parts = ["a", "\n", "b", "\n\n", "Q", "E", "N", "\n", "\nQ", ":c"]
-    assert [stops.put(part) for part in parts] == ["a", "", "\nb", "", "", "\n\nQ", "", "EN", "", ""]
+    assert [stops.put(part) for part in parts] == [
+        "a",
+        "",
+        "\nb",
+        "",
+        "",
+        "\n\nQ",
+        "",
+        "EN",
+        "",
+        "",
+    ]
     assert (stops.match, stops.end()) == ("\n\nQ:", "")
     ended = StopStrings(["END"])
     assert (ended.put("xEN"), ended.end()) == ("x", "EN")
@@ -57,12 +78,16 @@ def test_stop_strings_as_they_are_given() -> None:
 
 
 def test_far_too_many_stop_strings() -> None:
-    with pytest.raises(ValueError, match="has 70000 characters in 7000 strings; give at most 65536 in all"):
+    with pytest.raises(
+        ValueError, match="has 70000 characters in 7000 strings; give at most 65536 in all"
+    ):
         check_stop_strings(["0123456789"] * 7000)
 
 
 def test_half_a_character_is_no_stop_string() -> None:
-    with pytest.raises(ValueError, match=r"a stop string has a lone surrogate at character 1 \('\\ud83d'\)"):
+    with pytest.raises(
+        ValueError, match=r"a stop string has a lone surrogate at character 1 \('\\ud83d'\)"
+    ):
         check_stop_strings(["fine", "a\ud83d"])
 
 
@@ -96,7 +121,9 @@ def test_the_work_for_a_character_does_not_grow(strings: list[str]) -> None:
         if frame.f_code.co_filename != generated_text.__file__:
             return None
         if event == "return":
-            looked_at += sum(len(value) for value in frame.f_locals.values() if isinstance(value, str))
+            looked_at += sum(
+                len(value) for value in frame.f_locals.values() if isinstance(value, str)
+            )
         return trace
 
     stops = StopStrings(strings)
@@ -114,7 +141,12 @@ def test_rows_with_the_same_stop_strings_share_what_finds_them() -> None:
     first, second, other = StopStrings(["END"]), StopStrings(["END"]), StopStrings(["EN"])
     assert first._automaton is second._automaton
     assert first._automaton is not other._automaton
-    assert (first.put("xEN"), second.put("yD"), first.put("D"), second.match) == ("x", "yD", "", None)
+    assert (first.put("xEN"), second.put("yD"), first.put("D"), second.match) == (
+        "x",
+        "yD",
+        "",
+        None,
+    )
     assert first.match == "END"
     assert ("END",) in generated_text._AUTOMATA
     del first, second

@@ -33,7 +33,9 @@ def test_texts_of_a_batch(model: CausalLM) -> None:
     output = model.generate(["a", "b"], seed=1, max_new_tokens=5)
     assert model.tokenizer is not None
     whole = [model.tokenizer.decode(row) for row in output.token_ids]
-    assert output.texts == [text.removesuffix("\ufffd") for text in whole]  # the last character lacks bytes
+    assert output.texts == [
+        text.removesuffix("\ufffd") for text in whole
+    ]  # the last character lacks bytes
     assert output.prompt_lengths == [2, 2]
 
 
@@ -53,7 +55,9 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_half_a_character_is_no_text() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
-    with pytest.raises(ValueError, match=r"a text has a lone surrogate at character 2 \('\\udc00'\)"):
+    with pytest.raises(
+        ValueError, match=r"a text has a lone surrogate at character 2 \('\\udc00'\)"
+    ):
         tokenizer.encode("ab\udc00")
 
 
@@ -76,24 +80,42 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 ADDED = {"id": 0, "content": "<unk>", "single_word": False, "normalized": False, "special": True}
 
 
-@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}, {"type": "NFKC"}], ids=["none", "NFC", "NFKC"])
+@pytest.mark.parametrize(
+    "normalizer", [None, {"type": "NFC"}, {"type": "NFKC"}], ids=["none", "NFC", "NFKC"]
+)
 def test_characters_that_a_token_takes_the_place_of(normalizer: object) -> None:
     tokenizer = changed(normalizer=normalizer)
     most = tokenizer.characters_per_token()
     assert most is not None
     texts = [chr(code) * 50 for code in range(0x20, 0x3000, 7)]
-    texts += [unicodedata.normalize("NFD", chr(code)) * 50 for code in (0x1F82, 0xAC01, 0x1E69, 0x0390)]
+    texts += [
+        unicodedata.normalize("NFD", chr(code)) * 50 for code in (0x1F82, 0xAC01, 0x1E69, 0x0390)
+    ]
     for text in texts:
-        assert len(text) <= most * len(tokenizer.encode(text, add_special_tokens=False)), ascii(text[:8])
+        assert len(text) <= most * len(tokenizer.encode(text, add_special_tokens=False)), ascii(
+            text[:8]
+        )
 
 
 def test_characters_of_tokens_with_byte_fallback() -> None:
     """Llama's kind: a character without a token is its bytes."""
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "\u2581": 257, "an": 258}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": True, "unk_token": "<unk>"}
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
+        "<unk>": 256,
+        "\u2581": 257,
+        "an": 258,
+    }
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": [],
+        "byte_fallback": True,
+        "unk_token": "<unk>",
+    }
     blanks = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     parts: dict[str, object] = {"pre_tokenizer": None, "normalizer": blanks, "added_tokens": []}
-    assert changed(model=model, post_processor=None, **parts).characters_per_token() == len("<0x00>")
+    assert changed(model=model, post_processor=None, **parts).characters_per_token() == len(
+        "<0x00>"
+    )
     del vocabulary["<0x80>"]
     assert changed(model=model, post_processor=None, **parts).characters_per_token() is None
 
@@ -104,8 +126,18 @@ def test_characters_of_tokens_with_byte_fallback() -> None:
         {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
         {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
         {"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}},
-        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{**SPLIT, "behavior": "Removed"}, BYTES]}},
-        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, BYTES]}},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [{**SPLIT, "behavior": "Removed"}, BYTES],
+            }
+        },
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [{"type": "WhitespaceSplit"}, BYTES],
+            }
+        },
         {"pre_tokenizer": None},
         {"added_tokens": [{**ADDED, "lstrip": True, "rstrip": False}]},
     ],

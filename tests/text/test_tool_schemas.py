@@ -39,7 +39,12 @@ class Box:
         return y
 
 
-def weather(place: str, unit: Unit, days: int | None = None, ways: list[str] = []) -> dict[str, float]:  # noqa: B006
+def weather(
+    place: str,
+    unit: Unit,
+    days: int | None = None,
+    ways: list[str] = [],  # noqa: B006
+) -> dict[str, float]:
     """The weather of a place.
 
     More about it,
@@ -117,7 +122,9 @@ def nothing() -> str:
 
 
 @pytest.mark.parametrize(
-    "function", [weather, scalars, nested, nothing, Box().method, Box.made], ids=lambda one: one.__name__
+    "function",
+    [weather, scalars, nested, nothing, Box().method, Box.made],
+    ids=lambda one: one.__name__,
 )
 def test_the_schema_is_that_of_transformers(function: Callable[..., Any]) -> None:
     reference = pytest.importorskip("transformers.utils").get_json_schema(function)

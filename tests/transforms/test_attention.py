@@ -103,7 +103,10 @@ def test_the_mask_of_ragged_rows() -> None:
     """Row 0 is at positions 2 and 3, row 1 at 0 and 1; a query sees itself and the key before it."""
     allowed = MaskRule(causal(2)).allowed(torch.tensor([[2, 3], [0, 1]]), keys=5)
     assert allowed.shape == (2, 1, 2, 5)
-    assert allowed[:, 0].int().tolist() == [[[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]], [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]]
+    assert allowed[:, 0].int().tolist() == [
+        [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]],
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]],
+    ]
 
 
 def test_eager_masks_are_transformers_own_outside_the_context() -> None:
@@ -127,7 +130,11 @@ def test_masked_attention(softcap: float | None, sinks: bool) -> None:
     allowed[..., 0] = True
     tensors = (torch.tensor(array, dtype=torch.float32) for array in (query, keys, values))
     got = masked_attention(
-        *tensors, torch.tensor(allowed), 0.3, softcap, torch.tensor(sink, dtype=torch.float32) if sinks else None
+        *tensors,
+        torch.tensor(allowed),
+        0.3,
+        softcap,
+        torch.tensor(sink, dtype=torch.float32) if sinks else None,
     )
     wanted = np.zeros((2, 3, 6, 4))
     for row, head, place in np.ndindex(2, 6, 3):

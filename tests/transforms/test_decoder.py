@@ -56,15 +56,28 @@ def test_all_linear_layers_but_the_head_are_marked_in_a_trace() -> None:
     use_last_token_head(model, DecodeContext())
 
     def marked() -> set[str]:
-        return {name.rpartition(".")[2] for name, module in model.named_modules() if module._forward_hooks}
+        return {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if module._forward_hooks
+        }
 
     with linear_layers_marked(model):
-        assert marked() == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+        assert marked() == {
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        }
     assert marked() == set()
 
 
 @pytest.mark.parametrize(
-    ("model_type", "heads", "size"), [("llama", 2, 16), ("qwen3", 2, 32), ("gpt2", 4, 16), ("gemma3_text", 2, 16)]
+    ("model_type", "heads", "size"),
+    [("llama", 2, 16), ("qwen3", 2, 32), ("gpt2", 4, 16), ("gemma3_text", 2, 16)],
 )
 def test_cache_shapes_are_read_off_the_model(model_type: str, heads: int, size: int) -> None:
     context = DecodeContext()
@@ -82,7 +95,11 @@ def test_states_of_convolutional_and_recurrent_layers_are_read_off_the_model() -
     apply_transforms(model, context)
     key_values, (state,) = state_shapes(model, context)
     assert [shape.layer for shape in key_values] == [1]
-    assert (state.name, state.shape, state.dtype) == ("past_key_values.0.conv_state", (64, 3), "float32")
+    assert (state.name, state.shape, state.dtype) == (
+        "past_key_values.0.conv_state",
+        (64, 3),
+        "float32",
+    )
     model = random_model("mamba", state_size=4)
     apply_transforms(model, context)
     key_values, states = state_shapes(model, context)
@@ -101,11 +118,15 @@ def test_a_model_without_a_cache_is_refused() -> None:
         state_shapes(model, context)
 
 
-def test_layers_without_a_cache_leave_gaps_in_the_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_a_cache_leave_gaps_in_the_numbering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     context = DecodeContext()
     model = random_model("llama")
     apply_transforms(model, context)
-    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
+    monkeypatch.setattr(
+        model.model.layers[0].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None)
+    )
     assert state_shapes(model, context)[0] == (KeyValueShape(2, 16, layer=1),)
 
 
@@ -116,7 +137,9 @@ def test_the_name_under_which_a_model_takes_its_cache(name: str) -> None:
             return given
 
     names = ("self", "input_ids", "position_ids", name)
-    parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in names]
+    parameters = [
+        inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in names
+    ]
     Model.forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     context, ids = DecodeContext(), torch.zeros(1, 2, dtype=torch.int64)
     cache = RetainedCache(context, 1)

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qsample.transforms import deferred as module
-from qsample.transforms.deferred import Joined, chunks, computing, defer, deferred, deferring, numbers
+from qsample.transforms.deferred import (
+    Joined,
+    chunks,
+    computing,
+    defer,
+    deferred,
+    deferring,
+    numbers,
+)
 
 STORED = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 WIDE = STORED.to(torch.float32)
@@ -43,7 +51,9 @@ def placeholder() -> Tensor:
 
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
 @pytest.mark.parametrize("piece", [1000, 10**6])
-def test_an_operation_sees_the_numbers(number: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_sees_the_numbers(
+    number: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_PIECE", piece)
     operation, weight = OPERATIONS[number], placeholder()
     with computing():
@@ -54,7 +64,9 @@ def test_an_operation_sees_the_numbers(number: int, piece: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
 @pytest.mark.parametrize("smallest", [1, 10**6])
-def test_what_is_computed_later_is_the_same(number: int, smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_computed_later_is_the_same(
+    number: int, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "SMALLEST", smallest)
     operation, weight = OPERATIONS[number], placeholder()
     with deferring():
@@ -99,7 +111,11 @@ def test_what_is_put_together_is_told_by_its_parts(monkeypatch: pytest.MonkeyPat
     with deferring():
         stacked = torch.stack([one, other], dim=1)
         both = torch.cat([stacked, stacked], dim=-2)
-        apart = [torch.stack([one, nowhere]), torch.stack([one[:150], other[150:]]), torch.stack([one.T, other.T])]
+        apart = [
+            torch.stack([one, nowhere]),
+            torch.stack([one[:150], other[150:]]),
+            torch.stack([one.T, other.T]),
+        ]
     shape = (300, 1, 200)
     found = deferred(both)
     assert found is not None
@@ -125,7 +141,11 @@ def test_there_and_back_it_is_as_it_was_stored(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("mode", [computing, deferring])
 def test_what_gives_a_number_is_computed_at_once(mode: Callable[[], object]) -> None:
     """transformers asks whether a head and the table that it is tied to are equal, if a checkpoint has both."""
-    weight, same, other = placeholder(), placeholder(), defer(WIDE.shape, torch.float32, lambda: -STORED, STORED.dtype)
+    weight, same, other = (
+        placeholder(),
+        placeholder(),
+        defer(WIDE.shape, torch.float32, lambda: -STORED, STORED.dtype),
+    )
     with mode():  # type: ignore[attr-defined]
         assert torch.equal(weight, same)
         assert torch.equal(weight, WIDE)
@@ -171,7 +191,10 @@ def test_an_address_that_is_used_again_is_no_placeholder() -> None:
 def test_it_takes_no_memory() -> None:
     def anonymous() -> int:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) * 1024
+        return (
+            int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+            * 1024
+        )
 
     before = anonymous()
     weight = defer((1 << 14, 1 << 12), torch.float32, lambda: STORED, torch.bfloat16)

@@ -42,7 +42,10 @@ def clamped(gate: Tensor, up: Tensor) -> Tensor:
     [
         (halves(lambda gate, up: F.silu(gate) * up), SwiGLU()),
         (halves(lambda gate, up: (F.silu(gate.float()) * up.float()).to(gate.dtype)), SwiGLU()),
-        (halves(lambda gate, up: F.silu(gate.clamp(max=10)) * up.clamp(-10, 10)), SwiGLU(limit=10.0)),
+        (
+            halves(lambda gate, up: F.silu(gate.clamp(max=10)) * up.clamp(-10, 10)),
+            SwiGLU(limit=10.0),
+        ),
         (turns(clamped), SwiGLU(1.702, 1.0, 7.0, interleaved=True)),
         (halves(clamped), SwiGLU(1.702, 1.0, 7.0)),
     ],
@@ -104,10 +107,16 @@ def test_eagerly_they_compute_what_the_default_computes() -> None:
         ("mixtral", {"hidden_act": "gelu"}, None),
     ],
 )
-def test_the_gate_of_a_family(model_type: str, overrides: dict[str, str], activation: SwiGLU | None) -> None:
+def test_the_gate_of_a_family(
+    model_type: str, overrides: dict[str, str], activation: SwiGLU | None
+) -> None:
     model = random_model(model_type, **overrides)
     route_experts(model)
-    found = [module.qsample_activation for module in model.modules() if hasattr(module, "qsample_activation")]
+    found = [
+        module.qsample_activation
+        for module in model.modules()
+        if hasattr(module, "qsample_activation")
+    ]
     assert found == [activation] * model.config.num_hidden_layers
 
 

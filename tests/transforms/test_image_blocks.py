@@ -23,7 +23,9 @@ from tests.helpers.tiny_vlms import TEXT, TOWER, random_vlm
         ("llava", {}, set()),
     ],
 )
-def test_a_prompt_with_images_tells(model_type: str, changes: dict[str, Any], expected: set[int]) -> None:
+def test_a_prompt_with_images_tells(
+    model_type: str, changes: dict[str, Any], expected: set[int]
+) -> None:
     model = random_vlm(model_type, **changes)
     before = model.config.to_json_string(), model.config._attn_implementation
     assert find_blockwise(model) == expected
@@ -33,9 +35,13 @@ def test_a_prompt_with_images_tells(model_type: str, changes: dict[str, Any], ex
 def test_a_prefix_that_sees_itself_is_refused() -> None:
     text = tf.GemmaConfig(**TEXT)
     vision = tf.SiglipVisionConfig(**TOWER, vision_use_head=False)
-    config = tf.PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=300, projection_dim=64)
+    config = tf.PaliGemmaConfig(
+        text_config=text, vision_config=vision, image_token_index=300, projection_dim=64
+    )
     auto: Any = AutoModelForImageTextToText
-    with pytest.raises(UnsupportedModelError, match="PaliGemmaForConditionalGeneration lets more than"):
+    with pytest.raises(
+        UnsupportedModelError, match="PaliGemmaForConditionalGeneration lets more than"
+    ):
         find_blockwise(auto.from_config(config).eval())
 
 

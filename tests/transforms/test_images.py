@@ -29,7 +29,9 @@ HIDDEN, PARTS = 5, 3
 
 
 def call(rows: torch.Tensor | None, features: torch.Tensor | None) -> DecodeContext:
-    return DecodeContext(input_lengths=torch.tensor([4, 3]), image_rows=rows, image_features=features)
+    return DecodeContext(
+        input_lengths=torch.tensor([4, 3]), image_rows=rows, image_features=features
+    )
 
 
 @pytest.mark.parametrize("parts", [1, PARTS])
@@ -43,7 +45,9 @@ def test_rows_of_features_take_the_places_of_embeddings(parts: int) -> None:
     for row, column in np.ndindex(*IDS.shape):
         taken, id = int(ROWS[row, column]), int(IDS[row, column])
         vectors = (
-            features[taken].reshape(parts, HIDDEN).numpy() if taken >= 0 else np.zeros((parts, HIDDEN), np.float32)
+            features[taken].reshape(parts, HIDDEN).numpy()
+            if taken >= 0
+            else np.zeros((parts, HIDDEN), np.float32)
         )
         first = vectors[0] if taken >= 0 else table.weight[id].detach().numpy()
         np.testing.assert_array_equal(got[row, column], first)
@@ -59,8 +63,13 @@ def test_outside_of_decoder_calls_it_is_the_table() -> None:
 
 
 def test_positions_are_places_and_their_sums_with_offsets() -> None:
-    places, offsets = torch.tensor([[4, 5], [0, 1]]), torch.arange(12, dtype=torch.int32).reshape(2, 2, 3)
-    wanted = np.stack([places.numpy(), *(places.numpy() + offsets[..., axis].numpy() for axis in range(3))])
+    places, offsets = (
+        torch.tensor([[4, 5], [0, 1]]),
+        torch.arange(12, dtype=torch.int32).reshape(2, 2, 3),
+    )
+    wanted = np.stack(
+        [places.numpy(), *(places.numpy() + offsets[..., axis].numpy() for axis in range(3))]
+    )
     np.testing.assert_array_equal(with_offsets(places, offsets), wanted)
 
 
@@ -105,14 +114,22 @@ def test_features_are_added_after_the_first_layers() -> None:
     with torch.no_grad():
         embedded = text.embed_tokens(ids)
         embedded[masks] = visual[0]
-        wanted = text(inputs_embeds=embedded, visual_pos_masks=masks, deepstack_visual_embeds=list(visual[1:]))
+        wanted = text(
+            inputs_embeds=embedded, visual_pos_masks=masks, deepstack_visual_embeds=list(visual[1:])
+        )
         context = DecodeContext()
         use_images(model, context)
-        context.input_lengths, context.image_rows, context.image_features = torch.tensor([3]), rows, features
+        context.input_lengths, context.image_rows, context.image_features = (
+            torch.tensor([3]),
+            rows,
+            features,
+        )
         embedded = model.get_input_embeddings()(ids)
         got = text(inputs_embeds=embedded)
         context.clear()
-        after = text(inputs_embeds=embedded, visual_pos_masks=masks, deepstack_visual_embeds=list(visual[1:]))
+        after = text(
+            inputs_embeds=embedded, visual_pos_masks=masks, deepstack_visual_embeds=list(visual[1:])
+        )
     for result in (got, after):
         torch.testing.assert_close(result.last_hidden_state, wanted.last_hidden_state)
 

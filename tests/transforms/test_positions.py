@@ -39,13 +39,17 @@ LONGROPE: dict[str, Any] = {
 
 
 def longrope_model() -> PreTrainedModel:
-    return random_model("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=FIRST_CONTEXT)
+    return random_model(
+        "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=FIRST_CONTEXT
+    )
 
 
 class PositionTable(nn.Embedding):
     """Counts on from the cache unless it is given positions, as BART's and its like."""
 
-    def forward(self, input_ids: Tensor, past_key_values_length: int = 0, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, past_key_values_length: int = 0, position_ids: Tensor | None = None
+    ) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1]) + past_key_values_length
         return super().forward(position_ids)
@@ -86,7 +90,9 @@ def test_local_layers_of_gpt_neo_see_a_window_of_each_row() -> None:
     torch.testing.assert_close(at_nine, own[:, :, 9:], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("capacity", "last"), [(FIRST_CONTEXT, 20), (FIRST_CONTEXT + 1, FIRST_CONTEXT)])
+@pytest.mark.parametrize(
+    ("capacity", "last"), [(FIRST_CONTEXT, 20), (FIRST_CONTEXT + 1, FIRST_CONTEXT)]
+)
 def test_the_frequencies_of_longrope_follow_the_capacity(capacity: int, last: int) -> None:
     """last: the largest position with which transformers itself takes the same frequencies."""
     rotary, context = longrope_model().model.rotary_emb, DecodeContext()
@@ -110,7 +116,9 @@ def test_longrope_in_a_package(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     long, short = rng.integers(3, 300, 48), rng.integers(3, 300, 9)
     with torch.no_grad():
-        wanted = {len(ids): model(torch.tensor(ids[None])).logits[0, -1].numpy() for ids in (long, short)}
+        wanted = {
+            len(ids): model(torch.tensor(ids[None])).logits[0, -1].numpy() for ids in (long, short)
+        }
     package = export_without_sampler(model, tmp_path / "package")
     np.testing.assert_allclose(alone(package, short, FIRST_CONTEXT), wanted[9], atol=1e-4)
     np.testing.assert_allclose(alone(package, long, 64), wanted[48], atol=1e-4)

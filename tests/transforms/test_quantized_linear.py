@@ -21,7 +21,11 @@ from qsample.contract.tensors import BATCH, SEQUENCE, TensorSpec
 from qsample.exporters.trace import trace
 from qsample.graph.operators import pack_bits
 from qsample.transforms.deferred import defer
-from qsample.transforms.quantized_linear import QuantizedWeight, quantized_layers, set_quantized_weight
+from qsample.transforms.quantized_linear import (
+    QuantizedWeight,
+    quantized_layers,
+    set_quantized_weight,
+)
 
 OUTPUTS, INPUTS, BLOCK = 4, 32, 16
 SPEC = GraphSpec(
@@ -40,13 +44,17 @@ class Model(nn.Module):
         return {"product": self.layer(inputs["states"])}
 
 
-def quantized(*, zero_points: bool, order: bool, offsets: bool = False) -> tuple[QuantizedWeight, np.ndarray]:
+def quantized(
+    *, zero_points: bool, order: bool, offsets: bool = False
+) -> tuple[QuantizedWeight, np.ndarray]:
     """Random blocks of 8 bits, and the float64 weight [N, K] that they stand for."""
     rng = np.random.default_rng(0)
     levels = rng.integers(0, 256, (OUTPUTS, INPUTS // BLOCK, BLOCK), dtype=np.uint8)
     scales = rng.uniform(0.01, 0.02, (OUTPUTS, INPUTS // BLOCK)).astype(np.float32)
     zeros = (
-        rng.integers(100, 150, scales.shape, dtype=np.uint8) if zero_points else np.full(scales.shape, 128, np.uint8)
+        rng.integers(100, 150, scales.shape, dtype=np.uint8)
+        if zero_points
+        else np.full(scales.shape, 128, np.uint8)
     )
     columns = rng.permutation(INPUTS) if order else np.arange(INPUTS)
     added = rng.normal(size=scales.shape).astype(np.float32) if offsets else np.zeros_like(scales)
@@ -73,19 +81,31 @@ def quantized(*, zero_points: bool, order: bool, offsets: bool = False) -> tuple
         ("no bias", False, False, True),
     ],
 )
-def test_a_traced_layer_multiplies_by_its_blocks(kind: str, zero_points: bool, order: bool, offsets: bool) -> None:
-    layer = Conv1D(OUTPUTS, INPUTS) if kind == "conv1d" else nn.Linear(INPUTS, OUTPUTS, bias=kind == "linear")
+def test_a_traced_layer_multiplies_by_its_blocks(
+    kind: str, zero_points: bool, order: bool, offsets: bool
+) -> None:
+    layer = (
+        Conv1D(OUTPUTS, INPUTS)
+        if kind == "conv1d"
+        else nn.Linear(INPUTS, OUTPUTS, bias=kind == "linear")
+    )
     weight, meaning = quantized(zero_points=zero_points, order=order, offsets=offsets)
     set_quantized_weight(layer, weight)
     with torch.no_grad():
         layer.weight.zero_()  # the float weight is not traced
     graph = trace(Model(layer), SPEC, {})
-    products = [node.op_type for node in graph.graph if node.op_type in ("MatMulNBits", "MatMul", "Gemm")]
+    products = [
+        node.op_type for node in graph.graph if node.op_type in ("MatMulNBits", "MatMul", "Gemm")
+    ]
     assert products == (["MatMulNBits", "MatMul"] if offsets else ["MatMulNBits"])
     states = np.random.default_rng(1).normal(size=(2, 3, INPUTS)).astype(np.float32)
-    session = ort.InferenceSession(ir.to_proto(graph).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        ir.to_proto(graph).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     bias = 0 if layer.bias is None else layer.bias.detach().numpy()
-    np.testing.assert_allclose(session.run(None, {"states": states})[0], states @ meaning.T + bias, atol=1e-4)
+    np.testing.assert_allclose(
+        session.run(None, {"states": states})[0], states @ meaning.T + bias, atol=1e-4
+    )
 
 
 class Shifted(nn.Embedding):
@@ -112,7 +132,11 @@ IDS = np.array([[3, 0, 1], [2, 2, 3]])
             lambda rows: 5 * rows,
             {"zero_points": False, "offsets": True},
         ),
-        (Shifted(OUTPUTS, INPUTS), lambda rows: 2 * rows + INPUTS, {"zero_points": True, "offsets": True}),
+        (
+            Shifted(OUTPUTS, INPUTS),
+            lambda rows: 2 * rows + INPUTS,
+            {"zero_points": True, "offsets": True},
+        ),
     ],
 )
 def test_a_traced_table_reads_its_blocks(
@@ -122,13 +146,19 @@ def test_a_traced_table_reads_its_blocks(
     with torch.no_grad():
         table.weight.copy_(torch.from_numpy(meaning))
     set_quantized_weight(table, weight)
-    torch.testing.assert_close(table(torch.from_numpy(IDS)), torch.from_numpy(change(meaning[IDS])).float())
+    torch.testing.assert_close(
+        table(torch.from_numpy(IDS)), torch.from_numpy(change(meaning[IDS])).float()
+    )
     with torch.no_grad():
         table.weight.zero_()  # the float weight is not traced
     graph = trace(Model(table), LOOKUP, {})
     assert Counter(node.op_type for node in graph.graph)["GatherBlockQuantized"] == 1
-    session = ort.InferenceSession(ir.to_proto(graph).SerializeToString(), providers=["CPUExecutionProvider"])
-    np.testing.assert_allclose(session.run(None, {"states": IDS})[0], change(meaning[IDS]), rtol=1e-5, atol=1e-5)
+    session = ort.InferenceSession(
+        ir.to_proto(graph).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    np.testing.assert_allclose(
+        session.run(None, {"states": IDS})[0], change(meaning[IDS]), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_rows_of_four_bits_have_the_zero_points_of_their_blocks() -> None:
@@ -136,9 +166,13 @@ def test_rows_of_four_bits_have_the_zero_points_of_their_blocks() -> None:
     rng = np.random.default_rng(0)
     levels, zeros = rng.integers(0, 16, (OUTPUTS, 3, 32)), rng.integers(0, 16, (OUTPUTS, 3))
     scales = rng.uniform(0.1, 0.2, (OUTPUTS, 3)).astype(np.float32)
-    packed = (pack_bits(array.reshape(OUTPUTS, -1).astype(np.uint8), 4) for array in (levels, zeros))
+    packed = (
+        pack_bits(array.reshape(OUTPUTS, -1).astype(np.uint8), 4) for array in (levels, zeros)
+    )
     blocks, zero_points = map(torch.from_numpy, packed)
-    weight = QuantizedWeight(4, 32, blocks.reshape(OUTPUTS, 3, 16), torch.from_numpy(scales), zero_points.reshape(-1))
+    weight = QuantizedWeight(
+        4, 32, blocks.reshape(OUTPUTS, 3, 16), torch.from_numpy(scales), zero_points.reshape(-1)
+    )
     offsets = weight.row_offsets()
     assert offsets is not None
     np.testing.assert_allclose(offsets.numpy(), (scales * (8 - zeros))[..., None], rtol=1e-6)
@@ -150,10 +184,14 @@ def test_offsets_of_rows_come_from_placeholders_too(zero_points: bool) -> None:
     weight, _ = quantized(zero_points=zero_points, order=False, offsets=True)
     parts = {name: getattr(weight, name) for name in ("scales", "zero_points", "offsets")}
     later = {
-        name: None if tensor is None else defer(tensor.shape, tensor.dtype, lambda tensor=tensor: tensor, tensor.dtype)
+        name: None
+        if tensor is None
+        else defer(tensor.shape, tensor.dtype, lambda tensor=tensor: tensor, tensor.dtype)
         for name, tensor in parts.items()
     }
-    torch.testing.assert_close(replace(weight, **later).row_offsets(), weight.row_offsets(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        replace(weight, **later).row_offsets(), weight.row_offsets(), rtol=0, atol=0
+    )
 
 
 def test_an_eager_layer_is_what_it_was() -> None:
@@ -170,5 +208,10 @@ def test_quantized_layers_are_those_that_were_set() -> None:
     model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS), nn.Linear(OUTPUTS, OUTPUTS))
     weight, _ = quantized(zero_points=False, order=False)
     set_quantized_weight(model[0], weight)
-    assert [(layer is model[0], of_layer is weight) for layer, of_layer in quantized_layers(model)] == [(True, True)]
-    assert (weight.sizes, weight.nbytes) == ((OUTPUTS, INPUTS), OUTPUTS * INPUTS + 4 * OUTPUTS * INPUTS // BLOCK)
+    assert [
+        (layer is model[0], of_layer is weight) for layer, of_layer in quantized_layers(model)
+    ] == [(True, True)]
+    assert (weight.sizes, weight.nbytes) == (
+        (OUTPUTS, INPUTS),
+        OUTPUTS * INPUTS + 4 * OUTPUTS * INPUTS // BLOCK,
+    )

@@ -40,12 +40,16 @@ class Rows:
         self.model = tiny_model(model_type)
         apply_transforms(self.model, self.context)
         self.shapes = state_shapes(self.model, self.context)[1]
-        self.layers = [module for module in self.model.modules() if id(module) in self.context.states_of]
+        self.layers = [
+            module for module in self.model.modules() if id(module) in self.context.states_of
+        ]
 
     def filled(self, value: float) -> States:
         return {(s.layer, s.kind, s.index): torch.full((3, *s.shape), value) for s in self.shapes}
 
-    def layer(self, index: int, hidden: Tensor, lengths: list[int], start: list[int], states: States) -> Any:
+    def layer(
+        self, index: int, hidden: Tensor, lengths: list[int], start: list[int], states: States
+    ) -> Any:
         """The results of a layer on `hidden`, [3, S, hidden], and the states that it leaves."""
         context, module = self.context, self.layers[index]
         context.input_lengths = torch.tensor(lengths, dtype=torch.int32)
@@ -88,7 +92,9 @@ def test_states_of_ragged_rows(rows: Rows) -> None:
     other_output, other = rows.layer(0, padded, LENGTHS, START, before)
     assert whole.keys() == {key for key in before if key[0] == rows.shapes[0].layer}
     for key, state in whole.items():
-        assert torch.equal(clean[key][:2], state[:2])  # a row that begins does not see its old states
+        assert torch.equal(
+            clean[key][:2], state[:2]
+        )  # a row that begins does not see its old states
         assert torch.equal(other[key], state)  # nor does the padding matter
         assert torch.equal(state[2], before[key][2])
         assert not torch.equal(state[0], before[key][0])
@@ -147,7 +153,9 @@ def test_the_transform_is_done_once() -> None:
 
 def test_scan_runs_the_steps_in_order() -> None:
     x = torch.arange(6.0).reshape(2, 3)
-    final, stacked = scan(lambda states, inputs: ([states[0] + inputs[0]], states[0]), [torch.zeros(2)], [x])
+    final, stacked = scan(
+        lambda states, inputs: ([states[0] + inputs[0]], states[0]), [torch.zeros(2)], [x]
+    )
     assert final[0].tolist() == [3, 12]
     assert stacked.tolist() == [[0, 0, 1], [0, 3, 7]]
 

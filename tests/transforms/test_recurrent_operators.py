@@ -52,8 +52,12 @@ def operands(*, delta: bool, by_row: bool) -> dict[str, Array]:
     return result | ({"beta": 1 / (1 + np.exp(-normal(B, S, HEADS, seed=5)))} if delta else {})
 
 
-def session(operator: str, inputs: list[str | None], outputs: list[str], **attributes: Any) -> ort.InferenceSession:
-    values = {name: ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT)) for name in inputs if name}
+def session(
+    operator: str, inputs: list[str | None], outputs: list[str], **attributes: Any
+) -> ort.InferenceSession:
+    values = {
+        name: ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT)) for name in inputs if name
+    }
     node = ir.node(operator, [values.get(name or "") for name in inputs], attributes, domain="com.microsoft",
                    num_outputs=len(outputs))  # fmt: skip
     for value, name in zip(node.outputs, outputs, strict=True):
@@ -71,7 +75,8 @@ def attend(feeds: dict[str, Array]) -> tuple[Array, Array]:
     run = session("LinearAttention", list(names), ["output", "after"],
                   q_num_heads=GROUPS, kv_num_heads=HEADS, scale=SCALE, update_rule=rule)  # fmt: skip
     packed = {
-        name: feeds[name] if name == "state" else feeds[name].reshape(*feeds[name].shape[:2], -1) for name in names
+        name: feeds[name] if name == "state" else feeds[name].reshape(*feeds[name].shape[:2], -1)
+        for name in names
     }
     output, after = run.run(None, packed)
     return output.reshape(feeds["value"].shape), after
@@ -93,7 +98,9 @@ def test_linear_attention_in_pieces_is_the_same_to_the_bit(delta: bool) -> None:
     wanted, last = attend(feeds)
     state, parts = feeds["state"], []
     for tokens in (slice(0, 1), slice(1, 5), slice(5, 7)):
-        piece = {name: array if name == "state" else array[:, tokens] for name, array in feeds.items()}
+        piece = {
+            name: array if name == "state" else array[:, tokens] for name, array in feeds.items()
+        }
         output, state = attend({**piece, "state": state})
         parts.append(output)
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), wanted)
@@ -112,7 +119,10 @@ def test_a_token_that_is_nothing_leaves_the_memory_as_it_is(delta: bool) -> None
 @pytest.mark.parametrize("length", [1, 6])
 def test_in_place(length: int) -> None:
     """The state before and after in one buffer."""
-    feeds = {k: v if k == "state" else v[:, :length] for k, v in operands(delta=True, by_row=False).items()}
+    feeds = {
+        k: v if k == "state" else v[:, :length]
+        for k, v in operands(delta=True, by_row=False).items()
+    }
     output, after = attend(feeds)
     names = ["query", "key", "value", "state", "decay", "beta"]
     run = session("LinearAttention", list(names), ["output", "after"],
@@ -137,12 +147,16 @@ def test_causal_convolution(length: int, bias: bool, silu: bool) -> None:
     x, past = normal(B, channels, length), normal(B, channels, width - 1, seed=1)
     weight, offset = normal(channels, width, seed=2), normal(channels, seed=3)
     window = np.concatenate([past, x], axis=-1).astype(np.float64)
-    wanted = np.stack([(window[..., i : i + width] * weight).sum(-1) for i in range(length)], axis=-1)
+    wanted = np.stack(
+        [(window[..., i : i + width] * weight).sum(-1) for i in range(length)], axis=-1
+    )
     wanted = wanted + offset[:, None] if bias else wanted
     wanted = wanted / (1 + np.exp(-wanted)) if silu else wanted
 
     tensors = [torch.from_numpy(array) for array in (x, weight, offset, past)]
-    eager = causal_convolution(tensors[0], tensors[1], tensors[2] if bias else None, tensors[3], silu=silu)
+    eager = causal_convolution(
+        tensors[0], tensors[1], tensors[2] if bias else None, tensors[3], silu=silu
+    )
     run = session("CausalConvWithState", ["x", "weight", "bias" if bias else None, "past"], ["output", "after"],
                   activation="silu" if silu else "none")  # fmt: skip
     feeds = {"x": x, "weight": weight[:, None], "past": past} | ({"bias": offset} if bias else {})
@@ -150,16 +164,22 @@ def test_causal_convolution(length: int, bias: bool, silu: bool) -> None:
     np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(eager.numpy(), wanted, rtol=1e-5, atol=1e-5)
     alone = {name: array[1:] if name in ("x", "past") else array for name, array in feeds.items()}
-    np.testing.assert_array_equal(run.run(None, alone)[0], output[1:])  # and a row alone as among others
+    np.testing.assert_array_equal(
+        run.run(None, alone)[0], output[1:]
+    )  # and a row alone as among others
 
 
 def test_a_convolution_in_pieces_is_the_same_to_the_bit() -> None:
     x, past, weight = normal(B, 5, 6), normal(B, 5, 3, seed=1), normal(5, 1, 4, seed=2)
-    run = session("CausalConvWithState", ["x", "weight", None, "past"], ["output", "after"], activation="silu")
+    run = session(
+        "CausalConvWithState", ["x", "weight", None, "past"], ["output", "after"], activation="silu"
+    )
     wanted, _ = run.run(None, {"x": x, "weight": weight, "past": past})
     parts = []
     for tokens in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        output, past = run.run(None, {"x": np.ascontiguousarray(x[..., tokens]), "weight": weight, "past": past})
+        output, past = run.run(
+            None, {"x": np.ascontiguousarray(x[..., tokens]), "weight": weight, "past": past}
+        )
         parts.append(output)
     np.testing.assert_array_equal(np.concatenate(parts, axis=-1), wanted)
 

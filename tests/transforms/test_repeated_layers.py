@@ -11,7 +11,12 @@ from torch import nn
 
 from qsample.contract.tensors import BATCH, TensorSpec
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.repeated_layers import DecoderLayers, RepeatedLayers, find_repeated_layers, standing_in
+from qsample.transforms.repeated_layers import (
+    DecoderLayers,
+    RepeatedLayers,
+    find_repeated_layers,
+    standing_in,
+)
 
 
 class Layer(nn.Module):
@@ -37,7 +42,9 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 4)
 
 
-def groups(model: nn.Module, states: dict[int, list[TensorSpec]] | None = None) -> list[tuple[int, tuple[int, ...]]]:
+def groups(
+    model: nn.Module, states: dict[int, list[TensorSpec]] | None = None
+) -> list[tuple[int, tuple[int, ...]]]:
     found = find_repeated_layers(model, DecoderLayers(3, states or {}, DecodeContext()))
     return [(group.first, group.others) for group in found]
 
@@ -100,7 +107,9 @@ def tie_to_head(model: Model) -> None:
         tie_to_head,
     ],
 )
-def test_everything_else_that_differs_makes_another_kind_of_layer(change: Callable[[Model], None]) -> None:
+def test_everything_else_that_differs_makes_another_kind_of_layer(
+    change: Callable[[Model], None],
+) -> None:
     model = Model()
     change(model)
     assert groups(model) == [(0, (2,))]
@@ -158,11 +167,16 @@ class Keeper(nn.Module):
 def test_a_layer_stands_for_another(
     owner: int, calls: list[tuple[int, tuple[float, ...]]], difference: str | None
 ) -> None:
-    context = DecodeContext(states={(layer, "conv_state", 0): torch.zeros(2, 3) for layer in range(2)})
+    context = DecodeContext(
+        states={(layer, "conv_state", 0): torch.zeros(2, 3) for layer in range(2)}
+    )
     root = nn.Module()
     root.layers = nn.ModuleList([Keeper(context, owner), Keeper(context, 1)])
     hidden = torch.ones(2, 5, 4)
-    with torch.no_grad(), standing_in(root, [RepeatedLayers("layers", 0, (1,), ())], context) as notes:
+    with (
+        torch.no_grad(),
+        standing_in(root, [RepeatedLayers("layers", 0, (1,), ())], context) as notes,
+    ):
         for layer, arguments in calls:
             hidden = root.layers[layer](hidden, *arguments)
     assert hidden.shape == (2, 5, 4)

@@ -26,7 +26,9 @@ GRIDS = [(4, 6), (2, 14), (10, 8), (16, 16), (6, 2)]
 @pytest.mark.parametrize("merge", [1, 2])
 def test_places_of_patches(grid: tuple[int, int], merge: int) -> None:
     row, column = places_of_patches(torch.tensor(grid), grid[0] * grid[1], merge)
-    assert torch.stack([row, column], -1).equal(get_vision_position_ids(torch.tensor([[1, *grid]]), merge))
+    assert torch.stack([row, column], -1).equal(
+        get_vision_position_ids(torch.tensor([[1, *grid]]), merge)
+    )
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -43,26 +45,43 @@ def test_windows(grid: tuple[int, int], side: int) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize(("mode", "align"), [("bilinear", True), ("bilinear", False), ("bicubic", False)])
+@pytest.mark.parametrize(
+    ("mode", "align"), [("bilinear", True), ("bilinear", False), ("bicubic", False)]
+)
 def test_learned_positions_are_resampled(grid: tuple[int, int], mode: str, align: bool) -> None:
-    tower = SimpleNamespace(num_grid_per_side=7, interpolation_mode=mode, interpolation_align_corners=align)
+    tower = SimpleNamespace(
+        num_grid_per_side=7, interpolation_mode=mode, interpolation_align_corners=align
+    )
     row, column = places_of_patches(torch.tensor(grid), grid[0] * grid[1], 2)
     found = resampled(tower, row, column, torch.tensor(grid))
-    wanted = get_vision_interpolation_indices_and_weights(torch.tensor([[1, *grid]]), 7, mode, align, 2)
+    wanted = get_vision_interpolation_indices_and_weights(
+        torch.tensor([[1, *grid]]), 7, mode, align, 2
+    )
     assert found["interp_indices"].equal(wanted[0])
     assert found["interp_weights"].equal(wanted[1])
 
 
 def test_a_model_of_text_has_no_module() -> None:
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM has no vision tower.*--text-only"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaForCausalLM has no vision tower.*--text-only"
+    ):
         vision_module(model)
 
 
 @pytest.mark.parametrize(
     ("model_type", "shape", "free"),
-    [("qwen3_vl", (96, 96), "A"), ("llava_next", (3, 3, 16, 16), "I"), ("mistral3", (1, 3, 32, 48), "tile_height")],
+    [
+        ("qwen3_vl", (96, 96), "A"),
+        ("llava_next", (3, 3, 16, 16), "I"),
+        ("mistral3", (1, 3, 32, 48), "tile_height"),
+    ],
 )
 def test_the_axes_that_images_decide(model_type: str, shape: tuple[int, ...], free: str) -> None:
     module = vision_module(random_vlm(model_type))

@@ -21,14 +21,30 @@ from qsample.compiler.targets.webgpu import TARGET, host_shapes
 from qsample.compiler.write import RECORD, placement_of
 from qsample.contract.interface import Interface
 from qsample.ort.options import session_options
-from qsample.ort.providers import CPU, ON_HOST, WEBGPU, check_available, open_session, plugin_devices
+from qsample.ort.providers import (
+    CPU,
+    ON_HOST,
+    WEBGPU,
+    check_available,
+    open_session,
+    plugin_devices,
+)
 from qsample.sampler import build_sampler
 from tests.conftest import made_once
 from tests.helpers.sampler_cases import PAD, Step
 
 HERE = Path(__file__).parent
 ASKED = "QSAMPLE_WEBGPU" in os.environ
-HOST_OPERATORS = {"Cast", "Concat", "Greater", "Mul", "Reshape", "Shape", "Squeeze", "Sub"}  # of shapes
+HOST_OPERATORS = {
+    "Cast",
+    "Concat",
+    "Greater",
+    "Mul",
+    "Reshape",
+    "Shape",
+    "Squeeze",
+    "Sub",
+}  # of shapes
 Array = np.ndarray
 
 
@@ -67,7 +83,9 @@ def sampler() -> Callable[[Interface], Step]:
         known = {value.name for value in session.get_inputs()}
 
         def step(logits: Array, inputs: Mapping[str, Array]) -> dict[str, Array]:
-            given = {name: array for name, array in {"logits": logits, **inputs}.items() if name in known}
+            given = {
+                name: array for name, array in {"logits": logits, **inputs}.items() if name in known
+            }
             return dict(zip(names, session.run(names, given), strict=True))
 
         return step
@@ -86,6 +104,9 @@ def compiled(bundled_package: Path, shared_folder: Path) -> Callable[..., Path]:
 
         name = "-".join(["webgpu", *(f"{key}-{value}" for key, value in options.items())])
         given = CompileOptions(provider="webgpu", ctx_len=96, **options)  # type: ignore[arg-type]
-        return made_once(shared_folder / name, lambda path: compile_package(read_package(bundled_package), path, given))
+        return made_once(
+            shared_folder / name,
+            lambda path: compile_package(read_package(bundled_package), path, given),
+        )
 
     return make

@@ -12,7 +12,9 @@ SIZES = {BATCH: 3, CAPACITY: 8}
 
 
 def filled(dtype: str, *more: int) -> tuple[Handle, np.ndarray]:
-    buffer = Buffer.allocate(TensorSpec("x", dtype, (BATCH, 2, CAPACITY, *more), ""), SIZES, "webgpu")
+    buffer = Buffer.allocate(
+        TensorSpec("x", dtype, (BATCH, 2, CAPACITY, *more), ""), SIZES, "webgpu"
+    )
     assert isinstance(buffer, Handle)
     assert not buffer.read().any()
     values = np.arange(np.prod(buffer.shape)).reshape(buffer.shape).astype(dtype)
@@ -31,14 +33,18 @@ def test_rows_are_copied_on_the_device(dtype: str) -> None:
         np.testing.assert_array_equal(buffer.read_row(row), values[row])
     buffer.write(np.zeros_like(values))
     part.put(taken)
-    np.testing.assert_array_equal(buffer.read(), np.where(np.arange(3)[:, None, None] == 0, 0, values))
+    np.testing.assert_array_equal(
+        buffer.read(), np.where(np.arange(3)[:, None, None] == 0, 0, values)
+    )
 
 
 def test_rows_are_written_copied_and_cleared() -> None:
     buffer, values = filled("float32", 4)
     buffer.copy_row(2, 0)
     buffer.clear_row(2)
-    np.testing.assert_array_equal(buffer.read(), np.stack([values[2], values[1], np.zeros_like(values[0])]))
+    np.testing.assert_array_equal(
+        buffer.read(), np.stack([values[2], values[1], np.zeros_like(values[0])])
+    )
     buffer.write_columns(2, [(slice(2, 5), values[1][:, :3])])
     np.testing.assert_array_equal(buffer.read_row(2)[:, 2:5], values[1][:, :3])
     small, _ = filled("int32")

@@ -18,21 +18,30 @@ from qsample.runtime import CausalLM, Engine, load
 
 OUTPUTS = ("logprobs", "top_logprob_ids", "top_logprobs", "probs")
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
-ROWS = [SamplingParams(temperature=0.9, max_new_tokens=most, eos_token_id=()) for most in (9, 12, 3)]
+ROWS = [
+    SamplingParams(temperature=0.9, max_new_tokens=most, eos_token_id=()) for most in (9, 12, 3)
+]
 
 
 @pytest.fixture(scope="module")
 def model(exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    portable = exported("llama", logprobs=True, top_logprobs=3, return_pdfs=True, allowed_tokens=True)
+    portable = exported(
+        "llama", logprobs=True, top_logprobs=3, return_pdfs=True, allowed_tokens=True
+    )
     options = CompileOptions(provider="webgpu", ctx_len=48)
-    return load(compile_package(read_package(portable), tmp_path_factory.mktemp("late") / "webgpu", options).path)
+    return load(
+        compile_package(
+            read_package(portable), tmp_path_factory.mktemp("late") / "webgpu", options
+        ).path
+    )
 
 
 def test_late_outputs_are_those_of_each_step(model: CausalLM) -> None:
     """Rows that end in the middle of a window; beside a guided row, and alone."""
     for guide in (None, lambda step, mask: None):
         early, *late = (
-            model.generate(PROMPTS, ROWS, seed=1, flush_every=every, allowed_tokens=guide) for every in (1, 4, 7)
+            model.generate(PROMPTS, ROWS, seed=1, flush_every=every, allowed_tokens=guide)
+            for every in (1, 4, 7)
         )
         for one in late:
             assert early.token_ids == one.token_ids
@@ -52,7 +61,9 @@ def test_reads_of_four_tokens(model: CausalLM, monkeypatch: pytest.MonkeyPatch) 
     params = SamplingParams(max_new_tokens=25, eos_token_id=())
     with Engine(model, slots=2) as engine:
         for names in ((), ["logprobs"], OUTPUTS):
-            engine.add_request([5, 6], params, seed=3, outputs=names).result(120)  # all memory is there from now on
+            engine.add_request([5, 6], params, seed=3, outputs=names).result(
+                120
+            )  # all memory is there from now on
             with monkeypatch.context() as patch:
                 patch.setattr(buffers, "_on_host", counted)
                 read.clear()

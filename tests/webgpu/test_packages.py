@@ -60,11 +60,18 @@ def test_nothing_but_tokens_crosses_to_the_host(compiled: Compiled, tmp_path: Pa
     session = open_session(package.path / "decoder.onnx", options, [WEBGPU], given)
     sizes: dict[str, int] = {**package.interface.sizes, "B": 2, "S": 1, "T": 32, "R": 1, "E": 1}
     spec = package.interface.decoder
-    feeds = {one.name: np.full(one.shape(sizes), one.off or 0, one.dtype) for one in (*spec.inputs, *spec.states)}
+    feeds = {
+        one.name: np.full(one.shape(sizes), one.off or 0, one.dtype)
+        for one in (*spec.inputs, *spec.states)
+    }
     feeds |= {"input_lengths": np.ones(2, np.int32), "temperature": np.ones(2, np.float32)}
     session.run(None, feeds)
     events = json.loads(Path(session.end_profiling()).read_text("utf-8"))
-    copies = [event["args"]["op_name"] for event in events if "Memcpy" in event.get("args", {}).get("op_name", "")]
+    copies = [
+        event["args"]["op_name"]
+        for event in events
+        if "Memcpy" in event.get("args", {}).get("op_name", "")
+    ]
     # To the host: none. To the device: sizes of a few bytes, for which nobody waits.
     assert "MemcpyToHost" not in copies
     assert all(memory.name == "WebGPU_Buf" for memory in session.get_output_memory_infos())
@@ -92,14 +99,20 @@ def test_quantized_weights(compiled: Compiled, bundled_package: Path) -> None:
     """In blocks of 32, activations in float32, as a package for the web has them on the CPU."""
     for weights in ("int8", "int4"):
         package = read_package(compiled(weights=weights, max_divergence=1.0))
-        nodes = [node for node in ir.load(package.path / "decoder.onnx").graph if node.op_type == "MatMulNBits"]
+        nodes = [
+            node
+            for node in ir.load(package.path / "decoder.onnx").graph
+            if node.op_type == "MatMulNBits"
+        ]
         assert {node.attributes["accuracy_level"].as_int() for node in nodes} == {1}
         assert package.manifest.compilation is not None
         figures = package.manifest.compilation.quantization
         assert figures is not None
         assert figures["divergence"]["kl"]["value"] < (0.2 if weights == "int4" else 0.01)
         web = CompileOptions(provider="web", ctx_len=96, weights=weights, max_divergence=1.0)  # type: ignore[arg-type]
-        host = compile_package(read_package(bundled_package), package.path.with_name(f"web-{weights}"), web)
+        host = compile_package(
+            read_package(bundled_package), package.path.with_name(f"web-{weights}"), web
+        )
         texts = [load(path).generate(PROMPTS, ROWS[0]).texts for path in (package.path, host.path)]
         assert texts[0] == texts[1]
 
@@ -109,17 +122,26 @@ def test_quantized_weights(compiled: Compiled, bundled_package: Path) -> None:
 def test_other_models(exported: Callable[..., Path], tmp_path: Path, family: str) -> None:
     """compile's self-test compares the tokens with those of the portable graph on the CPU. LFM2 is a hybrid."""
     package = compile_package(
-        read_package(exported(family)), tmp_path / "out", CompileOptions(provider="webgpu", ctx_len=48)
+        read_package(exported(family)),
+        tmp_path / "out",
+        CompileOptions(provider="webgpu", ctx_len=48),
     )
     assert package.manifest.compilation is not None
     assert package.manifest.compilation.self_test["tokens"] > 0
 
 
 @pytest.mark.slow
-def test_operators_without_a_kernel_are_named(exported: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=r"2 nodes have no kernel on WebGpu.*MoE .*Compile the model for cpu or web"):
+def test_operators_without_a_kernel_are_named(
+    exported: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        CompileError,
+        match=r"2 nodes have no kernel on WebGpu.*MoE .*Compile the model for cpu or web",
+    ):
         compile_package(
-            read_package(exported("gpt_oss")), tmp_path / "out", CompileOptions(provider="webgpu", ctx_len=48)
+            read_package(exported("gpt_oss")),
+            tmp_path / "out",
+            CompileOptions(provider="webgpu", ctx_len=48),
         )
     assert not (tmp_path / "out").exists()
 
@@ -132,10 +154,16 @@ def test_operators_without_a_kernel_are_named(exported: Callable[..., Path], tmp
     ],
 )
 def test_refusals(
-    exported: Callable[..., Path], tmp_path: Path, family: str, options: dict[str, Any], message: str
+    exported: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(CompileError, match=message):
         compile_package(
-            read_package(exported(family)), tmp_path / "out", CompileOptions(provider="webgpu", ctx_len=48, **options)
+            read_package(exported(family)),
+            tmp_path / "out",
+            CompileOptions(provider="webgpu", ctx_len=48, **options),
         )
     assert not (tmp_path / "out").exists()

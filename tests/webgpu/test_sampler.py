@@ -13,7 +13,14 @@ from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, WEBGPU, open_session
 from qsample.sampler.blocks import FLOOR
-from tests.helpers.sampler_cases import Step, compare_step, excused, expected_step, make_inputs, random_step
+from tests.helpers.sampler_cases import (
+    Step,
+    compare_step,
+    excused,
+    expected_step,
+    make_inputs,
+    random_step,
+)
 from tests.helpers.vectors import interface_of
 from tests.test_vectors import by_graph, check
 
@@ -23,7 +30,9 @@ MASKED_VOCAB = 151_936
 
 
 @pytest.mark.parametrize("name", ["adjust", "filters", "wide"])
-@pytest.mark.parametrize("most", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["most", "all"])
+@pytest.mark.parametrize(
+    "most", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["most", "all"]
+)
 def test_vectors(sampler: Sampler, name: str, most: bool) -> None:
     """Every feature and extra filter in both orders, and histories and vocabularies beyond a block of TopK."""
     for batch in by_graph(name):
@@ -68,7 +77,14 @@ def test_masks_that_leave_five_tokens(sampler: Sampler) -> None:
             allowed.view(np.uint32)[row, token // 32] |= np.uint32(1) << np.uint32(token % 32)
     u = [0.1, 0.5, 0.93]
     # A temperature at which each of the five has its share, and a top-k for the candidates.
-    inputs = make_inputs(face, rows, allowed_tokens=allowed, temperature=[8, 8, 0], top_k=[0, 40, 0], noise=np.array(u))
+    inputs = make_inputs(
+        face,
+        rows,
+        allowed_tokens=allowed,
+        temperature=[8, 8, 0],
+        top_k=[0, 40, 0],
+        noise=np.array(u),
+    )
     inputs["searched_rows"] = np.zeros(0, np.int64)
     tokens = sampler(face)(logits, inputs)["next_ids"][:, 0]
     for row, token in enumerate(tokens):
@@ -84,9 +100,13 @@ def test_topk_of_masked_logits() -> None:
     x.shape, x.type = ir.Shape([1, 1187]), ir.TensorType(ir.DataType.FLOAT)
     k.const_value = ir.tensor(np.array([64]), name="k")
     node = ir.node("TopK", [x, k], {"axis": -1}, num_outputs=2)
-    for name, value, dtype in zip("vi", node.outputs, (ir.DataType.FLOAT, ir.DataType.INT64), strict=True):
+    for name, value, dtype in zip(
+        "vi", node.outputs, (ir.DataType.FLOAT, ir.DataType.INT64), strict=True
+    ):
         value.name, value.type = name, ir.TensorType(dtype)
-    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[k], opset_imports={"": 20}, name="topk")
+    graph = ir.Graph(
+        [x], node.outputs, nodes=[node], initializers=[k], opset_imports={"": 20}, name="topk"
+    )
     model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
     session = open_session(model, session_options(), [WEBGPU, CPU])
     logits = np.full((1, 1187), -np.inf, np.float32)
@@ -110,5 +130,8 @@ def test_rows_are_those_of_a_batch_and_none_needs_the_search(sampler: Sampler) -
     assert unlisted["status_RetainedState"].tolist() == [0, 3, 0]
     assert listed["status_RetainedState"].tolist() == [0, 0, 0]
     assert unlisted["next_ids"][[0, 2]].tolist() == listed["next_ids"][[0, 2]].tolist()
-    alone = [step(logits[[r]], make_inputs(face, 1, **{k: v[r : r + 1] for k, v in given.items()})) for r in range(3)]
+    alone = [
+        step(logits[[r]], make_inputs(face, 1, **{k: v[r : r + 1] for k, v in given.items()}))
+        for r in range(3)
+    ]
     assert [one["next_ids"][0, 0] for one in alone] == listed["next_ids"][:, 0].tolist()

@@ -23,11 +23,25 @@ from qsample.contract.arrays import Array
 from qsample.disk.untrusted import open_plain
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 
-_LARGEST_HEADER: Final = 100 << 20  # bytes, as of safetensors; vocabularies of 262,144 tokens take a tenth
+_LARGEST_HEADER: Final = (
+    100 << 20
+)  # bytes, as of safetensors; vocabularies of 262,144 tokens take a tenth
 _MOST_VALUES: Final = 1 << 22  # in all arrays; the same vocabularies have a third
 _MOST_NAMES: Final = 1 << 16  # of metadata, and of tensors
 _LARGEST_RANK: Final = 4
-_SCALARS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
+_SCALARS: Final = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<B",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _OTHER_KINDS: Final = {  # general.architecture or general.type
     "clip": "a projector of images or audio; give the file of the language model, beside it",
@@ -112,7 +126,9 @@ class GgufFile:
     def raw(self, tensor: GgufTensor) -> Array:
         """[rows, bytes of a row] uint8, mapped: the last axis of `tensor` is a row."""
         rows = math.prod(tensor.shape[:-1])
-        return np.memmap(self.path, np.uint8, "c", tensor.offset, (rows, tensor.length // rows)).view(np.ndarray)
+        return np.memmap(
+            self.path, np.uint8, "c", tensor.offset, (rows, tensor.length // rows)
+        ).view(np.ndarray)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -124,7 +140,9 @@ def read_gguf(path: Path) -> GgufFile:
         with open_plain(real) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return GgufFile(real, *_Header(data).read(path))
     except (ValueError, OSError) as error:
-        raise QsampleError(f"{path} is no GGUF file that can be read: {error}; download it again") from error
+        raise QsampleError(
+            f"{path} is no GGUF file that can be read: {error}; download it again"
+        ) from error
 
 
 class _Header:
@@ -164,7 +182,9 @@ class _Header:
             name = self.text("the name of a tensor")
             (rank,) = self.numbers("<I")
             if name in found or not 1 <= rank <= _LARGEST_RANK:
-                raise ValueError(f"it has the tensor {shown(name)} {'twice' if name in found else f'of {rank} axes'}")
+                raise ValueError(
+                    f"it has the tensor {shown(name)} {'twice' if name in found else f'of {rank} axes'}"
+                )
             *sizes, number, offset = self.numbers(f"<{rank}QIQ")
             found[name] = tuple(sizes[::-1]), number, offset
         return metadata, dict(self.places(path, found, metadata.get("general.alignment", 32)))
@@ -174,7 +194,9 @@ class _Header:
     ) -> Iterator[tuple[str, GgufTensor]]:
         """Every tensor with its place. found: shape, type and offset by name."""
         if not is_integer(alignment, 8, 1 << 20) or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment is {shown(alignment)}; it must be a power of two from 8 to 2^20")
+            raise ValueError(
+                f"general.alignment is {shown(alignment)}; it must be a power of two from 8 to 2^20"
+            )
         start = -(-self.at // alignment) * alignment
         free = 0
         places: dict[str, GgufTensor] = {}
@@ -188,11 +210,17 @@ class _Header:
             count = math.prod(shape)
             length = count // kind.size * kind.length
             if not count or shape[-1] % kind.size:
-                raise ValueError(f"the tensor {shown(name)} of type {kind.name} has the shape {list(shape)}")
+                raise ValueError(
+                    f"the tensor {shown(name)} of type {kind.name} has the shape {list(shape)}"
+                )
             if start + offset + length > len(self.data):
-                raise ValueError(f"it has {len(self.data)} bytes, and the tensor {shown(name)} lies behind its end")
+                raise ValueError(
+                    f"it has {len(self.data)} bytes, and the tensor {shown(name)} lies behind its end"
+                )
             if offset < free or offset % alignment:
-                raise ValueError(f"the tensor {shown(name)} lies within another one, or between two places")
+                raise ValueError(
+                    f"the tensor {shown(name)} lies within another one, or between two places"
+                )
             free = offset + length
             places[name] = GgufTensor(name, kind.name, shape, start + offset, length)
         return ((name, places[name]) for name in found)
@@ -218,7 +246,9 @@ class _Header:
             kind, count = self.numbers("<IQ")
             self.left -= count
             if self.left < 0:
-                raise ValueError(f"its metadata has more than {_MOST_VALUES} values, {count} of them in {key}")
+                raise ValueError(
+                    f"its metadata has more than {_MOST_VALUES} values, {count} of them in {key}"
+                )
             if kind == _STRING:
                 return [self.text(key) for _ in range(count)]
             return self.scalars(kind, count, key)
@@ -241,7 +271,11 @@ class _Header:
         begin, self.at = self.at, self.at + length
         if self.at > self.end:
             place = f"{what or 'its header'} ends behind "
-            limit = "the end of the file" if self.end == len(self.data) else f"{_LARGEST_HEADER >> 20} MiB of header"
+            limit = (
+                "the end of the file"
+                if self.end == len(self.data)
+                else f"{_LARGEST_HEADER >> 20} MiB of header"
+            )
             raise ValueError(place + limit)
         return begin
 

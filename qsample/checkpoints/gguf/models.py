@@ -23,9 +23,16 @@ from qsample.errors import QsampleError, UnsupportedModelError, listed, shown
 _LARGEST: Final = (1 << 31) - 1
 _TABLE: Final = "token_embd.weight"
 _FREQUENCIES: Final = "rope_freqs.weight"
-_LONGROPE: Final = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+_LONGROPE: Final = {
+    "long_factor": "rope_factors_long.weight",
+    "short_factor": "rope_factors_short.weight",
+}
 _OF_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_MODULES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_MODULES: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 _LAYER: Final = {  # modules by the names of their tensors, where a family has no other
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -47,7 +54,10 @@ _GEMMA3: Final = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_EXPERTS: Final = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+_EXPERTS: Final = {
+    "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+    "down_proj": ("ffn_down_exps",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,9 @@ def describe_gguf(path: Path) -> dict[str, Any]:
     except QsampleError as error:
         problem = str(error)
     known = {name: file.metadata.get(f"general.{name}") for name in ("architecture", "name")}
-    sizes = {name: file.value(name) for name in ("block_count", "embedding_length", "context_length")}
+    sizes = {
+        name: file.value(name) for name in ("block_count", "embedding_length", "context_length")
+    }
     return {**known, **sizes, "weights": dict(weights_by_type(file)), "refusal": problem}
 
 
@@ -140,13 +152,19 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     rotated = _integer(file, "rope.dimension_count", size)
     layers = _integer(file, "block_count")
     if layers > len(file.tensors):
-        raise QsampleError(f"{file.path} has {len(file.tensors)} tensors for {layers} layers; download it again")
-    if _integer(file, "attention.value_length", size) != size or (rotated != size and family.model_type != "phi3"):
+        raise QsampleError(
+            f"{file.path} has {len(file.tensors)} tensors for {layers} layers; download it again"
+        )
+    if _integer(file, "attention.value_length", size) != size or (
+        rotated != size and family.model_type != "phi3"
+    ):
         raise UnsupportedModelError(
             f"{file.path} has keys, values and rotations of different lengths, which is not read"
         )
     if file.value("attention.causal", True) is not True:
-        raise UnsupportedModelError(f"{file.path} makes embeddings of texts, and does not continue them")
+        raise UnsupportedModelError(
+            f"{file.path} makes embeddings of texts, and does not continue them"
+        )
     config = {
         "model_type": family.model_type,
         "dtype": "float32",
@@ -156,7 +174,9 @@ def configuration(file: GgufFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": _integer(file, "attention.head_count_kv", heads),
         "head_dim": size,
-        "intermediate_size": _integer(file, "feed_forward_length", file.value("expert_feed_forward_length")),
+        "intermediate_size": _integer(
+            file, "feed_forward_length", file.value("expert_feed_forward_length")
+        ),
         "max_position_embeddings": _integer(file, "context_length"),
         "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, size, rotated),
@@ -164,7 +184,10 @@ def configuration(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": _token(file, "bos"),
         "pad_token_id": _token(file, "padding"),
     }
-    for setting, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_gate.bias")):
+    for setting, tensor in (
+        ("attention_bias", "blk.0.attn_q.bias"),
+        ("mlp_bias", "blk.0.ffn_gate.bias"),
+    ):
         if tensor in file.tensors:
             config[setting] = True
     return config | family.settings(file, config)
@@ -181,7 +204,9 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Weight]:
         if target is not None:
             shift = family.norm_shift if "norm" in name else 0.0
             weights[target] = Weight((tensor,), _order(file, family, tensor, config), shift)
-        elif name not in (_FREQUENCIES, *_LONGROPE.values()) and not (family.experts and "_exps." in name):
+        elif name not in (_FREQUENCIES, *_LONGROPE.values()) and not (
+            family.experts and "_exps." in name
+        ):
             unknown.append(name)
     if unknown:
         raise UnsupportedModelError(
@@ -200,10 +225,14 @@ def _target(family: Family, name: str) -> str | None:
         module = f"model.layers.{int(match[1])}.{modules[match[2]]}"
         return module if module.endswith(".sinks") else f"{module}.{match[3]}"
     module, _, part = name.partition(".")
-    return f"{_MODULES[module]}.{part}" if module in _MODULES and part in ("weight", "bias") else None
+    return (
+        f"{_MODULES[module]}.{part}" if module in _MODULES and part in ("weight", "bias") else None
+    )
 
 
-def _order(file: GgufFile, family: Family, tensor: GgufTensor, config: Mapping[str, Any]) -> Array | None:
+def _order(
+    file: GgufFile, family: Family, tensor: GgufTensor, config: Mapping[str, Any]
+) -> Array | None:
     match = _OF_LAYER.fullmatch(tensor.name)
     if not family.is_interleaved or match is None or match[2] not in ("attn_q", "attn_k"):
         return None
@@ -224,10 +253,15 @@ def _experts(file: GgufFile, experts: str, layers: int) -> Iterator[tuple[str, W
                 names = [f"blk.{layer}.{source}.{part}" for source in sources]
                 found = tuple(file.tensors[name] for name in names if name in file.tensors)
                 if len({tensor.shape for tensor in found}) > 1 or 0 < len(found) < len(names):
-                    raise QsampleError(f"{file.path} has not all of {listed(names)}, of one shape; download it again")
+                    raise QsampleError(
+                        f"{file.path} has not all of {listed(names)}, of one shape; download it again"
+                    )
                 suffix = "" if part == "weight" else "_bias"
                 if found:
-                    yield f"model.layers.{layer}.mlp.experts.{target}{suffix}", Weight(found, experts=experts)
+                    yield (
+                        f"model.layers.{layer}.mlp.experts.{target}{suffix}",
+                        Weight(found, experts=experts),
+                    )
 
 
 def _rope(file: GgufFile, size: int, rotated: int) -> dict[str, Any]:
@@ -235,7 +269,9 @@ def _rope(file: GgufFile, size: int, rotated: int) -> dict[str, Any]:
     theta = _number(file, "rope.freq_base", 1e6 if file.architecture == "gemma3" else 1e4)
     factor = _number(file, "rope.scaling.factor", file.value("rope.scale_linear", 0.0))
     kind = str(file.value("rope.scaling.type", "linear"))
-    first_context = _integer(file, "rope.scaling.original_context_length", file.value("context_length"))
+    first_context = _integer(
+        file, "rope.scaling.original_context_length", file.value("context_length")
+    )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if rotated != size:
         rope["partial_rotary_factor"] = rotated / size
@@ -245,20 +281,32 @@ def _rope(file: GgufFile, size: int, rotated: int) -> dict[str, Any]:
         if file.value("rope.scaling.attn_factor") is not None:
             rope["attention_factor"] = _number(file, "rope.scaling.attn_factor")
     elif kind == "yarn":
-        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": first_context}
-        names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+        rope |= {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": first_context,
+        }
+        names = {
+            "yarn_beta_fast": "beta_fast",
+            "yarn_beta_slow": "beta_slow",
+            "yarn_attn_factor": "attention_factor",
+        }
         for theirs, ours in {**names, "yarn_log_multiplier": "mscale_all_dim"}.items():
             if file.value(f"rope.scaling.{theirs}") is not None:
                 rope[ours] = _number(file, f"rope.scaling.{theirs}")
         if "mscale_all_dim" in rope:
             rope["mscale"] = 1.0
     elif kind not in ("linear", "none"):
-        raise UnsupportedModelError(f"{file.path}: its rotary embedding is scaled by {shown(kind)}, which is not read")
+        raise UnsupportedModelError(
+            f"{file.path}: its rotary embedding is scaled by {shown(kind)}, which is not read"
+        )
     elif kind == "linear" and factor not in (0.0, 1.0):
         rope |= {"rope_type": "linear", "factor": factor}
     if _FREQUENCIES in file.tensors:
         if rope["rope_type"] != "default":
-            raise UnsupportedModelError(f"{file.path}: its rotary embedding is scaled in two ways, which is not read")
+            raise UnsupportedModelError(
+                f"{file.path}: its rotary embedding is scaled in two ways, which is not read"
+            )
         rope |= _by_factors(_factors(file, _FREQUENCIES, rotated), theta, first_context)
     return rope
 
@@ -271,7 +319,11 @@ def _by_factors(factors: list[float], theta: float, context: int) -> dict[str, A
     for factor in (8.0, 32.0):
         smooth = np.clip((first / wavelengths - low) / (high - low), 0, 1)
         if np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-5):
-            limits = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": first}
+            limits = {
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": first,
+            }
             return {"rope_type": "llama3", "factor": factor, **limits}
     numbers = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": context}
     return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, **numbers}
@@ -289,16 +341,30 @@ def _factors(file: GgufFile, name: str, rotated: int) -> list[float]:
 
 
 def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    window, layers = _integer(file, "attention.sliding_window", 0, least=0), config["num_hidden_layers"]
+    window, layers = (
+        _integer(file, "attention.sliding_window", 0, least=0),
+        config["num_hidden_layers"],
+    )
     period = _integer(file, "attention.sliding_window_pattern", 6)
-    kinds = ["sliding_attention" if window and i % period else "full_attention" for i in range(1, layers + 1)]
+    kinds = [
+        "sliding_attention" if window and i % period else "full_attention"
+        for i in range(1, layers + 1)
+    ]
     local = {"rope_type": "default", "rope_theta": _number(file, "rope.freq_base_swa", 1e4)}
     # The model of 62 layers, 27B, scales by the width (llama_model_gemma3 in llama.cpp).
-    scaled_by = config["hidden_size"] // config["num_attention_heads"] if layers == 62 else config["head_dim"]
+    scaled_by = (
+        config["hidden_size"] // config["num_attention_heads"]
+        if layers == 62
+        else config["head_dim"]
+    )
     return {
-        "sliding_window": window or config["max_position_embeddings"],  # transformers takes no model without one
+        "sliding_window": window
+        or config["max_position_embeddings"],  # transformers takes no model without one
         "layer_types": kinds,
-        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": local,
+        },
         "query_pre_attn_scalar": scaled_by,
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": _number(file, "final_logit_softcapping", 0.0) or None,
@@ -306,7 +372,9 @@ def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    first = config["rope_parameters"].get("original_max_position_embeddings", config["max_position_embeddings"])
+    first = config["rope_parameters"].get(
+        "original_max_position_embeddings", config["max_position_embeddings"]
+    )
     window = _integer(file, "attention.sliding_window", 0, least=0)
     return {"sliding_window": window or None, "original_max_position_embeddings": first}
 
@@ -324,7 +392,10 @@ def _mistral3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     if file.value("attention.temperature_scale") is None:
         return {}
     beta = _number(file, "attention.temperature_scale")
-    return {"model_type": "ministral3", "rope_parameters": {**config["rope_parameters"], "llama_4_scaling_beta": beta}}
+    return {
+        "model_type": "ministral3",
+        "rope_parameters": {**config["rope_parameters"], "llama_4_scaling_beta": beta},
+    }
 
 
 def _qwen3moe(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:

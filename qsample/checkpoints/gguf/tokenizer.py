@@ -26,8 +26,17 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
 _SPACE: Final = "▁"
 _LONGEST_TOKEN: Final = 1024  # characters
 _LONGEST_TEMPLATE: Final = 1 << 20  # characters; published ones have some 30,000 at most
-_REMEDY: Final = "give tokenizer= a folder or hub id that has the model's tokenizer, or tokenizer=None"
-_NAMED: Final = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+_REMEDY: Final = (
+    "give tokenizer= a folder or hub id that has the model's tokenizer, or tokenizer=None"
+)
+_NAMED: Final = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "pad": "padding",
+    "sep": "seperator",
+    "mask": "mask",
+}
 _DEFAULTS: Final = {"bos": 1, "eos": 2, "unknown": 0}  # of sentencepiece
 
 # Texts of tokens at which llama.cpp stops. Those of a group count only if the metadata name no such token.
@@ -103,7 +112,18 @@ _SAME: Final = {
     "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
 }
 _KINDS: Final = {name: kind for kind, names in _SAME.items() for name in names.split()}
-_LLAMA3: Final = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2".split())  # noqa: SIM905
+_LLAMA3: Final = frozenset(
+    {
+        "llama3",
+        "llama-v3",
+        "llama-bpe",
+        "falcon3",
+        "falcon-h1",
+        "pixtral",
+        "midm-2.0",
+        "lfm2",
+    }
+)
 _BEGINS: Final = _LLAMA3 | {"tekken"}  # with BOS, if the metadata are silent
 _WHOLE: Final = _BEGINS | {"glm4", "glm5", "minicpm5"}  # a word that is a token needs no merges
 
@@ -122,7 +142,9 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         )
     defaults = _DEFAULTS if kind == "llama" else {}
     ids = {name: metadata.id(key, defaults.get(key)) for name, key in _NAMED.items()}
-    special = {f"{name}_token": None if i is None else metadata.tokens[i] for name, i in ids.items()}
+    special = {
+        f"{name}_token": None if i is None else metadata.tokens[i] for name, i in ids.items()
+    }
     adds = {
         "add_bos_token": metadata.value("add_bos_token", bool, kind == "llama" or pre in _BEGINS),
         "add_eos_token": metadata.value("add_eos_token", bool, False),
@@ -132,7 +154,11 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
             raise metadata.error(key, f"is true, and {key.removeprefix('add_')}_id is missing")
     templates = metadata.templates()
     try:
-        tokenizer = _byte_level(metadata, pre) if kind == "gpt2" else _sentencepiece(metadata, special["unk_token"])
+        tokenizer = (
+            _byte_level(metadata, pre)
+            if kind == "gpt2"
+            else _sentencepiece(metadata, special["unk_token"])
+        )
         tokenizer.add_tokens(_added_tokens(metadata))
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=tokenizer,
@@ -145,7 +171,9 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     except QsampleError:
         raise
     except Exception as error:  # the libraries' own checks
-        raise metadata.error("tokens", f"and the keys beside it make no tokenizer ({error})") from error
+        raise metadata.error(
+            "tokens", f"and the keys beside it make no tokenizer ({error})"
+        ) from error
 
 
 def stop_ids(file: GgufFile) -> list[int]:
@@ -183,7 +211,9 @@ def _byte_level(metadata: _Metadata, pre: str) -> Tokenizer:
         cut = text.find(" ", 1)
         pair = text[:cut], text[cut + 1 :]
         if cut < 0 or not {*pair, "".join(pair)} <= ids.keys():
-            raise metadata.error("merges", f"has {shown(text)}, which joins no two tokens into a third")
+            raise metadata.error(
+                "merges", f"has {shown(text)}, which joins no two tokens into a third"
+            )
         merges[pair] = None
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[*merges], ignore_merges=pre in _WHOLE))
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
@@ -197,14 +227,24 @@ def _sentencepiece(metadata: _Metadata, unk_token: str | None) -> Tokenizer:
     """Two neighbours become a token in the order of the scores, as if every way to cut a token in two were a merge."""
     ids, scores = metadata.ids, metadata.needed("scores", float, len(metadata.tokens))
     cuts = ((token, cut) for token in metadata.tokens for cut in range(len(token) - 1, 0, -1))
-    merges = [(token[:cut], token[cut:]) for token, cut in cuts if token[:cut] in ids and token[cut:] in ids]
+    merges = [
+        (token[:cut], token[cut:])
+        for token, cut in cuts
+        if token[:cut] in ids and token[cut:] in ids
+    ]
     merges.sort(key=lambda pair: -scores[ids["".join(pair)]])
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=ids, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
+    )
     prefix = metadata.value("add_space_prefix", bool, True)
     spaces = normalizers.Replace(" ", _SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    )
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    tokenizer.decoder = decoders.Sequence(
+        [*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])]
+    )
     return tokenizer
 
 
@@ -234,7 +274,9 @@ class _Metadata:
     def value(self, key: str, kind: type, default: Any = None) -> Any:
         value = self._values.get(key if "." in key else _KEYS + key)
         if value is not None and not isinstance(value, kind):
-            raise self.error(key, f"is {shown(value)}; it must be {'a text' if kind is str else 'true or false'}")
+            raise self.error(
+                key, f"is {shown(value)}; it must be {'a text' if kind is str else 'true or false'}"
+            )
         return default if value is None else value
 
     def array(self, key: str, kind: type, length: int | None = None) -> list[Any] | None:
@@ -242,9 +284,13 @@ class _Metadata:
         values = self._values.get(_KEYS + key)
         if values is None:
             return None
-        is_valid = {str: lambda value: isinstance(value, str), int: is_integer, float: is_number}[kind]
+        is_valid = {str: lambda value: isinstance(value, str), int: is_integer, float: is_number}[
+            kind
+        ]
         if not isinstance(values, list) or not all(map(is_valid, values)):
-            raise self.error(key, f"is {shown(values)}; it must be a list of values of type {kind.__name__}")
+            raise self.error(
+                key, f"is {shown(values)}; it must be a list of values of type {kind.__name__}"
+            )
         if length is not None and len(values) != length:
             raise self.error(key, f"has {len(values)} values, for {length} tokens")
         return values
@@ -259,7 +305,10 @@ class _Metadata:
     def tokens(self) -> list[str]:
         tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.needed("tokens", str))]
         if not tokens or len(set(tokens)) < len(tokens) or max(map(len, tokens)) > _LONGEST_TOKEN:
-            raise self.error("tokens", f"has no token, one of them twice, or one of over {_LONGEST_TOKEN} characters")
+            raise self.error(
+                "tokens",
+                f"has no token, one of them twice, or one of over {_LONGEST_TOKEN} characters",
+            )
         return tokens
 
     @cached_property
@@ -275,7 +324,9 @@ class _Metadata:
         number = self._values.get(f"{_KEYS}{name}_token_id", default)
         if number is None or is_integer(number, 0, len(self.tokens) - 1):
             return number
-        raise self.error(f"{name}_token_id", f"is {shown(number)}; there are {len(self.tokens)} tokens")
+        raise self.error(
+            f"{name}_token_id", f"is {shown(number)}; there are {len(self.tokens)} tokens"
+        )
 
     def templates(self) -> str | dict[str, str] | None:
         """The chat template, or several by name."""
@@ -285,10 +336,17 @@ class _Metadata:
             if name == key:
                 continue
             found[name] = text = self.value(key, str)
-            if not re.fullmatch("[A-Za-z0-9_-]{1,64}", name) or len(text) > _LONGEST_TEMPLATE:  # it names a file
-                raise self.error(key, f"has a name of other than letters, digits, _ and -, or {len(text)} characters")
+            if (
+                not re.fullmatch("[A-Za-z0-9_-]{1,64}", name) or len(text) > _LONGEST_TEMPLATE
+            ):  # it names a file
+                raise self.error(
+                    key,
+                    f"has a name of other than letters, digits, _ and -, or {len(text)} characters",
+                )
         return found if found.keys() - {"default"} else found.get("default")
 
     def error(self, key: str, problem: str) -> QsampleError:
         key = key if "." in key else _KEYS + key
-        return QsampleError(f"{self.path}: {key} {problem}; convert or download the file again, or {_REMEDY}")
+        return QsampleError(
+            f"{self.path}: {key} {problem}; convert or download the file again, or {_REMEDY}"
+        )

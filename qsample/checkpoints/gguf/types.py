@@ -15,8 +15,12 @@ from qsample.errors import QsampleError, shown
 FLOATS: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BLOCKS: Final = {kind.name: kind for kind in KINDS.values()}
 # Weights by their 4 bits, one scale apart; both tables have a middle, so that no zero points are needed.
-_IQ4: Final = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
-_E2M1: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)  # doubled
+_IQ4: Final = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16
+)
+_E2M1: Final = np.array(
+    [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16
+)  # doubled
 _LARGEST_SCALE: Final = 1e36  # no weight becomes infinite
 
 
@@ -114,7 +118,9 @@ def _e4m3() -> Array:
     """[256] float32: halves of unsigned e4m3 numbers, since _E2M1 is doubled; ggml reads 127, NaN, as 0."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
-    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0)) / 2
+    values = (
+        np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0)) / 2
+    )
     values[127] = 0
     return values.astype(np.float32)
 

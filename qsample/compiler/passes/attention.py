@@ -17,7 +17,15 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.graph.edit import constant, initializer, insert, part_of, producer, reshape, reshape_target
+from qsample.graph.edit import (
+    constant,
+    initializer,
+    insert,
+    part_of,
+    producer,
+    reshape,
+    reshape_target,
+)
 from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.operators import is_contrib
 
@@ -63,24 +71,37 @@ def _swapped(value: ir.Value | None) -> ir.Value | None:
     if node is None or not _is_swap(node):
         return None
     source = node.inputs[0]
-    known = source is not None and source.shape is not None and all(isinstance(dim, int) for dim in source.shape[2:])
+    known = (
+        source is not None
+        and source.shape is not None
+        and all(isinstance(dim, int) for dim in source.shape[2:])
+    )
     return source if known else None
 
 
 def _over_last_axis(node: ir.Node) -> bool:
-    return node.attributes.get_int("axis", -1) in (-1, 3) and not any(value.uses() for value in node.outputs[1:])
+    return node.attributes.get_int("axis", -1) in (-1, 3) and not any(
+        value.uses() for value in node.outputs[1:]
+    )
 
 
 def _sink(node: ir.Node, result: ir.Value, index: int = 0) -> None:
     """Let the users of `node`'s output `index` read `result` [B, S, heads, D], transposed."""
     old = node.outputs[index]
     assert old.shape is not None
-    ir.convenience.replace_all_uses_with(old, insert(node, "Transpose", [result], old.shape, {"perm": _SWAP}))
+    ir.convenience.replace_all_uses_with(
+        old, insert(node, "Transpose", [result], old.shape, {"perm": _SWAP})
+    )
 
 
 def _split(node: ir.Node, source: ir.Value) -> None:
     """A head's queries, keys and values may lie side by side."""
-    split = ir.node("Split", [source, *node.inputs[1:]], {**node.attributes, "axis": -1}, num_outputs=len(node.outputs))
+    split = ir.node(
+        "Split",
+        [source, *node.inputs[1:]],
+        {**node.attributes, "axis": -1},
+        num_outputs=len(node.outputs),
+    )
     assert node.graph is not None
     node.graph.insert_before(node, split)
     for index, (old, new) in enumerate(zip(node.outputs, split.outputs, strict=True)):
@@ -92,7 +113,14 @@ def _split(node: ir.Node, source: ir.Value) -> None:
 
 def _normed(node: ir.Node, source: ir.Value) -> ir.Value:
     assert source.shape is not None
-    return insert(node, node.op_type, [source, *node.inputs[1:]], source.shape, dict(node.attributes), node.domain)
+    return insert(
+        node,
+        node.op_type,
+        [source, *node.inputs[1:]],
+        source.shape,
+        dict(node.attributes),
+        node.domain,
+    )
 
 
 def _rotated(node: ir.Node, source: ir.Value) -> ir.Value:
@@ -104,7 +132,9 @@ def _rotated(node: ir.Node, source: ir.Value) -> ir.Value:
     merged = reshape(node, source, [0, 0, heads * size])
     attributes = {**node.attributes, "num_heads": heads}
     inputs = [merged, *node.inputs[1:]]
-    rotated = insert(node, node.op_type, inputs, [batch, length, heads * size], attributes, node.domain)
+    rotated = insert(
+        node, node.op_type, inputs, [batch, length, heads * size], attributes, node.domain
+    )
     return reshape(node, rotated, [0, 0, heads, size])
 
 
@@ -126,7 +156,11 @@ def _skip_earlier_reshape(graph: ir.Graph, node: ir.Node) -> bool:
     if earlier is None or earlier.op_type != "Reshape" or earlier.graph is not node.graph:
         return False
     first = earlier.inputs[0]
-    sizes = _relative_sizes(first, node.outputs[0]) if first is not None and _known(node.outputs[0]) else None
+    sizes = (
+        _relative_sizes(first, node.outputs[0])
+        if first is not None and _known(node.outputs[0])
+        else None
+    )
     if sizes is None:
         return False
     node.replace_input_with(0, first)
@@ -164,7 +198,9 @@ def _set_target(graph: ir.Graph, node: ir.Node, sizes: list[int]) -> None:
 
 def _known(value: ir.Value) -> bool:
     """Whether every axis has a size or a name: two unnamed axes are not known to be equal."""
-    return value.shape is not None and all(isinstance(dim, int) or dim.value is not None for dim in value.shape)
+    return value.shape is not None and all(
+        isinstance(dim, int) or dim.value is not None for dim in value.shape
+    )
 
 
 def _relative_sizes(source: ir.Value, result: ir.Value) -> list[int] | None:
@@ -179,7 +215,11 @@ def _relative_sizes(source: ir.Value, result: ir.Value) -> list[int] | None:
             sizes.append(0)
         else:
             sizes.append(-1)
-    return sizes if sizes.count(-1) <= 1 and 0 not in (dim for dim in result.shape if isinstance(dim, int)) else None
+    return (
+        sizes
+        if sizes.count(-1) <= 1 and 0 not in (dim for dim in result.shape if isinstance(dim, int))
+        else None
+    )
 
 
 def pack_qkv(model: ir.Model) -> bool:
@@ -188,9 +228,13 @@ def pack_qkv(model: ir.Model) -> bool:
     before."""
     modified = False
     for node in attentions(model.graph):
-        parts = [part for value in node.inputs[: Slot.VALUE + 1] if (part := _part(value)) is not None]
+        parts = [
+            part for value in node.inputs[: Slot.VALUE + 1] if (part := _part(value)) is not None
+        ]
         if len(parts) == 3 and _covers(parts):
-            set_inputs(node, {Slot.QUERY: _with_biases(node, parts), Slot.KEY: None, Slot.VALUE: None})
+            set_inputs(
+                node, {Slot.QUERY: _with_biases(node, parts), Slot.KEY: None, Slot.VALUE: None}
+            )
             modified = True
     return modified
 
@@ -211,7 +255,12 @@ def _part(value: ir.Value | None) -> _Part | None:
     if node.op_type == "Add":
         for states, bias in (node.inputs, reversed(node.inputs)):
             part = _part(states)
-            if part is not None and part.bias is None and bias is not None and _is_vector(bias, part):
+            if (
+                part is not None
+                and part.bias is None
+                and bias is not None
+                and _is_vector(bias, part)
+            ):
                 return part._replace(bias=bias)
         return None
     cut = part_of(value)
@@ -219,7 +268,11 @@ def _part(value: ir.Value | None) -> _Part | None:
 
 
 def _is_vector(bias: ir.Value, part: _Part) -> bool:
-    return bias.is_initializer() and bias.shape is not None and list(bias.shape) == [part.stop - part.start]
+    return (
+        bias.is_initializer()
+        and bias.shape is not None
+        and list(bias.shape) == [part.stop - part.start]
+    )
 
 
 def _covers(parts: list[_Part]) -> bool:
@@ -265,7 +318,12 @@ def absorb_qk_norms(model: ir.Model) -> bool:
     modified = False
     for node in attentions(model.graph):
         query, key = _norm(node.inputs[Slot.QUERY]), _norm(node.inputs[Slot.KEY])
-        if query is None or key is None or query.epsilon != key.epsilon or not node.attributes.get_int("do_rotary", 0):
+        if (
+            query is None
+            or key is None
+            or query.epsilon != key.epsilon
+            or not node.attributes.get_int("do_rotary", 0)
+        ):
             continue
         set_inputs(node, {Slot.QUERY: query.source, Slot.KEY: key.source})
         set_inputs(node, {Slot.Q_NORM_WEIGHT: query.weight, Slot.K_NORM_WEIGHT: key.weight})
@@ -278,14 +336,22 @@ def _norm(value: ir.Value | None) -> _Norm | None:
     """The norm of the heads that `value` merges again, if that is how it was made."""
     merge = _reshape(value)
     norm = None if merge is None else producer(merge.inputs[0])
-    if norm is None or norm.op_type not in _RMS_NORMS or norm.attributes.get_int("axis", -1) not in (-1, 3):
+    if (
+        norm is None
+        or norm.op_type not in _RMS_NORMS
+        or norm.attributes.get_int("axis", -1) not in (-1, 3)
+    ):
         return None
     split, weight = _reshape(norm.inputs[0]), norm.inputs[1]
     if split is None or split.inputs[0] is None or weight is None or weight.shape is None:
         return None
     heads = norm.outputs[0].shape
     whole = heads is not None and len(heads) == 4 and list(weight.shape) == [heads[3]]
-    return _Norm(split.inputs[0], weight, norm.attributes.get_float("epsilon", 1e-5)) if whole else None
+    return (
+        _Norm(split.inputs[0], weight, norm.attributes.get_float("epsilon", 1e-5))
+        if whole
+        else None
+    )
 
 
 def _reshape(value: ir.Value | None) -> ir.Node | None:

@@ -73,7 +73,9 @@ def host_data(graph: ir.Graph) -> list[str]:
         for node in graph
         if node not in host.nodes
         for index, value in enumerate(node.inputs)
-        if value is not None and value in host.values and index not in _ON_HOST.get(node.op_type, ())
+        if value is not None
+        and value in host.values
+        and index not in _ON_HOST.get(node.op_type, ())
     ]
 
 
@@ -87,7 +89,11 @@ def remove_host_copies(model: ir.Model, limit: int) -> bool:
     host = _host_values(graph)
     for node in list(graph):
         for index, value in enumerate(node.inputs):
-            if value not in host.values or node in host.nodes or index in _ON_HOST.get(node.op_type, ()):
+            if (
+                value not in host.values
+                or node in host.nodes
+                or index in _ON_HOST.get(node.op_type, ())
+            ):
                 continue
             if (
                 value is None
@@ -110,19 +116,32 @@ def cut_splits(model: ir.Model) -> bool:
     splits = [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]
     modified = False
     for node in splits:
-        source, sizes, axis = node.inputs[0], constant(node.inputs[1]), node.attributes.get_int("axis", 0)
+        source, sizes, axis = (
+            node.inputs[0],
+            constant(node.inputs[1]),
+            node.attributes.get_int("axis", 0),
+        )
         rank = len(source.shape) if source is not None and source.shape is not None else None
-        if sizes is None or len(set(sizes.tolist())) == 1 or (len(sizes) == 3 and axis in (-1, (rank or 0) - 1)):
+        if (
+            sizes is None
+            or len(set(sizes.tolist())) == 1
+            or (len(sizes) == 3 and axis in (-1, (rank or 0) - 1))
+        ):
             continue
         numbers = [0, *np.cumsum(sizes).tolist()]
         gathered = min(range(len(sizes)), key=lambda index: (sizes[index] < 2, sizes[index]))
-        for index, (output, start, stop) in enumerate(zip(list(node.outputs), numbers, numbers[1:], strict=False)):
+        for index, (output, start, stop) in enumerate(
+            zip(list(node.outputs), numbers, numbers[1:], strict=False)
+        ):
             name = f"{node.name}_{index}"
             if index == gathered:
                 indices = initializer(graph, f"int64_{start}_to_{stop}", np.arange(start, stop))
                 part = ir.node("Gather", [source, indices], {"axis": axis}, name=name)
             else:
-                bounds = [initializer(graph, f"int64_{number}", np.array([number])) for number in (start, stop, axis)]
+                bounds = [
+                    initializer(graph, f"int64_{number}", np.array([number]))
+                    for number in (start, stop, axis)
+                ]
                 part = ir.node("Slice", [source, *bounds], name=name)
             part.outputs[0].shape, part.outputs[0].type = output.shape, output.type
             graph.insert_before(node, part)
@@ -159,7 +178,9 @@ def _host_values(graph: ir.Graph) -> _Host:
             for index, value in enumerate(node.inputs)
             if value is not None and not value.is_initializer()
         ]
-        follows = bool(computed) and all(value in host.values and index not in on_host for index, value in computed)
+        follows = bool(computed) and all(
+            value in host.values and index not in on_host for index, value in computed
+        )
         if node.op_type in _SOURCES or follows:
             host.nodes.add(node)
             host.values.update(node.outputs)
@@ -177,7 +198,9 @@ def _fold_static_shapes(graph: ir.Graph) -> bool:
         dims = list(source.shape)[start : node.attributes.get_int("end", len(source.shape))]
         if all(isinstance(dim, int) for dim in dims):
             name = "sizes_" + "_".join(map(str, dims))
-            sizes = initializer(graph, name, np.array([int(str(dim)) for dim in dims], dtype=np.int64))
+            sizes = initializer(
+                graph, name, np.array([int(str(dim)) for dim in dims], dtype=np.int64)
+            )
             ir.convenience.replace_all_uses_with(node.outputs[0], sizes)
             modified = True
     return modified
@@ -242,7 +265,9 @@ def _lower(node: ir.Node, opset: int) -> None:
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, "")
     except onnx.defs.SchemaError as error:
-        raise CompileError(f"{node.op_type} {node.name} is not in opset {opset}, which this provider takes") from error
+        raise CompileError(
+            f"{node.op_type} {node.name} is not in opset {opset}, which this provider takes"
+        ) from error
     unknown = [name for name in node.attributes if name not in schema.attributes]
     if unknown:
         raise CompileError(

@@ -44,7 +44,9 @@ def repeat_expert_rows(model: ir.Model) -> bool:
             assert value is not None
             assert value.shape is not None
             assert len(value.shape) == 2
-            node.replace_input_with(slot, insert(node, "Tile", [value, repeats], [None, value.shape[1]]))
+            node.replace_input_with(
+                slot, insert(node, "Tile", [value, repeats], [None, value.shape[1]])
+            )
         output = node.outputs[0]
         put_behind(output, "Slice", [zero, count, zero], name=f"{node.name}_rows")
         output.shape = None
@@ -55,7 +57,9 @@ def row_multiple(graph: ir.Graph, default: int) -> ir.Value:
     """ROW_MULTIPLE in `graph`, an input with a default value: nothing folds it, and a session may replace it."""
     value = next((value for value in graph.inputs if value.name == ROW_MULTIPLE.name), None)
     if value is None:
-        value = ir.Value(name=ROW_MULTIPLE.name, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
+        value = ir.Value(
+            name=ROW_MULTIPLE.name, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64)
+        )
         graph.inputs.append(value)
     if value.const_value is None:
         value.const_value = ir.tensor(np.array(default, np.int64), name=ROW_MULTIPLE.name)

@@ -60,7 +60,9 @@ def _broadcast(node: ir.Node) -> bool:
         return False
     for index, other in ((0, exponent), (1, base)):
         sizes = insert(node, "Shape", [other], [len(other.shape or ())], dtype=ir.DataType.INT64)
-        node.replace_input_with(index, insert(node, "Expand", [node.inputs[index], sizes], node.outputs[0].shape or ()))
+        node.replace_input_with(
+            index, insert(node, "Expand", [node.inputs[index], sizes], node.outputs[0].shape or ())
+        )
     return True
 
 
@@ -87,7 +89,9 @@ def _shape_of_float(node: ir.Node) -> bool:
     graph, rank = node.graph, len(value.shape)
     assert graph is not None
     column = initializer(graph, f"axis_{rank}", np.array([rank]))
-    start, end = (node.attributes.get_int(name, default) for name, default in (("start", 0), ("end", rank)))
+    start, end = (
+        node.attributes.get_int(name, default) for name, default in (("start", 0), ("end", rank))
+    )
     for name, place in (("start", start), ("end", end)):
         node.attributes[name] = ir.AttrInt64(name, min(place + rank if place < 0 else place, rank))
     floats = cast(value, ir.DataType.FLOAT, node)
@@ -117,15 +121,24 @@ def _is_shape(value: ir.Value) -> bool:
     producer = value.producer()
     if producer is None:
         return value.is_initializer()
-    return producer.op_type in ("Shape", "Size") or all(_is_shape(one) for one in producer.inputs if one is not None)
+    return producer.op_type in ("Shape", "Size") or all(
+        _is_shape(one) for one in producer.inputs if one is not None
+    )
 
 
 def _without(node: ir.Node) -> None:
     """A or b: not (not a and not b). a xor b: that, and not (a and b)."""
-    values, shape = [value for value in node.inputs if value is not None], list(node.outputs[0].shape or ())
-    neither = insert(node, "And", [insert(node, "Not", [value], value.shape or ()) for value in values], shape)
+    values, shape = (
+        [value for value in node.inputs if value is not None],
+        list(node.outputs[0].shape or ()),
+    )
+    neither = insert(
+        node, "And", [insert(node, "Not", [value], value.shape or ()) for value in values], shape
+    )
     last = ir.node("Not", [neither])
     if node.op_type == "Xor":
         both = insert(node, "And", values, shape)
-        last = ir.node("And", [insert(node, "Not", [neither], shape), insert(node, "Not", [both], shape)])
+        last = ir.node(
+            "And", [insert(node, "Not", [neither], shape), insert(node, "Not", [both], shape)]
+        )
     replace_node(node, [last])

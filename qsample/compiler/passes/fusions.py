@@ -63,7 +63,9 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 def fuse_operators(model: ir.Model, provider: str) -> bool:
     """Fuse norms, skip-norms, rotary embeddings and projections; ValueError for providers not in FUSION_PROVIDERS."""
     if provider not in FUSION_PROVIDERS:
-        raise ValueError(f"no fusions for provider {provider!r}; choose one of {', '.join(FUSION_PROVIDERS)}")
+        raise ValueError(
+            f"no fusions for provider {provider!r}; choose one of {', '.join(FUSION_PROVIDERS)}"
+        )
     nodes = list(model.graph)
     with operators_first():
         fuse_rms_normalization(model)  # before its eps is hidden
@@ -136,12 +138,20 @@ def _near_numbers_hidden(model: ir.Model) -> Iterator[None]:
 
 def _near_number(value: ir.Value) -> Array | None:
     """The number of a scalar that the optimizer would take for 0 or 1; None for any other value."""
-    if value.dtype is None or not value.dtype.is_floating_point() or value.shape is None or len(value.shape):
+    if (
+        value.dtype is None
+        or not value.dtype.is_floating_point()
+        or value.shape is None
+        or len(value.shape)
+    ):
         return None
     number = constant(value)
     if number is None:
         return None
-    near = (math.isclose(number, exact, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) and number != exact for exact in (0, 1))
+    near = (
+        math.isclose(number, exact, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) and number != exact
+        for exact in (0, 1)
+    )
     return number if any(near) else None
 
 
@@ -180,10 +190,18 @@ def _matmul(node: ir.Node) -> ir.Value:
     assert source is not None
     assert result.shape is not None
     flattening = source.producer()
-    unflattened = flattening.inputs[0] if flattening is not None and flattening.op_type == "Reshape" else None
+    unflattened = (
+        flattening.inputs[0] if flattening is not None and flattening.op_type == "Reshape" else None
+    )
     # Other reshapes than a flattening end in another size than the matrix takes.
     is_vector = bias is None or (bias.shape is not None and len(bias.shape) <= 1)
-    if is_vector and unflattened is not None and unflattened.shape is not None and weight is not None and weight.shape:
+    if (
+        is_vector
+        and unflattened is not None
+        and unflattened.shape is not None
+        and weight is not None
+        and weight.shape
+    ):
         source = unflattened if unflattened.shape[-1] == weight.shape[0] else source
     assert source.shape is not None
     shape = [*source.shape[:-1], result.shape[-1]]
@@ -193,7 +211,9 @@ def _matmul(node: ir.Node) -> ir.Value:
     if len(shape) == 2:
         return product
     assert isinstance(shape[-1], int)
-    return insert(node, "Reshape", [product, reshape_target(node.graph, [-1, shape[-1]])], result.shape)
+    return insert(
+        node, "Reshape", [product, reshape_target(node.graph, [-1, shape[-1]])], result.shape
+    )
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -238,7 +258,11 @@ def _share_orders(graph: ir.Graph) -> bool:
     first: defaultdict[Hashable, list[tuple[ir.Node, Array]]] = defaultdict(list)
     for node in list(graph):
         order = constant(node.inputs[1]) if node.op_type == "Gather" else None
-        if order is None or order.ndim != 1 or not any(is_matmul_nbits(user) for user, _ in node.outputs[0].uses()):
+        if (
+            order is None
+            or order.ndim != 1
+            or not any(is_matmul_nbits(user) for user, _ in node.outputs[0].uses())
+        ):
             continue
         kept = first[node.inputs[0], node.attributes.get_int("axis", 0)]
         same = next((other for other, indices in kept if np.array_equal(order, indices)), None)
@@ -252,18 +276,29 @@ def _share_orders(graph: ir.Graph) -> bool:
 
 
 def _projection(node: ir.Node) -> _Projection | None:
-    operands = [value.const_value for value in node.inputs[1:] if value is not None and value.is_initializer()]
+    operands = [
+        value.const_value
+        for value in node.inputs[1:]
+        if value is not None and value.is_initializer()
+    ]
     tensors = [tensor for tensor in operands if tensor is not None]
     if len(tensors) != len(node.inputs) - 1:
         return None
     if node.op_type == "MatMul" and len(tensors[0].shape) == 2 and tensors[0].dtype in _FLOATS:
         inputs, outputs = tensors[0].shape.numpy()
-        return _Projection(node, int(outputs), (node.op_type, int(inputs), tensors[0].dtype), tensors)
+        return _Projection(
+            node, int(outputs), (node.op_type, int(inputs), tensors[0].dtype), tensors
+        )
     if is_matmul_nbits(node) and len(tensors) in (2, 3):  # with a zero point or without
         offsets = offsets_of(node)
-        sizes = tuple(node.attributes.get_int(name, 0) for name in ("K", "bits", "block_size", "accuracy_level"))
+        sizes = tuple(
+            node.attributes.get_int(name, 0)
+            for name in ("K", "bits", "block_size", "accuracy_level")
+        )
         outputs = node.attributes.get_int("N", 0)
-        return _Projection(node, outputs, (node.op_type, *sizes, tensors[1].dtype), tensors, offsets)
+        return _Projection(
+            node, outputs, (node.op_type, *sizes, tensors[1].dtype), tensors, offsets
+        )
     return None
 
 
@@ -276,7 +311,9 @@ def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None
     quantized = is_matmul_nbits(one)
     operands = (_quantized_operands if quantized else _weight)(graph, name, siblings)
     attributes = {key: attribute for key, attribute in one.attributes.items() if key != "N"}
-    joint = ir.Node(one.domain, one.op_type, [value, *operands], list(attributes.values()), name=name)
+    joint = ir.Node(
+        one.domain, one.op_type, [value, *operands], list(attributes.values()), name=name
+    )
     if quantized:
         joint.attributes["N"] = ir.AttrInt64("N", sum(sizes))
     split_sizes = initializer(graph, f"{name}_sizes", np.array(sizes, np.int64))
@@ -296,7 +333,9 @@ def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None
     one.graph.insert_before(first, [joint, split])
     if any(sibling.offsets is not None for sibling in siblings):
         sums = block_sums(joint, value, one.attributes.get_int("block_size", 0))
-        offsets = _joined(graph, f"{name}_offsets", [_offsets(sibling) for sibling in siblings], axis=1)
+        offsets = _joined(
+            graph, f"{name}_offsets", [_offsets(sibling) for sibling in siblings], axis=1
+        )
         product = insert(joint, "MatMul", [sums, offsets], output.shape)
         split.replace_input_with(0, insert(split, "Add", [output, product], output.shape))
     for sibling, part in zip(siblings, split.outputs, strict=True):
@@ -304,7 +343,9 @@ def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None
         old = (sibling.node if found is None else found.total).outputs[0]
         part.type, part.shape = old.type, old.shape
         old.replace_all_uses_with(part, replace_graph_outputs=True)
-        for node in (sibling.node,) if found is None else (found.total, found.product, sibling.node):
+        for node in (
+            (sibling.node,) if found is None else (found.total, found.product, sibling.node)
+        ):
             _remove(graph, node)
         part.name = old.name
 
@@ -320,14 +361,20 @@ def _quantized_operands(graph: ir.Graph, name: str, siblings: list[_Projection])
         for index, kind in enumerate(("blocks", "scales"))
     ]
     if any(len(sibling.operands) == 3 for sibling in siblings):
-        parts = [sibling.operands[2] if len(sibling.operands) == 3 else _zero_points(sibling) for sibling in siblings]
+        parts = [
+            sibling.operands[2] if len(sibling.operands) == 3 else _zero_points(sibling)
+            for sibling in siblings
+        ]
         joined.append(_joined(graph, f"{name}_zero_points", parts, axis=0))
     return joined
 
 
 def _zero_points(sibling: _Projection) -> ir.TensorProtocol:
     """Those of a projection that has none."""
-    bits, blocks = sibling.node.attributes.get_int("bits", 4), int(sibling.operands[0].shape.numpy()[1])
+    bits, blocks = (
+        sibling.node.attributes.get_int("bits", 4),
+        int(sibling.operands[0].shape.numpy()[1]),
+    )
     return ir.Tensor(middle_zero_points(sibling.output_size, blocks, bits))
 
 

@@ -24,7 +24,21 @@ _WITHOUT_BFLOAT16: Final = ("Pad", "TopK")
 _RECURRENCES: Final = {"LinearAttention": (3, 4, 5), "CausalConvWithState": (3,)}
 # The operators that may stand between such an input and the products that it comes from.
 _ELEMENTWISE: Final = (
-    *("Add", "Cast", "Clip", "Div", "Exp", "Greater", "Identity", "Mul", "Neg", "Sigmoid", "Softplus", "Sub", "Where"),
+    *(
+        "Add",
+        "Cast",
+        "Clip",
+        "Div",
+        "Exp",
+        "Greater",
+        "Identity",
+        "Mul",
+        "Neg",
+        "Sigmoid",
+        "Softplus",
+        "Sub",
+        "Where",
+    ),
     *("Concat", "GatherElements", "Reshape", "Slice", "Unsqueeze"),
 )
 
@@ -55,7 +69,11 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
             modified = True
             if value in exact or value.is_initializer():
                 if value not in casts:
-                    casts[value] = _rounded(graph, value, half) if value.is_initializer() else cast(value, half)
+                    casts[value] = (
+                        _rounded(graph, value, half)
+                        if value.is_initializer()
+                        else cast(value, half)
+                    )
                 node.replace_input_with(index, casts[value])
         for output in node.outputs:
             if output.dtype == ir.DataType.FLOAT:
@@ -80,18 +98,33 @@ def _exact_values(graph: ir.Graph) -> set[ir.Value]:
     """Float values that integers and vectors of constants decide: no state, and no row of a table, goes into them."""
     exact: set[ir.Value] = set()
     for node in graph:
-        computed = [value for value in node.inputs if value is not None and not value.is_initializer()]
+        computed = [
+            value for value in node.inputs if value is not None and not value.is_initializer()
+        ]
         tables = any(_is_float_table(value) for value in node.inputs)
-        if computed and not tables and all(value in exact or _is_integer(value) for value in computed):
+        if (
+            computed
+            and not tables
+            and all(value in exact or _is_integer(value) for value in computed)
+        ):
             exact.update(node.outputs)
     return exact
 
 
 def _recurrences(graph: ir.Graph, converted: Collection[str]) -> list[ir.Node]:
     """The operators over float32 states, and the elementwise nodes that decide these states and their decays."""
-    inputs = {value for value in graph.inputs if value.dtype == ir.DataType.FLOAT and value.name not in converted}
+    inputs = {
+        value
+        for value in graph.inputs
+        if value.dtype == ir.DataType.FLOAT and value.name not in converted
+    }
     found = [node for node in graph if is_contrib(node, *_RECURRENCES)]
-    waiting = [node.inputs[index] for node in found for index in _RECURRENCES[node.op_type] if index < len(node.inputs)]
+    waiting = [
+        node.inputs[index]
+        for node in found
+        for index in _RECURRENCES[node.op_type]
+        if index < len(node.inputs)
+    ]
     nodes = set(found)
     # The next state of a convolution is cut out by other nodes.
     waiting += [output for output in graph.outputs if _comes_from(output, inputs)]
@@ -135,7 +168,9 @@ def _rounded(graph: ir.Graph, value: ir.Value, half: ir.DataType) -> ir.Value:
     def convert() -> Array:
         return tensor.numpy().astype(half.numpy())
 
-    rounded = lazy_initializer(f"{value.name}_{half.name.lower()}", tensor.shape.numpy(), half, convert)
+    rounded = lazy_initializer(
+        f"{value.name}_{half.name.lower()}", tensor.shape.numpy(), half, convert
+    )
     graph.register_initializer(rounded)
     return rounded
 

@@ -57,7 +57,9 @@ def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Par
     order = sorted((node for node in graph if node not in fresh), key=levels.__getitem__)
     start, end = _Border(0, -1), _Border(len(order), max(layer_of.values()) + 1)
     borders = [start, *_borders(order, levels, layer_of), end]
-    weights = [_weights_of(order[one.position : two.position], fresh) for one, two in pairwise(borders)]
+    weights = [
+        _weights_of(order[one.position : two.position], fresh) for one, two in pairwise(borders)
+    ]
     if len(weights) < count:
         raise CompileError(
             f"num_devices is {count}, and the graph can be cut into {len(weights)} parts, between layers that share no "
@@ -86,11 +88,18 @@ def _read_batch_from_ids(graph: ir.Graph, layer_of: Mapping[str, int]) -> None:
     for node in graph:
         attributes = node.attributes
         first = attributes.get_int("start", 0) == 0 and attributes.get_int("end", 0) == 1
-        if node.op_type == "Shape" and first and node.inputs[0] is not None and node.inputs[0].name in layer_of:
+        if (
+            node.op_type == "Shape"
+            and first
+            and node.inputs[0] is not None
+            and node.inputs[0].name in layer_of
+        ):
             node.replace_input_with(0, ids)
 
 
-def _levels(graph: ir.Graph, layer_of: Mapping[str, int]) -> tuple[dict[ir.Node, int], set[ir.Node]]:
+def _levels(
+    graph: ir.Graph, layer_of: Mapping[str, int]
+) -> tuple[dict[ir.Node, int], set[ir.Node]]:
     """The last layer whose states each node depends on, -1 for none; and the nodes to be computed again where they are
     read: on constants alone, such as casts of weights, or on inputs and constants of one axis."""
     levels, fresh, constant = dict[ir.Node, int](), set[ir.Node](), set[ir.Node]()
@@ -101,8 +110,14 @@ def _levels(graph: ir.Graph, layer_of: Mapping[str, int]) -> tuple[dict[ir.Node,
         fixed = [value for value in read if value.is_initializer() or value.producer() in constant]
         if len(fixed) == len(read):
             constant.add(node)
-        others = [source for value in read if value not in fixed and (source := value.producer()) in levels]
-        if node in constant or (levels[node] < 0 and not any(map(_is_matrix, fixed)) and fresh.issuperset(others)):
+        others = [
+            source
+            for value in read
+            if value not in fixed and (source := value.producer()) in levels
+        ]
+        if node in constant or (
+            levels[node] < 0 and not any(map(_is_matrix, fixed)) and fresh.issuperset(others)
+        ):
             fresh.add(node)
     return levels, fresh
 
@@ -111,10 +126,15 @@ def _is_matrix(value: ir.Value) -> bool:
     return value.shape is None or sum(dim != 1 for dim in value.shape) > 1
 
 
-def _borders(order: Sequence[ir.Node], levels: Mapping[ir.Node, int], layer_of: Mapping[str, int]) -> Iterator[_Border]:
+def _borders(
+    order: Sequence[ir.Node], levels: Mapping[ir.Node, int], layer_of: Mapping[str, int]
+) -> Iterator[_Border]:
     """The place with the least crossing bytes behind the states of each layer except the last, if there is one."""
     place = {node: position for position, node in enumerate(order)}
-    begin, spans = dict[int, int](), dict[ir.Value, tuple[int, int]]()  # from where to where a value is needed
+    begin, spans = (
+        dict[int, int](),
+        dict[ir.Value, tuple[int, int]](),
+    )  # from where to where a value is needed
     for position, node in enumerate(order):
         begin.setdefault(levels[node], position)
         for value in reads(node):
@@ -127,9 +147,13 @@ def _borders(order: Sequence[ir.Node], levels: Mapping[ir.Node, int], layer_of: 
     for position in range(1, len(order)):
         level = levels[order[position - 1]]
         if 0 <= level < max(begin):
-            crossing = tuple(value for value, (first, last) in spans.items() if first < position <= last)
+            crossing = tuple(
+                value for value, (first, last) in spans.items() if first < position <= last
+            )
             cost = sum(math.inf if value.name in states else _cost(value) for value in crossing)
-            if cost < math.inf and (level not in best or cost <= best[level].cost):  # the last of equals: whole layers
+            if cost < math.inf and (
+                level not in best or cost <= best[level].cost
+            ):  # the last of equals: whole layers
                 best[level] = _Border(position, level + 1, crossing, cost)
     yield from (best[level] for level in sorted(best))
 
@@ -178,14 +202,17 @@ def _balanced(weights: Sequence[_Weights], count: int) -> list[int]:
     for groups in range(2, count + 1):
         best = {
             end: min(
-                (max(best[start][0], size[start, end]), [*best[start][1], end]) for start in range(groups - 1, end)
+                (max(best[start][0], size[start, end]), [*best[start][1], end])
+                for start in range(groups - 1, end)
             )
             for end in range(groups, len(weights) + 1)
         }
     return best[len(weights)][1]
 
 
-def _extracted(model: ir.Model, received: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
+def _extracted(
+    model: ir.Model, received: Sequence[ir.Value], outputs: Sequence[ir.Value]
+) -> ir.Model:
     graph = ir.convenience.extract(model.graph, [*model.graph.inputs, *received], outputs)
     read = {value for node in graph for value in reads(node)}
     graph.inputs[:] = [value for value in graph.inputs if value in read]

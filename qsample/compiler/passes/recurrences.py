@@ -39,9 +39,13 @@ def branch_where_rows_begin(model: ir.Model) -> bool:
             nodes.append(copy_node(node, copies, name))
             if state is not None:
                 nodes[-1].replace_input_with(_PAST_STATE, state)
-            sides.append(ir.Graph([], list(nodes[-1].outputs), nodes=nodes, name=f"{node.name}_{name}"))
+            sides.append(
+                ir.Graph([], list(nodes[-1].outputs), nodes=nodes, name=f"{node.name}_{name}")
+            )
         attributes = [ir.AttrGraph("then_branch", sides[0]), ir.AttrGraph("else_branch", sides[1])]
-        branch = ir.Node("", "If", [begins], attributes, num_outputs=len(node.outputs), name=f"{node.name}_if")
+        branch = ir.Node(
+            "", "If", [begins], attributes, num_outputs=len(node.outputs), name=f"{node.name}_if"
+        )
         replace_outputs(node, branch)
         graph.insert_before(node, branch)
         graph.remove([node, where], safe=True)
@@ -57,7 +61,13 @@ def _starts_from_zeros(node: ir.Node) -> bool:
         return False
     state, other = where.inputs[1], constant(where.inputs[2])
     only_reader = len(start.uses()) == 1 and not start.is_graph_output()
-    return only_reader and state is not None and state.is_graph_input() and other is not None and not other.any()
+    return (
+        only_reader
+        and state is not None
+        and state.is_graph_input()
+        and other is not None
+        and not other.any()
+    )
 
 
 def _some_row_begins(graph: ir.Graph) -> ir.Value:

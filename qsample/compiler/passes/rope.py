@@ -27,7 +27,10 @@ from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
 _AXES: Final = {BATCH: 2, SEQUENCE: 3}  # for trying things out
 _NUMBERS: Final = 2039  # a prime; float16 holds integers up to 2,048
 _MOST_NODES: Final = 24  # of a `turn`; a longer chain is none
-_POSITIONS: Final = (LENGTHS.name, POSITION_OFFSETS.name)  # the inputs that decide a token's positions
+_POSITIONS: Final = (
+    LENGTHS.name,
+    POSITION_OFFSETS.name,
+)  # the inputs that decide a token's positions
 
 
 class _Rotation(NamedTuple):
@@ -66,7 +69,9 @@ def fuse_rope(model: ir.Model) -> bool:
     return modified
 
 
-def _rotate(node: ir.Node, x: ir.Value, angles: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> None:
+def _rotate(
+    node: ir.Node, x: ir.Value, angles: Sequence[ir.Value | None], attributes: Mapping[str, Any]
+) -> None:
     """Replace `node`, the rotation of `x`, and the nodes that put the result back into heads, by a RotaryEmbedding."""
     last, whole = _whole_heads(node, x)
     assert whole.shape is not None
@@ -74,7 +79,9 @@ def _rotate(node: ir.Node, x: ir.Value, angles: Sequence[ir.Value | None], attri
     if whole is not x:
         assert x.shape is not None
         merged["rotary_embedding_dim"] = x.shape[3]
-    rotated = insert(last, "RotaryEmbedding", [whole, *angles], whole.shape, merged, domain=CONTRIB_DOMAIN)
+    rotated = insert(
+        last, "RotaryEmbedding", [whole, *angles], whole.shape, merged, domain=CONTRIB_DOMAIN
+    )
     ir.convenience.replace_all_uses_with(last.outputs[0], rotated)
 
 
@@ -107,7 +114,9 @@ def _rotation(model: ir.Model, node: ir.Node, content: set[ir.Value]) -> _Rotati
         (x, cos), (turned, sin) = first, second
         if _fits(x, cos) and _fits(x, sin):
             interleaved = _is_interleaved(model, x, turned)
-            if interleaved is not None and _alike_in_pairs(model, cos, sin, interleaved=interleaved):
+            if interleaved is not None and _alike_in_pairs(
+                model, cos, sin, interleaved=interleaved
+            ):
                 return _Rotation(x, cos, sin, interleaved)
     return None
 
@@ -128,7 +137,9 @@ def _fits(x: ir.Value, angles: ir.Value) -> bool:
     if x.shape is None or angles.shape is None or len(x.shape) != 4 or len(angles.shape) != 4:
         return False
     batch, heads, length, size = x.shape
-    known = isinstance(heads, int) and isinstance(size, int) and size % 2 == 0 and x.dtype is not None
+    known = (
+        isinstance(heads, int) and isinstance(size, int) and size % 2 == 0 and x.dtype is not None
+    )
     named = all(isinstance(dim, int) or dim.value in _AXES for dim in (batch, length))
     return known and named and list(angles.shape) == [batch, 1, length, size]
 
@@ -181,12 +192,21 @@ def _whole_heads(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value]:
     """The rotation's last node and its input: whole heads, if `x` is their first part and the rest is put behind."""
     part, uses = part_of(x), node.outputs[0].uses()
     user = next(iter(uses))[0] if len(uses) == 1 else None
-    if part is None or part.start != 0 or user is None or user.op_type != "Concat" or len(user.inputs) != 2:
+    if (
+        part is None
+        or part.start != 0
+        or user is None
+        or user.op_type != "Concat"
+        or len(user.inputs) != 2
+    ):
         return node, x
     rest = part_of(user.inputs[1])
     shape = part.source.shape
     assert shape is not None
-    behind = user.inputs[0] is node.outputs[0] and user.attributes.get_int("axis", 0) in (-1, len(shape) - 1)
+    behind = user.inputs[0] is node.outputs[0] and user.attributes.get_int("axis", 0) in (
+        -1,
+        len(shape) - 1,
+    )
     if not behind or rest is None or rest.source is not part.source:
         return node, x
     return (user, part.source) if (rest.start, rest.stop) == (part.stop, shape[-1]) else (node, x)
@@ -215,7 +235,9 @@ def _angles(before: ir.Node, rotation: _Rotation) -> list[ir.Value]:
     for angles in (rotation.cos, rotation.sin):
         half = insert(before, "Slice", [angles, *first_of_pairs], [batch, 1, length, size // 2])
         tables.append(insert(before, "Reshape", [half, rows], [None, size // 2]))
-    shape = insert(before, "Shape", [rotation.cos], [4])  # not of x: positions alone decide the angles
+    shape = insert(
+        before, "Shape", [rotation.cos], [4]
+    )  # not of x: positions alone decide the angles
     shape.type = ir.TensorType(ir.DataType.INT64)
     counts = insert(before, "Gather", [shape, numbers("batch_and_length", [0, 2])], [2])
     tokens = insert(before, "ReduceProd", [counts], [], {"keepdims": 0})
@@ -275,9 +297,18 @@ def _rotary(value: ir.Value | None) -> _Rotary | None:
     if node is None or not is_contrib(node, "RotaryEmbedding"):
         return None
     x, heads = node.inputs[0], node.attributes.get_int("num_heads", 0)
-    if x is None or x.shape is None or len(x.shape) != 3 or not isinstance(x.shape[2], int) or not heads:
+    if (
+        x is None
+        or x.shape is None
+        or len(x.shape) != 3
+        or not isinstance(x.shape[2], int)
+        or not heads
+    ):
         return None
-    plain = node.attributes.get_int("is_packed_batching", 0) == 0 and node.attributes.get_float("scale", 1.0) == 1.0
+    plain = (
+        node.attributes.get_int("is_packed_batching", 0) == 0
+        and node.attributes.get_float("scale", 1.0) == 1.0
+    )
     return _Rotary(node, x.shape[2] // heads) if plain else None
 
 
@@ -290,15 +321,21 @@ def _same_rotation(query: _Rotary, key: _Rotary) -> bool:
     )
 
 
-def _rotate_inside(node: ir.Node, query: _Rotary, key: _Rotary, tables: tuple[ir.Value, ir.Value]) -> None:
+def _rotate_inside(
+    node: ir.Node, query: _Rotary, key: _Rotary, tables: tuple[ir.Value, ir.Value]
+) -> None:
     cos, sin = tables
     x_of_query, x_of_key = query.node.inputs[0], key.node.inputs[0]
-    set_inputs(node, {Slot.QUERY: x_of_query, Slot.KEY: x_of_key, Slot.COS_CACHE: cos, Slot.SIN_CACHE: sin})
+    set_inputs(
+        node, {Slot.QUERY: x_of_query, Slot.KEY: x_of_key, Slot.COS_CACHE: cos, Slot.SIN_CACHE: sin}
+    )
     node.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
     node.attributes["rotary_interleaved"] = ir.AttrInt64("rotary_interleaved", query.interleaved)
 
 
-def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> tuple[ir.Value, ir.Value] | None:
+def _tables(
+    model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int
+) -> tuple[ir.Value, ir.Value] | None:
     """Initializers [T, rotary_size / 2]: cosines and sines of each position, if they depend on nothing else."""
     compute = _position_angles(model, angles, capacity)
     if compute is None:
@@ -307,13 +344,22 @@ def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int)
     # Other starts, lengths and neighbours: a token's angles have to follow from its position all the same. The first
     # position tells nothing: its angles are 0 at any frequency.
     middle, last = capacity // 2, capacity - 1
-    calls = (([1], 1), ([last], 1), ([middle], capacity - middle), ([middle, 1], 1), ([0, 0], middle))
+    calls = (
+        ([1], 1),
+        ([last], 1),
+        ([middle], capacity - middle),
+        ([middle, 1], 1),
+        ([0, 0], middle),
+    )
     for starts, length in calls:
         if len(starts) > compute.most_rows:
             continue
         positions = [start + step for start in starts for step in range(length)]
         pairs = zip(compute(starts, length), table, strict=True)
-        if any(abs(computed - by_position[positions]).max() > _TOLERANCE for computed, by_position in pairs):
+        if any(
+            abs(computed - by_position[positions]).max() > _TOLERANCE
+            for computed, by_position in pairs
+        ):
             return None
     names = ((f"rope_{number}_cos", f"rope_{number}_sin") for number in itertools.count())
     cos, sin = next(pair for pair in names if model.graph.initializers.keys().isdisjoint(pair))
@@ -331,11 +377,15 @@ class _PositionAngles:
     def __call__(self, starts: list[int], length: int) -> tuple[Array, Array]:
         """Cosines and sines, [rows * length, rotary_size / 2] each, of `length` tokens a row that follow `starts`."""
         lengths = {LENGTHS.name: np.array(starts, dtype=np.int32)}
-        positions, cos, sin = self.part(lengths, {BATCH: len(starts), SEQUENCE: length, CAPACITY: self.capacity})
+        positions, cos, sin = self.part(
+            lengths, {BATCH: len(starts), SEQUENCE: length, CAPACITY: self.capacity}
+        )
         return cos[positions.ravel()], sin[positions.ravel()]
 
 
-def _position_angles(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> _PositionAngles | None:
+def _position_angles(
+    model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int
+) -> _PositionAngles | None:
     """None if hidden states, and not the positions alone, decide the angles; or if a position has three parts."""
     wanted = [value for value in angles if value is not None]
     inputs = inputs_of(wanted)

@@ -24,7 +24,15 @@ from qsample.contract.tensors import (
     ROW_MULTIPLE,
 )
 from qsample.errors import CompileError
-from qsample.graph.edit import ancestors, cast, initializer, insert, put_behind, reads, reshape_target
+from qsample.graph.edit import (
+    ancestors,
+    cast,
+    initializer,
+    insert,
+    put_behind,
+    reads,
+    reshape_target,
+)
 from qsample.graph.gqa import Slot, attentions, get_input, set_inputs
 from qsample.graph.join import append_sampler, choice_of_position, cut_at_logits, prepend
 from qsample.sampler.guess import (
@@ -70,7 +78,9 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
         )
     positions = [node for node in graph if _adds_positions(node)]
     packed = pack and _can_be_packed(graph, choice, positions)
-    for value in (value for node in graph.all_nodes() for value in node.outputs if not value.is_graph_output()):
+    for value in (
+        value for node in graph.all_nodes() for value in node.outputs if not value.is_graph_output()
+    ):
         value.shape = None  # rows and columns are others from here on
     logits.shape = None
 
@@ -110,13 +120,26 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
 
 def _adds_positions(node: ir.Node) -> bool:
     """Whether `node` adds each row's length to the numbers of the columns: [B, S]."""
-    if node.op_type != "Add" or node.domain or (shape := node.outputs[0].shape) is None or len(shape) != 2:
+    if (
+        node.op_type != "Add"
+        or node.domain
+        or (shape := node.outputs[0].shape) is None
+        or len(shape) != 2
+    ):
         return False
-    return any(_names(ancestors([value]), value) == {LENGTHS.name} and _is_column(value) for value in node.inputs)
+    return any(
+        _names(ancestors([value]), value) == {LENGTHS.name} and _is_column(value)
+        for value in node.inputs
+    )
 
 
 def _is_column(value: ir.Value | None) -> bool:
-    return value is not None and value.shape is not None and len(value.shape) == 2 and value.shape[1] == 1
+    return (
+        value is not None
+        and value.shape is not None
+        and len(value.shape) == 2
+        and value.shape[1] == 1
+    )
 
 
 def _names(nodes: set[ir.Node], value: ir.Value | None) -> set[str]:
@@ -131,7 +154,9 @@ def _is_input(value: ir.Value) -> bool:
 
 def _can_be_packed(graph: ir.Graph, choice: ir.Node, positions: list[ir.Node]) -> bool:
     """Whether nothing but the attentions, `positions` and `choice` reads an input that has a value for each row."""
-    if any(get_input(node, slot) is not None for node in attentions(graph) for slot in _ADDED_PER_TOKEN):
+    if any(
+        get_input(node, slot) is not None for node in attentions(graph) for slot in _ADDED_PER_TOKEN
+    ):
         return False
 
     def computes(node: ir.Node) -> list[ir.Value]:
@@ -140,13 +165,24 @@ def _can_be_packed(graph: ir.Graph, choice: ir.Node, positions: list[ir.Node]) -
         if node is choice:
             return [value for value in node.inputs[:1] if value is not None]
         slots = _CONTROL if node.op_type == "GroupQueryAttention" else ()
-        return [value for index, value in enumerate(node.inputs) if value is not None and index not in slots] + [
-            value for value in reads(node) if value not in node.inputs
-        ]
+        return [
+            value
+            for index, value in enumerate(node.inputs)
+            if value is not None and index not in slots
+        ] + [value for value in reads(node) if value not in node.inputs]
 
     nodes = ancestors(graph.outputs, reads=computes)
-    read = (value for node in nodes if node.op_type not in ("Shape", "GroupQueryAttention") for value in computes(node))
-    return all(value.name in _PADDED or BATCH not in map(str, value.shape or ()) for value in read if _is_input(value))
+    read = (
+        value
+        for node in nodes
+        if node.op_type not in ("Shape", "GroupQueryAttention")
+        for value in computes(node)
+    )
+    return all(
+        value.name in _PADDED or BATCH not in map(str, value.shape or ())
+        for value in read
+        if _is_input(value)
+    )
 
 
 def _capacity(graph: ir.Graph, attention: ir.Node) -> ir.Value:
@@ -162,13 +198,22 @@ def _continued(before: ir.Node, given: ir.Value, ids: ir.Value) -> ir.Value:
     assert given.shape is not None
     rank, offsets = len(given.shape), given.name == POSITION_OFFSETS.name
     tokens, columns = (
-        insert(before, "Shape", [value], [1], {"start": 1, "end": 2}, dtype=ir.DataType.INT64) for value in (ids, given)
+        insert(before, "Shape", [value], [1], {"start": 1, "end": 2}, dtype=ir.DataType.INT64)
+        for value in (ids, given)
     )
     more = insert(before, "Sub", [tokens, columns], [1])
-    fixed = [initializer(before.graph, f"zeros_{n}", np.zeros(n, np.int64)) for n in (rank + 1, rank - 2)]
+    fixed = [
+        initializer(before.graph, f"zeros_{n}", np.zeros(n, np.int64)) for n in (rank + 1, rank - 2)
+    ]
     pads = insert(before, "Concat", [fixed[0], more, fixed[1]], [2 * rank], {"axis": 0})
-    none = None if offsets else initializer(before.graph, "no_image_row", np.array(IMAGE_ROWS.off, np.int32))
-    return insert(before, "Pad", [given, pads, none], None, {"mode": "edge" if offsets else "constant"})
+    none = (
+        None
+        if offsets
+        else initializer(before.graph, "no_image_row", np.array(IMAGE_ROWS.off, np.int32))
+    )
+    return insert(
+        before, "Pad", [given, pads, none], None, {"mode": "edge" if offsets else "constant"}
+    )
 
 
 def _packed(before: ir.Node, padded: ir.Value, values: Values) -> ir.Value:
@@ -180,7 +225,9 @@ def _pad_around(attention: ir.Node, values: Values) -> None:
     """Pad the queries, keys and values [1, N, n] of `attention` to [B, S, n], and pack its output again."""
     for slot in (Slot.QUERY, Slot.KEY, Slot.VALUE):
         if (source := get_input(attention, slot)) is not None:
-            padded = insert(attention, "GatherND", [source, values[PADDED_AT.name]], [None, None, None])
+            padded = insert(
+                attention, "GatherND", [source, values[PADDED_AT.name]], [None, None, None]
+            )
             set_inputs(attention, {slot: padded})
     put_behind(attention.outputs[0], "GatherND", [values[TOKENS_AT.name]])
 
@@ -202,11 +249,27 @@ def _choose(graph: ir.Graph, choice: ir.Node, logits: ir.Value, values: Values) 
 def _count_one_row(graph: ir.Graph) -> None:
     """Let nodes that ask an input other than the tokens how many rows there are see the one row of packed tokens."""
     for node in graph.all_nodes():
-        source = node.inputs[0] if node.op_type == "Shape" and not str(node.name).startswith(_PREFIX) else None
-        if source is None or not _is_input(source) or source.name in _PADDED or source.shape is None:
+        source = (
+            node.inputs[0]
+            if node.op_type == "Shape" and not str(node.name).startswith(_PREFIX)
+            else None
+        )
+        if (
+            source is None
+            or not _is_input(source)
+            or source.name in _PADDED
+            or source.shape is None
+        ):
             continue
-        first, last = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(source.shape))
+        first, last = (
+            node.attributes.get_int("start", 0),
+            node.attributes.get_int("end", len(source.shape)),
+        )
         sizes = [1 if dim == ir.SymbolicDim(BATCH) else dim for dim in source.shape][first:last]
-        assert all(isinstance(size, int) for size in sizes), f"{source.name} has other sizes than its batch's"
-        constant = initializer(graph, "one_row_" + "_".join(map(str, sizes)), np.array(sizes, np.int64))
+        assert all(isinstance(size, int) for size in sizes), (
+            f"{source.name} has other sizes than its batch's"
+        )
+        constant = initializer(
+            graph, "one_row_" + "_".join(map(str, sizes)), np.array(sizes, np.int64)
+        )
         node.outputs[0].replace_all_uses_with(constant)

@@ -19,7 +19,9 @@ from qsample.graph.gqa import WINDOW, Slot, attentions, get_input, set_inputs
 # The kernels sum over blocks of a power of two, up to 512 keys of the usual heads: a cache that moves by a multiple of
 # it gives the bits of a cache of all tokens.
 SLACK: Final = 512
-_WORTH: Final = 0.75  # the share of the context that a cache has at most, to be worth the loss of old tokens
+_WORTH: Final = (
+    0.75  # the share of the context that a cache has at most, to be worth the loss of old tokens
+)
 
 
 def slide_windows(model: ir.Model, ctx_len: int) -> dict[str, int]:
@@ -30,8 +32,16 @@ def slide_windows(model: ir.Model, ctx_len: int) -> dict[str, int]:
     for node in attentions(graph):
         window = node.attributes.get_int(WINDOW, -1)
         capacity = window + SLACK - 1
-        states = [get_input(node, Slot.PAST_KEY), get_input(node, Slot.PAST_VALUE), *node.outputs[1:3]]
-        if window < 1 or capacity > _WORTH * ctx_len or not all(_is_of(state, node) for state in states):
+        states = [
+            get_input(node, Slot.PAST_KEY),
+            get_input(node, Slot.PAST_VALUE),
+            *node.outputs[1:3],
+        ]
+        if (
+            window < 1
+            or capacity > _WORTH * ctx_len
+            or not all(_is_of(state, node) for state in states)
+        ):
             continue
         for state in states:
             assert state is not None
@@ -56,7 +66,9 @@ def _is_of(state: ir.Value | None, node: ir.Node) -> bool:
 
 def _is_batch(node: ir.Node) -> bool:
     return (
-        node.op_type == "Shape" and node.attributes.get_int("start", 0) == 0 and node.attributes.get_int("end", 4) == 1
+        node.op_type == "Shape"
+        and node.attributes.get_int("start", 0) == 0
+        and node.attributes.get_int("end", 4) == 1
     )
 
 
@@ -76,7 +88,12 @@ def _counts(graph: ir.Graph) -> dict[Slot, ir.Value | None]:
         )
         runs = insert(first, "Equal", [status, run], axes, dtype=ir.DataType.BOOL)
         new = insert(
-            first, "Where", [runs, inputs[INPUT_LENGTHS.name], zero], axes, dtype=lengths.dtype, name="window.new"
+            first,
+            "Where",
+            [runs, inputs[INPUT_LENGTHS.name], zero],
+            axes,
+            dtype=lengths.dtype,
+            name="window.new",
         )
         total = insert(first, "Max", [insert(first, "Add", [lengths, new], axes), one], axes)
         known |= {"window.new": new, name: insert(first, "Sub", [total, one], axes, name=name)}

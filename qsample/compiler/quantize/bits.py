@@ -38,11 +38,17 @@ class BitsTable:
 
     def way(self, name: str, otherwise: WeightQuantization) -> WeightQuantization | None:
         """How to quantize the matrix `name`: `otherwise` if no pattern matches, and None if it stays float."""
-        kind = next((kind for pattern, kind in self.entries.items() if fnmatchcase(name, pattern)), None)
+        kind = next(
+            (kind for pattern, kind in self.entries.items() if fnmatchcase(name, pattern)), None
+        )
         if kind is None:
             return otherwise
         bits, size = entry_of_table(kind)
-        return None if bits is None else replace(otherwise, bits=bits, block_size=size or otherwise.block_size)
+        return (
+            None
+            if bits is None
+            else replace(otherwise, bits=bits, block_size=size or otherwise.block_size)
+        )
 
 
 PLAIN: Final = BitsTable({})
@@ -57,7 +63,9 @@ def table_of(given: Mapping[str, str], bits: int, preset: Preset, layers: int) -
     if bits == 2:
         four = [*outer, "*.qkv_proj", "*.o_proj", "embed_tokens"]
         defaults = {HEAD: "int8:128", **dict.fromkeys(four, "int4")}
-    return BitsTable({**given, **{pattern: kind for pattern, kind in defaults.items() if pattern not in given}})
+    return BitsTable(
+        {**given, **{pattern: kind for pattern, kind in defaults.items() if pattern not in given}}
+    )
 
 
 def names_of(graph: ir.Graph, nodes: Collection[ir.Node]) -> dict[ir.Node, str]:
@@ -77,7 +85,8 @@ def names_of(graph: ir.Graph, nodes: Collection[ir.Node]) -> dict[ir.Node, str]:
     own = [node for node in products if node in order and node not in names]
     before = [_directly_behind(mixer.inputs, own, ends) for mixer in mixers]
     starts = [
-        min((order[node] for node in found), default=order[mixer]) for mixer, found in zip(mixers, before, strict=True)
+        min((order[node] for node in found), default=order[mixer])
+        for mixer, found in zip(mixers, before, strict=True)
     ]
     for layer, mixer in enumerate(mixers):
         end = starts[layer + 1] if layer + 1 < len(mixers) else len(order)
@@ -90,7 +99,11 @@ def names_of(graph: ir.Graph, nodes: Collection[ir.Node]) -> dict[ir.Node, str]:
 
 
 def _role(
-    node: ir.Node, mixer: ir.Node, before: Collection[ir.Node], behind: list[ir.Node], ends: Collection[ir.Node]
+    node: ir.Node,
+    mixer: ir.Node,
+    before: Collection[ir.Node],
+    behind: list[ir.Node],
+    ends: Collection[ir.Node],
 ) -> str:
     if node in before:
         return "qkv_proj"
@@ -104,7 +117,9 @@ def layers_of(graph: ir.Graph) -> int:
     return len(_mixers(graph))
 
 
-def _head_products(graph: ir.Graph, products: Collection[ir.Node], ends: Collection[ir.Node]) -> set[ir.Node]:
+def _head_products(
+    graph: ir.Graph, products: Collection[ir.Node], ends: Collection[ir.Node]
+) -> set[ir.Node]:
     """The `products` with weights, nodes of `graph`, from which the logits come without another of them between."""
     logits = [value for node in graph for value in node.outputs if value.name == LOGITS.name]
     return _directly_behind(logits, products, ends)

@@ -46,7 +46,11 @@ class QuantizedWeight:
     ) -> None:
         """value: the initializer of the float weights. levels: if they are known already."""
         assert value.const_value is not None
-        self.tensor, self.outputs_first, self.quantization = value.const_value, outputs_first, quantization
+        self.tensor, self.outputs_first, self.quantization = (
+            value.const_value,
+            outputs_first,
+            quantization,
+        )
         *experts, first, second = (int(size) for size in self.tensor.shape.numpy())
         self.experts = experts[0] if experts else None
         outputs, self.inputs = (first, second) if outputs_first else (second, first)
@@ -70,7 +74,11 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """The bytes of the initializers."""
-        return sum(value.const_value.nbytes for value in self._initializers.values() if value.const_value is not None)
+        return sum(
+            value.const_value.nbytes
+            for value in self._initializers.values()
+            if value.const_value is not None
+        )
 
     def operands(self, levels: Shape, scales: Shape, kind: str = "scales") -> list[ir.Value]:
         """Levels, uint8, scales, of the weights' dtype, and zero points if there are any, packed uint8: initializers in
@@ -82,7 +90,9 @@ class QuantizedWeight:
         if self.quantization.zero_points:
             row_bytes = -(-self.row_blocks * self.quantization.bits // 8)
             shape = (self.rows * row_bytes,)
-            found.append(self._initializer("zero_points", shape, ir.DataType.UINT8, self._take_zeros))
+            found.append(
+                self._initializer("zero_points", shape, ir.DataType.UINT8, self._take_zeros)
+            )
         return found
 
     def register(self, graph: ir.Graph) -> None:
@@ -90,7 +100,9 @@ class QuantizedWeight:
         for value in self._initializers.values():
             graph.register_initializer(value)
 
-    def _initializer(self, kind: str, shape: Shape, dtype: ir.DataType, compute: Callable[[], Array]) -> ir.Value:
+    def _initializer(
+        self, kind: str, shape: Shape, dtype: ir.DataType, compute: Callable[[], Array]
+    ) -> ir.Value:
         if kind not in self._initializers:
             name = f"{self._name}_{kind}"
 
@@ -135,17 +147,33 @@ class QuantizedWeight:
         """Computes blocks [rows, row_blocks, block_bytes] of some rows each, and notes their scales."""
         rows = (self.experts or 1) * self.rows
         self._scales = np.empty((rows, self.row_blocks), self.tensor.dtype.numpy())
-        self._zeros = np.empty((rows, self.row_blocks), np.uint8) if self.quantization.zero_points else None
+        self._zeros = (
+            np.empty((rows, self.row_blocks), np.uint8) if self.quantization.zero_points else None
+        )
         source = readable(self.tensor)
         at_once = max(1, PIECE // self.columns)
         for expert in range(self.experts or 1):
             for start in range(0, self.rows, at_once):
                 place = expert * self.rows + start
                 stop = min(start + at_once, self.rows)
-                yield partial(self._quantize_rows, source, expert, slice(start, stop), place, self._scales, self._zeros)
+                yield partial(
+                    self._quantize_rows,
+                    source,
+                    expert,
+                    slice(start, stop),
+                    place,
+                    self._scales,
+                    self._zeros,
+                )
 
     def _quantize_rows(
-        self, source: ir.TensorProtocol, expert: int, rows: slice, place: int, scales: Array, zeros: Array | None
+        self,
+        source: ir.TensorProtocol,
+        expert: int,
+        rows: slice,
+        place: int,
+        scales: Array,
+        zeros: Array | None,
     ) -> Array:
         """The blocks of some rows of an (expert's) matrix, the rows from `place` on of `scales` and `zeros`."""
         first = () if self.experts is None else (slice(expert, expert + 1),)
@@ -225,7 +253,10 @@ def _scales_and_tables(node: ir.Node) -> list[ir.Value | None]:
     if node.op_type == "GatherBlockQuantized":
         return [node.inputs[2], row_offsets_of(node)]
     if is_contrib(node, moe.QUANTIZED_OP_TYPE):
-        return [node.inputs[moe.QuantizedSlot.FC1_SCALES], node.inputs[moe.QuantizedSlot.FC2_SCALES]]
+        return [
+            node.inputs[moe.QuantizedSlot.FC1_SCALES],
+            node.inputs[moe.QuantizedSlot.FC2_SCALES],
+        ]
     if node.op_type == gqa.OP_TYPE:
         return list(node.inputs[gqa.Slot.COS_CACHE : gqa.Slot.POSITION_IDS])
     return list(node.inputs[2:4]) if node.op_type == "RotaryEmbedding" else []

@@ -45,7 +45,10 @@ def quantize_experts(
     experts: dict[ir.Value | None, int] = {}  # the value that chooses them → how many
     for node in list(graph):
         if is_contrib(node, moe.OP_TYPE):
-            choice, found = node.inputs[Slot.ROUTER], _mixture(node, quantization, block_sizes, quantized)
+            choice, found = (
+                node.inputs[Slot.ROUTER],
+                _mixture(node, quantization, block_sizes, quantized),
+            )
         elif moe.gather_of_weights(node) is not None:
             choice, found = node.inputs[1], _lookup(node, quantization, quantized)
         else:
@@ -93,7 +96,9 @@ def _mixture(
     listed: dict[QuantizedSlot, ir.Value | None] = {
         QuantizedSlot.INPUT: inputs[Slot.INPUT],
         QuantizedSlot.ROUTER: inputs[Slot.ROUTER],
-        QuantizedSlot.FC1_BIAS: bias if bias is None or padded == size else _padded_bias(node.graph, bias, 2 * padded),
+        QuantizedSlot.FC1_BIAS: bias
+        if bias is None or padded == size
+        else _padded_bias(node.graph, bias, 2 * padded),
         QuantizedSlot.FC2_BIAS: inputs[Slot.FC2_BIAS],
     }
     for value, weight, slots in ((fc1, first, _FC1_SLOTS), (fc2, second, _FC2_SLOTS)):
@@ -109,7 +114,9 @@ def _mixture(
         "weights_prepacked": 0,
     }
     name = suffixed(node, "quantized")
-    new = ir.node(moe.QUANTIZED_OP_TYPE, _by_slot(listed), attributes, domain=CONTRIB_DOMAIN, name=name)
+    new = ir.node(
+        moe.QUANTIZED_OP_TYPE, _by_slot(listed), attributes, domain=CONTRIB_DOMAIN, name=name
+    )
     new.attributes.update(node.attributes)
     replace_node(node, [new])
     return experts
@@ -124,7 +131,9 @@ def _by_slot(listed: Mapping[QuantizedSlot, ir.Value | None]) -> list[ir.Value |
     return inputs
 
 
-def _block_size(hidden: int, size: int, quantization: WeightQuantization, block_sizes: Collection[int]) -> int | None:
+def _block_size(
+    hidden: int, size: int, quantization: WeightQuantization, block_sizes: Collection[int]
+) -> int | None:
     """A size that divides both, or else `hidden` alone; the nearest to the options' size, smaller sizes first."""
     asked = quantization.block_size
     nearest = sorted(block_sizes, key=lambda block: (block > asked, abs(block - asked)))
@@ -143,39 +152,73 @@ def _padded_bias(graph: ir.Graph, bias: ir.Value, columns: int) -> ir.Value:
     if name not in graph.initializers:
         graph.register_initializer(
             lazy_initializer(
-                name, (experts, columns), bias.dtype, lambda: np.pad(tensor.numpy(), ((0, 0), (0, columns - own)))
+                name,
+                (experts, columns),
+                bias.dtype,
+                lambda: np.pad(tensor.numpy(), ((0, 0), (0, columns - own))),
             )
         )
     return graph.initializers[name]
 
 
-def _lookup(node: ir.Node, quantization: WeightQuantization, quantized: dict[ir.Value, QuantizedWeight]) -> int | None:
+def _lookup(
+    node: ir.Node, quantization: WeightQuantization, quantized: dict[ir.Value, QuantizedWeight]
+) -> int | None:
     """Turn a lookup of experts' matrices into a lookup of their levels; arguments and result as in `_mixture`."""
     weights = moe.gather_of_weights(node)
     if weights is None:
         return None
     # The inputs are the axis that a MatMul sums over: the last axis of its first operand, the first of its second.
-    inputs_first = any(user.op_type == "MatMul" and index == 1 for user, index in node.outputs[0].uses())
+    inputs_first = any(
+        user.op_type == "MatMul" and index == 1 for user, index in node.outputs[0].uses()
+    )
     assert weights.const_value is not None
     experts, *sizes = (int(dim) for dim in weights.const_value.shape.numpy())
-    nearest = [size for size in BLOCK_SIZES if size <= quantization.block_size and sizes[not inputs_first] % size == 0]
+    nearest = [
+        size
+        for size in BLOCK_SIZES
+        if size <= quantization.block_size and sizes[not inputs_first] % size == 0
+    ]
     if not nearest:
         return None
     way = replace(quantization, block_size=max(nearest))
-    weight = quantized.setdefault(weights, QuantizedWeight(weights, way, outputs_first=not inputs_first))
+    weight = quantized.setdefault(
+        weights, QuantizedWeight(weights, way, outputs_first=not inputs_first)
+    )
     blocks = weight.rows * weight.row_blocks
-    levels, scales = weight.operands((experts, blocks, weight.block_bytes), (experts, blocks, 1), "block_scales")
-    attributes = {"bits": way.bits, "block_size": way.block_size, "gather_axis": 0, "quantize_axis": 2}
+    levels, scales = weight.operands(
+        (experts, blocks, weight.block_bytes), (experts, blocks, 1), "block_scales"
+    )
+    attributes = {
+        "bits": way.bits,
+        "block_size": way.block_size,
+        "gather_axis": 0,
+        "quantize_axis": 2,
+    }
     name = suffixed(node, "quantized")
     lookup = ir.node(
-        "GatherBlockQuantized", [levels, node.inputs[1], scales], attributes, domain=CONTRIB_DOMAIN, name=name
+        "GatherBlockQuantized",
+        [levels, node.inputs[1], scales],
+        attributes,
+        domain=CONTRIB_DOMAIN,
+        name=name,
     )
     rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
     assert node.graph is not None
     matrices = reshape_target(node.graph, [0] * rank + [weight.rows, weight.columns])
-    new = [lookup, ir.Node("", "Reshape", [lookup.outputs[0], matrices], name=suffixed(node, "matrices"))]
+    new = [
+        lookup,
+        ir.Node("", "Reshape", [lookup.outputs[0], matrices], name=suffixed(node, "matrices")),
+    ]
     if inputs_first:
         order = [*range(rank), rank + 1, rank]
-        new.append(ir.node("Transpose", [new[-1].outputs[0]], {"perm": order}, name=suffixed(node, "transposed")))
+        new.append(
+            ir.node(
+                "Transpose",
+                [new[-1].outputs[0]],
+                {"perm": order},
+                name=suffixed(node, "transposed"),
+            )
+        )
     replace_node(node, new)
     return experts

@@ -23,14 +23,30 @@ def store_as_float16(model: ir.Model) -> bool:
     graph = model.graph
     kept = offset_products(graph)
     nodes = (node for node in with_loop_bodies(graph) if node not in kept)
-    matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, nodes) if matrix is not None}
-    experts = [node.inputs[slot] for node in moe.mixtures(graph) for slot in (moe.Slot.FC1, moe.Slot.FC2)]
-    matrices |= {value: value.const_value for value in experts if value is not None and value.const_value is not None}
-    matrices = {value: tensor for value, tensor in matrices.items() if tensor.dtype == ir.DataType.FLOAT}
+    matrices = {
+        matrix.value: matrix.tensor for matrix in map(matrix_of, nodes) if matrix is not None
+    }
+    experts = [
+        node.inputs[slot] for node in moe.mixtures(graph) for slot in (moe.Slot.FC1, moe.Slot.FC2)
+    ]
+    matrices |= {
+        value: value.const_value
+        for value in experts
+        if value is not None and value.const_value is not None
+    }
+    matrices = {
+        value: tensor for value, tensor in matrices.items() if tensor.dtype == ir.DataType.FLOAT
+    }
     for value, tensor in matrices.items():
         stored = _stored(tensor, f"{value.name}_float16")
         graph.register_initializer(stored)
-        cast = ir.Node("", "Cast", [stored], [ir.AttrInt64("to", int(ir.DataType.FLOAT))], name=f"{value.name}_cast")
+        cast = ir.Node(
+            "",
+            "Cast",
+            [stored],
+            [ir.AttrInt64("to", int(ir.DataType.FLOAT))],
+            name=f"{value.name}_cast",
+        )
         result = cast.outputs[0]
         result.shape, result.type = value.shape, value.type
         graph.insert_before(graph[0], cast)

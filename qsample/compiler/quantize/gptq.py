@@ -50,7 +50,9 @@ _OUTPUTS: Final = 1024  # columns [K] of a matrix that a thread rounds at a time
 _AT_ONCE: Final = 1 << 24  # weights that are rounded together
 _TOKENS: Final = 2048  # of a call
 _IN_MEMORY: Final = 1 << 30  # bytes of values that parts hand on; more go to files
-_FED_FROM: Final = 1 << 20  # bytes; larger constants are handed to a part when it runs, not copied into it
+_FED_FROM: Final = (
+    1 << 20
+)  # bytes; larger constants are handed to a part when it runs, not copied into it
 
 
 class Moments(NamedTuple):
@@ -95,13 +97,21 @@ def gptq(weight: Array, moments: Moments, quantization: WeightQuantization) -> t
     _, order, lower = moments
     parts = [slice(first, first + _OUTPUTS) for first in range(0, outputs, _OUTPUTS)]
     with ThreadPoolExecutor(processors()) as pool:
-        grids = pool.map(_grid, [weight[:, part] for part in parts], repeat(moments.importance), repeat(quantization))
+        grids = pool.map(
+            _grid,
+            [weight[:, part] for part in parts],
+            repeat(moments.importance),
+            repeat(quantization),
+        )
         scales, zeros = (np.concatenate(found) for found in zip(*grids, strict=True))  # [N, blocks]
         block_of = order // size
         steps = np.ascontiguousarray(scales.T[block_of], np.float32)
         middles = np.ascontiguousarray(zeros.T[block_of], np.float32)
         weights = weight[order].astype(np.float32)
-        errors, levels = np.empty((inputs, outputs), np.float32), np.empty((inputs, outputs), np.uint8)
+        errors, levels = (
+            np.empty((inputs, outputs), np.float32),
+            np.empty((inputs, outputs), np.uint8),
+        )
         for first in reversed(range(0, inputs, _TOGETHER)):
             last = min(first + _TOGETHER, inputs)
             factor = lower[:, first:last] / np.diagonal(lower)[first:last]
@@ -120,17 +130,25 @@ def gptq(weight: Array, moments: Moments, quantization: WeightQuantization) -> t
                     )
                     for part in parts
                 ]
-                list(pool.map(_round, repeat(factor[columns, own]), repeat(bits), *zip(*jobs, strict=True)))
+                list(
+                    pool.map(
+                        _round, repeat(factor[columns, own]), repeat(bits), *zip(*jobs, strict=True)
+                    )
+                )
                 now[: start - first] += factor[columns, : start - first].T @ errors[columns]
     fitted, ordered = np.empty_like(weights), np.empty_like(levels)
     fitted[order] = weights - errors
     ordered[order] = levels
     rows = np.pad(ordered, ((0, -inputs % size), (0, 0)), constant_values=2 ** (bits - 1)).T
     packed = pack_bits(rows.reshape(-1, size), bits).reshape(outputs, scales.shape[1], -1)
-    return Levels(packed, scales.reshape(-1), zeros.reshape(-1) if quantization.zero_points else None), fitted
+    return Levels(
+        packed, scales.reshape(-1), zeros.reshape(-1) if quantization.zero_points else None
+    ), fitted
 
 
-def _grid(weight: Array, importance: Array, quantization: WeightQuantization) -> tuple[Array, Array]:
+def _grid(
+    weight: Array, importance: Array, quantization: WeightQuantization
+) -> tuple[Array, Array]:
     """Scales, in the dtype of the weights, and zero points, uint8, of a matrix [K, N]: [N, K / block size] each."""
     size, bits = quantization.block_size, quantization.bits
     inputs, outputs = weight.shape
@@ -145,7 +163,14 @@ def _grid(weight: Array, importance: Array, quantization: WeightQuantization) ->
 
 
 def _round(
-    factor: Array, bits: int, weights: Array, now: Array, steps: Array, middles: Array, levels: Array, errors: Array
+    factor: Array,
+    bits: int,
+    weights: Array,
+    now: Array,
+    steps: Array,
+    middles: Array,
+    levels: Array,
+    errors: Array,
 ) -> None:
     """Round some columns, rows of arrays [k, n]: `weights` as they were, and `now`. Writes levels and errors."""
     top = 2**bits - 1
@@ -182,7 +207,9 @@ class Calibration:
     progress: Callable[[float], None] = lambda fraction: None
 
 
-def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> dict[ir.Value, Levels]:
+def calibrated_levels(
+    model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration
+) -> dict[ir.Value, Levels]:
     """The levels of each of `matrices`, all in `model`'s own graph, mapped from files; of those that multiply every
     token. `model` stays as it is. Raises PackageError, before the work, if the scratch folder's disk has no room for
     them and the package after them."""
@@ -205,7 +232,9 @@ def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: 
 class _Walk:
     """A copy of a graph that is run part by part, on calls of several sequences each."""
 
-    def __init__(self, model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> None:
+    def __init__(
+        self, model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration
+    ) -> None:
         self._model, self._calibration = model.clone(), calibration
         graph = self._model.graph
         copies = dict(zip(model.graph, graph, strict=True))
@@ -219,7 +248,14 @@ class _Walk:
         needed = ancestors([node.inputs[0] for node in self._of_node])
         self._nodes = [node for node in graph if node in needed or node in self._of_node]
         self._position = 0
-        batch = next((value.shape[0] for value in graph.inputs if value.name == INPUT_IDS.name and value.shape), None)
+        batch = next(
+            (
+                value.shape[0]
+                for value in graph.inputs
+                if value.name == INPUT_IDS.name and value.shape
+            ),
+            None,
+        )
         self._calls = list(_calls(calibration.sequences, batch if isinstance(batch, int) else None))
         self._held: dict[ir.Value, list[Array]] = {}  # values that later parts read, for each call
         self._fitted: dict[ir.Value, Array] = {}  # weights that later parts read
@@ -250,14 +286,20 @@ class _Walk:
             if len(rows) != len(real):
                 return None
             rows = rows if real.all() else rows[real]
-            moments = rows.T @ rows if moments is None else np.add(moments, rows.T @ rows, out=moments)
+            moments = (
+                rows.T @ rows if moments is None else np.add(moments, rows.T @ rows, out=moments)
+            )
         return moments
 
     def fit(self, node: ir.Node, wanted: Wanted, moments: Moments) -> Levels:
         """The levels of a matrix, mapped from files. Later parts multiply by the weights that they stand for."""
         tensor = wanted.value.const_value
         assert tensor is not None
-        source, (_, outputs), at_once = readable(tensor), _shape(wanted), max(1, _AT_ONCE // len(moments.order))
+        source, (_, outputs), at_once = (
+            readable(tensor),
+            _shape(wanted),
+            max(1, _AT_ONCE // len(moments.order)),
+        )
         copy = node.inputs[wanted.node.inputs.index(wanted.value)]
         fitted = None
         if copy is not None and node is not self._nodes[-1]:
@@ -272,7 +314,8 @@ class _Walk:
             if fitted is not None:
                 (fitted.T if wanted.transposed else fitted)[:, part] = rounded
         blocks, scales = (
-            self._stored(np.concatenate([getattr(part, name) for part in levels])) for name in ("blocks", "scales")
+            self._stored(np.concatenate([getattr(part, name) for part in levels]))
+            for name in ("blocks", "scales")
         )
         zeros = [part.zeros for part in levels if part.zeros is not None]
         return Levels(blocks, scales, np.concatenate(zeros) if zeros else None)
@@ -285,7 +328,9 @@ class _Walk:
 
     def _run(self, nodes: Sequence[ir.Node], value: ir.Value) -> None:
         """Compute the outputs of `nodes` that later nodes read, and `value`; drop values that no later node reads."""
-        later = {source for node in self._nodes[self._position :] for source in reads(node)} | {value}
+        later = {source for node in self._nodes[self._position :] for source in reads(node)} | {
+            value
+        }
         made = {output for node in nodes for output in node.outputs}
         wanted = [output for node in nodes for output in node.outputs if output in later]
         given: dict[ir.Value, None] = {}
@@ -299,18 +344,26 @@ class _Walk:
             elif constant in self._held and constant not in made:
                 given[constant] = None
         if wanted:
-            caches = {name: value for name, value in self._caches.items() if value in made and value not in later}
+            caches = {
+                name: value
+                for name, value in self._caches.items()
+                if value in made and value not in later
+            }
             part = GraphPart(self._model, [*wanted, *caches.values()], [*given, *fed])
             constants = {str(constant.name): array for constant, array in fed.items()}
             for index, (ids, lengths) in enumerate(self._calls):
-                feeds = constants | {str(source.name): self._held[source][index] for source in given}
+                feeds = constants | {
+                    str(source.name): self._held[source][index] for source in given
+                }
                 axes = {**self._calibration.axes, BATCH: len(ids), SEQUENCE: ids.shape[1]}
                 feeds |= {INPUT_IDS.name: ids, INPUT_LENGTHS.name: lengths}
                 feeds[IMAGE_ROWS.name] = np.full(ids.shape, IMAGE_ROWS.off, np.int32)
                 in_place = {}
                 for number, (name, cache) in enumerate(caches.items()):
                     if name in part.inputs:
-                        feeds[name] = in_place[str(cache.name)] = self._buffer(number, part.inputs[name], axes)
+                        feeds[name] = in_place[str(cache.name)] = self._buffer(
+                            number, part.inputs[name], axes
+                        )
                 for output, array in zip(wanted, part(feeds, axes, in_place), strict=False):
                     self._held.setdefault(output, []).append(self._kept(array))
         for unread in [held for held in self._held if held not in later]:
@@ -319,7 +372,9 @@ class _Walk:
                     Path(str(array.filename)).unlink()
                 else:
                     self._in_memory -= array.nbytes
-        self._fitted = {constant: array for constant, array in self._fitted.items() if constant in later}
+        self._fitted = {
+            constant: array for constant, array in self._fitted.items() if constant in later
+        }
 
     def _kept(self, array: Array) -> Array:
         """`array`, in a file if those in memory are many."""
@@ -342,7 +397,10 @@ def _calls(sequences: Sequence[Array], rows: int | None) -> Iterator[tuple[Array
     waiting = sorted(sequences, key=len, reverse=True)
     while waiting:
         longest = len(waiting[0])
-        now, waiting = waiting[: rows or max(1, _TOKENS // longest)], waiting[rows or max(1, _TOKENS // longest) :]
+        now, waiting = (
+            waiting[: rows or max(1, _TOKENS // longest)],
+            waiting[rows or max(1, _TOKENS // longest) :],
+        )
         ids = np.zeros((len(now), longest), np.int64)
         for row, sequence in zip(ids, now, strict=True):
             row[: len(sequence)] = sequence

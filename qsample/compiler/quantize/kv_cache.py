@@ -26,7 +26,10 @@ from qsample.package.package import Package
 BITS: Final = {"int8": 8, "int4": 4}
 # Room above the largest measured value. Larger values are clipped; the divergence shows whether that matters.
 _MARGIN: Final = 1.2
-_FACTORS: Final = {8: (1.0,), 4: tuple(1 - 0.05 * step for step in range(14))}  # of the scales that are tried
+_FACTORS: Final = {
+    8: (1.0,),
+    4: tuple(1 - 0.05 * step for step in range(14)),
+}  # of the scales that are tried
 _ROWS: Final = 4
 _TOKENS: Final = 64  # of a row
 _SEED: Final = 1  # another text than the divergence is measured on
@@ -34,11 +37,16 @@ _SCALE_OF: Final = {Slot.PAST_KEY: Slot.K_SCALE, Slot.PAST_VALUE: Slot.V_SCALE}
 
 
 def measure_scales(
-    source: Package, bits: int, capacity: int, progress: Callable[[float], None] = lambda fraction: None
+    source: Package,
+    bits: int,
+    capacity: int,
+    progress: Callable[[float], None] = lambda fraction: None,
 ) -> dict[str, Array]:
     """State name → each channel's scale, [H, D] float32, from text that the portable package `source` writes."""
     interface, opening = source.interface, opening_of(source, capacity)
-    runner = GraphRunner(logits_of(source.path, interface), source.path, interface, capacity, weights_mapped=True)
+    runner = GraphRunner(
+        logits_of(source.path, interface), source.path, interface, capacity, weights_mapped=True
+    )
     state = runner.start(_ROWS)
     text = write_text(
         partial(runner.step, state=state),
@@ -50,7 +58,9 @@ def measure_scales(
         progress=progress,
     )
     read = text.rows.shape[1] - 1  # the last token was not
-    return {spec.name: scales_of(state[spec.name][:, :, :read], bits) for spec in interface.cache_states}
+    return {
+        spec.name: scales_of(state[spec.name][:, :, :read], bits) for spec in interface.cache_states
+    }
 
 
 def scales_of(values: Array, bits: int) -> Array:
@@ -63,7 +73,11 @@ def scales_of(values: Array, bits: int) -> Array:
     errors = []
     for scales in tried:
         steps = scales[:, None]
-        errors.append(np.square(np.clip(np.rint(values / steps), -limit, limit - 1) * steps - values).sum(axis=(0, 2)))
+        errors.append(
+            np.square(np.clip(np.rint(values / steps), -limit, limit - 1) * steps - values).sum(
+                axis=(0, 2)
+            )
+        )
     found: Array = np.take_along_axis(tried, np.argmin(errors, axis=0)[None], 0)[0]
     return found
 

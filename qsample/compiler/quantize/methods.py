@@ -40,9 +40,13 @@ class WeightQuantization:
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size is {self.block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
+            raise ValueError(
+                f"block_size is {self.block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}"
+            )
         if self.method not in METHODS:
-            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(METHODS)}")
+            raise ValueError(
+                f"quantization method is {self.method!r}; choose one of {', '.join(METHODS)}"
+            )
 
 
 def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
@@ -71,7 +75,9 @@ def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Ar
         part = slice(first, min(first + rows, outputs))
         weights = np.ascontiguousarray(weight[:, part].T, np.float32).reshape(-1, block_size)
         _, exponents = np.frexp(np.abs(weights).max(axis=1, keepdims=True))
-        steps = np.ldexp(np.float32(1), exponents - 7).astype(scales.dtype).astype(np.float32)  # 0 if it has none
+        steps = (
+            np.ldexp(np.float32(1), exponents - 7).astype(scales.dtype).astype(np.float32)
+        )  # 0 if it has none
         exact = np.flatnonzero(steps[:, 0] > 0)
         for count in (_FIRST, block_size):  # a few weights rule out nearly all blocks
             levels = weights[exact, :count] / steps[exact]

@@ -36,9 +36,13 @@ def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array,
     stored.
     """
     lanes = _lanes(weights, block_size)
-    steps = (-_farthest(lanes) / np.float32(2 ** (bits - 1))).astype(weights.dtype).astype(np.float32)
+    steps = (
+        (-_farthest(lanes) / np.float32(2 ** (bits - 1))).astype(weights.dtype).astype(np.float32)
+    )
     with np.errstate(all="ignore"):  # weights that are no numbers, or hardly differ from 0
-        lanes *= np.repeat(np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES)
+        lanes *= np.repeat(
+            np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES
+        )
         if bits in _TRIED:
             factors = _closest(lanes, steps, bits, weights.dtype)
             lanes *= np.repeat(1 / factors, _LANES)
@@ -54,7 +58,9 @@ class Grid(NamedTuple):
     zeros: Array
 
 
-def choose_grid(weights: Array, bits: int, block_size: int, importance: Array | None = None) -> Grid:
+def choose_grid(
+    weights: Array, bits: int, block_size: int, importance: Array | None = None
+) -> Grid:
     """The grid with zero points for each block of `weights`, as in `round_to_nearest`. importance: float32 in the shape
     of the weights, at least 0, the weight of each squared error; by default all count alike."""
     lanes = _lanes(weights, block_size)
@@ -64,11 +70,15 @@ def choose_grid(weights: Array, bits: int, block_size: int, importance: Array | 
     gains, scales, zeros = np.full_like(high, -1), np.zeros_like(high), np.zeros_like(high)
     with np.errstate(all="ignore"):  # weights that are no numbers
         for below, above in _RANGES:
-            steps = np.maximum((high * np.float32(above) - low * np.float32(below)) / top, _LEAST_STEP)
+            steps = np.maximum(
+                (high * np.float32(above) - low * np.float32(below)) / top, _LEAST_STEP
+            )
             middles = np.clip(np.rint(low * np.float32(-below) / steps), 0, top)
             levels = lanes * np.repeat(1 / steps, _LANES)
             np.rint(levels, out=levels)
-            np.clip(levels, np.repeat(-middles, _LANES), np.repeat(top - middles, _LANES), out=levels)
+            np.clip(
+                levels, np.repeat(-middles, _LANES), np.repeat(top - middles, _LANES), out=levels
+            )
             counted = levels if counts is None else levels * counts
             wq, qq = (_joined(np.add, np.einsum("ij,ij->j", by, counted)) for by in (lanes, levels))
             # The scale of the least squared error is wq / qq, and takes wq² / qq off the weights' own squares.
@@ -77,9 +87,12 @@ def choose_grid(weights: Array, bits: int, block_size: int, importance: Array | 
             fitted = np.divide(wq, qq, out=np.zeros_like(wq), where=useful)
             better = gain > gains
             gains, scales, zeros = (
-                np.where(better, new, old) for new, old in ((gain, gains), (fitted, scales), (middles, zeros))
+                np.where(better, new, old)
+                for new, old in ((gain, gains), (fitted, scales), (middles, zeros))
             )
-        scales = np.where(np.isfinite(high - low), scales, np.float32(np.nan))  # such weights may not become 0
+        scales = np.where(
+            np.isfinite(high - low), scales, np.float32(np.nan)
+        )  # such weights may not become 0
         return Grid(scales.astype(weights.dtype), zeros.astype(np.uint8))
 
 
@@ -88,7 +101,9 @@ def round_to_grid(weights: Array, bits: int, block_size: int, grid: Grid) -> Arr
     lanes = _lanes(weights, block_size)
     steps = grid.scales.astype(np.float32)
     with np.errstate(all="ignore"):  # weights that are no numbers
-        lanes *= np.repeat(np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES)
+        lanes *= np.repeat(
+            np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES
+        )
         np.rint(lanes, out=lanes)
         lanes += np.repeat(grid.zeros.astype(np.float32), _LANES)
         return _packed(lanes, bits)
@@ -96,7 +111,12 @@ def round_to_grid(weights: Array, bits: int, block_size: int, grid: Grid) -> Arr
 
 def _lanes(weights: Array, block_size: int) -> Array:
     """A copy of `weights` as [block size / 4, 4 * blocks]: sums and products over many blocks are vector operations."""
-    moved = np.ascontiguousarray(weights, np.float32).reshape(-1).view(_MOVED).reshape(-1, block_size // _LANES)
+    moved = (
+        np.ascontiguousarray(weights, np.float32)
+        .reshape(-1)
+        .view(_MOVED)
+        .reshape(-1, block_size // _LANES)
+    )
     return moved.T.copy().view(np.float32)
 
 
@@ -116,10 +136,15 @@ def _closest(lanes: Array, steps: Array, bits: int, dtype: np.dtype) -> Array:
     end, rounded = 2 ** (bits - 1), np.empty_like(lanes)
     sums = []
     for place in (end, *_TRIED[bits]):
-        np.rint(lanes if place == end else np.multiply(lanes, np.float32(place / end), out=rounded), out=rounded)
+        np.rint(
+            lanes if place == end else np.multiply(lanes, np.float32(place / end), out=rounded),
+            out=rounded,
+        )
         if place > end - 0.5 or place < 0:
             np.clip(rounded, -end, end - 1, out=rounded)
-        sums.append([_joined(np.add, np.einsum("ij,ij->j", by, rounded)) for by in (lanes, rounded)])
+        sums.append(
+            [_joined(np.add, np.einsum("ij,ij->j", by, rounded)) for by in (lanes, rounded)]
+        )
     wq, qq = sums[0]
     limit = qq - 2 * wq - _NOISE * wq
     for others in sums[1:]:

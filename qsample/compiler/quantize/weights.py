@@ -48,7 +48,11 @@ from qsample.graph.operators import (
 )
 from qsample.graph.packed import offsets_of
 
-_KERNELS_OF_2_BITS: Final = (32, 64, 128)  # the block sizes that MatMulNBits multiplies by activations in 8 bits
+_KERNELS_OF_2_BITS: Final = (
+    32,
+    64,
+    128,
+)  # the block sizes that MatMulNBits multiplies by activations in 8 bits
 
 Calibrate = Callable[[ir.Model, Sequence[Wanted]], Mapping[ir.Value, Levels]]
 """The levels of matrices of a model, for the inputs that they meet."""
@@ -78,7 +82,9 @@ def quantize_weights(
     """
     graph = model.graph
     quantized: dict[ir.Value, QuantizedWeight] = {}
-    names = names_of(graph, [node for node in with_loop_bodies(graph) if matrix_of(node) is not None])
+    names = names_of(
+        graph, [node for node in with_loop_bodies(graph) if matrix_of(node) is not None]
+    )
     found = _ways(graph, names, quantization, table, pads)
     levels = {} if calibrate is None else calibrate(model, _to_calibrate(graph, found))
     for node, (matrix, way) in found.items():
@@ -97,7 +103,9 @@ def quantize_weights(
         experts,
         matrices=len(quantized),
         bits={names[node]: f"int{way.bits}:{way.block_size}" for node, (_, way) in found.items()},
-        block_sizes=tuple(sorted({weight.quantization.block_size for weight in quantized.values()})),
+        block_sizes=tuple(
+            sorted({weight.quantization.block_size for weight in quantized.values()})
+        ),
         bytes_before=experts.bytes_before + before,
         bytes_after=experts.bytes_after + after,
         float_bytes=float_bytes(model),
@@ -120,7 +128,11 @@ def round_activations(model: ir.Model) -> bool:
 
 def keep_activations(model: ir.Model) -> bool:
     """Let products with quantized weights take float32 activations, in place: results depend less on the kernel."""
-    nodes = [node for node in model.graph.all_nodes() if _ACCURACY in node.attributes or is_matmul_nbits(node)]
+    nodes = [
+        node
+        for node in model.graph.all_nodes()
+        if _ACCURACY in node.attributes or is_matmul_nbits(node)
+    ]
     for node in nodes:
         node.attributes[_ACCURACY] = ir.AttrInt64(_ACCURACY, FLOAT32_ACTIVATIONS)
     return bool(nodes)
@@ -143,7 +155,11 @@ class _Matrix(NamedTuple):
 
 
 def _ways(
-    graph: ir.Graph, names: Mapping[ir.Node, str], quantization: WeightQuantization, table: BitsTable, pads: bool
+    graph: ir.Graph,
+    names: Mapping[ir.Node, str],
+    quantization: WeightQuantization,
+    table: BitsTable,
+    pads: bool,
 ) -> dict[ir.Node, tuple[_Matrix, WeightQuantization]]:
     """The nodes to quantize, with their matrix and its quantization, the same for all nodes of a matrix: a table that
     is also the head's has the head's."""
@@ -163,7 +179,9 @@ def _ways(
 
 def offset_products(graph: ir.Graph) -> set[ir.Node]:
     """The products by offsets of packed weights."""
-    return {found.product for node in with_loop_bodies(graph) if (found := offsets_of(node)) is not None}
+    return {
+        found.product for node in with_loop_bodies(graph) if (found := offsets_of(node)) is not None
+    }
 
 
 def looks_up_positions(node: ir.Node) -> bool:
@@ -174,23 +192,40 @@ def looks_up_positions(node: ir.Node) -> bool:
     return LENGTHS.name in told_by and INPUT_IDS.name not in told_by
 
 
-def _to_calibrate(graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, WeightQuantization]]) -> list[Wanted]:
+def _to_calibrate(
+    graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, WeightQuantization]]
+) -> list[Wanted]:
     products = [node for node in found if node.op_type != "Gather" and node.graph is graph]
-    wanted = {found[node][0].value: node for node in reversed(products)}  # the first of the nodes that share a matrix
-    return [Wanted(value, node, found[node][0].transposed, found[node][1]) for value, node in reversed(wanted.items())]
+    wanted = {
+        found[node][0].value: node for node in reversed(products)
+    }  # the first of the nodes that share a matrix
+    return [
+        Wanted(value, node, found[node][0].transposed, found[node][1])
+        for value, node in reversed(wanted.items())
+    ]
 
 
-def _fitting(quantization: WeightQuantization, matrix: _Matrix, pads: bool) -> WeightQuantization | None:
+def _fitting(
+    quantization: WeightQuantization, matrix: _Matrix, pads: bool
+) -> WeightQuantization | None:
     """`quantization` in the blocks that `matrix` gets; None if it stays float."""
     inputs, known = matrix.input_size, _KERNELS_OF_2_BITS if quantization.bits == 2 else BLOCK_SIZES
     pads = pads or all(user.op_type == "Gather" for user in matrix.value.consumers())
     sizes = [size for size in known if size <= min(quantization.block_size, inputs)]
-    by_bytes = {_row_bytes(inputs, size, quantization.bits): size for size in sizes if pads or inputs % size == 0}
+    by_bytes = {
+        _row_bytes(inputs, size, quantization.bits): size
+        for size in sizes
+        if pads or inputs % size == 0
+    }
     if not by_bytes and quantization.bits == 2:
         return _fitting(replace(quantization, bits=4), matrix, pads)
     looked_up = any(user.op_type == "Gather" for user in matrix.value.consumers())
     zero_points = quantization.zero_points and quantization.bits == 4 and not looked_up
-    return replace(quantization, block_size=by_bytes[min(by_bytes)], zero_points=zero_points) if by_bytes else None
+    return (
+        replace(quantization, block_size=by_bytes[min(by_bytes)], zero_points=zero_points)
+        if by_bytes
+        else None
+    )
 
 
 def _row_bytes(inputs: int, block_size: int, bits: int) -> int:
@@ -214,7 +249,9 @@ def matrix_of(node: ir.Node) -> _Matrix | None:
 def _is_plain(node: ir.Node) -> bool:
     """Whether a FusedMatMul or a Gemm does nothing to its operands but transpose the second, if that."""
     others = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
-    return node.attributes.get_float("alpha", 1.0) == 1.0 and not any(bool(other) for other in others)
+    return node.attributes.get_float("alpha", 1.0) == 1.0 and not any(
+        bool(other) for other in others
+    )
 
 
 def _constant(value: ir.Value | None, *, transposed: bool) -> _Matrix | None:
@@ -222,7 +259,11 @@ def _constant(value: ir.Value | None, *, transposed: bool) -> _Matrix | None:
         return None
     tensor = value.const_value
     floats = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    return _Matrix(value, tensor, transposed) if len(tensor.shape) == 2 and tensor.dtype in floats else None
+    return (
+        _Matrix(value, tensor, transposed)
+        if len(tensor.shape) == 2 and tensor.dtype in floats
+        else None
+    )
 
 
 def _product(graph: ir.Graph, node: ir.Node, weight: QuantizedWeight) -> None:
@@ -237,14 +278,18 @@ def _product(graph: ir.Graph, node: ir.Node, weight: QuantizedWeight) -> None:
     }
     new = [_node(MATMUL_NBITS, node, [node.inputs[0], *operands], attributes)]
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        new.append(ir.Node("", "Add", [new[-1].outputs[0], node.inputs[2]], name=suffixed(node, "bias")))
+        new.append(
+            ir.Node("", "Add", [new[-1].outputs[0], node.inputs[2]], name=suffixed(node, "bias"))
+        )
     replace_node(node, new)
 
 
 def _lookup(graph: ir.Graph, node: ir.Node, table: QuantizedWeight) -> None:
     """The lookup reads the blocks that MatMulNBits reads: a table [N, blocks, block size], of which it takes rows."""
     rows, blocks = table.rows, table.row_blocks
-    levels, scales = table.operands((rows, blocks, table.block_bytes), (rows, blocks, 1), "block_scales")
+    levels, scales = table.operands(
+        (rows, blocks, table.block_bytes), (rows, blocks, 1), "block_scales"
+    )
     attributes = {
         "bits": table.quantization.bits,
         "block_size": table.quantization.block_size,
@@ -260,12 +305,18 @@ def _lookup(graph: ir.Graph, node: ir.Node, table: QuantizedWeight) -> None:
             initializer(graph, f"{name}_{at}", np.array([at]))
             for name, at in (("start", 0), ("end", table.inputs), ("axis", rank))
         ]
-        new.append(ir.Node("", "Slice", [new[-1].outputs[0], *bounds], name=suffixed(node, "columns")))
+        new.append(
+            ir.Node("", "Slice", [new[-1].outputs[0], *bounds], name=suffixed(node, "columns"))
+        )
     replace_node(node, new)
 
 
-def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
-    return ir.node(op_type, inputs, attributes, domain=CONTRIB_DOMAIN, name=suffixed(old, "quantized"))
+def _node(
+    op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]
+) -> ir.Node:
+    return ir.node(
+        op_type, inputs, attributes, domain=CONTRIB_DOMAIN, name=suffixed(old, "quantized")
+    )
 
 
 def check_quantized(model: ir.Model, quantization: WeightQuantization) -> None:

@@ -131,7 +131,11 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
             f"{source.path} reads images, and packages for {target.name} read text; compile for cpu or cuda, or export "
             "the text model alone (--text-only)"
         )
-    if source.interface.image is not None and source.interface.image.blockwise and not target.branches:
+    if (
+        source.interface.image is not None
+        and source.interface.image.blockwise
+        and not target.branches
+    ):
         raise CompileError(
             f"{source.path} is of a model in which the tokens of an image see each other: a branch of its graph, and "
             f"graphs for {target.name} have none; compile for cpu, or export the text model alone (--text-only)"
@@ -139,16 +143,25 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
     if plan.store_float16 and not target.stores_float16:
         converts = target.converts and "float16" in target.dtypes
         advice = "dtype='float16'" if converts else "'int4', 'int8' or 'float32'"
-        raise CompileError(f"weights is 'float16', which is for the cpu target; give {advice} for {target.name}")
+        raise CompileError(
+            f"weights is 'float16', which is for the cpu target; give {advice} for {target.name}"
+        )
     if plan.dtype not in target.dtypes:
-        listed, what = " or ".join(map(repr, target.dtypes)), "compile" if target.converts else "export the model"
+        listed, what = (
+            " or ".join(map(repr, target.dtypes)),
+            "compile" if target.converts else "export the model",
+        )
         raise CompileError(
             f"dtype is {plan.dtype!r} and the target {target.name} computes in {listed}; {what} with one of these"
         )
     if plan.dtype != own and not (target.converts and own == "float32"):
         raise CompileError(
             f"dtype is {plan.dtype!r} and the package was exported as {own}; export it again "
-            + ("as float32, so that it is rounded only once" if target.converts else "with that dtype")
+            + (
+                "as float32, so that it is rounded only once"
+                if target.converts
+                else "with that dtype"
+            )
         )
     target.check(plan)
     target.check_installed()
@@ -156,11 +169,18 @@ def check_plan(target: Target, plan: CompilePlan) -> None:
 
 def _check_devices(target: Target, plan: CompilePlan) -> None:
     """Raise CompileError if the graph cannot be cut for as many devices as the options say."""
-    given, layers = f"num_devices is {plan.options.num_devices}", len({*layers_of(plan.source.interface).values()})
+    given, layers = (
+        f"num_devices is {plan.options.num_devices}",
+        len({*layers_of(plan.source.interface).values()}),
+    )
     if not target.cuts:
-        raise CompileError(f"{given}, and graphs for {target.name} are for one device; compile for cpu or cuda")
+        raise CompileError(
+            f"{given}, and graphs for {target.name} are for one device; compile for cpu or cuda"
+        )
     if plan.options.num_devices > layers:
-        raise CompileError(f"{given}, and the model has {layers} layers with states; give at most that")
+        raise CompileError(
+            f"{given}, and the model has {layers} layers with states; give at most that"
+        )
     if plan.options.num_speculative_tokens:
         raise CompileError(
             f"{given} and num_speculative_tokens {plan.options.num_speculative_tokens}: between the layers of such a "
@@ -170,7 +190,9 @@ def _check_devices(target: Target, plan: CompilePlan) -> None:
 
 def target_names() -> list[str]:
     """Every target that `find_target` accepts."""
-    own = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
+    own = [
+        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    ]
     return sorted({*own, *(point.name for point in entry_points(group=TARGETS))})
 
 

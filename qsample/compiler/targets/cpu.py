@@ -87,7 +87,9 @@ class CpuTarget(Target):
             graph_pass(branch_where_adapters_are, interface=plan.interface),
             graph_pass(branch_where_rows_begin),
             step(put_blocks),
-            step(optimize_offline, providers=self.execution_providers, level=_LEVEL, final=not halved),
+            step(
+                optimize_offline, providers=self.execution_providers, level=_LEVEL, final=not halved
+            ),
             *halved,
             step(cut_for_devices),
             step(place_optimized, default=self.execution_providers[0]),
@@ -99,18 +101,30 @@ class CpuTarget(Target):
         interface, asked = plan.interface, plan.options.sliding_window_cache and self.slides
         if not asked or not interface.features.sampler or interface.features.num_speculative_tokens:
             return False
-        return is_version(STEPS_ONNXRUNTIME) and (interface.image is None or not interface.image.blockwise)
+        return is_version(STEPS_ONNXRUNTIME) and (
+            interface.image is None or not interface.image.blockwise
+        )
 
     def _speculation(self, plan: CompilePlan) -> Sequence[Phase]:
         if not plan.options.num_speculative_tokens:
             return []
         several = plan.batch_size != 1  # a single row has no padding
-        return [graph_pass(check_guesses, interface=self.interface(plan), pad_token_id=plan.pad_token_id, pack=several)]
+        return [
+            graph_pass(
+                check_guesses,
+                interface=self.interface(plan),
+                pad_token_id=plan.pad_token_id,
+                pack=several,
+            )
+        ]
 
 
 def _check_speculation(plan: CompilePlan) -> None:
     """Raise CompileError if steps of several tokens could choose other tokens than steps of one, or cannot be made."""
-    given, features = f"num_speculative_tokens={plan.options.num_speculative_tokens}", plan.source.interface.features
+    given, features = (
+        f"num_speculative_tokens={plan.options.num_speculative_tokens}",
+        plan.source.interface.features,
+    )
     if states := len(plan.source.interface.recurrent):
         raise CompileError(
             f"{given}: this model has {states} states of a fixed size, which cannot return to the token before a wrong "
@@ -132,8 +146,14 @@ def _check_speculation(plan: CompilePlan) -> None:
             "rounds otherwise than to one, and guesses would change tokens"
         )
     if not features.sampler or features.probs:
-        reason = "the distributions of single tokens (probs)" if features.sampler else "logits, and samples on the host"
-        raise CompileError(f"{given} needs a package that samples in the graph, and this one returns {reason}")
+        reason = (
+            "the distributions of single tokens (probs)"
+            if features.sampler
+            else "logits, and samples on the host"
+        )
+        raise CompileError(
+            f"{given} needs a package that samples in the graph, and this one returns {reason}"
+        )
     try:
         check_version(STEPS_ONNXRUNTIME)
     except QsampleError as error:

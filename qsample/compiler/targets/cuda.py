@@ -110,9 +110,14 @@ def check_capture(build: Build) -> None:
 def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
     """Find out where the nodes run; CompileError if the graph does not load, or a node computes outside the device."""
     device, files = providers[0], [part.file for part in build.parts] or [DECODER]
-    own = [provider_options, *({**provider_options, "device_id": str(number)} for number in range(1, len(files)))]
+    own = [
+        provider_options,
+        *({**provider_options, "device_id": str(number)} for number in range(1, len(files))),
+    ]
     sessions = [load_written(build, providers, *pair) for pair in zip(own, files, strict=True)]
-    if misplaced := [name for session in sessions for name in misplaced_nodes(build, session, device)]:
+    if misplaced := [
+        name for session in sessions for name in misplaced_nodes(build, session, device)
+    ]:
         raise CompileError(
             f"{len(misplaced)} nodes do not run on {device}: {', '.join(misplaced[:5])}"
             + (" …" if len(misplaced) > 5 else "")
@@ -122,9 +127,15 @@ def place(build: Build, providers: Sequence[str], provider_options: Mapping[str,
 
 def capture_problems(model: ir.Model) -> list[str]:
     """The nodes that forbid to capture `model` as a CUDA graph and replay it, as far as the graph shows."""
-    problems = [f"{node.op_type} {node.name} is control flow" for node in model.graph if node.op_type in _CONTROL_FLOW]
+    problems = [
+        f"{node.op_type} {node.name} is control flow"
+        for node in model.graph
+        if node.op_type in _CONTROL_FLOW
+    ]
     problems += [
-        f"{node.op_type} {node.name} does not replay" for node in model.graph if node.op_type in _NOT_REPLAYABLE
+        f"{node.op_type} {node.name} does not replay"
+        for node in model.graph
+        if node.op_type in _NOT_REPLAYABLE
     ]
     return problems + host_data(model.graph)
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from qsample.compiler.pipeline import Phase, fixed_sizes, lean_phases, quantization_phases, split_sampler, step
+from qsample.compiler.pipeline import (
+    Phase,
+    fixed_sizes,
+    lean_phases,
+    quantization_phases,
+    split_sampler,
+    step,
+)
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets import Target
 from qsample.compiler.write import ahead_of_time_phases

@@ -34,7 +34,13 @@ from qsample.compiler.pipeline import (
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.quantize.weights import keep_activations
 from qsample.compiler.targets import Target
-from qsample.compiler.write import cut_weights, join_flat_sampler, load_written, misplaced_nodes, placement_of
+from qsample.compiler.write import (
+    cut_weights,
+    join_flat_sampler,
+    load_written,
+    misplaced_nodes,
+    placement_of,
+)
 from qsample.contract.interface import Interface
 from qsample.errors import CompileError
 from qsample.graph.edit import cast, initializer, insert, replace_node
@@ -46,7 +52,10 @@ from qsample.ort.providers import CPU, ON_HOST, WEBGPU, plugin_devices
 # inputs.
 _WRONG: Final = "QMoE"
 _HOST: Final = "Cpu"  # ONNX Runtime's name of the host's memory
-_READ_ON_HOST: Final = {"Clip": (1, 2), "If": (0,)}  # in addition to the inputs that CUDA's kernels read there
+_READ_ON_HOST: Final = {
+    "Clip": (1, 2),
+    "If": (0,),
+}  # in addition to the inputs that CUDA's kernels read there
 
 
 class WebGpuTarget(Target):
@@ -117,23 +126,36 @@ def plain_products(model: ir.Model) -> bool:
     matrix, such as a table of embeddings, and transpositions otherwise. Returns whether there was one."""
     modified = False
     for node in [node for node in model.graph if is_contrib(node, "FusedMatMul")]:
-        flags = {name: attribute.value for name, attribute in node.attributes.items() if attribute.value}
-        sides, shapes = list(node.inputs[:2]), [value.shape for value in node.inputs[:2] if value is not None]
+        flags = {
+            name: attribute.value for name, attribute in node.attributes.items() if attribute.value
+        }
+        sides, shapes = (
+            list(node.inputs[:2]),
+            [value.shape for value in node.inputs[:2] if value is not None],
+        )
         known = [shape for shape in shapes if shape is not None]
-        if flags.pop("alpha", 1.0) != 1.0 or not flags.keys() <= {"transA", "transB"} or len(known) < 2:
+        if (
+            flags.pop("alpha", 1.0) != 1.0
+            or not flags.keys() <= {"transA", "transB"}
+            or len(known) < 2
+        ):
             continue
         rows, matrix = known
         if flags == {"transB": 1} and len(rows) == 3 and rows[1] == 1 and len(matrix) == 2:
             axis = initializer(model.graph, "axis_1", np.array([1]))
             squeezed = insert(node, "Squeeze", [sides[0], axis], [rows[0], rows[2]])
-            product = insert(node, "Gemm", [squeezed, sides[1]], [rows[0], matrix[0]], {"transB": 1})
+            product = insert(
+                node, "Gemm", [squeezed, sides[1]], [rows[0], matrix[0]], {"transB": 1}
+            )
             replace_node(node, [ir.node("Unsqueeze", [product, axis])])
         else:
             for index, (flag, shape) in enumerate(zip(("transA", "transB"), known, strict=True)):
                 if flag in flags:
                     order = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
                     swapped = [shape[axis] for axis in order]
-                    sides[index] = insert(node, "Transpose", [sides[index]], swapped, {"perm": order})
+                    sides[index] = insert(
+                        node, "Transpose", [sides[index]], swapped, {"perm": order}
+                    )
             replace_node(node, [ir.node("MatMul", sides)])
         modified = True
     return modified
@@ -153,7 +175,9 @@ def keep_shapes_on_host(build: Build) -> None:
 def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
     """As `cuda.place`; also raises CompileError if an input or output is not on the device."""
     session = load_written(build, providers, provider_options)
-    if wrong := [str(node.name) for node in build.model.graph.all_nodes() if node.op_type == _WRONG]:
+    if wrong := [
+        str(node.name) for node in build.model.graph.all_nodes() if node.op_type == _WRONG
+    ]:
         raise CompileError(
             f"{len(wrong)} layers of experts become {_WRONG} ({wrong[0]} …), whose results on {WEBGPU} are not "
             "reliable. Compile the model for cpu or web"
@@ -161,7 +185,9 @@ def place(build: Build, providers: Sequence[str], provider_options: Mapping[str,
     misplaced = misplaced_nodes(build, session, WEBGPU)
     memories = (*session.get_input_memory_infos(), *session.get_output_memory_infos())
     values = (*session.get_inputs(), *session.get_outputs())
-    misplaced += [value.name for value, memory in zip(values, memories, strict=True) if memory.name == _HOST]
+    misplaced += [
+        value.name for value, memory in zip(values, memories, strict=True) if memory.name == _HOST
+    ]
     if misplaced:
         raise CompileError(
             f"{len(misplaced)} nodes have no kernel on {WEBGPU}, and each would wait for the device in every step: "

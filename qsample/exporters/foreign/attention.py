@@ -37,8 +37,29 @@ _PRODUCTS: Final = ("MatMul", "FusedMatMul")
 _KEYS, _VALUES, _SCORES = 1, 2, 3  # inputs of ONNX's Attention, and its output
 _SCORES_MODE: Final = "qk_matmul_output_mode"
 _WITH_CAP_AND_MASK: Final = 2
-_REPEATS: Final = ("Unsqueeze", "Expand", "Reshape", "Transpose", "Cast", "Identity", "Mul", "Div", "Tile")
-_ELEMENTWISE: Final = ("Add", "Sub", "Where", "Mul", "Div", "Cast", "Tanh", "Identity", "Max", "Clip")
+_REPEATS: Final = (
+    "Unsqueeze",
+    "Expand",
+    "Reshape",
+    "Transpose",
+    "Cast",
+    "Identity",
+    "Mul",
+    "Div",
+    "Tile",
+)
+_ELEMENTWISE: Final = (
+    "Add",
+    "Sub",
+    "Where",
+    "Mul",
+    "Div",
+    "Cast",
+    "Tanh",
+    "Identity",
+    "Max",
+    "Clip",
+)
 _WEIGHTS: Final = ("Cast", "Identity", "Dropout", "Where", "Reshape", "Slice")
 _HIDDEN_SCORE: Final = -1e4  # a key with a smaller score or bias is hidden
 # How far scores may be from the fitted rule, of the largest: float16 has 11 bits.
@@ -56,17 +77,27 @@ def check_attentions(foreign: ForeignGraph) -> None:
         if not node.attributes.get_int("causal", 1):
             raise refusal(foreign.path, f"{node.name} is not causal")
         if node.attributes.get_int("qk_output", 0):
-            raise refusal(foreign.path, f"{node.name} returns its scores; export it without qk_output")
+            raise refusal(
+                foreign.path, f"{node.name} returns its scores; export it without qk_output"
+            )
 
 
 def windows(foreign: ForeignGraph) -> list[int]:
     """The attention window of each layer; -1 for none."""
-    return [layer.attention.attributes.get_int("local_window_size", -1) for layer in foreign.layers if layer.attention]
+    return [
+        layer.attention.attributes.get_int("local_window_size", -1)
+        for layer in foreign.layers
+        if layer.attention
+    ]
 
 
 def rotates(foreign: ForeignGraph) -> bool:
     """Whether the attentions rotate by themselves, so that positions are read nowhere else."""
-    return all(layer.attention.attributes.get_int("do_rotary", 0) for layer in foreign.layers if layer.attention)
+    return all(
+        layer.attention.attributes.get_int("do_rotary", 0)
+        for layer in foreign.layers
+        if layer.attention
+    )
 
 
 def unfuse_norms(foreign: ForeignGraph) -> bool:
@@ -83,12 +114,21 @@ def unfuse_norms(foreign: ForeignGraph) -> bool:
         query, key, value = _separate(node, layer, nodes, heads)
         epsilon = node.attributes.get_float("qk_norm_epsilon", 1e-6)
         normed = []
-        for kind, source, weight, count in (("q", query, weights[0], heads), ("k", key, weights[1], layer.heads)):
+        for kind, source, weight, count in (
+            ("q", query, weights[0], heads),
+            ("k", key, weights[1], layer.heads),
+        ):
             shape = ["B", "S", count, layer.head_dim]
             own = node.attributes.get_float(f"{kind}_norm_epsilon", epsilon)
             split = nodes.reshaped(source, count, layer.head_dim)
             norm = nodes(
-                "SimplifiedLayerNormalization", [split, weight], source.dtype, shape, axis=-1, epsilon=own, stash_type=1
+                "SimplifiedLayerNormalization",
+                [split, weight],
+                source.dtype,
+                shape,
+                axis=-1,
+                epsilon=own,
+                stash_type=1,
             )
             normed.append(nodes.reshaped(norm, count * layer.head_dim))
         set_inputs(node, {Slot.QUERY: normed[0], Slot.KEY: normed[1], Slot.VALUE: value})
@@ -102,7 +142,9 @@ def unfuse_norms(foreign: ForeignGraph) -> bool:
     return modified
 
 
-def _separate(node: ir.Node, layer: Layer, nodes: Nodes, heads: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _separate(
+    node: ir.Node, layer: Layer, nodes: Nodes, heads: int
+) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Queries, keys and values [B, S, heads * D], cut out of a single tensor if they are packed."""
     query, key, value = (get_input(node, slot) for slot in (Slot.QUERY, Slot.KEY, Slot.VALUE))
     assert query is not None
@@ -110,7 +152,10 @@ def _separate(node: ir.Node, layer: Layer, nodes: Nodes, heads: int) -> tuple[ir
         return query, key, value
     sizes = [heads * layer.head_dim, layer.heads * layer.head_dim, layer.heads * layer.head_dim]
     parts = nodes.several(
-        "Split", [query, nodes.integers(*sizes)], [(query.dtype, ["B", "S", size]) for size in sizes], axis=-1
+        "Split",
+        [query, nodes.integers(*sizes)],
+        [(query.dtype, ["B", "S", size]) for size in sizes],
+        axis=-1,
     )
     return parts[0], parts[1], parts[2]
 
@@ -129,7 +174,10 @@ def drop_causal_biases(foreign: ForeignGraph, longest: int) -> None:
             assert layer.attention is not None
             window = layer.attention.attributes.get_int("local_window_size", -1)
             if not _repeats_the_mask(results[str(bias.name)], past, window):
-                raise refusal(foreign.path, f"layer {layer.number} adds an attention bias that is not a causal mask")
+                raise refusal(
+                    foreign.path,
+                    f"layer {layer.number} adds an attention bias that is not a causal mask",
+                )
     for layer, _ in biases:
         assert layer.attention is not None
         set_inputs(layer.attention, {Slot.ATTENTION_BIAS: None})
@@ -157,7 +205,9 @@ def unfuse_attentions(foreign: ForeignGraph) -> None:
             if value is not None
         ]
         scale = node.attributes.get_float("scale", 0.0) or size**-0.5
-        number = initializer(foreign.graph, f"{PREFIX}scale_{scale}", np.array(scale, dtype.numpy()))
+        number = initializer(
+            foreign.graph, f"{PREFIX}scale_{scale}", np.array(scale, dtype.numpy())
+        )
         scores = nodes("Mul", [nodes("MatMul", by_head[:2], dtype), number], dtype)
         bias = get_input(node, SCORES_BIAS)
         if bias is not None:
@@ -180,7 +230,10 @@ def drop_unseen_rows(foreign: ForeignGraph, longest: int) -> None:
         return
     original = Original(foreign, {value for node in found if (value := node.inputs[0]) is not None})
     generator = np.random.default_rng(0)
-    runs = [original.run([1] * tokens, original.filled(past, generator), past) for past, tokens in probes(longest)]
+    runs = [
+        original.run([1] * tokens, original.filled(past, generator), past)
+        for past, tokens in probes(longest)
+    ]
     for node in found:
         condition, kept = node.inputs[0], node.inputs[2]
         assert condition is not None
@@ -216,7 +269,13 @@ def use_rows(foreign: ForeignGraph, rows: Rows) -> None:
     for layer in foreign.layers:
         node = layer.attention
         assert node is not None
-        set_inputs(node, {Slot.SEQLENS_K: rows.seqlens_k, Slot.TOTAL_SEQUENCE_LENGTH: rows.total_sequence_length})
+        set_inputs(
+            node,
+            {
+                Slot.SEQLENS_K: rows.seqlens_k,
+                Slot.TOTAL_SEQUENCE_LENGTH: rows.total_sequence_length,
+            },
+        )
         for slot in (Slot.POSITION_IDS, _QUERY_SEQLENS):
             if get_input(node, slot) is not None:  # they repeat the lengths
                 node.replace_input_with(slot, None)
@@ -272,7 +331,11 @@ def put_operators(
         assert layer.new is not None
         query = flat(match.query, rule.heads, match.heads is not None)
         new = [flat(value, layer.heads, layer.new_is_flat) for value in layer.new]
-        attributes: dict[str, Any] = {"num_heads": rule.heads, "kv_num_heads": layer.heads, "scale": rule.scale}
+        attributes: dict[str, Any] = {
+            "num_heads": rule.heads,
+            "kv_num_heads": layer.heads,
+            "scale": rule.scale,
+        }
         if rule.window is not None:
             attributes["local_window_size"] = rule.window
         if rule.softcap:
@@ -281,7 +344,11 @@ def put_operators(
         outputs = nodes.several(
             OP_TYPE,
             [query, *new, *layer.pasts, rows.seqlens_k, rows.total_sequence_length],
-            [(foreign.dtype, ["B", "S", rule.heads * size]), (foreign.dtype, cache), (foreign.dtype, cache)],
+            [
+                (foreign.dtype, ["B", "S", rule.heads * size]),
+                (foreign.dtype, cache),
+                (foreign.dtype, cache),
+            ],
             domain=CONTRIB_DOMAIN,
             **attributes,
         )
@@ -294,12 +361,16 @@ def put_operators(
         output = outputs[0]
         if match.heads is None:
             split = nodes.reshaped(output, rule.heads, size)
-            output = nodes("Transpose", [split], foreign.dtype, ["B", rule.heads, "S", size], perm=[0, 2, 1, 3])
+            output = nodes(
+                "Transpose", [split], foreign.dtype, ["B", rule.heads, "S", size], perm=[0, 2, 1, 3]
+            )
         match.output.replace_all_uses_with(output)
         for old, present in zip(layer.presents, outputs[1:], strict=True):
             graph.outputs[graph.outputs.index(old)] = present
             present.name, old.name = old.name, f"{old.name}.grown"
-        layers.append(replace(layer, present_key=outputs[1], present_value=outputs[2], attention=node))
+        layers.append(
+            replace(layer, present_key=outputs[1], present_value=outputs[2], attention=node)
+        )
     return replace(foreign, layers=tuple(layers))
 
 
@@ -312,19 +383,31 @@ def match(foreign: ForeignGraph, layer: Layer) -> Match:
     with_values = _products_with(layer.present_value, _VALUES)
     with_keys = _products_with(layer.present_key, _KEYS)
     if len(with_values) != 1 or len(with_keys) != 1:
-        raise refusal(foreign.path, f"the attention of {name} is not Softmax(query keys) values, one product each")
+        raise refusal(
+            foreign.path,
+            f"the attention of {name} is not Softmax(query keys) values, one product each",
+        )
     product, output = with_keys[0], with_values[0]
     if is_onnx_attention(product) and product is output:
         return _of_operator(foreign, layer, product)
     weights = output.inputs[0]
     softmax = next((node for node in _above(weights, _WEIGHTS) if node.op_type == "Softmax"), None)
     if softmax is None or softmax.inputs[0] is None:
-        raise refusal(foreign.path, f"the attention of {name} has no Softmax before its values (a sigmoid)")
+        raise refusal(
+            foreign.path, f"the attention of {name} has no Softmax before its values (a sigmoid)"
+        )
     scores, sink = _without_sink(softmax.inputs[0])
     between = list(_above(scores, _ELEMENTWISE))
     if product not in between or product.inputs[0] is None:
-        raise refusal(foreign.path, f"the scores of {name} are not made of query keys by numbers and a mask alone")
-    caps = [node for node in between if node.op_type == "Tanh" and product in _above(node.inputs[0], _ELEMENTWISE)]
+        raise refusal(
+            foreign.path,
+            f"the scores of {name} are not made of query keys by numbers and a mask alone",
+        )
+    caps = [
+        node
+        for node in between
+        if node.op_type == "Tanh" and product in _above(node.inputs[0], _ELEMENTWISE)
+    ]
     cap = _factor_behind(caps[0]) if caps else None
     if len(caps) > 1 or (caps and cap is None):
         raise refusal(foreign.path, f"the scores of {name} pass a Tanh that is not a soft cap")
@@ -336,7 +419,9 @@ def _of_operator(foreign: ForeignGraph, layer: Layer, node: ir.Node) -> Match:
     query = node.inputs[0]
     assert query is not None
     if len(node.outputs) > _SCORES:
-        raise refusal(foreign.path, f"{node.name} returns its scores; export it without qk_matmul_output")
+        raise refusal(
+            foreign.path, f"{node.name} returns its scores; export it without qk_matmul_output"
+        )
     first = len(node.outputs)
     node.resize_outputs(_SCORES + 1)
     for value in node.outputs[first:_SCORES]:
@@ -345,7 +430,14 @@ def _of_operator(foreign: ForeignGraph, layer: Layer, node: ir.Node) -> Match:
     scores.name, scores.type = f"{PREFIX}scores_{layer.number}", query.type
     node.attributes[_SCORES_MODE] = ir.AttrInt64(_SCORES_MODE, _WITH_CAP_AND_MASK)
     cap = node.attributes.get_float("softcap", 0.0) or None
-    return Match(layer, query, scores, cap, node.outputs[0], node.attributes.get_int("q_num_heads", 0) or None)
+    return Match(
+        layer,
+        query,
+        scores,
+        cap,
+        node.outputs[0],
+        node.attributes.get_int("q_num_heads", 0) or None,
+    )
 
 
 def _without_sink(scores: ir.Value) -> tuple[ir.Value, ir.Value | None]:
@@ -366,9 +458,16 @@ def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
     waiting, seen = [value], {value}
     while waiting:
         for node, place in waiting.pop().uses():
-            if place == (slot if is_onnx_attention(node) else 1) and node.op_type in (*_PRODUCTS, "Attention"):
+            if place == (slot if is_onnx_attention(node) else 1) and node.op_type in (
+                *_PRODUCTS,
+                "Attention",
+            ):
                 found[node] = None
-            elif node.op_type in _REPEATS and node.outputs[0] not in seen and (place == 0 or node.op_type == "Mul"):
+            elif (
+                node.op_type in _REPEATS
+                and node.outputs[0] not in seen
+                and (place == 0 or node.op_type == "Mul")
+            ):
                 seen.add(node.outputs[0])
                 waiting.append(node.outputs[0])
     return list(found)
@@ -403,8 +502,15 @@ def _factor_behind(tanh: ir.Node) -> ir.Value | None:
 def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[Rule]:
     """Measure the rule of each layer in the calls of `probes`, over caches of random numbers of up to `longest` tokens.
     Raises UnsupportedModelError for a rule that GroupQueryAttention lacks."""
-    extra = [value for match in matches for value in (match.query, match.scores, match.layer.present_key)]
-    numbers = [value for match in matches for value in (match.cap, match.sink) if isinstance(value, ir.Value)]
+    extra = [
+        value for match in matches for value in (match.query, match.scores, match.layer.present_key)
+    ]
+    numbers = [
+        value
+        for match in matches
+        for value in (match.cap, match.sink)
+        if isinstance(value, ir.Value)
+    ]
     extra += [value for value in numbers if constant(value) is None]
     original = Original(foreign, extra)
     generator = np.random.default_rng(0)
@@ -416,21 +522,29 @@ def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[R
 
 
 def _rule(
-    foreign: ForeignGraph, match: Match, calls: Sequence[tuple[int, int]], runs: Sequence[Mapping[str, Array]]
+    foreign: ForeignGraph,
+    match: Match,
+    calls: Sequence[tuple[int, int]],
+    runs: Sequence[Mapping[str, Array]],
 ) -> Rule:
     layer, name = match.layer, f"layer {match.layer.number}"
     query = _by_head(runs[0][str(match.query.name)], match.heads)
     is_known = query.ndim == 3 and all(run[str(match.scores.name)].ndim == 4 for run in runs)
     if not is_known or len(query) % layer.heads or query.shape[-1] != layer.head_dim:
         raise refusal(foreign.path, f"the attention of {name} is not over [B, heads, S, size]")
-    caps = {0.0} if match.cap is None else {float(cap) for each in _numbers(match.cap, runs) for cap in each.ravel()}
+    caps = (
+        {0.0}
+        if match.cap is None
+        else {float(cap) for each in _numbers(match.cap, runs) for cap in each.ravel()}
+    )
     if len(caps) != 1:
         raise refusal(foreign.path, f"the soft cap of {name} is not a number")
     cap = caps.pop()
     seen = [_seen(run[str(match.scores.name)]) for run in runs]
     window = int(seen[-1][-1].sum())
     is_causal = all(
-        np.array_equal(keys, _causal(call, keys.shape[1], window)) for call, keys in zip(calls, seen, strict=True)
+        np.array_equal(keys, _causal(call, keys.shape[1], window))
+        for call, keys in zip(calls, seen, strict=True)
     )
     if not window or not is_causal:
         raise refusal(foreign.path, f"the mask of {name} is not causal, with or without a window")
@@ -438,7 +552,9 @@ def _rule(
     sink = None
     if match.sink is not None:
         # [all queries, heads]
-        sinks = np.concatenate([each.reshape(len(query), -1).T for each in _numbers(match.sink, runs)])
+        sinks = np.concatenate(
+            [each.reshape(len(query), -1).T for each in _numbers(match.sink, runs)]
+        )
         sink = sinks[0]
         if (sinks != sink).any():
             raise refusal(foreign.path, f"the sink of {name} is not a number for each head")
@@ -473,7 +589,11 @@ def _causal(call: tuple[int, int], size: int, window: int) -> Array:
 
 
 def _scale(
-    foreign: ForeignGraph, match: Match, runs: Sequence[Mapping[str, Array]], seen: list[Array], cap: float
+    foreign: ForeignGraph,
+    match: Match,
+    runs: Sequence[Mapping[str, Array]],
+    seen: list[Array],
+    cap: float,
 ) -> float:
     """The s of scores = s query keys, or cap tanh(s query keys / cap); fitted over all runs."""
     products, scores = [], []
@@ -489,7 +609,9 @@ def _scale(
     fitted = np.abs(y) < 0.9 * cap if cap else np.ones(len(y), bool)
     scale = float(x[fitted] @ linear[fitted] / max(float(x[fitted] @ x[fitted]), 1e-30))
     wanted = cap * np.tanh(scale * x / cap) if cap else scale * x
-    if scale <= 0 or not np.abs(wanted - y).max() <= _FIT[foreign.dtype] * max(1.0, float(np.abs(y).max())):
+    if scale <= 0 or not np.abs(wanted - y).max() <= _FIT[foreign.dtype] * max(
+        1.0, float(np.abs(y).max())
+    ):
         raise refusal(
             foreign.path,
             f"the scores of layer {match.layer.number} are not a multiple of query keys: it adds a bias that follows "

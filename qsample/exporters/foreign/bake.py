@@ -22,7 +22,14 @@ from qsample.errors import QsampleError, printable
 from qsample.exporters import parity
 from qsample.exporters.foreign import attention
 from qsample.exporters.foreign.conventions import POSITIONS, ForeignGraph
-from qsample.exporters.foreign.files import Location, Settings, locate, read_settings, without_links, write_files
+from qsample.exporters.foreign.files import (
+    Location,
+    Settings,
+    locate,
+    read_settings,
+    without_links,
+    write_files,
+)
 from qsample.exporters.foreign.original import Original, reference
 from qsample.exporters.foreign.recognise import graph_errors, load, recognise
 from qsample.exporters.foreign.rows import (
@@ -62,7 +69,9 @@ _SHARES: Final[Mapping[str, float]] = {
     Stage.COMPARING_WITH_CHECKPOINT: 10,
     Stage.PUBLISHING: 10,
 }
-_UNLIMITED: Final = 8192  # the context of a model that does not state it; windows are searched up to it
+_UNLIMITED: Final = (
+    8192  # the context of a model that does not state it; windows are searched up to it
+)
 _LONGEST: Final = 32768
 _COS_OF_ROTARY: Final = 2  # the index of RotaryEmbedding's table of cosines
 # Largest difference per unit of the largest logit, by the arithmetic of the file. Activations that are rounded to 8
@@ -114,13 +123,17 @@ def _bake(
     stages.begin(Stage.READING)
     with graph_errors(location.file):
         model = load(location.file)
-        foreign = recognise(location.file, model, head_dim=settings.head_dim, vocab_size=settings.vocab_size)
+        foreign = recognise(
+            location.file, model, head_dim=settings.head_dim, vocab_size=settings.vocab_size
+        )
         del model
     origin = _source(source, location, settings, foreign)
     size = sum(file.stat().st_size for file in (location.file, *location.data))
     with package.write_package(out, overwrite=overwrite, required_bytes=size) as writer:
         token_ids = settings.token_ids(foreign.vocab_size)
-        write_files(location, settings, token_ids, foreign.vocab_size, source.tokenizer, writer.directory)
+        write_files(
+            location, settings, token_ids, foreign.vocab_size, source.tokenizer, writer.directory
+        )
         with graph_errors(location.file):
             baked = rewrite(foreign, features, settings, source.rope, stages)
         del foreign
@@ -163,7 +176,9 @@ class Baked:
     limit: int | None
 
 
-def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope: str | None, stages: Stages) -> Baked:
+def rewrite(
+    foreign: ForeignGraph, features: Features, settings: Settings, rope: str | None, stages: Stages
+) -> Baked:
     """Rewrite `foreign` to the contract, in place, after a run of the file as its authors run it; UnsupportedModelError
     for a graph that cannot be rewritten."""
     table = choose_table(foreign, rope)
@@ -186,7 +201,11 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
         matches = [attention.match(foreign, layer) for layer in foreign.layers]
         rules = attention.measure(foreign, matches, longest)
         windows = [rule.window or -1 for rule in rules]
-    counted = [] if rotates or foreign.input(POSITIONS) is not None else counted_positions(foreign, longest)
+    counted = (
+        []
+        if rotates or foreign.input(POSITIONS) is not None
+        else counted_positions(foreign, longest)
+    )
     original = Original(foreign, rewritten=foreign.changed or is_unfused or rope == "long")
     running(0.3)
     compared = min(filter(None, (limit, foreign.size)), default=None)
@@ -227,7 +246,9 @@ def arithmetic_of(model: ir.Model) -> str:
     if halves or any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.inputs):
         return "float16"
     packed = [node for node in nodes if is_matmul_nbits(node)]
-    rounds = any(node.attributes.get_int("accuracy_level", 0) == INT8_ACTIVATIONS for node in packed)
+    rounds = any(
+        node.attributes.get_int("accuracy_level", 0) == INT8_ACTIVATIONS for node in packed
+    )
     return "8-bit activations" if rounds else "float32"
 
 
@@ -241,12 +262,18 @@ def _rotary_tables(foreign: ForeignGraph) -> list[int]:
             table = None if tables is None else tables[1]
         else:
             table = gqa.get_input(node, slots[node.op_type]) if node.op_type in slots else None
-        if table is not None and table.shape is not None and isinstance(rows := table.shape[0], int):
+        if (
+            table is not None
+            and table.shape is not None
+            and isinstance(rows := table.shape[0], int)
+        ):
             sizes.append(rows)
     return sizes
 
 
-def _warn_of_windows(foreign: ForeignGraph, settings: Settings, windows: list[int], limit: int | None) -> None:
+def _warn_of_windows(
+    foreign: ForeignGraph, settings: Settings, windows: list[int], limit: int | None
+) -> None:
     """Warn if the graph's windows differ from its configuration: then the file itself is not that model."""
     stated, found = settings.window, sorted({window for window in windows if window > 0})
     if stated is not None and stated < (limit or _UNLIMITED) and stated not in found:
@@ -258,7 +285,9 @@ def _warn_of_windows(foreign: ForeignGraph, settings: Settings, windows: list[in
         )
 
 
-def _source(source: DecoderSource, location: Location, settings: Settings, foreign: ForeignGraph) -> package.Source:
+def _source(
+    source: DecoderSource, location: Location, settings: Settings, foreign: ForeignGraph
+) -> package.Source:
     model_id, revision = origin_of(source.model_id, source.hub, source.file or CONFIG)
     model = foreign.model
     made_by = " ".join(filter(None, (model.producer_name, model.producer_version))) or "unknown"

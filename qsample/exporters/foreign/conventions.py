@@ -28,8 +28,14 @@ CALLS: Final = (IDS, MASK, POSITIONS, *KEEP, WRITE, FILLED)
 OLDEST_OPSET: Final = 14
 NEWEST_OPSET: Final = 24
 
-FLAT, BY_HEAD = 3, 4  # ranks of keys and values: [B, tokens, heads * size], [B, heads, tokens, size]
-PAST_OF_ATTENTION: Final = (4, 5)  # inputs of ONNX's Attention; its outputs 1 and 2 are the new ones
+FLAT, BY_HEAD = (
+    3,
+    4,
+)  # ranks of keys and values: [B, tokens, heads * size], [B, heads, tokens, size]
+PAST_OF_ATTENTION: Final = (
+    4,
+    5,
+)  # inputs of ONNX's Attention; its outputs 1 and 2 are the new ones
 # Operators that keep a state: its name in the contract, and the index of the input.
 STATES: Final = {"CausalConvWithState": "conv_state", "LinearAttention": "recurrent_state"}
 STATE: Final = 3
@@ -49,7 +55,8 @@ REFUSED_INPUTS: Final = {
 }
 RECURRENT: Final = r".*(conv|recurrent|ssm).*"  # names of states
 DYNAMIC: Final = (
-    "it quantizes activations with a single scale per tensor ({}), so that a row would depend on the rest of its batch"
+    "it quantizes activations with a single scale per tensor ({}), "
+    "so that a row would depend on the rest of its batch"
 )
 _PER_TOKEN: Final = (
     "it has a {} that may go through tokens; export it with ONNX Runtime's LinearAttention and CausalConvWithState "
@@ -64,7 +71,13 @@ REFUSED_OPERATORS: Final = {
     "Loop": _PER_TOKEN,
     "Scan": _PER_TOKEN,
 } | dict.fromkeys(
-    (MULTI_HEAD, "DecoderMaskedMultiHeadAttention", "SparseAttention", "DecoderAttention", "Attention"),
+    (
+        MULTI_HEAD,
+        "DecoderMaskedMultiHeadAttention",
+        "SparseAttention",
+        "DecoderAttention",
+        "Attention",
+    ),
     "it attends through {}; only GroupQueryAttention, ONNX's own Attention and plain operators (MatMul, Softmax, "
     "MatMul) can be baked",
 )
@@ -134,7 +147,11 @@ class Layer:
         """The shape of the file's keys or values, of a row of `tokens` tokens, or of all in a cache of fixed size."""
         tokens = tokens if self.size is None else self.size
         is_flat = self.past_key.shape is not None and len(self.past_key.shape) == FLAT
-        return (1, tokens, self.heads * self.head_dim) if is_flat else (1, self.heads, tokens, self.head_dim)
+        return (
+            (1, tokens, self.heads * self.head_dim)
+            if is_flat
+            else (1, self.heads, tokens, self.head_dim)
+        )
 
     @property
     def pasts(self) -> tuple[ir.Value, ir.Value]:

@@ -18,8 +18,24 @@ from qsample.exporters.foreign.recognise import load, recognise
 from qsample.graph.operators import is_matmul_nbits
 
 _TOLD: Final = (  # operators that decide whether and how a file is baked
-    *("GroupQueryAttention", "Attention", "MultiHeadAttention", "PagedAttention", "Softmax", "LinearAttention"),
-    *("CausalConvWithState", "TensorScatter", "MoE", "QMoE", "MatMulNBits", "MatMulBnb4", "MatMulInteger", "Scan"),
+    *(
+        "GroupQueryAttention",
+        "Attention",
+        "MultiHeadAttention",
+        "PagedAttention",
+        "Softmax",
+        "LinearAttention",
+    ),
+    *(
+        "CausalConvWithState",
+        "TensorScatter",
+        "MoE",
+        "QMoE",
+        "MatMulNBits",
+        "MatMulBnb4",
+        "MatMulInteger",
+        "Scan",
+    ),
     *("Loop", "If"),
 )
 
@@ -73,16 +89,25 @@ def _describe(path: Path, name: str | None) -> Description:
     model = load(location.file)
     facts: dict[str, Any] = {
         "file": str(location.file),
-        "made_by": " ".join(filter(None, (model.producer_name, model.producer_version))) or "unknown",
+        "made_by": " ".join(filter(None, (model.producer_name, model.producer_version)))
+        or "unknown",
         "opset": model.graph.opset_imports.get("", 0),
         "inputs": tuple(str(value.name) for value in model.graph.inputs),
         "operators": dict(Counter(_operators(model))),
         "bits": tuple(
-            sorted({node.attributes.get_int("bits", 4) for node in model.graph.all_nodes() if is_matmul_nbits(node)})
+            sorted(
+                {
+                    node.attributes.get_int("bits", 4)
+                    for node in model.graph.all_nodes()
+                    if is_matmul_nbits(node)
+                }
+            )
         ),
     }
     try:
-        foreign = recognise(location.file, model, head_dim=settings.head_dim, vocab_size=settings.vocab_size)
+        foreign = recognise(
+            location.file, model, head_dim=settings.head_dim, vocab_size=settings.vocab_size
+        )
         if foreign.layers[0].attention is not None:
             attention.check_attentions(foreign)
         else:
@@ -105,7 +130,11 @@ def _describe(path: Path, name: str | None) -> Description:
 def _operators(model: ir.Model) -> Iterator[str]:
     for node in model.graph.all_nodes():
         if node.op_type in _TOLD:
-            yield f"{node.domain}.{node.op_type}" if node.op_type == "Attention" and node.domain else node.op_type
+            yield (
+                f"{node.domain}.{node.op_type}"
+                if node.op_type == "Attention" and node.domain
+                else node.op_type
+            )
 
 
 def _layers(foreign: ForeignGraph) -> str:

@@ -35,8 +35,19 @@ _SMALL: Final = (".json", ".jinja")  # further files to download
 _LARGEST: Final = 1 << 23  # bytes of a configuration
 _LARGEST_SIZE: Final = 2**31 - 1  # token ids and lengths are int32 in the contract
 _CONFIG: Final = "config.json"
-_TOKENIZER_FILES: Final = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE)
-_CONTEXT: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
+_TOKENIZER_FILES: Final = (
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "special_tokens_map.json",
+    TEMPLATE_FILE,
+)
+_CONTEXT: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+    "context_length",
+)
 # Fields of a genai_config.json's "search", under generation_config.json's names.
 _SEARCH: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 
@@ -54,14 +65,18 @@ class Location:
     @property
     def is_linked(self) -> bool:
         """Whether the decoder or its data are links, or files with several names (hard links)."""
-        return any(path.is_symlink() or path.stat().st_nlink > 1 for path in (self.file, *self.data))
+        return any(
+            path.is_symlink() or path.stat().st_nlink > 1 for path in (self.file, *self.data)
+        )
 
     @property
     def files(self) -> dict[str, Path]:
         """The decoder, its data, its configurations and its tokenizer, by name."""
         small = (_CONFIG, GENERATION_CONFIG_FILE, GENAI_CONFIG, *_TOKENIZER_FILES)
         found = {name: path for name in small if (path := self.find(name)) is not None}
-        return found | {path.relative_to(self.file.parent).as_posix(): path for path in (self.file, *self.data)}
+        return found | {
+            path.relative_to(self.file.parent).as_posix(): path for path in (self.file, *self.data)
+        }
 
     def find(self, name: str) -> Path | None:
         """A file that belongs to the decoder. Raises QsampleError for a link to something else."""
@@ -91,17 +106,23 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
     if given.is_file():
         if file is not None:
             raise QsampleError(f"{given} is a file already; leave file out, or give its folder")
-        return _located(given.absolute(), (given.absolute().parent, given.absolute().parent.parent), str(path))
+        return _located(
+            given.absolute(), (given.absolute().parent, given.absolute().parent.parent), str(path)
+        )
     if not given.is_dir():
         if not _HUB_ID.fullmatch(str(path)) or str(path).startswith("."):
-            raise QsampleError(f"{path} does not exist; give an .onnx file, a folder with one, or a hub id")
+            raise QsampleError(
+                f"{path} does not exist; give an .onnx file, a folder with one, or a hub id"
+            )
         given = _download(str(path), file, hub or HubOptions())
     folder = given.absolute()
     names = _names(folder)
     if file is not None and problem_of_name(file) is None and (folder / file).is_file():
         names.append(file)  # in a separate folder, as onnxruntime-genai's repositories have it
     chosen = folder / _choose(str(path), names, file, lambda name: _genai_file(folder / name))
-    folders = dict.fromkeys((chosen.parent, *([chosen.parent.parent] if chosen.parent != folder else []), folder))
+    folders = dict.fromkeys(
+        (chosen.parent, *([chosen.parent.parent] if chosen.parent != folder else []), folder)
+    )
     return _located(chosen, tuple(folders), str(path))
 
 
@@ -120,7 +141,9 @@ def without_links(location: Location, folder: Path) -> Location:
 
 def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:
     if file.suffix != _SUFFIX:
-        raise QsampleError(f"{file} is not an {_SUFFIX} file; give an {_SUFFIX} file, a folder with one, or a hub id")
+        raise QsampleError(
+            f"{file} is not an {_SUFFIX} file; give an {_SUFFIX} file, a folder with one, or a hub id"
+        )
     try:
         referenced = sorted(referenced_files(file))
     except (OSError, ValueError) as error:
@@ -129,7 +152,9 @@ def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:
         if problem := problem_of_name(entry):
             raise refusal(file, f"it refers to {entry!r:.120}, {problem}")
         if not (file.parent / entry).is_file():
-            raise refusal(file, f"its data, {entry}, is missing next to it; download that file, too")
+            raise refusal(
+                file, f"its data, {entry}, is missing next to it; download that file, too"
+            )
     return Location(file, folders, name, tuple(file.parent / entry for entry in referenced))
 
 
@@ -143,11 +168,15 @@ def _names(folder: Path) -> list[str]:
     names = []
     for prefix in ("", f"{ONNX_FOLDER}/"):
         if (folder / prefix).is_dir():
-            names += sorted(prefix + entry.name for entry in os.scandir(folder / prefix) if entry.is_file())
+            names += sorted(
+                prefix + entry.name for entry in os.scandir(folder / prefix) if entry.is_file()
+            )
     return names
 
 
-def _choose(given: str, names: Sequence[str], file: str | None, genai_file: Callable[[str], str | None]) -> str:
+def _choose(
+    given: str, names: Sequence[str], file: str | None, genai_file: Callable[[str], str | None]
+) -> str:
     """The decoder among the files `names`. genai_file: reads the name in a genai_config.json."""
     decoders = [name for name in names if name.endswith(_SUFFIX)]
     if file is not None:
@@ -161,13 +190,18 @@ def _choose(given: str, names: Sequence[str], file: str | None, genai_file: Call
     if EXPORT_RECORD in names and DECODE in decoders:
         return DECODE
     if len(decoders) > 1:
-        raise QsampleError(f"{given} has several decoders; say which with file (--file): {_listed(decoders)}")
+        raise QsampleError(
+            f"{given} has several decoders; say which with file (--file): {_listed(decoders)}"
+        )
     return decoders[0]
 
 
 def _listed(names: Iterable[str]) -> str:
     listed = list(names)
-    return ", ".join(listed[:12]) + (f" and {len(listed) - 12} others" if len(listed) > 12 else "") or "none"
+    return (
+        ", ".join(listed[:12]) + (f" and {len(listed) - 12} others" if len(listed) > 12 else "")
+        or "none"
+    )
 
 
 def _genai_file(path: Path) -> str | None:
@@ -188,7 +222,11 @@ def _download(repository: str, file: str | None, hub: HubOptions) -> Path:
         if hub.local_files_only or constants.HF_HUB_OFFLINE:
             return Path(snapshot_download(repository, **options | {"local_files_only": True}))
         names = HfApi().list_repo_files(repository, revision=hub.revision, token=hub.token)
-        near = [name for name in names if name.removeprefix(f"{ONNX_FOLDER}/").count("/") == 0 or name == file]
+        near = [
+            name
+            for name in names
+            if name.removeprefix(f"{ONNX_FOLDER}/").count("/") == 0 or name == file
+        ]
 
         def fetch(name: str) -> Path:
             return Path(hf_hub_download(repository, name, **options))
@@ -230,13 +268,19 @@ class Settings:
 
     @property
     def head_dim(self) -> int | None:
-        size = _size(_CONFIG, self.config, "head_dim") or _size(GENAI_CONFIG, self._decoder, "head_size")
-        width, heads = (_size(_CONFIG, self.config, name) for name in ("hidden_size", "num_attention_heads"))
+        size = _size(_CONFIG, self.config, "head_dim") or _size(
+            GENAI_CONFIG, self._decoder, "head_size"
+        )
+        width, heads = (
+            _size(_CONFIG, self.config, name) for name in ("hidden_size", "num_attention_heads")
+        )
         return size or (width // heads or None if width and heads else None)
 
     @property
     def vocab_size(self) -> int | None:
-        return _size(_CONFIG, self.config, "vocab_size") or _size(GENAI_CONFIG, self.genai, "vocab_size")
+        return _size(_CONFIG, self.config, "vocab_size") or _size(
+            GENAI_CONFIG, self.genai, "vocab_size"
+        )
 
     @property
     def model_type(self) -> str:
@@ -248,7 +292,9 @@ class Settings:
         layers = self.config.get("layer_types")
         if not isinstance(layers, list | None):
             raise _wrong(_CONFIG, "layer_types", layers, "a list with the type of each layer")
-        is_used = self.config.get("use_sliding_window", True) and (layers is None or "sliding_attention" in layers)
+        is_used = self.config.get("use_sliding_window", True) and (
+            layers is None or "sliding_attention" in layers
+        )
         sliding = _object(GENAI_CONFIG, self._decoder, "sliding_window")
         stated = _size(_CONFIG, self.config, "sliding_window") if is_used else None
         return stated or _size(GENAI_CONFIG, sliding, "window_size")
@@ -268,7 +314,9 @@ class Settings:
             return isinstance(token, int) and 0 <= token < vocab_size
 
         eos = find("eos_token_id")
-        eos_ids = tuple(token for token in (eos if isinstance(eos, list) else [eos]) if known(token))
+        eos_ids = tuple(
+            token for token in (eos if isinstance(eos, list) else [eos]) if known(token)
+        )
         bos, pad = find("bos_token_id"), find("pad_token_id")
         if not known(pad):
             pad = eos_ids[0] if eos_ids else 0
@@ -307,11 +355,18 @@ def _size(file: str, owner: Mapping[str, Any], name: str) -> int | None:
 
 
 def _wrong(file: str, name: str, value: Any, accepted: str) -> QsampleError:
-    return QsampleError(f"{file}: {name} is {value!r:.60}; it must be {accepted}. Correct it, or download it again")
+    return QsampleError(
+        f"{file}: {name} is {value!r:.60}; it must be {accepted}. Correct it, or download it again"
+    )
 
 
 def write_files(
-    location: Location, settings: Settings, token_ids: TokenIds, vocab_size: int, tokenizer: str | None, folder: Path
+    location: Location,
+    settings: Settings,
+    token_ids: TokenIds,
+    vocab_size: int,
+    tokenizer: str | None,
+    folder: Path,
 ) -> None:
     """Copy configurations and tokenizer (as in `qsample.bake`) into `folder`. Raises QsampleError for a tokenizer that
     does not fit."""
@@ -323,7 +378,11 @@ def write_files(
     )
     if tokenizer is None:
         return
-    source = location if tokenizer == "auto" else Location(location.file, (Path(tokenizer),), tokenizer, ())
+    source = (
+        location
+        if tokenizer == "auto"
+        else Location(location.file, (Path(tokenizer),), tokenizer, ())
+    )
     if source.find(TOKENIZER_FILE) is None:
         if tokenizer != "auto":
             raise QsampleError(
@@ -346,7 +405,9 @@ def _generation_config(settings: Settings, token_ids: TokenIds) -> dict[str, Any
     """generation_config.json: the folder's, or made of genai_config.json."""
     own = dict(settings.generation)
     if not own and settings.search.get("do_sample"):
-        own = {name: settings.search[name] for name in _SEARCH if settings.search.get(name) is not None}
+        own = {
+            name: settings.search[name] for name in _SEARCH if settings.search.get(name) is not None
+        }
     own |= {"pad_token_id": token_ids.pad}
     if token_ids.bos is not None:
         own["bos_token_id"] = token_ids.bos

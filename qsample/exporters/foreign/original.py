@@ -15,7 +15,16 @@ import onnxruntime as ort
 
 from qsample.contract.arrays import Array
 from qsample.errors import UnsupportedModelError
-from qsample.exporters.foreign.conventions import FILLED, IDS, KEEP, LOGITS, MASK, POSITIONS, WRITE, ForeignGraph
+from qsample.exporters.foreign.conventions import (
+    FILLED,
+    IDS,
+    KEEP,
+    LOGITS,
+    MASK,
+    POSITIONS,
+    WRITE,
+    ForeignGraph,
+)
 from qsample.exporters.parity import CONTINUED, Reference, reference_lengths
 from qsample.graph.evaluate import with_outputs
 from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options
@@ -25,16 +34,26 @@ from qsample.ort.providers import CPU
 class Original:
     """A session on the file. Caches are by the names of their inputs; a call takes the last call's cache."""
 
-    def __init__(self, foreign: ForeignGraph, extra: Iterable[ir.Value] = (), *, rewritten: bool = False) -> None:
+    def __init__(
+        self, foreign: ForeignGraph, extra: Iterable[ir.Value] = (), *, rewritten: bool = False
+    ) -> None:
         """extra: values of `foreign` that are outputs as well. rewritten: run the model in memory, not its file."""
         self._presents = {
             str(past.name): str(present.name)
             for layer in foreign.layers
             for past, present in zip(layer.pasts, layer.presents, strict=True)
         } | {str(each.past.name): str(each.present.name) for each in foreign.recurrences}
-        self._empty = {str(past.name): layer.shape(layer.ring or 0) for layer in foreign.layers for past in layer.pasts}
-        self._shapes = {str(past.name): layer.shape for layer in foreign.layers for past in layer.pasts}
-        self._states = {str(each.past.name): (each.shape, each.dtype.numpy()) for each in foreign.recurrences}
+        self._empty = {
+            str(past.name): layer.shape(layer.ring or 0)
+            for layer in foreign.layers
+            for past in layer.pasts
+        }
+        self._shapes = {
+            str(past.name): layer.shape for layer in foreign.layers for past in layer.pasts
+        }
+        self._states = {
+            str(each.past.name): (each.shape, each.dtype.numpy()) for each in foreign.recurrences
+        }
         self.dtype = foreign.dtype.numpy()
         self._path = foreign.path
         extra = list(extra)
@@ -56,12 +75,15 @@ class Original:
     def start(self) -> dict[str, Array]:
         """The cache of no token."""
         caches = {name: np.zeros(shape, self.dtype) for name, shape in self._empty.items()}
-        return caches | {name: np.zeros((1, *shape), dtype) for name, (shape, dtype) in self._states.items()}
+        return caches | {
+            name: np.zeros((1, *shape), dtype) for name, (shape, dtype) in self._states.items()
+        }
 
     def filled(self, tokens: int, generator: np.random.Generator) -> dict[str, Array]:
         """A cache of `tokens` tokens of random numbers."""
         caches = {
-            name: generator.standard_normal(shape(tokens)).astype(self.dtype) for name, shape in self._shapes.items()
+            name: generator.standard_normal(shape(tokens)).astype(self.dtype)
+            for name, shape in self._shapes.items()
         }
         return self.start() | caches
 
@@ -92,10 +114,14 @@ class Original:
             ) from error
         return dict(zip(self._outputs, results, strict=True))
 
-    def step(self, ids: Sequence[int], past: Mapping[str, Array], done: int) -> tuple[Array, dict[str, Array]]:
+    def step(
+        self, ids: Sequence[int], past: Mapping[str, Array], done: int
+    ) -> tuple[Array, dict[str, Array]]:
         """[V] float32 after the last of `ids`, and the new cache."""
         results = self.run(ids, past, done)
-        logits: Array = results[LOGITS].reshape(-1, results[LOGITS].shape[-1])[-1].astype(np.float32)
+        logits: Array = (
+            results[LOGITS].reshape(-1, results[LOGITS].shape[-1])[-1].astype(np.float32)
+        )
         return logits, {name: results[present] for name, present in self._presents.items()}
 
 
@@ -104,10 +130,14 @@ def probes(longest: int) -> list[tuple[int, int]]:
     of `longest` tokens. Neighbours tell a window from a chunk: both end with the keys before a token, but from a token
     to the next, a window moves and a chunk grows. A depth in between shows what changes with the depth."""
     depths = (0, longest * 5 // 8, longest - 2)
-    return [(max(depth, 0), min(count, longest)) for depth, count in zip(depths, (9, 2, 2), strict=True)]
+    return [
+        (max(depth, 0), min(count, longest)) for depth, count in zip(depths, (9, 2, 2), strict=True)
+    ]
 
 
-def reference(original: Original, vocab_size: int, limit: int | None, windows: Iterable[int]) -> Reference:
+def reference(
+    original: Original, vocab_size: int, limit: int | None, windows: Iterable[int]
+) -> Reference:
     """The file's logits on random prompts of different lengths (seeded), the longest beyond its attention windows.
     limit: the positions that it knows; None for any number."""
     generator = np.random.default_rng(0)

@@ -58,11 +58,16 @@ def load(path: Path) -> ir.Model:
     """The model in `path`, without functions, its constants as initializers; weights next to it stay mapped. A function
     that says, for other runtimes, what an operator of ONNX Runtime computes stays an operator."""
     log = logging.getLogger("onnx_ir.serde")
-    before, log.disabled = log.disabled, True  # it prints names as they are; what is wrong is refused below
+    before, log.disabled = (
+        log.disabled,
+        True,
+    )  # it prints names as they are; what is wrong is refused below
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf raises kinds unknown here
-        raise UnsupportedModelError(f"{path} is not an ONNX file ({type(error).__name__}: {error!s:.200})") from error
+        raise UnsupportedModelError(
+            f"{path} is not an ONNX file ({type(error).__name__}: {error!s:.200})"
+        ) from error
     finally:
         log.disabled = before
     for domain, name, overload in list(model.functions):
@@ -78,9 +83,15 @@ def load(path: Path) -> ir.Model:
 
 def _read_sizes(graph: ir.Graph) -> None:
     """Make sizes of axes numbers, in place: torch's exporter writes some as names ("2")."""
-    for value in (*graph.inputs, *graph.outputs, *(output for node in graph for output in node.outputs)):
+    for value in (
+        *graph.inputs,
+        *graph.outputs,
+        *(output for node in graph for output in node.outputs),
+    ):
         if value.shape is not None and any(str(dim).isdecimal() for dim in value.shape):
-            value.shape = ir.Shape([int(str(dim)) if str(dim).isdecimal() else dim for dim in value.shape])
+            value.shape = ir.Shape(
+                [int(str(dim)) if str(dim).isdecimal() else dim for dim in value.shape]
+            )
 
 
 @contextmanager
@@ -92,7 +103,8 @@ def graph_errors(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise refusal(
-            path, f"its graph is not as its operators are defined ({type(error).__name__}: {error!s:.200})"
+            path,
+            f"its graph is not as its operators are defined ({type(error).__name__}: {error!s:.200})",
         ) from (error)
 
 
@@ -112,11 +124,15 @@ def _inline(path: Path, model: ir.Model) -> None:
         raise refusal(path, "its functions call one another in a circle") from None
     total = sum(sizes.get(node.op_identifier(), 1) for node in model.graph.all_nodes())
     if total > _MOST_NODES:
-        raise refusal(path, f"its functions stand for {total} nodes, and bake reads at most {_MOST_NODES}")
+        raise refusal(
+            path, f"its functions stand for {total} nodes, and bake reads at most {_MOST_NODES}"
+        )
     try:
         common_passes.InlinePass()(model)
     except ValueError as error:
-        raise refusal(path, f"its functions cannot be inlined ({' '.join(str(error).split())!s:.200})") from error
+        raise refusal(
+            path, f"its functions cannot be inlined ({' '.join(str(error).split())!s:.200})"
+        ) from error
 
 
 def recognise(
@@ -129,11 +145,14 @@ def recognise(
     graph = model.graph
     opset = graph.opset_imports.get("", 0)
     if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
-        raise refusal(path, f"its opset is {opset}; export it with {OLDEST_OPSET} to {NEWEST_OPSET}")
+        raise refusal(
+            path, f"its opset is {opset}; export it with {OLDEST_OPSET} to {NEWEST_OPSET}"
+        )
     named = {str(value.name): value for value in graph.outputs}
     if LOGITS not in named:
         raise refusal(
-            path, f"it has no output {LOGITS}, only {', '.join(list(named)[:3])}; take the decoder with its head"
+            path,
+            f"it has no output {LOGITS}, only {', '.join(list(named)[:3])}; take the decoder with its head",
         )
     copied = _drop_copied(graph)
     caches = [value for value in graph.inputs if value.name not in CALLS]
@@ -153,28 +172,39 @@ def recognise(
                 "alone, so that padding would change it; export the checkpoint with `qsample export`",
             )
         rank = 0 if value.shape is None else len(value.shape)
-        if rank != BY_HEAD and (rank != FLAT or all(node.op_type != "TensorScatter" for node, _ in value.uses())):
+        if rank != BY_HEAD and (
+            rank != FLAT or all(node.op_type != "TensorScatter" for node, _ in value.uses())
+        ):
             raise refusal(
-                path, f"its input {value.name} is neither a known input nor keys or values [B, heads, tokens, size]"
+                path,
+                f"its input {value.name} is neither a known input nor keys or values [B, heads, tokens, size]",
             )
     if not caches:
-        raise refusal(path, "none of its layers attends; export the checkpoint with `qsample export`")
+        raise refusal(
+            path, "none of its layers attends; export the checkpoint with `qsample export`"
+        )
     attentions = gqa.attentions(graph)
     changed = _narrow_caches(graph, caches) or copied
     if attentions:
         layers = _operator_layers(path, graph, attentions, head_dim)
     else:
         layers = _plain_layers(path, caches, set(graph.outputs))
-    unused = {str(value.name) for value in caches} - {str(value.name) for layer in layers for value in layer.pasts}
+    unused = {str(value.name) for value in caches} - {
+        str(value.name) for layer in layers for value in layer.pasts
+    }
     if unused:
         raise refusal(path, f"its input {min(unused)} is a state that no attention reads")
     dtypes = {value.dtype for value in caches}
     if len(dtypes) > 1 or not dtypes <= {*FLOATS}:
         found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise refusal(path, f"its cache is {found}; this machine's CPU checks float32 and float16 caches")
+        raise refusal(
+            path, f"its cache is {found}; this machine's CPU checks float32 and float16 caches"
+        )
     size = _vocab_size(graph, named[LOGITS], vocab_size)
     if size is None:
-        raise refusal(path, "no file states the size of its vocabulary; put its config.json next to it")
+        raise refusal(
+            path, "no file states the size of its vocabulary; put its config.json next to it"
+        )
     dtype = next(iter(dtypes))
     assert dtype is not None
     ordered = tuple(sorted(layers, key=lambda layer: layer.number))
@@ -189,7 +219,9 @@ def _drop_copied(graph: ir.Graph) -> bool:
         for value in graph.inputs
         if value.shape is not None and not len(value.shape)
         for node in [use[0] for use in value.uses()]
-        if len(value.uses()) == 1 and node.op_type == "Identity" and node.outputs[0].is_graph_output()
+        if len(value.uses()) == 1
+        and node.op_type == "Identity"
+        and node.outputs[0].is_graph_output()
     ]
     for value, node in copies:
         graph.outputs.remove(node.outputs[0])
@@ -204,7 +236,11 @@ def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:
     narrowed = False
     for past in caches:
         casts = [node for node, _ in past.uses()]
-        half = past.dtype == ir.DataType.FLOAT and casts and all(_casts_to(node, ir.DataType.FLOAT16) for node in casts)
+        half = (
+            past.dtype == ir.DataType.FLOAT
+            and casts
+            and all(_casts_to(node, ir.DataType.FLOAT16) for node in casts)
+        )
         if not half:
             continue
         for node in casts:
@@ -214,7 +250,12 @@ def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:
         narrowed = True
     for index, present in enumerate(graph.outputs):
         made = present.producer()
-        if narrowed and present.name != LOGITS and made is not None and _casts_to(made, ir.DataType.FLOAT):
+        if (
+            narrowed
+            and present.name != LOGITS
+            and made is not None
+            and _casts_to(made, ir.DataType.FLOAT)
+        ):
             source = made.inputs[0]
             assert source is not None
             name, present.name = present.name, f"{present.name}.wide"
@@ -248,15 +289,28 @@ def _check_inputs(path: Path, model: ir.Model) -> None:
 
 def _check_operators(path: Path, model: ir.Model) -> None:
     counts = Counter(
-        node.op_type for node in model.graph.all_nodes() if not is_onnx_attention(node) and not is_plain_attention(node)
+        node.op_type
+        for node in model.graph.all_nodes()
+        if not is_onnx_attention(node) and not is_plain_attention(node)
     )
     for operator, why in REFUSED_OPERATORS.items():
         if operator in counts:
-            raise refusal(path, why.format(operator) + (_other_files(path) if why is DYNAMIC else ""))
+            raise refusal(
+                path, why.format(operator) + (_other_files(path) if why is DYNAMIC else "")
+            )
     for node in model.graph:
-        inner = [attribute for attribute in node.attributes.values() if attribute.type == ir.AttributeType.GRAPH]
-        if inner and any(value.is_graph_input() and value.name not in CALLS for value in reads(node)):
-            raise refusal(path, f"it has a cache under an {node.op_type}: a merged decoder; take a newer export")
+        inner = [
+            attribute
+            for attribute in node.attributes.values()
+            if attribute.type == ir.AttributeType.GRAPH
+        ]
+        if inner and any(
+            value.is_graph_input() and value.name not in CALLS for value in reads(node)
+        ):
+            raise refusal(
+                path,
+                f"it has a cache under an {node.op_type}: a merged decoder; take a newer export",
+            )
 
 
 def _other_files(path: Path) -> str:
@@ -269,19 +323,26 @@ def _other_files(path: Path) -> str:
     return f"; take {', '.join(others[:4])}" if others else "; take its q4, fp16 or fp32 file"
 
 
-def _operator_layers(path: Path, graph: ir.Graph, attentions: list[ir.Node], head_dim: int | None) -> list[Layer]:
+def _operator_layers(
+    path: Path, graph: ir.Graph, attentions: list[ir.Node], head_dim: int | None
+) -> list[Layer]:
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     layers = []
     for index, node in enumerate(attentions):
         key, value = gqa.get_input(node, Slot.PAST_KEY), gqa.get_input(node, Slot.PAST_VALUE)
         if key is None or value is None or key not in inputs or value not in inputs:
             raise refusal(path, f"{node.name} shares its cache with another layer, or has none")
-        if len(node.outputs) < 3 or node.outputs[1] not in outputs or node.outputs[2] not in outputs:
+        if (
+            len(node.outputs) < 3
+            or node.outputs[1] not in outputs
+            or node.outputs[2] not in outputs
+        ):
             raise refusal(path, f"{node.name} does not return its cache")
         size = _head_dim(node, key) or head_dim
         if size is None:
             raise refusal(
-                path, "no file states the size of its heads; put its config.json or genai_config.json next to it"
+                path,
+                "no file states the size of its heads; put its config.json or genai_config.json next to it",
             )
         heads = node.attributes.get_int("kv_num_heads", 0)
         is_ring = node.attributes.get_int("sliding_window_cache", 0)
@@ -297,12 +358,23 @@ def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
     assert past.shape is not None
     if isinstance(size := past.shape[3], int):
         return size
-    heads, grouped = node.attributes.get_int("num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
+    heads, grouped = (
+        node.attributes.get_int("num_heads", 0),
+        node.attributes.get_int("kv_num_heads", 0),
+    )
     packed = node.inputs[Slot.KEY] is None
-    source, parts = (node.inputs[Slot.QUERY], heads + 2 * grouped) if packed else (node.inputs[Slot.KEY], grouped)
+    source, parts = (
+        (node.inputs[Slot.QUERY], heads + 2 * grouped)
+        if packed
+        else (node.inputs[Slot.KEY], grouped)
+    )
     if source is None or not parts:
         return None
-    if source.shape is not None and len(source.shape) == 3 and isinstance(width := source.shape[2], int):
+    if (
+        source.shape is not None
+        and len(source.shape) == 3
+        and isinstance(width := source.shape[2], int)
+    ):
         return width // parts
     columns = _columns(source.producer())
     return None if columns is None else columns // parts or None
@@ -314,12 +386,25 @@ def _recurrences(path: Path, graph: ir.Graph) -> tuple[Recurrence, ...]:
     for index, node in enumerate(node for node in graph if is_contrib(node, *STATES)):
         past = node.inputs[STATE] if len(node.inputs) > STATE else None
         present = node.outputs[1] if len(node.outputs) > 1 else None
-        alone = past is not None and past.is_graph_input() and [user for user, _ in past.uses()] == [node]
+        alone = (
+            past is not None
+            and past.is_graph_input()
+            and [user for user, _ in past.uses()] == [node]
+        )
         if past is None or present is None or not alone or present not in outputs:
-            raise refusal(path, f"{node.name} does not keep a state of its own; export it with its states")
+            raise refusal(
+                path, f"{node.name} does not keep a state of its own; export it with its states"
+            )
         shape = tuple(size for size in list(past.shape or ())[1:] if isinstance(size, int))
-        if past.dtype not in FLOATS or not shape or past.shape is None or len(shape) != len(past.shape) - 1:
-            raise refusal(path, f"its state {past.name} has no fixed shape, or is not float32 or float16")
+        if (
+            past.dtype not in FLOATS
+            or not shape
+            or past.shape is None
+            or len(shape) != len(past.shape) - 1
+        ):
+            raise refusal(
+                path, f"its state {past.name} has no fixed shape, or is not float32 or float16"
+            )
         kind, number = STATES[node.op_type], layer_number(past, index)
         found.append(Recurrence(number, kind, shape, past.dtype, node, past, present))
     return tuple(sorted(found, key=lambda each: each.number))
@@ -362,7 +447,9 @@ def _plain_layers(path: Path, pasts: Iterable[ir.Value], outputs: set[ir.Value])
             raise refusal(path, f"{key.past.name} has no fixed number and size of heads")
         new = None if key.new is None or value.new is None else (key.new, value.new)
         states = key.past, value.past, key.present, value.present
-        layers.append(Layer(number, *states, heads, size, size=key.size, new=new, new_is_flat=key.new_is_flat))
+        layers.append(
+            Layer(number, *states, heads, size, size=key.size, new=new, new_is_flat=key.new_is_flat)
+        )
     return layers
 
 
@@ -392,7 +479,9 @@ def _cache(past: ir.Value) -> _Cache | None:
             start = node.inputs[2] if len(node.inputs) > 2 else None
             is_linear = node.attributes.get_string("mode", "linear") == "linear"
             size = past.shape[tokens]
-            is_known = start is not None and start.name == WRITE and (axis - tokens) % len(past.shape) == 0
+            is_known = (
+                start is not None and start.name == WRITE and (axis - tokens) % len(past.shape) == 0
+            )
             if is_known and is_linear and isinstance(size, int):
                 return _Cache(past, node.outputs[0], node.inputs[1], is_flat, size)
     return None
@@ -400,7 +489,11 @@ def _cache(past: ir.Value) -> _Cache | None:
 
 def _heads(keys: ir.Value) -> int | None:
     """The number of heads of `keys` [B, tokens, heads * size], by the attention that reads them."""
-    found = {node.attributes.get_int("kv_num_heads", 0) for node, _ in keys.uses() if is_onnx_attention(node)}
+    found = {
+        node.attributes.get_int("kv_num_heads", 0)
+        for node, _ in keys.uses()
+        if is_onnx_attention(node)
+    }
     return found.pop() or None if len(found) == 1 else None
 
 
@@ -410,7 +503,9 @@ def _vocab_size(graph: ir.Graph, logits: ir.Value, stated: int | None) -> int | 
         return size
     node = logits.producer()
     while node is not None and node.op_type in ("Cast", "Mul", "Div", "Tanh", "Identity"):
-        computed = [value for value in node.inputs if value is not None and value.const_value is None]
+        computed = [
+            value for value in node.inputs if value is not None and value.const_value is None
+        ]
         node = computed[0].producer() if computed else None
     return _columns(node) or stated
 
@@ -419,7 +514,11 @@ def _columns(product: ir.Node | None) -> int | None:
     """N of a product [..., K] x [K, N]; None if unknown."""
     if product is not None and product.op_type == "MatMulNBits":
         return product.attributes.get_int("N", 0) or None
-    weight = product.inputs[1] if product is not None and product.op_type in ("MatMul", "FusedMatMul", "Gemm") else None
+    weight = (
+        product.inputs[1]
+        if product is not None and product.op_type in ("MatMul", "FusedMatMul", "Gemm")
+        else None
+    )
     if product is None or weight is None or weight.shape is None or len(weight.shape) != 2:
         return None
     size = weight.shape[0 if product.attributes.get_int("transB", 0) else 1]

@@ -23,7 +23,15 @@ from onnx_ir.passes import common as common_passes
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import INPUT_LENGTHS, LENGTHS, LOGITS, RUNNING, STATUS
 from qsample.errors import QsampleError
-from qsample.exporters.foreign.conventions import IDS, MASK, POSITIONS, STATE, ForeignGraph, Recurrence, refusal
+from qsample.exporters.foreign.conventions import (
+    IDS,
+    MASK,
+    POSITIONS,
+    STATE,
+    ForeignGraph,
+    Recurrence,
+    refusal,
+)
 from qsample.exporters.foreign.original import Original, probes
 from qsample.graph.edit import constant, initializer
 from qsample.graph.evaluate import inputs_of
@@ -36,7 +44,20 @@ _INT64: Final = ir.DataType.INT64
 _BOOL: Final = ir.DataType.BOOL
 # Operators that compute a position from the length of the past, the mask or the number of new tokens.
 _COUNTING: Final = (
-    *("Range", "Add", "Sub", "Cast", "CumSum", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Expand", "Where", "Gather"),
+    *(
+        "Range",
+        "Add",
+        "Sub",
+        "Cast",
+        "CumSum",
+        "Unsqueeze",
+        "Squeeze",
+        "Reshape",
+        "Slice",
+        "Expand",
+        "Where",
+        "Gather",
+    ),
     *("Mul", "Clip", "Min", "Max", "Identity", "Flatten", "Concat"),
 )
 _PRODUCTS: Final = ("MatMul", "Gemm", "MatMulNBits", "MatMulBnb4", "FusedMatMul", "MatMulFpQ4")
@@ -81,7 +102,9 @@ class Nodes:
         """The outputs of a new node, each with its dtype and shape."""
         self._made += 1
         name = f"{PREFIX}{op_type}_{self._made}"
-        node = ir.node(op_type, list(inputs), attributes, domain=domain, num_outputs=len(outputs), name=name)
+        node = ir.node(
+            op_type, list(inputs), attributes, domain=domain, num_outputs=len(outputs), name=name
+        )
         for index, (value, (dtype, shape)) in enumerate(zip(node.outputs, outputs, strict=True)):
             value.name = f"{name}.{index}"
             value.type = None if dtype is None else ir.TensorType(dtype)
@@ -106,7 +129,9 @@ class Nodes:
 
     def reshaped(self, value: ir.Value, *sizes: int) -> ir.Value:
         """[B, S, ...] as [B, S, sizes]."""
-        return self("Reshape", [value, self.integers(0, 0, *sizes)], value.dtype, ["B", "S", *sizes])
+        return self(
+            "Reshape", [value, self.integers(0, 0, *sizes)], value.dtype, ["B", "S", *sizes]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,29 +170,50 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
     zero, one = nodes.integers(0), nodes.integers(1)
     batch = nodes("Shape", [ids], _INT64, [1], start=0, end=1)
     sequence = nodes("Shape", [ids], _INT64, [1], start=1, end=2)
-    capacity = nodes("Shape", [foreign.layers[0].past_key], _INT64, [1], start=2, end=3)  # of the contract's shape
+    capacity = nodes(
+        "Shape", [foreign.layers[0].past_key], _INT64, [1], start=2, end=3
+    )  # of the contract's shape
 
     count = nodes("Squeeze", [sequence, zero], _INT64, [])
     steps = nodes("Range", [nodes.integer(0), count, nodes.integer(1)], _INT64, ["S"])
-    start = nodes("Unsqueeze", [nodes("Cast", [lengths], _INT64, ["B"], to=_INT64), one], _INT64, ["B", 1])
+    start = nodes(
+        "Unsqueeze", [nodes("Cast", [lengths], _INT64, ["B"], to=_INT64), one], _INT64, ["B", 1]
+    )
     counted = nodes("Add", [start, steps], _INT64, ["B", "S"])
     # A row that has ended does not move; its positions would leave the tables otherwise.
-    positions = nodes("Min", [counted, nodes("Sub", [capacity, one], _INT64, [1])], _INT64, ["B", "S"])
+    positions = nodes(
+        "Min", [counted, nodes("Sub", [capacity, one], _INT64, [1])], _INT64, ["B", "S"]
+    )
 
-    before_last = nodes("Cast", [nodes("Sub", [sequence, one], _INT64, [1])], _INT32, [1], to=_INT32)
+    before_last = nodes(
+        "Cast", [nodes("Sub", [sequence, one], _INT64, [1])], _INT32, [1], to=_INT32
+    )
     seqlens_k = nodes("Add", [lengths, before_last], _INT32, ["B"])
     one_row = nodes("Equal", [batch, one], _BOOL, [1])
     one_token = nodes("Equal", [sequence, one], _BOOL, [1])
     is_later = nodes("Or", [one_row, one_token], _BOOL, [1])
     # Of later pieces of several rows it is more than S, so that they are refused.
     furthest = nodes("Cast", [nodes("ReduceMax", [lengths], _INT32, [1])], _INT64, [1], to=_INT64)
-    total = nodes("Where", [is_later, capacity, nodes("Add", [sequence, furthest], _INT64, [1])], _INT64, [1])
+    total = nodes(
+        "Where", [is_later, capacity, nodes("Add", [sequence, furthest], _INT64, [1])], _INT64, [1]
+    )
     total = nodes("Squeeze", [nodes("Cast", [total], _INT32, [1], to=_INT32), zero], _INT32, [])
 
     real = nodes("Sub", [input_lengths, nodes.integers(1, dtype="int32")], _INT32, ["B"])
-    last = nodes("Unsqueeze", [nodes("Cast", [real], _INT64, ["B"], to=_INT64), one], _INT64, ["B", 1])
+    last = nodes(
+        "Unsqueeze", [nodes("Cast", [real], _INT64, ["B"], to=_INT64), one], _INT64, ["B", 1]
+    )
     has_status = bool(foreign.recurrences)
-    return Rows(positions, seqlens_k, total, last, lengths, input_lengths, steps, status=status if has_status else None)
+    return Rows(
+        positions,
+        seqlens_k,
+        total,
+        last,
+        lengths,
+        input_lengths,
+        steps,
+        status=status if has_status else None,
+    )
 
 
 def counted_positions(foreign: ForeignGraph, longest: int) -> list[ir.Value]:
@@ -192,7 +238,9 @@ def _equal(array: Array, wanted: Array) -> bool:
 def _counting_values(foreign: ForeignGraph) -> list[ir.Value]:
     """Integers computed from the length of the cache, the shape of the ids or the mask."""
     sizes = [value for layer in foreign.layers for value in layer.pasts]
-    waiting = [node.outputs[0] for value in sizes for node, _ in value.uses() if node.op_type == "Shape"]
+    waiting = [
+        node.outputs[0] for value in sizes for node, _ in value.uses() if node.op_type == "Shape"
+    ]
     mask = foreign.input(MASK)
     waiting += [] if mask is None else [mask]
     found: dict[ir.Value, None] = {}
@@ -203,7 +251,10 @@ def _counting_values(foreign: ForeignGraph) -> list[ir.Value]:
                 continue
             seen.add(node)
             value = node.outputs[0]
-            is_float = node.op_type == "Cast" and node.attributes.get_int("to", 0) not in (_INT32, _INT64)
+            is_float = node.op_type == "Cast" and node.attributes.get_int("to", 0) not in (
+                _INT32,
+                _INT64,
+            )
             if not is_float:
                 found[value] = None
                 waiting.append(value)
@@ -226,9 +277,14 @@ def check_free_of_sizes(foreign: ForeignGraph) -> None:
     for layer in foreign.layers:
         for value in (*layer.pasts, *layer.presents):
             for node, _ in value.uses():
-                if node.op_type == "Shape" and not str(node.name).startswith(PREFIX) and not _reads_fixed_axes(node):
+                if (
+                    node.op_type == "Shape"
+                    and not str(node.name).startswith(PREFIX)
+                    and not _reads_fixed_axes(node)
+                ):
                     raise refusal(
-                        foreign.path, f"the number of cached tokens is used beyond the attention, by {node.name}"
+                        foreign.path,
+                        f"the number of cached tokens is used beyond the attention, by {node.name}",
                     )
 
 
@@ -261,10 +317,14 @@ def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
         head.replace_input_with(0, row)
         for node in (head, *following):
             node.outputs[0].shape = None
-        last = next(value for value in graph.outputs if value is foreign.logits or value.name == LOGITS.name)
+        last = next(
+            value for value in graph.outputs if value is foreign.logits or value.name == LOGITS.name
+        )
         flat = nodes("Reshape", [last, nodes.integers(-1, foreign.vocab_size)], last.dtype, dims)
         old = last
-    if flat.dtype != ir.DataType.FLOAT:  # a Cast that changes nothing is optimised away, and the name with it
+    if (
+        flat.dtype != ir.DataType.FLOAT
+    ):  # a Cast that changes nothing is optimised away, and the name with it
         flat = nodes("Cast", [flat], ir.DataType.FLOAT, dims, to=ir.DataType.FLOAT)
     old.name = f"{LOGITS.name}.foreign"
     flat.name = LOGITS.name
@@ -279,7 +339,9 @@ def _head(logits: ir.Value) -> tuple[ir.Node | None, list[ir.Node]]:
     while node is not None and node.op_type not in _PRODUCTS:
         computed = [value for value in node.inputs if value is not None and inputs_of([value])]
         along = node.op_type in _ALONG and len(computed) == 1
-        if not along and not (node.op_type in _SHAPES and computed and computed[0] is node.inputs[0]):
+        if not along and not (
+            node.op_type in _SHAPES and computed and computed[0] is node.inputs[0]
+        ):
             return None, []
         following.append(node)
         node = computed[0].producer()
@@ -290,9 +352,15 @@ def _hidden(value: ir.Value | None) -> ir.Value:
     """[B, S, size] of which `value` is a slice or a flattened form; else `value` itself."""
     assert value is not None
     top, found = value, value
-    while (node := top.producer()) is not None and node.op_type in _SHAPES and node.inputs[0] is not None:
+    while (
+        (node := top.producer()) is not None
+        and node.op_type in _SHAPES
+        and node.inputs[0] is not None
+    ):
         top = node.inputs[0]
-        if node.op_type == "Reshape" or (node.op_type in ("Slice", "Gather") and _is_along_tokens(node)):
+        if node.op_type == "Reshape" or (
+            node.op_type in ("Slice", "Gather") and _is_along_tokens(node)
+        ):
             found = top
     is_hidden = found.shape is None or len(found.shape) == _RANK
     return found if is_hidden else value
@@ -323,7 +391,9 @@ def choose_table(foreign: ForeignGraph, rope: str | None) -> int | None:
     choices = [node for node in foreign.graph if node.op_type == "If"]
     if not choices:
         if rope is not None:
-            raise QsampleError(f"{foreign.path} has one rotary table, not a short and a long one; leave rope out")
+            raise QsampleError(
+                f"{foreign.path} has one rotary table, not a short and a long one; leave rope out"
+            )
         return None
     if rope not in (None, *CHOICES):
         raise QsampleError(f"rope is {rope!r}; choose {', '.join(CHOICES)}")
@@ -333,14 +403,24 @@ def choose_table(foreign: ForeignGraph, rope: str | None) -> int | None:
         if condition is None or not {*inputs_of([condition])} <= {MASK, POSITIONS}:
             raise refusal(foreign.path, f"it has an If, {node.name}, that no length decides")
         greater = condition.producer()
-        threshold = constant(greater.inputs[1]) if greater is not None and greater.op_type == "Greater" else None
+        threshold = (
+            constant(greater.inputs[1])
+            if greater is not None and greater.op_type == "Greater"
+            else None
+        )
         if threshold is None or threshold.size != 1:
             raise refusal(foreign.path, f"it has an If, {node.name}, that no length decides")
         branch = "then_branch" if rope == "long" else "else_branch"
         tables = _constants(foreign, node, node.attributes[branch].as_graph())
         for output, table in zip(node.outputs, tables, strict=True):
-            output.replace_all_uses_with(initializer(foreign.graph, f"{output.name}.{rope or 'short'}", table))
-        limits.append(int(tables[0].shape[0]) if rope == "long" else min(int(threshold.item()), tables[0].shape[0]))
+            output.replace_all_uses_with(
+                initializer(foreign.graph, f"{output.name}.{rope or 'short'}", table)
+            )
+        limits.append(
+            int(tables[0].shape[0])
+            if rope == "long"
+            else min(int(threshold.item()), tables[0].shape[0])
+        )
     common_passes.RemoveUnusedNodesPass()(foreign.model)
     return min(limits)
 
@@ -349,11 +429,17 @@ def _constants(foreign: ForeignGraph, node: ir.Node, branch: ir.Graph) -> list[A
     tables = []
     for value in branch.outputs:
         source = value
-        while (maker := source.producer()) is not None and maker.op_type == "Identity" and maker.inputs[0] is not None:
+        while (
+            (maker := source.producer()) is not None
+            and maker.op_type == "Identity"
+            and maker.inputs[0] is not None
+        ):
             source = maker.inputs[0]
         table = constant(source)
         if table is None:
-            raise refusal(foreign.path, f"it has an If, {node.name}, that chooses between computed values")
+            raise refusal(
+                foreign.path, f"it has an If, {node.name}, that chooses between computed values"
+            )
         tables.append(table)
     return tables
 
@@ -369,7 +455,9 @@ def keep_states(foreign: ForeignGraph, nodes: Nodes, rows: Rows) -> ForeignGraph
     running = nodes("Equal", [rows.status, nodes.integers(RUNNING, dtype="int32")], _BOOL, ["B"])
     none = nodes.integers(0, dtype="int32")
     advances = nodes("Where", [running, rows.input_lengths, none], rows.input_lengths.dtype, ["B"])
-    counts = nodes("Unsqueeze", [nodes("Cast", [advances], _INT64, ["B"], to=_INT64), one], _INT64, ["B", 1])
+    counts = nodes(
+        "Unsqueeze", [nodes("Cast", [advances], _INT64, ["B"], to=_INT64), one], _INT64, ["B", 1]
+    )
     real = nodes("Less", [rows.steps, counts], _BOOL, ["B", "S"])
     goes_on = nodes("Greater", [rows.lengths, none], _BOOL, ["B"])
 
@@ -384,7 +472,9 @@ def keep_states(foreign: ForeignGraph, nodes: Nodes, rows: Rows) -> ForeignGraph
     for each in foreign.recurrences:
         axes = nodes.integers(*range(1, 1 + len(each.shape)))
         kept = nodes("Unsqueeze", [goes_on, axes], _BOOL, ["B", *[1] * len(each.shape)])
-        past = nodes("Where", [kept, each.past, _zero(nodes, each.dtype)], each.dtype, ["B", *each.shape])
+        past = nodes(
+            "Where", [kept, each.past, _zero(nodes, each.dtype)], each.dtype, ["B", *each.shape]
+        )
         each.node.replace_input_with(STATE, past)
         if each.kind == _LINEAR:
             _leave_out(each.node, (_KEY, _VALUE, _DECAY, _BETA), real, nodes)
@@ -395,7 +485,9 @@ def keep_states(foreign: ForeignGraph, nodes: Nodes, rows: Rows) -> ForeignGraph
 
 
 def _zero(nodes: Nodes, dtype: ir.DataType) -> ir.Value:
-    return initializer(nodes.graph, f"{PREFIX}zero_{dtype.name.lower()}", np.zeros((), dtype.numpy()))
+    return initializer(
+        nodes.graph, f"{PREFIX}zero_{dtype.name.lower()}", np.zeros((), dtype.numpy())
+    )
 
 
 def _leave_out(node: ir.Node, places: Sequence[int], real: ir.Value, nodes: Nodes) -> None:
@@ -404,17 +496,23 @@ def _leave_out(node: ir.Node, places: Sequence[int], real: ir.Value, nodes: Node
         if value is not None:
             assert value.dtype is not None
             zero = _zero(nodes, value.dtype)
-            node.replace_input_with(place, nodes("Where", [real, value, zero], value.dtype, value.shape))
+            node.replace_input_with(
+                place, nodes("Where", [real, value, zero], value.dtype, value.shape)
+            )
 
 
-def _end_at_last(foreign: ForeignGraph, each: Recurrence, past: ir.Value, counts: ir.Value, nodes: Nodes) -> ir.Value:
+def _end_at_last(
+    foreign: ForeignGraph, each: Recurrence, past: ir.Value, counts: ir.Value, nodes: Nodes
+) -> ir.Value:
     """The next state of a convolution: the inputs [B, C, K - 1] before and up to the row's last real token."""
     channels, width = each.shape
     source = each.node.inputs[0]
     joined = nodes("Concat", [past, source], each.dtype, ["B", channels, None], axis=-1)
     columns = nodes("Add", [counts, nodes.integers(*range(width))], _INT64, ["B", width])
     columns = nodes("Unsqueeze", [columns, nodes.integers(1)], _INT64, ["B", 1, width])
-    columns = nodes("Expand", [columns, nodes.integers(1, channels, 1)], _INT64, ["B", channels, width])
+    columns = nodes(
+        "Expand", [columns, nodes.integers(1, channels, 1)], _INT64, ["B", channels, width]
+    )
     present = nodes("GatherElements", [joined, columns], each.dtype, ["B", *each.shape], axis=-1)
     outputs = foreign.graph.outputs
     outputs[outputs.index(each.present)] = present

@@ -41,12 +41,28 @@ _SIZES: Final = ((2, 3, 37), (3, 5, 41), (1, 1, 7), (1, 4, 300))
 # are equal in all of the runs.
 _MANY: Final = (1, 100, 301)
 _MOST_NUMBERS: Final = 16  # of a constant that comes from shapes
-_AXES_INPUT: Final = 18  # the opset from which reductions take their axes as an input, and Split says how many parts
+_AXES_INPUT: Final = (
+    18  # the opset from which reductions take their axes as an input, and Split says how many parts
+)
 _REDUCTIONS: Final = (
-    *("ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"),
+    *(
+        "ReduceMean",
+        "ReduceMax",
+        "ReduceMin",
+        "ReduceProd",
+        "ReduceL1",
+        "ReduceL2",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+    ),
     "ReduceSumSquare",
 )
-_COUNTS: Final = ("Range", "NonZero", "Compress", "Unique")  # sizes of their outputs can follow from contents
+_COUNTS: Final = (
+    "Range",
+    "NonZero",
+    "Compress",
+    "Unique",
+)  # sizes of their outputs can follow from contents
 _ROTARY: Final = ("interleaved", "num_heads", "rotary_embedding_dim")
 _COS, _SIN, _POSITIONS = 1, 2, 3  # inputs of ONNX's RotaryEmbedding
 
@@ -54,7 +70,9 @@ _COS, _SIN, _POSITIONS = 1, 2, 3  # inputs of ONNX's RotaryEmbedding
 def interface_of(foreign: ForeignGraph, features: Features) -> Interface:
     """The package's interface, with a cache of `foreign.dtype`."""
     dtype = "float32" if foreign.dtype == ir.DataType.FLOAT else "float16"
-    shapes = tuple(KeyValueShape(layer.heads, layer.head_dim, layer.number) for layer in foreign.layers)
+    shapes = tuple(
+        KeyValueShape(layer.heads, layer.head_dim, layer.number) for layer in foreign.layers
+    )
     in_order = [shape.layer for shape in shapes] == list(range(len(shapes)))
     if in_order:  # as an export writes them
         shapes = tuple(KeyValueShape(shape.num_key_value_heads, shape.head_dim) for shape in shapes)
@@ -68,7 +86,9 @@ def interface_of(foreign: ForeignGraph, features: Features) -> Interface:
     return Interface(foreign.vocab_size, shapes, dtype, features, recurrent=tuple(recurrent))
 
 
-def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, interface: Interface) -> ir.Model:
+def use_contract_names(
+    foreign: ForeignGraph, logits: ir.Value, rows: Rows, interface: Interface
+) -> ir.Model:
     """The model up to its logits, as `Interface.model` has it; in place. Raises UnsupportedModelError for an input of
     the file that is still used and not in the contract."""
     model, graph = foreign.model, foreign.graph
@@ -78,7 +98,9 @@ def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, inte
     _free_names(graph, {*interface.decoder.input_names, *interface.decoder.output_names}, {logits})
     inputs, outputs = [ids, rows.input_lengths, rows.lengths], [logits]
     inputs += [] if rows.status is None else [rows.status]
-    pairs = [pair for layer in foreign.layers for pair in zip(layer.pasts, layer.presents, strict=True)]
+    pairs = [
+        pair for layer in foreign.layers for pair in zip(layer.pasts, layer.presents, strict=True)
+    ]
     pairs += [(each.past, each.present) for each in foreign.recurrences]
     for spec, (past, present) in zip(interface.cache_states, pairs, strict=True):
         for value, name in ((past, spec.name), (present, retained_name(spec.name))):
@@ -91,7 +113,11 @@ def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, inte
     graph.outputs[:] = outputs
     graph.inputs[:] = [*inputs, *dropped]
     common_passes.RemoveUnusedNodesPass()(model)
-    used = {str(value.name): sorted({node.op_type for node, _ in value.uses()}) for value in dropped if value.uses()}
+    used = {
+        str(value.name): sorted({node.op_type for node, _ in value.uses()})
+        for value in dropped
+        if value.uses()
+    }
     for name, users in used.items():
         raise refusal(foreign.path, f"its input {name} is still used by {', '.join(users)}")
     graph.inputs[:] = inputs
@@ -107,7 +133,9 @@ def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, inte
 def _free_names(graph: ir.Graph, names: set[str], kept: set[ir.Value]) -> None:
     """Rename values with names of the contract, because the sampler's values will have these."""
     values = [value for node in graph.all_nodes() for value in node.outputs]
-    constants = [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
+    constants = [
+        value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()
+    ]
     for value in [*values, *constants, *graph.inputs]:
         if value.name in names and value not in kept and value.name != IDS:
             value.name = f"{value.name}.foreign"
@@ -118,22 +146,32 @@ def _rename_axes(graph: ir.Graph) -> None:
     for node in graph.all_nodes():
         for value in node.outputs:
             if value.shape is not None:
-                dims = [dim if isinstance(dim, int) else _AXES.get(str(dim), str(dim)) for dim in value.shape]
-                value.shape = ir.Shape([dim if isinstance(dim, int) or dim in _OURS else None for dim in dims])
+                dims = [
+                    dim if isinstance(dim, int) else _AXES.get(str(dim), str(dim))
+                    for dim in value.shape
+                ]
+                value.shape = ir.Shape(
+                    [dim if isinstance(dim, int) or dim in _OURS else None for dim in dims]
+                )
 
 
-def record_shapes(model: ir.Model, folder: Path, limit: int | None = None, *, vocab_size: int = 1) -> int:
+def record_shapes(
+    model: ir.Model, folder: Path, limit: int | None = None, *, vocab_size: int = 1
+) -> int:
     """Give every value of the main graph of `model`, an `Interface.model`, its shape and dtype, in place; return how
     many became constants. folder: of its external data. limit: the positions that it knows; None for any number.
     vocab_size: of the ids that are tried."""
     from_shapes = _from_shapes(model.graph)
-    counts = any(node.op_type in _COUNTS and not from_shapes.issuperset(node.outputs) for node in model.graph)
+    counts = any(
+        node.op_type in _COUNTS and not from_shapes.issuperset(node.outputs) for node in model.graph
+    )
     sizes = [
         (rows, min(tokens, limit or tokens), min(capacity, limit or capacity))
         for rows, tokens, capacity in (*_SIZES, *([_MANY] if counts else []))
     ]
     runs = [
-        _run(model, folder, dict(zip((BATCH, SEQUENCE, CAPACITY), each, strict=True)), vocab_size) for each in sizes
+        _run(model, folder, dict(zip((BATCH, SEQUENCE, CAPACITY), each, strict=True)), vocab_size)
+        for each in sizes
     ]
     constants = 0
     for node in model.graph:
@@ -163,7 +201,9 @@ class _Found(NamedTuple):
     numbers: Array | None
 
 
-def _run(model: ir.Model, folder: Path, axes: Mapping[str, int], vocab_size: int) -> dict[str, _Found]:
+def _run(
+    model: ir.Model, folder: Path, axes: Mapping[str, int], vocab_size: int
+) -> dict[str, _Found]:
     """The values of the main graph by name, with random tokens (seeded) in empty caches; not values that constants
     alone make."""
     graph = model.graph
@@ -173,12 +213,15 @@ def _run(model: ir.Model, folder: Path, axes: Mapping[str, int], vocab_size: int
     options = session_options({FOLDER_OF_WEIGHTS: str(folder), **NO_PREPACKING})
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     fixed = _from_constants(graph)
-    values = [value for node in graph for value in node.outputs if value.name and value not in fixed]
+    values = [
+        value for node in graph for value in node.outputs if value.name and value not in fixed
+    ]
     session = ort.InferenceSession(with_outputs(model, values), options, providers=[CPU])
     names = [output.name for output in session.get_outputs()]
     arrays = zip(names, session.run(names, feeds), strict=True)
     return {
-        name: _Found(array.shape, array.dtype, array if array.size <= _MOST_NUMBERS else None) for name, array in arrays
+        name: _Found(array.shape, array.dtype, array if array.size <= _MOST_NUMBERS else None)
+        for name, array in arrays
     }
 
 
@@ -197,7 +240,9 @@ def _from_shapes(graph: ir.Graph) -> set[ir.Value]:
     found: set[ir.Value] = set()
     for node in graph:
         read = [value for value in node.inputs if value is not None]
-        inner = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
+        inner = any(
+            attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()
+        )
         known = all(value in found or constant(value) is not None for value in read)
         if node.op_type in ("Shape", "Size") or (known and read and not inner):
             found.update(node.outputs)
@@ -207,7 +252,9 @@ def _from_shapes(graph: ir.Graph) -> set[ir.Value]:
 def _always(found: Sequence[_Found]) -> Array | None:
     """The numbers of all runs; None if they differ."""
     first = found[0].numbers
-    if first is None or any(other.numbers is None or not np.array_equal(first, other.numbers) for other in found[1:]):
+    if first is None or any(
+        other.numbers is None or not np.array_equal(first, other.numbers) for other in found[1:]
+    ):
         return None
     return first
 
@@ -219,7 +266,9 @@ def _shape(found: Sequence[_Found], sizes: Sequence[tuple[int, int, int]]) -> ir
     named = dict(zip(zip(*sizes, strict=True), (BATCH, SEQUENCE, CAPACITY), strict=True))
     dims = list(zip(*(each.shape for each in found), strict=True))
     # A size of 0 is a count of the tokens that happen to be of a kind.
-    return ir.Shape([each[0] if len(set(each)) == 1 and each[0] else named.get(each) for each in dims])
+    return ir.Shape(
+        [each[0] if len(set(each)) == 1 and each[0] else named.get(each) for each in dims]
+    )
 
 
 def _fix_target(graph: ir.Graph, node: ir.Node, runs: Sequence[Mapping[str, _Found]]) -> None:
@@ -228,14 +277,22 @@ def _fix_target(graph: ir.Graph, node: ir.Node, runs: Sequence[Mapping[str, _Fou
     assert data is not None
     assert target is not None
     takes_zero = node.attributes.get_int("allowzero", 0) == 1
-    if constant(target) is not None or takes_zero or not {str(data.name), str(target.name)} <= runs[0].keys():
+    if (
+        constant(target) is not None
+        or takes_zero
+        or not {str(data.name), str(target.name)} <= runs[0].keys()
+    ):
         return
     targets = [run[str(target.name)].numbers for run in runs]
     lengths = {None if numbers is None else len(numbers) for numbers in targets}
     if None in lengths or len(lengths) > 1:  # of a rank that varies
         return
-    wanted = list(zip(*(numbers.tolist() for numbers in targets if numbers is not None), strict=True))
-    given = list(zip(*(run[str(data.name)].shape for run in runs), strict=False))  # its rank may vary
+    wanted = list(
+        zip(*(numbers.tolist() for numbers in targets if numbers is not None), strict=True)
+    )
+    given = list(
+        zip(*(run[str(data.name)].shape for run in runs), strict=False)
+    )  # its rank may vary
     numbers: list[int] = []
     for index, found in enumerate(wanted):
         if len(set(found)) == 1:
@@ -258,7 +315,11 @@ def rotary_tables(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     if positions is not None:
         return positions, cos, sin
     looked_up = producer(cos), producer(sin)
-    if looked_up[0] is None or looked_up[1] is None or {node.op_type for node in looked_up if node} != {"Gather"}:
+    if (
+        looked_up[0] is None
+        or looked_up[1] is None
+        or {node.op_type for node in looked_up if node} != {"Gather"}
+    ):
         return None
     (cos, positions), (sin, others) = (node.inputs[:2] for node in looked_up if node)
     axes = {node.attributes.get_int("axis", 0) for node in looked_up if node}
@@ -287,7 +348,14 @@ def use_own_operators(foreign: ForeignGraph, nodes: Nodes) -> None:
             positions, *angles = tables
             given = {name: node.attributes.get_int(name, 0) for name in _ROTARY}
             inputs = [node.inputs[0], positions, *angles]
-            new = nodes("RotaryEmbedding", inputs, output.dtype, output.shape, domain=CONTRIB_DOMAIN, **given)
+            new = nodes(
+                "RotaryEmbedding",
+                inputs,
+                output.dtype,
+                output.shape,
+                domain=CONTRIB_DOMAIN,
+                **given,
+            )
         else:
             continue
         output.replace_all_uses_with(new)
@@ -306,7 +374,12 @@ def set_opset(foreign: ForeignGraph) -> None:
     missing = ""
     for target in range(OPSET, max(have, OPSET) + 1):
         missing = next(
-            (text for node in graph.all_nodes() if (text := _missing(node, target, is_older=target < have))), ""
+            (
+                text
+                for node in graph.all_nodes()
+                if (text := _missing(node, target, is_older=target < have))
+            ),
+            "",
         )
         if not missing:
             graph.opset_imports[""] = target

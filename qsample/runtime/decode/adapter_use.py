@@ -21,7 +21,9 @@ from qsample.runtime.adapters import Adapter
 
 _BITS: Final = 32  # of a token
 _NONE: Final = -1  # the number of no adapter
-_MOST_MARKS: Final = 1024  # adapters whose tokens are recognised; one that is forgotten gets a new mark
+_MOST_MARKS: Final = (
+    1024  # adapters whose tokens are recognised; one that is forgotten gets a new mark
+)
 
 
 class Marks:
@@ -50,7 +52,9 @@ class AdapterPlaces:
     takes no further row, so that the waiting request gets it."""
 
     def __init__(self, count: int) -> None:
-        self._held: dict[int, str] = dict.fromkeys(range(1, count + 1), "")  # place → sha256; used longest ago first
+        self._held: dict[int, str] = dict.fromkeys(
+            range(1, count + 1), ""
+        )  # place → sha256; used longest ago first
         self._rows: Counter[int] = Counter()
 
     def take(self, adapter: Adapter | None, claimed: dict[int, str]) -> tuple[int, bool] | None:
@@ -58,7 +62,9 @@ class AdapterPlaces:
         place → the sha256 of the adapter of a row that waits for it and comes before this row; may get another."""
         if adapter is None:
             return 0, False
-        place = next((place for place, sha256 in self._held.items() if sha256 == adapter.sha256), None)
+        place = next(
+            (place for place, sha256 in self._held.items() if sha256 == adapter.sha256), None
+        )
         is_new = place is None
         if place in claimed or (place is None and adapter.sha256 in claimed.values()):
             return None
@@ -88,10 +94,14 @@ class AdapterRows:
         self._places: list[Adapter | None] = [None] * interface.features.max_loras
         self._number_of_row = [0] * rows
         self._most = interface.features.max_loras * interface.features.max_lora_rank
-        self._captured = interface.captured  # such a graph reads the same memory at every step: all of it
+        self._captured = (
+            interface.captured
+        )  # such a graph reads the same memory at every step: all of it
         self._specs = {spec.name: spec for spec in interface.adapter_inputs}
         # Kind → the layers' paths, each with the names of its matrices.
-        self._layers: dict[str, dict[str, tuple[str, str]]] = {kind: {} for kind in interface.adapter_kinds}
+        self._layers: dict[str, dict[str, tuple[str, str]]] = {
+            kind: {} for kind in interface.adapter_kinds
+        }
         for target in interface.adapters:
             self._layers[target.kind][target.path] = adapter_names(target.path)
         # Of each number of places, from 0 on, the number of ranks in each kind of layers.
@@ -171,12 +181,17 @@ class AdapterRows:
                 self._buffers[name].write_at(slice(filled, stop), 0)
 
     def _names(self, kind: str) -> list[str]:
-        return [adapter_ids(kind).name, *(name for pair in self._layers[kind].values() for name in pair)]
+        return [
+            adapter_ids(kind).name,
+            *(name for pair in self._layers[kind].values() for name in pair),
+        ]
 
     def _allocate(self, kind: str, ranks: int) -> Buffer:
         """Make the memory of a kind of layers, and return the memory of its adapters' numbers."""
         for name in self._names(kind):
-            self._buffers[name] = Buffer.allocate(self._specs[name], {ranks_axis(kind): ranks}, self._device)
+            self._buffers[name] = Buffer.allocate(
+                self._specs[name], {ranks_axis(kind): ranks}, self._device
+            )
         ids = self._buffers[adapter_ids(kind).name]
         ids.write_at(slice(None), _NONE)
         return ids

@@ -12,7 +12,14 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import BATCH, IMAGE_FEATURES, IMAGE_ROWS, IMAGE_TOKENS, POSITION_OFFSETS, SEQUENCE
+from qsample.contract.tensors import (
+    BATCH,
+    IMAGE_FEATURES,
+    IMAGE_ROWS,
+    IMAGE_TOKENS,
+    POSITION_OFFSETS,
+    SEQUENCE,
+)
 from qsample.images.prompt import ImagePrompt
 from qsample.ort.buffers import Buffer
 
@@ -27,7 +34,9 @@ class ImagePiece(NamedTuple):
     offsets: Array | None
 
 
-def image_piece(images: ImagePrompt | None, features: Array | None, piece: range) -> ImagePiece | None:
+def image_piece(
+    images: ImagePrompt | None, features: Array | None, piece: range
+) -> ImagePiece | None:
     """The piece of a prompt with `images`; None without any. features: [F, C], of the whole prompt."""
     if images is None:
         return None
@@ -44,19 +53,27 @@ class ImageInputs:
     """The memory of the image inputs, none for packages that read text only. No method may be called while a graph
     runs."""
 
-    def __init__(self, interface: Interface, rows: int, capacity: int, device: str, prompt_device: str) -> None:
+    def __init__(
+        self, interface: Interface, rows: int, capacity: int, device: str, prompt_device: str
+    ) -> None:
         """rows: of the batch. device, prompt_device: of the inputs of steps and of prompts."""
         self._specs = {spec.name: spec for spec in interface.image_inputs}
         self._device = prompt_device
         self._step: dict[str, Buffer] = {}
-        self._text: dict[str, Buffer] = {}  # of calls over text, in the shape [1, rows * capacity, ...]
+        self._text: dict[
+            str, Buffer
+        ] = {}  # of calls over text, in the shape [1, rows * capacity, ...]
         for name, spec in self._specs.items():
             if name == IMAGE_FEATURES:
                 self._no_features = [
-                    Buffer.allocate(spec, {IMAGE_TOKENS: 1}, place) for place in (device, prompt_device)
+                    Buffer.allocate(spec, {IMAGE_TOKENS: 1}, place)
+                    for place in (device, prompt_device)
                 ]
             else:
-                step, text = spec.shape({BATCH: rows, SEQUENCE: 1}), spec.shape({BATCH: 1, SEQUENCE: rows * capacity})
+                step, text = (
+                    spec.shape({BATCH: rows, SEQUENCE: 1}),
+                    spec.shape({BATCH: 1, SEQUENCE: rows * capacity}),
+                )
                 self._step[name] = Buffer.of(np.full(step, spec.off, spec.dtype), device)
                 self._text[name] = Buffer.of(np.full(text, spec.off, spec.dtype), prompt_device)
 
@@ -84,16 +101,23 @@ class ImageInputs:
         if not self._specs:
             return {}
         rows = len(pieces)
-        inputs = {name: text.reshaped(rows, width, *text.shape[2:]) for name, text in self._text.items()}
+        inputs = {
+            name: text.reshaped(rows, width, *text.shape[2:]) for name, text in self._text.items()
+        }
         inputs[IMAGE_FEATURES] = self._no_features[1]
         if all(piece is None for piece in pieces):
             return inputs
-        arrays = {name: np.full(inputs[name].shape, self._specs[name].off, np.int32) for name in self._text}
+        arrays = {
+            name: np.full(inputs[name].shape, self._specs[name].off, np.int32)
+            for name in self._text
+        }
         features: list[Array] = []
         for row, piece in enumerate(pieces):
             if piece is not None:
                 before = sum(map(len, features))
-                arrays[IMAGE_ROWS.name][row, : len(piece.rows)] = np.where(piece.rows < 0, -1, piece.rows + before)
+                arrays[IMAGE_ROWS.name][row, : len(piece.rows)] = np.where(
+                    piece.rows < 0, -1, piece.rows + before
+                )
                 features += [piece.features] if len(piece.features) else []
                 if piece.offsets is not None:
                     arrays[POSITION_OFFSETS.name][row] = piece.offsets[-1]
@@ -101,6 +125,8 @@ class ImageInputs:
         if features:
             joined = features[0] if len(features) == 1 else np.concatenate(features)
             # NumPy has bfloat16 as uint16 of the same bits.
-            inputs[IMAGE_FEATURES] = replace(Buffer.of(joined, self._device), dtype=self._specs[IMAGE_FEATURES].dtype)
+            inputs[IMAGE_FEATURES] = replace(
+                Buffer.of(joined, self._device), dtype=self._specs[IMAGE_FEATURES].dtype
+            )
         # Other memory for each call: the call before it may still read.
         return inputs | {name: Buffer.of(array, self._device) for name, array in arrays.items()}

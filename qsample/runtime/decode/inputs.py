@@ -42,12 +42,20 @@ class ParameterRows:
     the rows whose parameters need a search."""
 
     def __init__(
-        self, interface: Interface, sizes: Mapping[str, int], device: str, *, narrow: bool, needed: bool
+        self,
+        interface: Interface,
+        sizes: Mapping[str, int],
+        device: str,
+        *,
+        narrow: bool,
+        needed: bool,
     ) -> None:
         """Turn all parameters off. sizes: of every named axis. device: of the buffers. narrow: also give up columns
         when no row needs them: each step reads all of them. needed: the graph takes no empty list of searched rows."""
         self._specs = {spec.name: spec for spec in interface.parameters}
-        self._off = {name: np.array(spec.off or 0, spec.dtype) for name, spec in self._specs.items()}
+        self._off = {
+            name: np.array(spec.off or 0, spec.dtype) for name, spec in self._specs.items()
+        }
         self._sizes, self._device, self._narrow = dict(sizes), device, narrow
         self._widths = {axis: [1] * self._sizes[BATCH] for axis in ROW_AXES}  # of each row
         self.searched = SearchedRows(interface, self._sizes[BATCH], device, needed=needed)
@@ -100,7 +108,9 @@ class ParameterRows:
         for name, spec in self._specs.items():
             if axis in spec.axes:
                 old, new = self.buffers[name].read(), self._all_off(name)
-                common = _place(spec.axes, [min(sizes) for sizes in zip(old.shape, new.shape, strict=True)])
+                common = _place(
+                    spec.axes, [min(sizes) for sizes in zip(old.shape, new.shape, strict=True)]
+                )
                 new[common] = old[common]
                 self.buffers[name] = Buffer.of(new, self._device)
         return True
@@ -112,7 +122,8 @@ class ParameterRows:
 def _place(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[slice, ...]:
     """The place of values of a shape in an array with room for more."""
     return tuple(
-        slice(-size, None) if axis == BAD_WORD_LENGTH else slice(size) for axis, size in zip(axes, shape, strict=True)
+        slice(-size, None) if axis == BAD_WORD_LENGTH else slice(size)
+        for axis, size in zip(axes, shape, strict=True)
     )
 
 
@@ -122,14 +133,18 @@ class SearchedRows:
     proportion to the rows in its list, and each length of the list is a separate captured graph. So the list of a batch
     is padded to a power of two."""
 
-    def __init__(self, interface: Interface, count: int, device: str, *, needed: bool = True) -> None:
+    def __init__(
+        self, interface: Interface, count: int, device: str, *, needed: bool = True
+    ) -> None:
         """count: rows of the batch. device: of the list. needed: the graph takes no empty list."""
         specs = [spec for spec in interface.parameters if spec.name in _READ and interface.captured]
         self._values = {spec.name: np.full(count, spec.off, spec.dtype) for spec in specs}
         self._count = count
         # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
         self._default = [0] if needed and interface.captured else []
-        self._batch, self._chunk = (Buffer.allocate(SEARCHED_ROWS, {SEARCHED: count}, device) for _ in range(2))
+        self._batch, self._chunk = (
+            Buffer.allocate(SEARCHED_ROWS, {SEARCHED: count}, device) for _ in range(2)
+        )
         self._written: list[int] = []
         self._empty = self._batch.reshaped(0)
 
@@ -182,7 +197,9 @@ class SearchedRows:
 class PromptInputs:
     """Memory for the ids and lengths of a call over some rows; each call writes it anew."""
 
-    def __init__(self, rows: int, capacity: int, tokens: RowCounts, device: str, *, renewed: bool = False) -> None:
+    def __init__(
+        self, rows: int, capacity: int, tokens: RowCounts, device: str, *, renewed: bool = False
+    ) -> None:
         """rows: most of a call. tokens: the numbers that a row can have in a call, padding included. renewed: each call
         gets other memory, because the call before it may still read."""
         self._tokens, self._device, self._renewed = tokens, device, renewed
@@ -197,7 +214,10 @@ class PromptInputs:
         # Nothing reads the padding. It repeats a token of the row, so that it brings in no new NaN.
         padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
         if self._renewed:
-            arrays = {INPUT_IDS.name: np.stack(padded), INPUT_LENGTHS.name: np.array(lengths, np.int32)}
+            arrays = {
+                INPUT_IDS.name: np.stack(padded),
+                INPUT_LENGTHS.name: np.array(lengths, np.int32),
+            }
             return {name: Buffer.of(array, self._device) for name, array in arrays.items()}
         self._ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))
         self._lengths.write_at(slice(len(ids)), lengths)
@@ -206,7 +226,10 @@ class PromptInputs:
 
     def of_rows(self, rows: int) -> dict[str, Buffer]:
         """The inputs of this number of rows by name; the result of `write` replaces the ids."""
-        return {INPUT_IDS.name: self._ids.reshaped(rows, 1), INPUT_LENGTHS.name: self._lengths.rows(0, rows)}
+        return {
+            INPUT_IDS.name: self._ids.reshaped(rows, 1),
+            INPUT_LENGTHS.name: self._lengths.rows(0, rows),
+        }
 
 
 def uniforms(seed: int, count: int, stream: int = 0) -> Array:

@@ -88,7 +88,11 @@ class DecodeLoop:
         self._stored = stored
         self._scheduler = scheduler
         self._deliver = deliver
-        self._device = DeviceThread("qsample-device") if double_buffering and slots.read_while_running else None
+        self._device = (
+            DeviceThread("qsample-device")
+            if double_buffering and slots.read_while_running
+            else None
+        )
         self._most = slots.most_new_tokens
         # Those that the newest job gives tokens, and the steps that do, each at least one if the row still runs.
         self._unread: list[tuple[Sequence, range]] = []
@@ -129,7 +133,10 @@ class DecodeLoop:
         self._unread = [(unread, steps) for unread, steps in self._unread if unread is not sequence]
         self._waiting = [waiting for waiting in self._waiting if waiting.sequence is not sequence]
         if slot is not None:
-            self._left[slot] = sequence.identities, "" if sequence.adapter is None else sequence.adapter.sha256
+            self._left[slot] = (
+                sequence.identities,
+                "" if sequence.adapter is None else sequence.adapter.sha256,
+            )
 
     def set_parameter(self, sequence: Sequence, name: str, values: Array) -> None:
         """Replace a parameter of a guided sequence before its next token."""
@@ -189,13 +196,23 @@ class DecodeLoop:
         sequence.admitted_at = time.perf_counter()
         if admission.moved is not None:
             target, tokens = admission.moved
-            self._slots.copy(slot, target, np.zeros(tokens, np.int64))  # nothing reads the ids of a free slot
+            self._slots.copy(
+                slot, target, np.zeros(tokens, np.int64)
+            )  # nothing reads the ids of a free slot
         if admission.stored is not None:
             self._load(sequence, slot, admission.stored)
         if admission.adapter is not None:
             self._slots.adapters.put(sequence.adapter_place, admission.adapter)
         place, images = sequence.adapter_place, sequence.images
-        self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused, place, images)
+        self._slots.begin(
+            slot,
+            sequence.prompt,
+            sequence.seed,
+            sequence.parameters,
+            sequence.reused,
+            place,
+            images,
+        )
         if copy.source != slot:
             self._copy(copy)()
         elif copy.place is not None:
@@ -234,10 +251,17 @@ class DecodeLoop:
         now = self._slots.step
         if isinstance(job, Window):
             counts = zip(job.sequences, job.counts, strict=True)
-            self._unread = [(sequence, range(now + 1, now + 1 + count)) for sequence, count in counts]
+            self._unread = [
+                (sequence, range(now + 1, now + 1 + count)) for sequence, count in counts
+            ]
             self.steps += job.steps
-            return [partial(self._slots.decode, job.rows, wait=step == job.steps) for step in range(1, job.steps + 1)]
-        self._unread = [(sequence, range(now, now + 1)) for sequence in job.sequences] if job.last else []
+            return [
+                partial(self._slots.decode, job.rows, wait=step == job.steps)
+                for step in range(1, job.steps + 1)
+            ]
+        self._unread = (
+            [(sequence, range(now, now + 1)) for sequence in job.sequences] if job.last else []
+        )
         calls = [self._copy(copy) for copy in job.copies]
         for sequence, _ in self._unread:  # its whole prompt is issued
             self.prefixes.prompts += 1
@@ -258,11 +282,15 @@ class DecodeLoop:
             sequence.image_features = None  # the calls have them
         return calls
 
-    def _prefill(self, pieces: list[tuple[Sequence, range]], *, emit: bool, wait: bool = True) -> Callable[[], None]:
+    def _prefill(
+        self, pieces: list[tuple[Sequence, range]], *, emit: bool, wait: bool = True
+    ) -> Callable[[], None]:
         """The call for pieces of prompts in adjacent slots."""
         ids = [one.prompt[piece.start : piece.stop] for one, piece in pieces]
         images = [image_piece(one.images, one.image_features, piece) for one, piece in pieces]
-        return partial(self._slots.prefill, slot_of(pieces[0][0]), *ids, emit=emit, wait=wait, images=images)
+        return partial(
+            self._slots.prefill, slot_of(pieces[0][0]), *ids, emit=emit, wait=wait, images=images
+        )
 
     def _copy(self, copy: Copy) -> Callable[[], None]:
         """The call for it."""
@@ -282,7 +310,9 @@ class DecodeLoop:
     def _read(self, unread: list[tuple[Sequence, range]], step: int | None = None) -> list[_Found]:
         """Read the tokens of the steps up to `step`, by default the newest, and the optional outputs unless they can
         wait."""
-        unread = [(sequence, steps) for sequence, steps in unread if sequence.slot is not None]  # the rest has left
+        unread = [
+            (sequence, steps) for sequence, steps in unread if sequence.slot is not None
+        ]  # the rest has left
         if not unread:
             return []
         snapshot = self._slots.read(step, self._most * max(len(steps) for _, steps in unread))
@@ -318,14 +348,20 @@ class DecodeLoop:
         values = self._slots.read_outputs(steps, names, rows)
         counts = values.pop(NUM_NEW.name, None)
         for one in waiting:
-            row, wanted, outputs = slot_of(one.sequence) - rows.start, one.sequence.wanted or (), one.sequence.outputs
+            row, wanted, outputs = (
+                slot_of(one.sequence) - rows.start,
+                one.sequence.wanted or (),
+                one.sequence.outputs,
+            )
             end = len(outputs) + one.count
             for index in range(one.steps.start - steps.start, one.steps.stop - steps.start):
                 given = 1 if counts is None else int(counts[index, row])
                 for token in range(min(given, end - len(outputs))):
                     found = {name: values[name][index, row] for name in wanted}
                     if counts is not None:
-                        found = {name: np.array(value[token], ndmin=1) for name, value in found.items()}
+                        found = {
+                            name: np.array(value[token], ndmin=1) for name, value in found.items()
+                        }
                     # A copy, so that a token keeps none of the outputs of the other rows.
                     outputs.append({name: value.copy() for name, value in found.items()})
 
@@ -339,12 +375,17 @@ class DecodeLoop:
             sequence.status = one.status
             if one.status != RUNNING:
                 self.leave(sequence, keep=one.status in _CACHE_IS_VALID)
-            elif not issued <= count <= issued * self._most or len(sequence.sampled) >= sequence.limit:
+            elif (
+                not issued <= count <= issued * self._most
+                or len(sequence.sampled) >= sequence.limit
+            ):
                 raise QsampleError(
                     f"a row still runs with {len(sequence.sampled)} new tokens of at most {sequence.limit}, the last "
                     f"{count} from {issued} steps; the graph does not follow the decode contract"
                 )
             sequence.issued += max(count - issued, 0)
             self._deliver(sequence)
-            if sequence.status != one.status and sequence.slot is not None:  # a stop string ended it
+            if (
+                sequence.status != one.status and sequence.slot is not None
+            ):  # a stop string ended it
                 self.leave(sequence)

@@ -82,7 +82,12 @@ class PrefixFile:
 
     @classmethod
     def open(
-        cls, path: Path, signature: Mapping[str, str], interface: Interface, *, with_states: bool = True
+        cls,
+        path: Path,
+        signature: Mapping[str, str],
+        interface: Interface,
+        *,
+        with_states: bool = True,
     ) -> PrefixFile:
         """Read a file for the package with this signature and interface, and verify it; without its states, only the
         header is looked at. Raises PackageError if the file is missing, damaged, or of another package."""
@@ -93,18 +98,28 @@ class PrefixFile:
                     return found
                 states = {name: file.read(name) for name in file.tensors if name != TOKENS}
         except (OSError, MemoryError) as error:
-            raise PackageError(f"cannot read the prefix {path}: {getattr(error, 'strerror', '') or error}") from error
+            raise PackageError(
+                f"cannot read the prefix {path}: {getattr(error, 'strerror', '') or error}"
+            ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PackageError(f"{path} is damaged, or not a prefix ({error!s:.200}); {_AGAIN}") from error
+            raise PackageError(
+                f"{path} is damaged, or not a prefix ({error!s:.200}); {_AGAIN}"
+            ) from error
         if _sha256([found.tokens, *states.values()]) != found.sha256:
             raise PackageError(f"{path} is damaged: its sha256 is not that of its header; {_AGAIN}")
         return replace(found, states=states)
 
     @classmethod
-    def _of(cls, path: Path, file: TensorFile, signature: Mapping[str, str], interface: Interface) -> PrefixFile:
+    def _of(
+        cls, path: Path, file: TensorFile, signature: Mapping[str, str], interface: Interface
+    ) -> PrefixFile:
         """A file without its states."""
         metadata, (dtype, shape) = file.metadata, file.tensors[TOKENS]
-        start, sha256, adapter = int(metadata["start"]), str(metadata[_SHA256]), str(metadata.get(_ADAPTER, ""))
+        start, sha256, adapter = (
+            int(metadata["start"]),
+            str(metadata[_SHA256]),
+            str(metadata.get(_ADAPTER, "")),
+        )
         if metadata["format"] not in _FORMATS:
             raise ValueError(f"its format is {metadata['format']!r:.40}")
         if len(shape) != 1 or dtype != "int64" or not 0 <= start < shape[0] <= _MOST_TOKENS:
@@ -116,11 +131,16 @@ class PrefixFile:
                     f"it may give other tokens; {_AGAIN}"
                 )
         expected = {
-            spec.name: (DTYPES[spec.dtype].numpy, tuple(spec.shape({CAPACITY: shape[0] - start, BATCH: 1}))[1:])
+            spec.name: (
+                DTYPES[spec.dtype].numpy,
+                tuple(spec.shape({CAPACITY: shape[0] - start, BATCH: 1}))[1:],
+            )
             for spec in interface.cache_states
         }
         if {name: entry for name, entry in file.tensors.items() if name != TOKENS} != expected:
-            raise PackageError(f"{path} is damaged: its tensors are not the states of this package; {_AGAIN}")
+            raise PackageError(
+                f"{path} is damaged: its tensors are not the states of this package; {_AGAIN}"
+            )
         return cls(path, file.read(TOKENS), start, {}, sha256, adapter)
 
 
@@ -137,22 +157,34 @@ def write_prefix(
     arrays = {TOKENS: np.ascontiguousarray(tokens, np.int64)}
     arrays |= {name: np.ascontiguousarray(array) for name, array in states.items()}
     name = _FORMATS[1 if tokens.min() < 0 else 0]
-    metadata = {"format": name, **signature, "start": str(start), _SHA256: _sha256(list(arrays.values()))}
+    metadata = {
+        "format": name,
+        **signature,
+        "start": str(start),
+        _SHA256: _sha256(list(arrays.values())),
+    }
     if adapter:
         metadata[_ADAPTER] = adapter
     size = sum(array.nbytes for array in arrays.values())
     try:
         # The folder is not made if it has gone: its owner chose who may read it.
-        with ScratchFolder(path.parent) as scratch, full_disk_named(path.parent, size, "the prefix"):
+        with (
+            ScratchFolder(path.parent) as scratch,
+            full_disk_named(path.parent, size, "the prefix"),
+        ):
             check_free(path.parent, size, "the prefix")
             made = scratch.new / path.name
-            with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # it has private texts
+            with open(
+                os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as file:  # it has private texts
                 write_tensors(file, metadata, arrays)
                 file.flush()
                 os.fsync(file.fileno())
             made.replace(path)
     except OSError as error:
-        raise PackageError(f"cannot write {path}: {error.strerror or error}; choose another path") from error
+        raise PackageError(
+            f"cannot write {path}: {error.strerror or error}; choose another path"
+        ) from error
 
 
 def _sha256(arrays: list[Array]) -> str:

@@ -40,7 +40,9 @@ class Pieces:
     def of(cls, sessions: Sessions) -> Pieces:
         """As suits a package's graphs and their kernels."""
         image = sessions.interface.image
-        return cls(sessions.piece_size, sessions.late_piece_size, image is not None and image.blockwise)
+        return cls(
+            sessions.piece_size, sessions.late_piece_size, image is not None and image.blockwise
+        )
 
     def around(self, token: int) -> range:
         """The whole piece of a text that token number `token` is in."""
@@ -51,18 +53,27 @@ class Pieces:
     def run(self, prompt: Array, place: int) -> range:
         """The run of image tokens that may not be cut at `place`: both tokens next to it are image tokens. Otherwise
         nothing, range(place, place)."""
-        if not self.whole_images or not 0 < place < len(prompt) or max(prompt[place - 1], prompt[place]) >= 0:
+        if (
+            not self.whole_images
+            or not 0 < place < len(prompt)
+            or max(prompt[place - 1], prompt[place]) >= 0
+        ):
             return range(place, place)
         text = np.flatnonzero(prompt >= 0)
         after = int(np.searchsorted(text, place))
-        return range(int(text[after - 1]) + 1 if after else 0, int(text[after]) if after < len(text) else len(prompt))
+        return range(
+            int(text[after - 1]) + 1 if after else 0,
+            int(text[after]) if after < len(text) else len(prompt),
+        )
 
     def begin(self, prompt: Array, token: int) -> int:
         """The last end of a whole piece of `prompt` that is not after `token`."""
         run = self.run(prompt, self.around(token).start)
         return run.stop if run.stop <= token else self.begin(prompt, run.start)
 
-    def cut(self, prompt: Array, start: int, end: int, most: int | None = None) -> tuple[range, ...]:
+    def cut(
+        self, prompt: Array, start: int, end: int, most: int | None = None
+    ) -> tuple[range, ...]:
         """The tokens [start, end) of a prompt, cut at the ends of pieces; with `most`, whole pieces of at most so many
         tokens, or a single piece. A `start` inside a piece counts as that piece's beginning."""
         begun, result = self.begin(prompt, start), list[range]()
@@ -82,7 +93,9 @@ def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int |
     shared, length = _shared_images(held, prompt, pieces), len(prompt)
     if shared == length and (length == len(held) or length == pieces.begin(prompt, length)):
         start = pieces.begin(prompt, length - 1)
-        return start if tail_size is None else max(start, pieces.run(prompt, length - tail_size).start)
+        return (
+            start if tail_size is None else max(start, pieces.run(prompt, length - tail_size).start)
+        )
     return pieces.begin(prompt, min(shared, length - 1))
 
 
@@ -117,7 +130,9 @@ class SavedStates:
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self._tokens: dict[int, Array] = {}  # place → the beginning; the place used longest ago first
+        self._tokens: dict[
+            int, Array
+        ] = {}  # place → the beginning; the place used longest ago first
 
     @property
     def beginnings(self) -> list[Array]:

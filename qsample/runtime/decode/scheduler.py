@@ -25,14 +25,22 @@ from qsample.ort.session import Sessions
 from qsample.runtime.decode.adapter_use import AdapterPlaces, Marks
 from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Save, Window, slot_of, span_of
 from qsample.runtime.decode.prefix_file import PrefixFile
-from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix, shared_tokens
+from qsample.runtime.decode.prefixes import (
+    Pieces,
+    SavedStates,
+    reusable_prefix,
+    shared_prefix,
+    shared_tokens,
+)
 from qsample.runtime.sequence import Sequence
 
 # The cost of a run without its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
 _RUN: Final = 4
 # Tokens of a row that are copied while a step computes another row: 50 at 0.6 B parameters with int4 weights.
 _COPIED: Final = 32
-_MOST_PASSED: Final = 256  # sequences that wait for an adapter; looking further takes time in each step
+_MOST_PASSED: Final = (
+    256  # sequences that wait for an adapter; looking further takes time in each step
+)
 _NOTHING: Final[Array] = np.empty(0, dtype=np.int64)
 # A run of more tokens reads none of them faster, and takes more memory.
 _MOST_JOINED: Final = 512
@@ -106,8 +114,12 @@ class Scheduler:
     def __init__(self, slots: int, config: SchedulerConfig) -> None:
         self._config = config
         self._pieces = config.pieces
-        self._kept: dict[int, Array] = dict.fromkeys(range(slots), _NOTHING)  # of each free slot, marked
-        self._tokens = dict.fromkeys(range(slots), 0)  # that the states of each free slot are after, at most
+        self._kept: dict[int, Array] = dict.fromkeys(
+            range(slots), _NOTHING
+        )  # of each free slot, marked
+        self._tokens = dict.fromkeys(
+            range(slots), 0
+        )  # that the states of each free slot are after, at most
         self._free = list(range(slots))  # the slot that was left longest ago first
         self._waiting: deque[Sequence] = deque()
         self._in_slots: list[Sequence] = []  # first come first
@@ -157,7 +169,9 @@ class Scheduler:
                 passed.append(sequence)
                 continue
             sequence.adapter_place, is_new = taken
-            reusable = {slot: self._reusable(self._kept[slot], sequence.marked, slot) for slot in self._free}
+            reusable = {
+                slot: self._reusable(self._kept[slot], sequence.marked, slot) for slot in self._free
+            }
             used = [slot_of(one) for one in self._in_slots]
             rows = {slot: self._step_rows.cover(len(span_of([*used, slot]))) for slot in self._free}
             # Of equals, the first.
@@ -174,23 +188,37 @@ class Scheduler:
             self._free.remove(slot)
             del self._kept[slot]
             self._in_slots.append(sequence)
-            copy, adapter = Copy(sequence, source, tokens, place), sequence.adapter if is_new else None
+            copy, adapter = (
+                Copy(sequence, source, tokens, place),
+                sequence.adapter if is_new else None,
+            )
             admitted.append(Admission(sequence, copy, moved, found, adapter))
         self._waiting.extendleft(reversed(passed))
         return admitted
 
-    def _best_stored(self, stored: abc.Sequence[PrefixFile], sequence: Sequence) -> tuple[PrefixFile | None, int]:
+    def _best_stored(
+        self, stored: abc.Sequence[PrefixFile], sequence: Sequence
+    ) -> tuple[PrefixFile | None, int]:
         """The stored prefix that has most of a prompt, and how many tokens of it."""
         own = "" if sequence.adapter is None else sequence.adapter.sha256
-        loadable = [(self._loadable(one.tokens, sequence.identities), one) for one in stored if one.adapter == own]
+        loadable = [
+            (self._loadable(one.tokens, sequence.identities), one)
+            for one in stored
+            if one.adapter == own
+        ]
         tokens, found = max(loadable, key=lambda item: item[0], default=(0, None))
         return found, tokens
 
-    def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, int] | None:
+    def _make_room(
+        self, slot: int, source: int, prompt: Array, reused: int
+    ) -> tuple[int, int] | None:
         """Another free slot for the tokens that `slot` keeps, and their number: the slot left longest ago gives way.
         Otherwise, slots next to the slots in use would forget the newest tokens, and other slots keep tokens that no
         request needs. None if nothing is moved: if the step is over all slots, the slot left longest ago was chosen."""
-        kept, spare = self._kept[slot], next(free for free in self._free if free == slot or free != source)
+        kept, spare = (
+            self._kept[slot],
+            next(free for free in self._free if free == slot or free != source),
+        )
         if source != slot and shared_prefix(self._kept[source], prompt) == len(self._kept[source]):
             self._free.remove(source)  # `slot` is about to hold all of it
             self._free.insert(0, source)
@@ -215,7 +243,9 @@ class Scheduler:
         # It is unknown whether a row is valid whose first token was not read.
         keep = keep and bool(sequence.sampled or not sequence.issued)
         tokens = sequence.marked[: sequence.consumed]
-        if self._config.reuse_sampled and len(tokens):  # the newest token was not fed yet, so the cache lacks it
+        if self._config.reuse_sampled and len(
+            tokens
+        ):  # the newest token was not fed yet, so the cache lacks it
             sampled = self._marks.mark(np.array(sequence.sampled[:-1], np.int64), sequence.adapter)
             tokens = np.concatenate([tokens, sampled])
         self._kept[slot] = tokens if keep else _NOTHING
@@ -234,14 +264,19 @@ class Scheduler:
 
     def next_job(self) -> Read | Window | None:
         """The next job of the device, taken as done; None if nothing is left to do before results are read."""
-        prefilling, running = self.prefilling, [sequence for sequence in self._in_slots if sequence.may_run]
+        prefilling, running = (
+            self.prefilling,
+            [sequence for sequence in self._in_slots if sequence.may_run],
+        )
         if prefilling and not (running and self._config.interleave and self._chunk_was_last):
             self._chunk_was_last = True
             read = self._next_read(prefilling)
             for copy in read.copies:
                 copy.sequence.reused = copy.tokens
                 copy.sequence.consumed = max(copy.sequence.consumed, copy.tokens)
-            for sequence, piece in zip(reversed(read.sequences), reversed(read.pieces), strict=False):
+            for sequence, piece in zip(
+                reversed(read.sequences), reversed(read.pieces), strict=False
+            ):
                 sequence.consumed, sequence.issued = piece.stop, int(read.last)
             return read
         self._chunk_was_last = False
@@ -287,7 +322,9 @@ class Scheduler:
                 target = min(self._free, key=lambda slot: (widths[slot], len(self._kept[slot])))
                 kept, held = len(self._kept[target]), len(one.prompt) + one.issued
                 if widths[target] < width:
-                    moves.append((Move(source, target, kept), width - widths[target], held + 2 * kept))
+                    moves.append(
+                        (Move(source, target, kept), width - widths[target], held + 2 * kept)
+                    )
         return min(moves, key=lambda move: move[2] / move[1], default=None)
 
     def _next_read(self, prefilling: list[Sequence]) -> Read:
@@ -301,14 +338,25 @@ class Scheduler:
             start = tokens
         if self._config.recurrent:
             # Those that begin alike wait until this prompt is read as far as they go together.
-            together = {one: reusable_prefix(sequence.marked, one.marked, self._pieces, None) for one in others}
+            together = {
+                one: reusable_prefix(sequence.marked, one.marked, self._pieces, None)
+                for one in others
+            }
             ahead = {one: tokens for one, tokens in together.items() if tokens > one.consumed}
-            copies += tuple(Copy(one, slot_of(sequence), start) for one, tokens in ahead.items() if tokens == start)
+            copies += tuple(
+                Copy(one, slot_of(sequence), start)
+                for one, tokens in ahead.items()
+                if tokens == start
+            )
             end = min([end, *(tokens for tokens in ahead.values() if tokens > start)])
         joined = self._joined(sequence, start) if end == len(sequence.prompt) else {sequence: start}
         if len(joined) > 1:
             pieces = tuple(range(begun, len(one.prompt)) for one, begun in joined.items())
-            saves = tuple(save for one, begun in joined.items() for save in self._saves(one, begun, len(one.prompt)))
+            saves = tuple(
+                save
+                for one, begun in joined.items()
+                for save in self._saves(one, begun, len(one.prompt))
+            )
             return Read(tuple(joined), pieces, copies, saves)
         pieces = self._pieces.cut(sequence.marked, start, end, self._config.prefill_chunk_size)
         return Read((sequence,), pieces, copies, self._saves(sequence, start, pieces[-1].stop))
@@ -321,7 +369,11 @@ class Scheduler:
         seen = [*self._saved.beginnings, *self._kept.values()]
         seen += [one.marked for one in self._in_slots if one is not sequence]
         # The same prompt again continues from before its last token, a longer prompt from after it.
-        ends = {len(prompt), len(prompt) - 1, max(map(partial(shared_prefix, prompt), seen), default=0)}
+        ends = {
+            len(prompt),
+            len(prompt) - 1,
+            max(map(partial(shared_prefix, prompt), seen), default=0),
+        }
         saves = []
         for tokens in sorted({self._pieces.begin(prompt, end) for end in ends}):
             if start < tokens <= end:
@@ -332,12 +384,20 @@ class Scheduler:
     def _is_held(self, tokens: Array) -> bool:
         """Whether some slot has the keys and values of all these tokens, or none are needed."""
         held = [*self._kept.values(), *(one.marked[: one.consumed] for one in self._in_slots)]
-        return not self._config.attention or any(shared_prefix(one, tokens) == len(tokens) for one in held)
+        return not self._config.attention or any(
+            shared_prefix(one, tokens) == len(tokens) for one in held
+        )
 
     def _holder(self, sequence: Sequence) -> tuple[int, int]:
         """The other slot that holds most of a prompt's beginning, and how many tokens of it."""
-        held = self._kept | {slot_of(one): one.marked[: one.consumed] for one in self._in_slots if one is not sequence}
-        reusable = {slot: self._reusable(tokens, sequence.marked, slot) for slot, tokens in held.items()}
+        held = self._kept | {
+            slot_of(one): one.marked[: one.consumed]
+            for one in self._in_slots
+            if one is not sequence
+        }
+        reusable = {
+            slot: self._reusable(tokens, sequence.marked, slot) for slot, tokens in held.items()
+        }
         return max(reusable.items(), key=lambda item: item[1], default=(0, 0))
 
     def _reusable(self, held: Array, prompt: Array, slot: int) -> int:
@@ -358,7 +418,9 @@ class Scheduler:
     def _loadable(self, stored: Array, prompt: Array) -> int:
         """The number of tokens of `prompt` that need not be read after `stored`, a number of whole pieces."""
         if self._config.recurrent:  # the states are those after all of it
-            whole = shared_prefix(stored, prompt[:-1]) == len(stored) and not self._pieces.run(prompt, len(stored))
+            whole = shared_prefix(stored, prompt[:-1]) == len(stored) and not self._pieces.run(
+                prompt, len(stored)
+            )
             return len(stored) if whole else 0
         return reusable_prefix(stored, prompt, self._pieces, self._config.tail_size)
 
@@ -377,12 +439,15 @@ class Scheduler:
         its tokens that were read: `start` of the first."""
         if not self._config.join_prompts or (start and not self._config.ragged):
             return {first: start}
-        begun = {one: one.consumed for one in self.prefilling if self._config.ragged or one.consumed == 0}
+        begun = {
+            one: one.consumed for one in self.prefilling if self._config.ragged or one.consumed == 0
+        }
         begun[first] = start
         ready = {
             slot_of(one): one
             for one, tokens in begun.items()
-            if len(self._pieces.cut(one.marked, tokens, len(one.prompt))) == 1 and not self._waits(one, first)
+            if len(self._pieces.cut(one.marked, tokens, len(one.prompt))) == 1
+            and not self._waits(one, first)
         }
         if slot_of(first) not in ready:
             return {first: start}
@@ -400,7 +465,12 @@ class Scheduler:
 
 
 def joined_slots(
-    lengths: Mapping[int, int], slot: int, piece_size: int, chunk_size: int | None = None, *, ragged: bool = False
+    lengths: Mapping[int, int],
+    slot: int,
+    piece_size: int,
+    chunk_size: int | None = None,
+    *,
+    ragged: bool = False,
 ) -> range:
     """Adjacent slots around `slot` whose prompts are read in a single run: they have the same length, at most a piece,
     so that each row computes the same numbers as alone; or any length, if `ragged`: rows do so in any case.

@@ -42,7 +42,15 @@ from qsample.contract.tensors import (
 )
 from qsample.images.prompt import ImagePrompt
 from qsample.ort.bound_graph import BoundGraph
-from qsample.ort.buffers import WITHOUT_ADDRESSES, Buffer, OutputRing, RetainedState, SavedRows, rows_of, run_on_device
+from qsample.ort.buffers import (
+    WITHOUT_ADDRESSES,
+    Buffer,
+    OutputRing,
+    RetainedState,
+    SavedRows,
+    rows_of,
+    run_on_device,
+)
 from qsample.ort.parts import BoundParts
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
@@ -79,7 +87,9 @@ class Snapshot:
             raise IndexError(
                 f"the tokens from position {position} on are {end - position}, and {self.newest} were read"
             )
-        tokens: list[int] = self.tokens[slot, position - skipped : end - skipped].tolist() if position < end else []
+        tokens: list[int] = (
+            self.tokens[slot, position - skipped : end - skipped].tolist() if position < end else []
+        )
         return tokens
 
 
@@ -89,13 +99,18 @@ class NewestTokens:
     def __init__(self, count: int, device: str) -> None:
         self._count, self._device = count, device
         self._zero = Buffer.of(np.zeros(1, dtype=np.int32), device)
-        self._made: dict[int, tuple[Buffer, Buffer]] = {}  # number of tokens → columns, and their tokens
+        self._made: dict[
+            int, tuple[Buffer, Buffer]
+        ] = {}  # number of tokens → columns, and their tokens
 
     def read(self, states: Mapping[str, Buffer], count: int) -> Array:
         """[B, count] int32: each row's last tokens up to position `lengths`."""
         if count not in self._made:
             columns = Buffer.of(np.arange(1 - count, 1, dtype=np.int32)[None], self._device)
-            self._made[count] = columns, Buffer.of(np.zeros((self._count, count), np.int32), self._device)
+            self._made[count] = (
+                columns,
+                Buffer.of(np.zeros((self._count, count), np.int32), self._device),
+            )
         columns, gathered = self._made[count]
         lengths = states[LENGTHS.name].reshaped(self._count, 1)
         inputs = {"x": states[TOKENS.name], "row": lengths, "column": columns, "zero": self._zero}
@@ -114,7 +129,9 @@ class Drafts:
         part = slice(rows.start, rows.stop)
         new, guesses = (outputs[spec.name].read()[part] for spec in (NUM_NEW, NUM_DRAFT_TOKENS))
         self._counts[1 - side] = self._counts[side]
-        self._counts[1 - side, part] += np.stack([new > 0, guesses > 0, guesses, np.maximum(new - 1, 0)], axis=1)
+        self._counts[1 - side, part] += np.stack(
+            [new > 0, guesses > 0, guesses, np.maximum(new - 1, 0)], axis=1
+        )
 
     def clear(self, row: int) -> None:
         self._counts[:, row] = 0
@@ -140,7 +157,13 @@ class Slots:
     """
 
     def __init__(
-        self, sessions: Sessions, count: int, capacity: int, *, saved_states: int = 0, flush_every: int = 1
+        self,
+        sessions: Sessions,
+        count: int,
+        capacity: int,
+        *,
+        saved_states: int = 0,
+        flush_every: int = 1,
     ) -> None:
         """saved_states: places for copies of recurrent states. flush_every: most steps whose optional outputs wait to
         be read."""
@@ -151,7 +174,12 @@ class Slots:
         self._rows = rows = sessions.batch_rows.cover(count)
         # With the sampler on the host, only the cache stays on the device.
         self._device = device = "cpu" if sessions.sampler is not None else sessions.device
-        self._sizes = {**interface.sizes, BATCH: rows, CAPACITY: capacity, **dict.fromkeys(ROW_AXES, 1)}
+        self._sizes = {
+            **interface.sizes,
+            BATCH: rows,
+            CAPACITY: capacity,
+            **dict.fromkeys(ROW_AXES, 1),
+        }
 
         specs: dict[TensorSpec, str] = dict.fromkeys(interface.sampler_states, device)
         specs |= {spec: sessions.device_of(spec) for spec in interface.cache_states}
@@ -166,8 +194,12 @@ class Slots:
         for step in range(len(self._outputs)):
             self._outputs.of(step)[NEXT_IDS.name].write_at(slice(None), 0)  # for idle rows
         given = "cpu" if sessions.sampler is not None else sessions.input_device
-        narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
-        self._parameters = ParameterRows(interface, self._sizes, given, narrow=narrow, needed=device == "cpu")
+        narrow = (
+            sessions.replays is None
+        )  # ONNX Runtime keeps what it captured, and would capture another graph
+        self._parameters = ParameterRows(
+            interface, self._sizes, given, narrow=narrow, needed=device == "cpu"
+        )
         self.adapters = AdapterRows(interface, rows, sessions.device)
         self._logits: dict[str, Buffer] = {}  # between the graphs of a package that has two
         if sessions.sampler is not None:
@@ -179,9 +211,13 @@ class Slots:
         most_rows = count if sessions.joins_prompts else 1
         # A token of padding has room, because a prompt is shorter than the capacity. No fixed width: the last piece
         # could pass the capacity.
-        self._chunk = PromptInputs(most_rows, capacity, sessions.piece_tokens, given, renewed=bool(sessions.parts))
+        self._chunk = PromptInputs(
+            most_rows, capacity, sessions.piece_tokens, given, renewed=bool(sessions.parts)
+        )
         # Parts lie on several devices, and features are not always as many.
-        self._images = ImageInputs(interface, rows, capacity, given, "cpu" if sessions.parts else given)
+        self._images = ImageInputs(
+            interface, rows, capacity, given, "cpu" if sessions.parts else given
+        )
         # A prompt's chunks run with a separate status, so that the batch sees an idle row between them.
         self._chunk_status = Buffer.of(np.full(most_rows, RUNNING, dtype=np.int32), device)
         self._newest = NewestTokens(rows, device)
@@ -220,7 +256,9 @@ class Slots:
         status, next_ids = self._state[STATUS.name].read(), outputs.read()
         self._state[STATUS.name].write_at(slice(None), _IDLE)
         for _ in range(len(self._outputs)):
-            self._bound[self._key(range(self._rows), self.step)] = self._bind_batch(range(self._rows))
+            self._bound[self._key(range(self._rows), self.step)] = self._bind_batch(
+                range(self._rows)
+            )
             self.decode()
         self._state[STATUS.name].write_at(slice(None), status)
         outputs.write(next_ids)
@@ -243,7 +281,9 @@ class Slots:
         self._images.begin(slot, images)
         for spec in self._interface.sampler_states:
             if spec.name in NOISE_STREAMS:
-                self._state[spec.name].write_at(slot, uniforms(seed, self.capacity, NOISE_STREAMS[spec.name]))
+                self._state[spec.name].write_at(
+                    slot, uniforms(seed, self.capacity, NOISE_STREAMS[spec.name])
+                )
             elif spec not in (LENGTHS, STATUS, TOKENS):
                 self._state[spec.name].clear_row(slot)
         if self._drafts is not None:
@@ -270,12 +310,17 @@ class Slots:
         the recurrent states belong to the first part, after its last token."""
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
-                columns = [(slice(start, stop), states[spec.name][:, : stop - start]) for start, stop, states in parts]
+                columns = [
+                    (slice(start, stop), states[spec.name][:, : stop - start])
+                    for start, stop, states in parts
+                ]
                 self._state[spec.name].write_columns(slot, columns)
             else:
                 self._state[spec.name].write_at(slot, parts[0][2][spec.name])
 
-    def unload(self, slot: int, start: int, stop: int, place: int | None = None) -> dict[str, Array]:
+    def unload(
+        self, slot: int, start: int, stop: int, place: int | None = None
+    ) -> dict[str, Array]:
         """A copy of the states of a slot's tokens [start, stop) by name, as `load` takes them. place: of the saved
         recurrent states; by default the slot's."""
         saved = {} if place is None else self.saved.read(place)
@@ -295,7 +340,9 @@ class Slots:
         """Put a row into an idle slot, and the first `kept` tokens of that slot into the row's; between two calls."""
         columns = int(self._state[LENGTHS.name].read()[slot]), kept
         for spec in self._interface.cache_states:
-            self._state[spec.name].swap_rows(slot, target, columns if CAPACITY in spec.axes else None)
+            self._state[spec.name].swap_rows(
+                slot, target, columns if CAPACITY in spec.axes else None
+            )
         for spec in self._interface.sampler_states:
             self._state[spec.name].swap_rows(slot, target)
         self._outputs.swap_rows(slot, target)
@@ -318,12 +365,19 @@ class Slots:
     def set_parameters(self, slot: int, parameters: Mapping[str, Array]) -> None:
         """Replace a row of some parameters, from the next call on. The widest row decides a buffer's width."""
         if not self._sessions.guesses:
-            parameters = {name: values for name, values in parameters.items() if name not in _GUESSES}
+            parameters = {
+                name: values for name, values in parameters.items() if name not in _GUESSES
+            }
         if self._parameters.set(slot, parameters):
             self._bound.clear()
 
     def prefill(
-        self, slot: int, *ids: Array, emit: bool, wait: bool = True, images: abc.Sequence[ImagePiece | None] = ()
+        self,
+        slot: int,
+        *ids: Array,
+        emit: bool,
+        wait: bool = True,
+        images: abc.Sequence[ImagePiece | None] = (),
     ) -> None:
         """Feed a slot the next piece of its prompt, [n] int64; with `emit`, the last, sampling the first new token.
         Several arrays, if `Sessions.joins_prompts`, are for `slot` and the slots after it, in a single run: the first
@@ -332,7 +386,9 @@ class Slots:
         parts reads both at a time. images: what each takes of the images of its prompt; by default nothing."""
         rows = range(slot, slot + len(ids))
         chunk = self._chunk.write(ids)
-        chunk |= self._images.of_prompts(images or [None] * len(ids), chunk[INPUT_IDS.name].shape[1])
+        chunk |= self._images.of_prompts(
+            images or [None] * len(ids), chunk[INPUT_IDS.name].shape[1]
+        )
         key = rows, emit, self._outputs.place(self.step), self.adapters.key(rows)
         graphs = self._graphs(key, partial(self._bind_rows, rows, emit))
         for graph in graphs:
@@ -374,7 +430,12 @@ class Slots:
 
     def _key(self, rows: range, step: int) -> tuple[object, ...]:
         """Identifies the memory that `decode` is bound to after a step."""
-        return self._outputs.place(step), self._parameters.searched.size, rows, self.adapters.key(rows)
+        return (
+            self._outputs.place(step),
+            self._parameters.searched.size,
+            rows,
+            self.adapters.key(rows),
+        )
 
     def read(self, step: int | None = None, newest: int | None = None) -> Snapshot:
         """A copy for the host after the last call.
@@ -390,7 +451,9 @@ class Slots:
         drafts = () if self._drafts is None else self._drafts.of_rows(side)
         return Snapshot(status, lengths, tokens, newest, drafts)
 
-    def read_outputs(self, steps: range, names: abc.Collection[str], rows: range) -> dict[str, Array]:
+    def read_outputs(
+        self, steps: range, names: abc.Collection[str], rows: range
+    ) -> dict[str, Array]:
         """A copy of some optional outputs, [steps, rows, ...] by name. steps: at most `flush_every`, the newest. If a
         step gives several tokens, the axis J comes third, and NUM_NEW is among the outputs."""
         several = {NUM_NEW.name} if self._drafts is not None and names else set()
@@ -419,15 +482,23 @@ class Slots:
 
     def _bind_batch(self, rows: range) -> _Graphs:
         now, then = self._outputs.of(self.step), self._outputs.of(self.step + 1)
-        call = {INPUT_IDS.name: now[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
+        call = {
+            INPUT_IDS.name: now[NEXT_IDS.name],
+            INPUT_LENGTHS.name: self._ones,
+            EMIT.name: self._emit[True],
+        }
         states = self._state.inputs() | self._state.outputs()
         buffers = rows_of(self._parameters.buffers | self._logits | states | then | call, rows)
         buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_batch()
-        return self._bind(buffers | self.adapters.inputs(rows) | self._images.of_step(rows), captured=True)
+        return self._bind(
+            buffers | self.adapters.inputs(rows) | self._images.of_step(rows), captured=True
+        )
 
     def _bind_rows(self, rows: range, emit: bool) -> _Graphs:
         """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
-        buffers = rows_of(self._parameters.buffers | self._logits | self._outputs.of(self.step), rows)
+        buffers = rows_of(
+            self._parameters.buffers | self._logits | self._outputs.of(self.step), rows
+        )
         buffers |= self._state.inputs(rows) | self._state.outputs(rows)
         status = self._chunk_status.rows(0, len(rows))
         buffers |= self._images.of_prompts([None] * len(rows), 1)
@@ -444,5 +515,7 @@ class Slots:
         """The package's graphs in running order."""
         graphs: _Graphs = [self._bind_decoder(buffers, captured=captured)]
         if self._sessions.sampler is not None:
-            graphs.append(BoundGraph(self._sessions.sampler, self._interface.sampler, buffers, "cpu"))
+            graphs.append(
+                BoundGraph(self._sessions.sampler, self._interface.sampler, buffers, "cpu")
+            )
         return graphs

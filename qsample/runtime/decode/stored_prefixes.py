@@ -66,12 +66,16 @@ class StoredPrefixes:
         check_count("prefix_cache_bytes", max_bytes)
         self._interface, self._pieces = package.interface, Pieces.of(sessions)
         self._signature = signature_of(package, sessions)
-        self._key = hashlib.sha256(json.dumps(self._signature, sort_keys=True).encode()).hexdigest()[:16]
+        self._key = hashlib.sha256(
+            json.dumps(self._signature, sort_keys=True).encode()
+        ).hexdigest()[:16]
         self._given: list[PrefixFile] = []
         for path in files:
             file = PrefixFile.open(Path(path), self._signature, self._interface)
             if file.start:
-                raise PackageError(f"{path} is a part of a conversation; give a file that `qsample prefix` wrote")
+                raise PackageError(
+                    f"{path} is a part of a conversation; give a file that `qsample prefix` wrote"
+                )
             self._given.append(file)
         self._folder = None if folder is None else _usable(Path(folder))
         self._max_bytes = max_bytes
@@ -122,7 +126,9 @@ class StoredPrefixes:
                 os.utime(path, ns=(now + index, now + index))
         return parts
 
-    def keep(self, tokens: Array, read: Callable[[int, int], Mapping[str, Array]], adapter: str = "") -> None:
+    def keep(
+        self, tokens: Array, read: Callable[[int, int], Mapping[str, Array]], adapter: str = ""
+    ) -> None:
         """Write the states of the first tokens of a prompt to the folder in another thread, except states that it has.
         tokens: [n] int64 identities, whole pieces. read: returns a copy of the states of the tokens [start, stop), see
         `PrefixFile.states`, and `PrefixFile.adapter`."""
@@ -132,13 +138,19 @@ class StoredPrefixes:
         start = max((shared_pieces(one, tokens, self._pieces) for one in kept), default=0)
         name = hashlib.sha256(tokens.tobytes() + adapter.encode()).hexdigest()
         path = self._folder / f"{self._key}-{name[:32]}.safetensors"
-        if len(tokens) - start < self._pieces.size or path.name in self._unwritten or self._queue.full():
+        if (
+            len(tokens) - start < self._pieces.size
+            or path.name in self._unwritten
+            or self._queue.full()
+        ):
             return
         states = read(start, len(tokens))
         if sum(array.nbytes for array in states.values()) > self._max_bytes:
             return
         if self._writer is None:
-            self._writer = threading.Thread(target=self._write_all, name="qsample-prefixes", daemon=True)
+            self._writer = threading.Thread(
+                target=self._write_all, name="qsample-prefixes", daemon=True
+            )
             self._writer.start()
         self._unwritten.add(path.name)
         self._queue.put((path, tokens.copy(), states, start, adapter))
@@ -155,13 +167,20 @@ class StoredPrefixes:
         if self._folder is None:
             return
         try:
-            names = {name for name in os.listdir(self._folder) if name.startswith(self._key) and _NAME.fullmatch(name)}
+            names = {
+                name
+                for name in os.listdir(self._folder)
+                if name.startswith(self._key) and _NAME.fullmatch(name)
+            }
         except OSError as error:
             _log.warning("cannot read %s: %s", self._folder, error)
             names = set()
         if names == self._kept.keys():
             return
-        found = [self._kept[name] if name in self._kept else self._opened(self._folder / name) for name in names]
+        found = [
+            self._kept[name] if name in self._kept else self._opened(self._folder / name)
+            for name in names
+        ]
         self._kept = {}
         for held in sorted((one for one in found if one is not None), key=lambda one: one.start):
             if held.start and self._before(held) is None:
@@ -192,8 +211,14 @@ class StoredPrefixes:
             path, tokens, states, start, adapter = unwritten
             try:
                 write_prefix(path, self._signature, tokens, states, start, adapter)
-                trim((file for file in path.parent.iterdir() if _NAME.fullmatch(file.name)), self._max_bytes, _delete)
-            except Exception as error:  # of any kind: without this thread, `close` would wait for ever
+                trim(
+                    (file for file in path.parent.iterdir() if _NAME.fullmatch(file.name)),
+                    self._max_bytes,
+                    _delete,
+                )
+            except (
+                Exception
+            ) as error:  # of any kind: without this thread, `close` would wait for ever
                 _log.warning("a prefix is not kept: %s", error)
             self._unwritten.discard(path.name)
 
@@ -211,7 +236,9 @@ def _usable(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has private texts
     except OSError as error:
-        raise PackageError(f"cannot make {folder} ({error.strerror}); choose another folder for prefixes") from error
+        raise PackageError(
+            f"cannot make {folder} ({error.strerror}); choose another folder for prefixes"
+        ) from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise PackageError(f"cannot write to {folder}; choose another folder for prefixes")
     return folder

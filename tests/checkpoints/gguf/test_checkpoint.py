@@ -49,12 +49,17 @@ def logits(model: PreTrainedModel) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.ci) for name in MODELS]
+    "name",
+    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.ci) for name in MODELS],
 )
-def test_a_file_is_the_model_that_it_was_written_of(name: str, tmp_path: Path, nothing_is_small: None) -> None:
+def test_a_file_is_the_model_that_it_was_written_of(
+    name: str, tmp_path: Path, nothing_is_small: None
+) -> None:
     kind, settings = MODELS[name]
     model = with_norms(random_model(kind, **settings))
-    checkpoint = opened(write_gguf(tmp_path / "model.gguf", model, lambda name: "F16" if "ffn" in name else "F32"))
+    checkpoint = opened(
+        write_gguf(tmp_path / "model.gguf", model, lambda name: "F16" if "ffn" in name else "F32")
+    )
     assert checkpoint.file.architecture == name.partition(",")[0]
     wanted = logits(model)
     loaded = checkpoint.load(scratch=tmp_path)
@@ -62,10 +67,15 @@ def test_a_file_is_the_model_that_it_was_written_of(name: str, tmp_path: Path, n
         key: parameter.shape for key, parameter in model.named_parameters()
     }
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(numbers(loaded.get_parameter(key).data), parameter.data, rtol=0, atol=0)
+        torch.testing.assert_close(
+            numbers(loaded.get_parameter(key).data), parameter.data, rtol=0, atol=0
+        )
     np.testing.assert_allclose(logits(loaded), wanted, atol=2e-5 * np.abs(wanted).max())
     origin = checkpoint.origin(SourceFiles())
-    assert (origin["model_id"], origin["files"]) == ("model.gguf", {"model.gguf": tmp_path / "model.gguf"})
+    assert (origin["model_id"], origin["files"]) == (
+        "model.gguf",
+        {"model.gguf": tmp_path / "model.gguf"},
+    )
     if "mlp.down_proj.weight" in str(list(checkpoint.outline.shapes)):
         mapped = deferred(loaded.get_parameter("model.layers.1.mlp.down_proj.weight"))
         assert mapped is not None
@@ -85,7 +95,9 @@ def test_rows_in_another_order(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_experts_of_integers(kind: str, tmp_path: Path) -> None:
     model = random_model(kind, intermediate_size=64)
-    path = write_gguf(tmp_path / "model.gguf", model, lambda name: "MXFP4" if "exps" in name else "F32")
+    path = write_gguf(
+        tmp_path / "model.gguf", model, lambda name: "MXFP4" if "exps" in name else "F32"
+    )
     with pytest.warns(UserWarning, match="its experts are computed as float32"):
         loaded = opened(path).load()
     for key, parameter in model.named_parameters():
@@ -100,15 +112,24 @@ def test_settings_of_generate_and_tokens(tmp_path: Path) -> None:
 
     checkpoint = opened(write_gguf(tmp_path / "model.gguf", random_model("qwen2"), add=add))
     settings = checkpoint.generation_config
-    assert (settings.temperature, settings.top_k, settings.min_p, settings.do_sample) == (0.6, 20, None, True)
+    assert (settings.temperature, settings.top_k, settings.min_p, settings.do_sample) == (
+        0.6,
+        20,
+        None,
+        True,
+    )
     metadata = checkpoint.file.metadata | {"general.sampling.temp": 0.0}
-    greedy = GgufCheckpoint(replace(checkpoint.file, metadata=metadata), "model.gguf").generation_config
+    greedy = GgufCheckpoint(
+        replace(checkpoint.file, metadata=metadata), "model.gguf"
+    ).generation_config
     assert (greedy.do_sample, greedy.temperature, greedy.top_k) == (False, None, None)
     assert (settings.bos_token_id, settings.pad_token_id) == (1, 0)
     assert 2 in settings.eos_token_id
     tokenizer = checkpoint.tokenizer
     assert tokenizer is not None
-    assert tokenizer("Töne").input_ids[1:] == byte_tokenizer().encode("Töne", add_special_tokens=False)
+    assert tokenizer("Töne").input_ids[1:] == byte_tokenizer().encode(
+        "Töne", add_special_tokens=False
+    )
     other = GgufCheckpoint(checkpoint.file, "model.gguf", tokenizer=None)
     assert other.tokenizer is None
 
@@ -123,13 +144,23 @@ def test_what_a_file_lacks_or_has_too_many(tmp_path: Path) -> None:
 
     rest = copy.copy(whole.tensors)
     norm = rest.pop("blk.1.ffn_norm.weight")
-    with pytest.raises(QsampleError, match=r"lacks model\.layers\.1\.post_attention_layernorm\.weight"):
+    with pytest.raises(
+        QsampleError, match=r"lacks model\.layers\.1\.post_attention_layernorm\.weight"
+    ):
         load(rest)
-    with pytest.raises(UnsupportedModelError, match=r"tensors that llama is not known to have \(blk\.0\.attn_gate\.w"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"tensors that llama is not known to have \(blk\.0\.attn_gate\.w",
+    ):
         load(whole.tensors | {"blk.0.attn_gate.weight": norm})
-    with pytest.raises(QsampleError, match=r"has model\.layers\.2\.post_attention_layernorm\.weight, which the model"):
+    with pytest.raises(
+        QsampleError,
+        match=r"has model\.layers\.2\.post_attention_layernorm\.weight, which the model",
+    ):
         load(whole.tensors | {"blk.2.ffn_norm.weight": norm})
-    with pytest.raises(QsampleError, match=r"holds model\.norm\.weight of shape .* by its metadata"):
+    with pytest.raises(
+        QsampleError, match=r"holds model\.norm\.weight of shape .* by its metadata"
+    ):
         load(whole.tensors | {"output_norm.weight": whole.tensors["blk.0.ffn_up.weight"]})
 
 
@@ -137,13 +168,15 @@ def test_float16_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_model("llama"))
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float16")
     with pytest.raises(
-        UnsupportedModelError, match=r"model\.gguf: dtype is float16, and the scales .* leave dtype out"
+        UnsupportedModelError,
+        match=r"model\.gguf: dtype is float16, and the scales .* leave dtype out",
     ):
         model.export(tmp_path / "package")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("Q4_1", marks=pytest.mark.ci), pytest.param("Q8_0", marks=pytest.mark.slow)]
+    "kind",
+    [pytest.param("Q4_1", marks=pytest.mark.ci), pytest.param("Q8_0", marks=pytest.mark.slow)],
 )
 def test_a_file_is_exported_with_its_integers(kind: str, tmp_path: Path) -> None:
     """The tokens are those of transformers on the dequantized weights."""
@@ -159,14 +192,19 @@ def test_a_file_is_exported_with_its_integers(kind: str, tmp_path: Path) -> None
     assert package.package.manifest.packed_weights["type"] == kind
     model = opened(path).load()
     prompt = opened(path).tokenizer("And the LORD spake unto", return_tensors="pt")
-    wanted = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    wanted = model.generate(**prompt, max_new_tokens=24, do_sample=False)[
+        0, prompt.input_ids.shape[1] :
+    ]
     made = package.generate("And the LORD spake unto", max_new_tokens=24, do_sample=False)
     assert made.token_ids[0] == wanted.tolist()
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "F16"])
 def test_the_type_of_most_weights(kind: str, tmp_path: Path) -> None:
-    assert opened(tiny_lm_gguf(tmp_path / "model.gguf", kind)).origin(SourceFiles())["weight_type"] == kind
+    assert (
+        opened(tiny_lm_gguf(tmp_path / "model.gguf", kind)).origin(SourceFiles())["weight_type"]
+        == kind
+    )
 
 
 def test_an_adapter_makes_the_matrices_that_it_changes_float(tmp_path: Path) -> None:
@@ -178,4 +216,6 @@ def test_an_adapter_makes_the_matrices_that_it_changes_float(tmp_path: Path) -> 
     assert len(list(quantized_layers(loaded))) == 15
     changed = numbers(loaded.get_parameter("model.layers.0.mlp.up_proj.weight").data)
     a, b = lora_pair("model.layers.0.mlp.up_proj", 96, 64).values()
-    torch.testing.assert_close(changed, model.get_parameter("model.layers.0.mlp.up_proj.weight").data + 3 * b @ a)
+    torch.testing.assert_close(
+        changed, model.get_parameter("model.layers.0.mlp.up_proj.weight").data + 3 * b @ a
+    )

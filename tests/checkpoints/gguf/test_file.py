@@ -65,10 +65,18 @@ def test_a_file_of_the_gguf_package(tmp_path: Path) -> None:
     link.symlink_to(path)
     file = read_gguf(link)
     assert is_gguf(link)
-    assert (file.path, file.architecture, list(file.tensors)) == (path, "qwen3", ["matrix", "blocks"])
+    assert (file.path, file.architecture, list(file.tensors)) == (
+        path,
+        "qwen3",
+        ["matrix", "blocks"],
+    )
     assert file.value("attention.layer_norm_rms_epsilon") == 1e-6  # a float32 that is not 1e-6
     assert file.value("rope.freq_base") == 1e6
-    assert (file.value("flag"), file.value("flags"), file.value("number")) == (True, [True, False], -(2**40))
+    assert (file.value("flag"), file.value("flags"), file.value("number")) == (
+        True,
+        [True, False],
+        -(2**40),
+    )
     assert file.metadata["tokenizer.ggml.tokens"] == ["a", "é", "\u2581b"]
     assert file.metadata["tokenizer.ggml.scores"] == [0.5, -1.0, 0.0]
     assert file.value("none", 7) == 7
@@ -82,7 +90,8 @@ def test_a_file_of_the_gguf_package(tmp_path: Path) -> None:
 
 def test_sizes_of_the_types() -> None:
     assert {number: (kind.name, kind.size, kind.length) for number, kind in KINDS.items()} == {
-        int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in map(gguf.GGMLQuantizationType, KINDS)
+        int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind])
+        for kind in map(gguf.GGMLQuantizationType, KINDS)
     }
 
 
@@ -92,39 +101,84 @@ def test_sizes_of_the_types() -> None:
         (b"", "cannot mmap an empty file"),
         (b"GGUF\3\0", "ends behind the end of the file"),
         (b"GGML" + bytes(60), "begins with b'GGML'"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "says that it has 9223372036854775808 tensors"),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0),
+            "says that it has 9223372036854775808 tensors",
+        ),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63), "9223372036854775808 keys"),
         (header(struct.pack("<Q", 2**63) + b"key"), "a key ends behind the end of the file"),
-        (header(entry("a", STRING, struct.pack("<Q", 2**63))), "'a' ends behind the end of the file"),
+        (
+            header(entry("a", STRING, struct.pack("<Q", 2**63))),
+            "'a' ends behind the end of the file",
+        ),
         (header(entry("a", STRING, text(b"\xff\xfe"))), "'a' is not UTF-8"),
         (header(text(b"\xff") + struct.pack("<I", 4)), "a key is not UTF-8"),
-        (header(entry("a", ARRAY, struct.pack("<IQ", 4, 2**62))), "more than 4194304 values, 4611686018427387904"),
-        (header(entry("a", ARRAY, struct.pack("<IQ", 4, 2**20))), "'a' ends behind the end of the file"),
-        (header(entry("a", ARRAY, struct.pack("<IQIQ", ARRAY, 1, 4, 0))), "'a' has .* arrays in an array"),
+        (
+            header(entry("a", ARRAY, struct.pack("<IQ", 4, 2**62))),
+            "more than 4194304 values, 4611686018427387904",
+        ),
+        (
+            header(entry("a", ARRAY, struct.pack("<IQ", 4, 2**20))),
+            "'a' ends behind the end of the file",
+        ),
+        (
+            header(entry("a", ARRAY, struct.pack("<IQIQ", ARRAY, 1, 4, 0))),
+            "'a' has .* arrays in an array",
+        ),
         (header(entry("a", 13, b"")), "'a' has a value of type 13"),
         (header(entry("a", 7, b"\2")), "truth value"),
         (header(ARCHITECTURE, ARCHITECTURE), "'general.architecture' twice"),
         (header(), "general.architecture is None"),
         (header(entry("general.architecture", UINT32, bytes(4))), "general.architecture is 0"),
-        (header(ARCHITECTURE, tensors=(tensor("x"), tensor("x"))) + bytes(64), "the tensor 'x' twice"),
-        (header(ARCHITECTURE, tensors=(text("x") + struct.pack("<I", 2**31),)), "'x' of 2147483648 axes"),
+        (
+            header(ARCHITECTURE, tensors=(tensor("x"), tensor("x"))) + bytes(64),
+            "the tensor 'x' twice",
+        ),
+        (
+            header(ARCHITECTURE, tensors=(text("x") + struct.pack("<I", 2**31),)),
+            "'x' of 2147483648 axes",
+        ),
         (header(ARCHITECTURE, tensors=(tensor("x", ()),)), "'x' of 0 axes"),
         (header(ARCHITECTURE, tensors=(tensor("x", (0, 4)),)), r"shape \[4, 0\]"),
-        (header(ARCHITECTURE, tensors=(tensor("x", (33, 4), 8),)) + bytes(999), r"Q8_0 has the shape \[4, 33\]"),
-        (header(ARCHITECTURE, tensors=(tensor("x", (2**63, 2**63)),)) + bytes(64), "'x' lies behind its end"),
-        (header(ARCHITECTURE, tensors=(tensor("x", offset=2**63),)) + bytes(64), "'x' lies behind its end"),
+        (
+            header(ARCHITECTURE, tensors=(tensor("x", (33, 4), 8),)) + bytes(999),
+            r"Q8_0 has the shape \[4, 33\]",
+        ),
+        (
+            header(ARCHITECTURE, tensors=(tensor("x", (2**63, 2**63)),)) + bytes(64),
+            "'x' lies behind its end",
+        ),
+        (
+            header(ARCHITECTURE, tensors=(tensor("x", offset=2**63),)) + bytes(64),
+            "'x' lies behind its end",
+        ),
         (header(ARCHITECTURE, tensors=(tensor("x"),)) + bytes(31), "'x' lies behind its end"),
-        (header(ARCHITECTURE, tensors=(tensor("x"), tensor("y"))) + bytes(64), "'y' lies within another"),
-        (header(ARCHITECTURE, tensors=(tensor("x", offset=4),)) + bytes(64), "'x' lies .* between two places"),
-        (header(ARCHITECTURE, entry("general.alignment", UINT32, bytes(4))), "general.alignment is 0"),
-        (header(ARCHITECTURE, entry("general.alignment", UINT32, b"\x18\0\0\0")), "general.alignment is 24"),
+        (
+            header(ARCHITECTURE, tensors=(tensor("x"), tensor("y"))) + bytes(64),
+            "'y' lies within another",
+        ),
+        (
+            header(ARCHITECTURE, tensors=(tensor("x", offset=4),)) + bytes(64),
+            "'x' lies .* between two places",
+        ),
+        (
+            header(ARCHITECTURE, entry("general.alignment", UINT32, bytes(4))),
+            "general.alignment is 0",
+        ),
+        (
+            header(ARCHITECTURE, entry("general.alignment", UINT32, b"\x18\0\0\0")),
+            "general.alignment is 24",
+        ),
     ],
     ids=itertools.count(),
 )
 def test_damage(content: bytes, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    with pytest.raises(QsampleError, match=rf"model\.gguf is no GGUF file that can be read: .*({problem}).*; download"):
+    with pytest.raises(
+        QsampleError,
+        match=rf"model\.gguf is no GGUF file that can be read: .*({problem}).*; download",
+    ):
         read_gguf(path)
 
 
@@ -133,11 +187,23 @@ def test_damage(content: bytes, problem: str, tmp_path: Path) -> None:
     [
         ("a.gguf", header(version=1), "of version 1; .* versions 2 and 3 are read"),
         ("a.gguf", header(version=3 << 24), "big-endian"),
-        ("a-00001-of-00003.gguf", header(), "one of 3 parts of a model; join them: `llama-gguf-split --merge`"),
+        (
+            "a-00001-of-00003.gguf",
+            header(),
+            "one of 3 parts of a model; join them: `llama-gguf-split --merge`",
+        ),
         ("a.gguf", header(ARCHITECTURE, entry("split.count", 2, b"\2\0")), "one of 2 parts"),
         ("a.gguf", header(entry("general.architecture", STRING, text("clip"))), "projector"),
-        ("a.gguf", header(ARCHITECTURE, entry("general.type", STRING, text("mmproj"))), "projector"),
-        ("a.gguf", header(ARCHITECTURE, entry("general.type", STRING, text("adapter"))), "LoRA adapter"),
+        (
+            "a.gguf",
+            header(ARCHITECTURE, entry("general.type", STRING, text("mmproj"))),
+            "projector",
+        ),
+        (
+            "a.gguf",
+            header(ARCHITECTURE, entry("general.type", STRING, text("adapter"))),
+            "LoRA adapter",
+        ),
         (
             "a.gguf",
             header(ARCHITECTURE, tensors=(tensor("x", kind=19),)),
@@ -152,7 +218,9 @@ def test_other_files(name: str, content: bytes, problem: str, tmp_path: Path) ->
         read_gguf(tmp_path / name)
 
 
-def test_every_cut_and_changed_byte_of_a_header_is_a_clear_error_or_another_header(tmp_path: Path) -> None:
+def test_every_cut_and_changed_byte_of_a_header_is_a_clear_error_or_another_header(
+    tmp_path: Path,
+) -> None:
     whole = header(
         ARCHITECTURE,
         entry("tokens", ARRAY, struct.pack("<IQ", STRING, 2) + text("a") + text("b")),

@@ -20,9 +20,46 @@ from tests.helpers.memory import resident
 gguf = pytest.importorskip("gguf")
 from tests.helpers.gguf_files import settled_model, write_gguf  # noqa: E402
 
-NUMBERS = [0, -1, 1, 7, 2**31 - 1, 2**31, 2**40, 2**63, 0.0, -1.5, 1e-30, 1e30, float("nan"), float("inf")]
-OTHERS = [None, "", "x", "none", "yarn", "longrope", "x" * 100_000, True, False, [], [1, 2], ["a"], [0] * 100_000]
-NAMES = ("llama, of Llama 3", "mistral3", "gemma3", "phi3, longrope", "granite", "qwen3moe", "gpt-oss")
+NUMBERS = [
+    0,
+    -1,
+    1,
+    7,
+    2**31 - 1,
+    2**31,
+    2**40,
+    2**63,
+    0.0,
+    -1.5,
+    1e-30,
+    1e30,
+    float("nan"),
+    float("inf"),
+]
+OTHERS = [
+    None,
+    "",
+    "x",
+    "none",
+    "yarn",
+    "longrope",
+    "x" * 100_000,
+    True,
+    False,
+    [],
+    [1, 2],
+    ["a"],
+    [0] * 100_000,
+]
+NAMES = (
+    "llama, of Llama 3",
+    "mistral3",
+    "gemma3",
+    "phi3, longrope",
+    "granite",
+    "qwen3moe",
+    "gpt-oss",
+)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -46,7 +83,12 @@ def is_read(file: GgufFile, *, weights: bool = False) -> bool:
 
     def read() -> None:
         checkpoint = GgufCheckpoint(file, str(file.path))
-        _ = checkpoint.config, checkpoint.generation_config, checkpoint.tokenizer, checkpoint.outline
+        _ = (
+            checkpoint.config,
+            checkpoint.generation_config,
+            checkpoint.tokenizer,
+            checkpoint.outline,
+        )
         if weights:
             checkpoint.load()
 
@@ -64,7 +106,10 @@ def changed(metadata: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def test_changed_metadata(whole: GgufFile) -> None:
     cases = list(changed(whole.metadata))
-    made = [is_read(GgufFile(whole.path, metadata, whole.tensors)) for metadata in random.Random(1).sample(cases, 4)]
+    made = [
+        is_read(GgufFile(whole.path, metadata, whole.tensors))
+        for metadata in random.Random(1).sample(cases, 4)
+    ]
     assert not all(made)
 
 
@@ -85,7 +130,13 @@ def test_changed_bytes(whole: GgufFile, tmp_path: Path) -> None:
     for _ in range(100):
         place = draw.randrange(4, header)
         number = draw.choice([0, 1, 255, 2**20, 2**31, 2**32, 2**62, 2**63, 2**64 - 1])
-        new = draw.choice([bytes([draw.randrange(256)]), struct.pack("<Q", number), struct.pack("<I", number % 2**32)])
+        new = draw.choice(
+            [
+                bytes([draw.randrange(256)]),
+                struct.pack("<Q", number),
+                struct.pack("<I", number % 2**32),
+            ]
+        )
         end = draw.choice([len(content), len(content), place])
         path.write_bytes((content[:place] + new + content[place + len(new) :])[:end])
         error = refusal(lambda: read_model(path))

@@ -29,7 +29,8 @@ ALWAYS = ("llama, of Llama 3", "gemma3")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.ci) for name in MODELS]
+    "name",
+    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.ci) for name in MODELS],
 )
 def test_logits_and_greedy_tokens_of_float_files(name: str, tmp_path: Path) -> None:
     recorded = json.loads(RECORDED.read_text())["models"][name]
@@ -61,7 +62,9 @@ def test_a_file_that_llama_cpp_quantized() -> None:
     for name, weight in weights_of(file, configuration(file)).items():
         (tensor,) = weight.tensors
         of_gguf = gguf.quants.dequantize(stored[tensor.name].data, stored[tensor.name].tensor_type)
-        wanted = of_gguf.reshape(tensor.shape)[slice(None) if weight.order is None else weight.order]
+        wanted = of_gguf.reshape(tensor.shape)[
+            slice(None) if weight.order is None else weight.order
+        ]
         assert np.array_equal(model.get_parameter(name).detach().numpy(), wanted), name
     recorded = json.loads(RECORDED.read_text())["models"][QUANTIZED.name]
     with torch.no_grad():

@@ -29,7 +29,9 @@ def some_file(
 ) -> GgufFile:
     """A file of a single layer; the keys of `changed` have __ in place of a dot, and None leaves a key out."""
     settings = SETTINGS | {name.replace("__", "."): value for name, value in changed.items()}
-    metadata = {f"{architecture}.{name}": value for name, value in settings.items() if value is not None}
+    metadata = {
+        f"{architecture}.{name}": value for name, value in settings.items() if value is not None
+    }
     shapes = {"token_embd.weight": (320, 32), "blk.0.attn_q.weight": (64, 32), **(tensors or {})}
     found = {name: GgufTensor(name, "F32", shape, 0, 0) for name, shape in shapes.items()}
     return GgufFile(Path("some.gguf"), {"general.architecture": architecture, **metadata}, found)
@@ -37,7 +39,9 @@ def some_file(
 
 def test_a_configuration() -> None:
     config = configuration(some_file())
-    assert {name: config[name] for name in ("model_type", "vocab_size", "hidden_size", "head_dim")} == {
+    assert {
+        name: config[name] for name in ("model_type", "vocab_size", "hidden_size", "head_dim")
+    } == {
         "model_type": "llama",
         "vocab_size": 320,
         "hidden_size": 32,
@@ -49,7 +53,9 @@ def test_a_configuration() -> None:
     assert configuration(some_file(attention__key_length=None))["head_dim"] == 8
     older = configuration(some_file(rope__scale_linear=4.0))
     assert older["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    large = configuration(some_file("gemma3", tensors={f"{i}": (1,) for i in range(62)}, block_count=62))
+    large = configuration(
+        some_file("gemma3", tensors={f"{i}": (1,) for i in range(62)}, block_count=62)
+    )
     assert large["query_pre_attn_scalar"] == 8
     assert set(large["layer_types"]) == {"full_attention"}
 
@@ -62,7 +68,10 @@ def test_a_configuration() -> None:
         ({"block_count": 2**40}, "block_count is 1099511627776"),
         ({"attention__head_count": [4, 2]}, r"head_count is \[4, 2\]; .* the same for all layers"),
         ({"attention__head_count": "4"}, "head_count is '4'"),
-        ({"attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan; it must be a number"),
+        (
+            {"attention__layer_norm_rms_epsilon": float("nan")},
+            "epsilon is nan; it must be a number",
+        ),
         ({"attention__layer_norm_rms_epsilon": None}, "epsilon is None"),
         ({"context_length": True}, "context_length is True"),
         ({"attention__value_length": 8}, "of different lengths"),
@@ -71,7 +80,10 @@ def test_a_configuration() -> None:
         ({"rope__scaling__type": "longrope"}, r"no tensor rope_factors_long\.weight of 8 F32"),
         ({"rope__scaling__type": "yarn", "rope__scaling__factor": "4"}, "factor is '4'"),
         ({"attention__causal": False}, "makes embeddings of texts"),
-        ({"architecture": "gemma3n"}, "'gemma3n'; llama, qwen2, qwen3, gemma3, .*gpt-oss are read from GGUF. Give the"),
+        (
+            {"architecture": "gemma3n"},
+            "'gemma3n'; llama, qwen2, qwen3, gemma3, .*gpt-oss are read from GGUF. Give the",
+        ),
         ({"tensors": {"token_embd.weight": (32,)}}, "has no matrix token_embd.weight"),
         ({"tensors": {"rope_freqs.weight": (7,)}}, "has no tensor rope_freqs.weight of 8 F32"),
         (
@@ -91,10 +103,13 @@ def test_experts_must_be_whole() -> None:
     shapes = {"blk.0.ffn_gate_exps.weight": (4, 48, 32)}
     file = some_file("qwen3moe", shapes, **settings)
     with pytest.raises(
-        QsampleError, match=r"has not all of blk\.0\.ffn_gate_exps\.weight, blk\.0\.ffn_up_exps\.weight"
+        QsampleError,
+        match=r"has not all of blk\.0\.ffn_gate_exps\.weight, blk\.0\.ffn_up_exps\.weight",
     ):
         weights_of(file, configuration(file))
-    with pytest.raises(UnsupportedModelError, match=r"llama is not known to have \(blk\.0\.ffn_gate_exps\.weight\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"llama is not known to have \(blk\.0\.ffn_gate_exps\.weight\)"
+    ):
         weights_of(some_file("llama", shapes), configuration(some_file("llama", shapes)))
 
 
@@ -102,7 +117,15 @@ def test_any_other_factors_of_wavelengths_are_kept(tmp_path: Path) -> None:
     factors = np.array([1, 1, 2, 3, 4, 5, 6, 7], np.float32)
     (tmp_path / "some.gguf").write_bytes(factors.tobytes())
     file = some_file()
-    tensors = file.tensors | {"rope_freqs.weight": GgufTensor("rope_freqs.weight", "F32", (8,), 0, factors.nbytes)}
-    rope = configuration(GgufFile(tmp_path / "some.gguf", file.metadata, tensors))["rope_parameters"]
-    assert (rope["rope_type"], rope["short_factor"], rope["long_factor"]) == ("longrope", [*factors], [*factors])
+    tensors = file.tensors | {
+        "rope_freqs.weight": GgufTensor("rope_freqs.weight", "F32", (8,), 0, factors.nbytes)
+    }
+    rope = configuration(GgufFile(tmp_path / "some.gguf", file.metadata, tensors))[
+        "rope_parameters"
+    ]
+    assert (rope["rope_type"], rope["short_factor"], rope["long_factor"]) == (
+        "longrope",
+        [*factors],
+        [*factors],
+    )
     assert rope["attention_factor"] == 1.0

@@ -22,11 +22,15 @@ RECORDED = json.loads(vocabularies.FIXTURE.read_text())
 # llama.cpp's expressions of o200k's kind know only the case of ASCII letters, and no marks.
 _SHORT = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?"
 _FORMS = (
-    r"[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])*((?=\p{L})[^A-Z])+%s|[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])+((?=\p{L})[^A-Z])*%s"
+    r"[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])*((?=\p{L})[^A-Z])+%s"
+    r"|[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])+((?=\p{L})[^A-Z])*%s"
 )
 _REST = r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 OFTEN = ("llama-bpe", "qwen2", "tekken", "sentencepiece", "sentencepiece, no prefix")
-APPROXIMATED = {"tekken": _FORMS % ("", "") + _REST % "", "gpt-4o": _FORMS % (_SHORT, _SHORT) + _REST % "{1,3}"}
+APPROXIMATED = {
+    "tekken": _FORMS % ("", "") + _REST % "",
+    "gpt-4o": _FORMS % (_SHORT, _SHORT) + _REST % "{1,3}",
+}
 
 
 def file_of(metadata: dict[str, Any]) -> GgufFile:
@@ -42,13 +46,21 @@ def different(tokenizer: PreTrainedTokenizerFast, case: str) -> dict[str, list[s
     """The texts whose tokens are not llama.cpp's, with the tokens."""
     ids = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch_fast(all_texts())]
     found, recorded = vocabularies.digests(ids), RECORDED["cases"][case]
-    differ = [i for i in range(len(ids)) if found["texts"][2 * i : 2 * i + 2] != recorded["texts"][2 * i : 2 * i + 2]]
+    differ = [
+        i
+        for i in range(len(ids))
+        if found["texts"][2 * i : 2 * i + 2] != recorded["texts"][2 * i : 2 * i + 2]
+    ]
     assert differ or found["all"] == recorded["all"]
     return {all_texts()[i]: tokenizer.convert_ids_to_tokens(ids[i]) for i in differ}
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.ci) for case in vocabularies.CASES]
+    "case",
+    [
+        case if case in OFTEN else pytest.param(case, marks=pytest.mark.ci)
+        for case in vocabularies.CASES
+    ],
 )
 def test_a_text_gets_llama_cpp_s_tokens(case: str) -> None:
     metadata = vocabularies.metadata(case, RECORDED)
@@ -56,7 +68,9 @@ def test_a_text_gets_llama_cpp_s_tokens(case: str) -> None:
     assert len(tokenizer) == len(metadata["tokenizer.ggml.tokens"])
     differ = different(tokenizer, case)
     if case == "deepseek-llm":  # llama.cpp takes an ideographic space for any other
-        differ = {text: tokens for text, tokens in differ.items() if not re.search(r"\s\u3000", text)}
+        differ = {
+            text: tokens for text, tokens in differ.items() if not re.search(r"\s\u3000", text)
+        }
     if case in APPROXIMATED:
         assert differ
         assert not any(text.isascii() for text in differ)
@@ -70,10 +84,14 @@ def test_a_text_gets_llama_cpp_s_tokens(case: str) -> None:
 @pytest.mark.parametrize("pre", APPROXIMATED)
 def test_expressions_that_llama_cpp_approximates_are_the_models(pre: str) -> None:
     words = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
-    own = tokenizer_of(file_of(vocabularies.stop_metadata({}, {"bos": 1}) | {"tokenizer.ggml.pre": pre}))
+    own = tokenizer_of(
+        file_of(vocabularies.stop_metadata({}, {"bos": 1}) | {"tokenizer.ggml.pre": pre})
+    )
     ours = own.backend_tokenizer.pre_tokenizer
     for text in all_texts():
-        assert [part for _, part in ours.pre_tokenize_str(text)] == [part for _, part in words.pre_tokenize_str(text)]
+        assert [part for _, part in ours.pre_tokenize_str(text)] == [
+            part for _, part in words.pre_tokenize_str(text)
+        ]
 
 
 def test_names_of_an_expression_mean_the_same() -> None:
@@ -84,7 +102,11 @@ def test_names_of_an_expression_mean_the_same() -> None:
         if pre == "default":
             del metadata["tokenizer.ggml.pre"]
         tokenizer = json.loads(tokenizer_of(file_of(metadata)).backend_tokenizer.to_str())
-        return tokenizer["pre_tokenizer"], tokenizer["model"]["ignore_merges"], tokenizer["post_processor"]
+        return (
+            tokenizer["pre_tokenizer"],
+            tokenizer["model"]["ignore_merges"],
+            tokenizer["post_processor"],
+        )
 
     shapes = {pre: shape(pre) for pre in vocabularies.PRE}
     for pre, others in vocabularies.PRE.items():
@@ -109,7 +131,9 @@ def test_stop_tokens_are_llama_cpp_s(number: int) -> None:
 
 def test_text_of_an_ordinary_token_stops_nothing() -> None:
     """llama.cpp would stop at it, and find it whole in a prompt: Qwen's </s> is HTML."""
-    metadata = vocabularies.stop_metadata({"</p>": 1, "<|im_end|>": 1, "<|eot_id|>": 3}, {"eos": 2, "eot": 4})
+    metadata = vocabularies.stop_metadata(
+        {"</p>": 1, "<|im_end|>": 1, "<|eot_id|>": 3}, {"eos": 2, "eot": 4}
+    )
     metadata["tokenizer.ggml.token_type"][2] = 1
     assert stop_ids(file_of(metadata)) == [2, 4, 5]
     assert stop_ids(file_of({"general.architecture": "llama"})) == []
@@ -123,7 +147,9 @@ def test_text_of_an_ordinary_token_stops_nothing() -> None:
 
 def test_chat_templates(tmp_path: Path) -> None:
     metadata = vocabularies.metadata("llama-bpe", RECORDED)
-    template = "{{ bos_token }}{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    template = (
+        "{{ bos_token }}{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    )
     metadata["tokenizer.chat_template"] = template
     tokenizer = tokenizer_of(file_of(metadata))
     assert tokenizer.chat_template == template
@@ -181,9 +207,13 @@ def test_metadata_that_do_not_fit(key: str, value: Any) -> None:
         del metadata[key]
     else:
         metadata[key] = value
-    named = "add_bos_token" if (key, value) == ("tokenizer.ggml.bos_token_id", None) else re.escape(key)
+    named = (
+        "add_bos_token" if (key, value) == ("tokenizer.ggml.bos_token_id", None) else re.escape(key)
+    )
     with pytest.raises(QsampleError, match=rf"model\.gguf: .*{named}") as caught:
         tokenizer_of(file_of(metadata))
     assert "tokenizer=" in str(caught.value)
     assert len(str(caught.value)) < 500
-    assert isinstance(caught.value, UnsupportedModelError) == (value in ("t5", "llama-bep") or key.endswith("model"))
+    assert isinstance(caught.value, UnsupportedModelError) == (
+        value in ("t5", "llama-bep") or key.endswith("model")
+    )

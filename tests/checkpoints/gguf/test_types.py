@@ -56,14 +56,21 @@ def test_weights_are_those_of_the_gguf_package(kind: str) -> None:
     ("kind", "scale"),
     [("Q4_0", b"\x00\x7c"), ("Q6_K", b"\x01\x7e"), ("MXFP4", b"\xff"), ("MXFP4", b"\xfe")],
 )
-def test_scales_that_are_no_numbers_are_refused_by_name(kind: str, scale: bytes, tmp_path: Path) -> None:
+def test_scales_that_are_no_numbers_are_refused_by_name(
+    kind: str, scale: bytes, tmp_path: Path
+) -> None:
     raw = random_rows(kind, 4, 1)
     at = HALVES.get(kind, (0,))[0]
     raw[2, at : at + len(scale)] = np.frombuffer(scale, np.uint8)
     path = tmp_path / "model.gguf"
     path.write_bytes(raw.tobytes())
-    tensor = GgufTensor("blk.0.ffn_up.weight", kind, (4, 256 if kind == "Q6_K" else 32), 0, raw.nbytes)
+    tensor = GgufTensor(
+        "blk.0.ffn_up.weight", kind, (4, 256 if kind == "Q6_K" else 32), 0, raw.nbytes
+    )
     file = GgufFile(path, {}, {})
     assert read_rows(file, tensor, slice(0, 2)).levels.shape[0] == 2
-    with pytest.raises(QsampleError, match=r"model\.gguf: the tensor 'blk.0.ffn_up.weight' has blocks whose scale is"):
+    with pytest.raises(
+        QsampleError,
+        match=r"model\.gguf: the tensor 'blk.0.ffn_up.weight' has blocks whose scale is",
+    ):
         read_rows(file, tensor, slice(2, 4))

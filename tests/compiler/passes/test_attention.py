@@ -6,7 +6,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler.passes.attention import absorb_qk_norms, pack_qkv, remove_head_transposes, simplify_reshapes
+from qsample.compiler.passes.attention import (
+    absorb_qk_norms,
+    pack_qkv,
+    remove_head_transposes,
+    simplify_reshapes,
+)
 from qsample.compiler.pipeline import apply
 from qsample.graph.gqa import Slot
 from tests.helpers.small_graphs import check_same, normal, operators, results, small_graph
@@ -29,10 +34,13 @@ MIDDLES = [(NORM, 16), (ROTATION, 16), (BOTH, 16), (PARTS, 8)]
 
 
 def attention(middle: str, size: int = 16) -> ir.Model:
-    weight, cos, sin = (", ".join(f"{number:.3f}" for number in np.abs(normal(count))) for count in (16, 24, 24))
+    weight, cos, sin = (
+        ", ".join(f"{number:.3f}" for number in np.abs(normal(count))) for count in (16, 24, 24)
+    )
     shapes = {name: ["B", 4, "S", 16] for name in ("heads", "normed", "last")}
     return small_graph(
-        HEADS % (size, weight, cos, sin, middle), shapes | {name: ["B", 4, "S", size] for name in ("first", "last")}
+        HEADS % (size, weight, cos, sin, middle),
+        shapes | {name: ["B", 4, "S", size] for name in ("first", "last")},
     )
 
 
@@ -203,10 +211,16 @@ def test_both_norms_become_inputs_of_the_attention() -> None:
     assert apply(model, absorb_qk_norms)
     assert operators(model) == ["GroupQueryAttention"]
     (attention,) = model.graph
-    names = {slot: value.name for slot, value in zip(Slot, attention.inputs, strict=False) if value is not None}
+    names = {
+        slot: value.name
+        for slot, value in zip(Slot, attention.inputs, strict=False)
+        if value is not None
+    }
     assert (names[Slot.QUERY], names[Slot.KEY]) == ("q", "k")
     assert (names[Slot.Q_NORM_WEIGHT], names[Slot.K_NORM_WEIGHT]) == ("q_weight", "k_weight")
-    assert names.keys().isdisjoint((Slot.POSITION_IDS, Slot.ATTENTION_BIAS, Slot.HEAD_SINK, Slot.K_SCALE, Slot.V_SCALE))
+    assert names.keys().isdisjoint(
+        (Slot.POSITION_IDS, Slot.ATTENTION_BIAS, Slot.HEAD_SINK, Slot.K_SCALE, Slot.V_SCALE)
+    )
     assert attention.attributes.get_float("qk_norm_epsilon", 0.0) == pytest.approx(0.001)
     assert not absorb_qk_norms(model)
 
@@ -223,7 +237,13 @@ def test_both_norms_become_inputs_of_the_attention() -> None:
         ("(k_normed, merged_k)", "(k, merged_k)"),  # a key without a norm
         ("float[16] k_weight", "float[1] k_weight"),
     ],
-    ids=["not rotated inside", "epsilons differ", "another norm", "one norm", "weight of another size"],
+    ids=[
+        "not rotated inside",
+        "epsilons differ",
+        "another norm",
+        "one norm",
+        "weight of another size",
+    ],
 )
 def test_other_norms_stay(old: str, new: str) -> None:
     assert old in NORMS

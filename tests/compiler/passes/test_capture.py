@@ -49,8 +49,15 @@ def decoder(number: str = "last", rows: int | str = "B") -> ir.Model:
 @pytest.mark.parametrize(("number", "offset"), [("last", 6), ("count", 7)])
 def test_numbers_from_shapes_are_cut_out_on_the_device(number: str, offset: int) -> None:
     model = decoder(number)
-    assert host_data(model.graph) == [f"Add of_result takes {number}"]  # and the kernel of Reshape reads on the host
-    assert {node.op_type for node in host_nodes(model.graph)} == {"Shape", "Squeeze", "Sub", "Concat"}
+    assert host_data(model.graph) == [
+        f"Add of_result takes {number}"
+    ]  # and the kernel of Reshape reads on the host
+    assert {node.op_type for node in host_nodes(model.graph)} == {
+        "Shape",
+        "Squeeze",
+        "Sub",
+        "Concat",
+    }
     assert apply(model, partial(remove_host_copies, limit=10))
     assert host_data(model.graph) == []
     assert not remove_host_copies(model, 10)
@@ -94,14 +101,24 @@ def test_every_attention_reads_one_constant_length() -> None:
     first, second = (node.inputs[Slot.TOTAL_SEQUENCE_LENGTH] for node in model.graph)
     assert first is second
     assert (first.dtype, first.const_value.numpy().tolist()) == (ir.DataType.INT32, 8)
-    assert not fix_total_length(small_graph("nothing (float[B] x) => (float[B] y) { y = Neg (x) }"), 8)
+    assert not fix_total_length(
+        small_graph("nothing (float[B] x) => (float[B] y) { y = Neg (x) }"), 8
+    )
 
 
 @pytest.mark.parametrize(
     ("sizes", "axis", "is_cut"),
-    [([2, 6], -1, True), ([1, 2, 3, 2], 1, True), ([1, 3, 4], 0, True), ([2, 2, 4], 1, False), ([4, 4], 0, False)],
+    [
+        ([2, 6], -1, True),
+        ([1, 2, 3, 2], 1, True),
+        ([1, 3, 4], 0, True),
+        ([2, 2, 4], 1, False),
+        ([4, 4], 0, False),
+    ],
 )
-def test_splits_into_unequal_parts_become_slices(sizes: list[int], axis: int, is_cut: bool, tmp_path: Path) -> None:
+def test_splits_into_unequal_parts_become_slices(
+    sizes: list[int], axis: int, is_cut: bool, tmp_path: Path
+) -> None:
     names = [f"part{index}" for index in range(len(sizes))]
     model = small_graph(f"""
         cut (float[8,8] x) => ({", ".join(f"float[M,N] {name}" for name in names)})

@@ -12,7 +12,13 @@ from qsample.compiler.passes.expert_rows import repeat_expert_rows
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.graph.moe import OP_TYPE, QUANTIZED_OP_TYPE
-from tests.compiler.quantize.test_experts import ROWS, make_weights, mixture_graph, random_rows, saved
+from tests.compiler.quantize.test_experts import (
+    ROWS,
+    make_weights,
+    mixture_graph,
+    random_rows,
+    saved,
+)
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
@@ -22,7 +28,9 @@ def test_a_row_alone_is_as_among_others(bits: int | None, tmp_path: Path) -> Non
     if bits is not None:
         quantize_experts(model, WeightQuantization(bits, 64))
     assert repeat_expert_rows(model)
-    assert sorted(node.op_type for node in model.graph if node.domain) == [QUANTIZED_OP_TYPE if bits else OP_TYPE]
+    assert sorted(node.op_type for node in model.graph if node.domain) == [
+        QUANTIZED_OP_TYPE if bits else OP_TYPE
+    ]
     session, _ = saved(model, tmp_path)
     assert [one.name for one in session.get_overridable_initializers()] == ["row_multiple"]
     _, _, feeds = random_rows(64)
@@ -36,5 +44,9 @@ def test_a_row_alone_is_as_among_others(bits: int | None, tmp_path: Path) -> Non
     assert together.shape == (ROWS, 64)
     for row in range(ROWS):
         np.testing.assert_array_equal(run(slice(row, row + 1), row_multiple=2)[0], together[row])
-    np.testing.assert_array_equal(run(slice(6), 3, row_multiple=2), run(slice(6), row_multiple=1))  # a prompt
-    np.testing.assert_array_equal(run(slice(6)), run(slice(6), row_multiple=1))  # unless a session asks for it
+    np.testing.assert_array_equal(
+        run(slice(6), 3, row_multiple=2), run(slice(6), row_multiple=1)
+    )  # a prompt
+    np.testing.assert_array_equal(
+        run(slice(6)), run(slice(6), row_multiple=1)
+    )  # unless a session asks for it

@@ -11,7 +11,18 @@ import pytest
 from qsample.compiler.passes.float_ids import ids_as_floats, own_constants
 from qsample.contract.interface import Features, Interface
 from qsample.sampler import build_sampler
-from qsample.sampler.tensor import BOOL, FLOAT, INT32, INT64, Tensor, branch, building, concat, op, top
+from qsample.sampler.tensor import (
+    BOOL,
+    FLOAT,
+    INT32,
+    INT64,
+    Tensor,
+    branch,
+    building,
+    concat,
+    op,
+    top,
+)
 from tests.helpers.sampler_cases import PAD, opened, random_step
 
 Array = np.ndarray
@@ -31,7 +42,8 @@ LACKING = {
 
 def graph_of(make: Callable[..., Tensor], **inputs: tuple[ir.DataType, list[object]]) -> ir.Model:
     values = [
-        ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape)) for name, (dtype, shape) in inputs.items()
+        ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        for name, (dtype, shape) in inputs.items()
     ]
     graph = ir.Graph(values, [], nodes=[], opset_imports={"": 20}, name="graph")
     with building(graph):
@@ -54,7 +66,10 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], Array]] = {
     "top": (lambda x: top(x, 2)[0], IDS),
     "gather": (lambda x: x.gather(top(x, 3, largest=False)[1]), IDS),
     "shape": (lambda x: op("Range", 0, op("Squeeze", op("Shape", x, start=-1)), 1), IDS),
-    "power": (lambda x: op("Pow", x.columns(0, 1), x), np.linspace(1, 2, 8, dtype=np.float32).reshape(2, 4)),
+    "power": (
+        lambda x: op("Pow", x.columns(0, 1), x),
+        np.linspace(1, 2, 8, dtype=np.float32).reshape(2, 4),
+    ),
 }
 TYPES = {"bool": BOOL, "int64": INT64, "int32": INT32, "float32": FLOAT}
 
@@ -80,14 +95,21 @@ def lacking(model: ir.Model) -> list[str]:
         values = [value for value in node.inputs if value is not None and value.const_value is None]
         if node.op_type == "Shape" or (values and all(value in shapes for value in values)):
             shapes.update(node.outputs)
-        elif (dtype := node.inputs[0].dtype) is not None and dtype.name.lower() in LACKING.get(node.op_type, ()):
+        elif (dtype := node.inputs[0].dtype) is not None and dtype.name.lower() in LACKING.get(
+            node.op_type, ()
+        ):
             found.append(f"{node.op_type} {node.name} of {dtype.name}")
     return found
 
 
 def test_the_whole_sampler() -> None:
     """No operator that WebGPU lacks is left, on either side of the If; a step gives the same as before."""
-    face = Interface(300, (), captured=True, features=Features(allowed_tokens=True, logit_bias=True, filters=FILTERS))
+    face = Interface(
+        300,
+        (),
+        captured=True,
+        features=Features(allowed_tokens=True, logit_bias=True, filters=FILTERS),
+    )
     model = build_sampler(face, PAD, for_webgpu=True)
     before = opened(model)
     assert lacking(model)
@@ -97,7 +119,10 @@ def test_the_whole_sampler() -> None:
     inside = [node for part in model.graph.subgraphs() for node in part]
     assert {node.op_type for node in inside} >= {"ReduceMin", "ScatterElements"}
     constants = [
-        value for node in inside for value in node.inputs if value is not None and value.const_value is not None
+        value
+        for node in inside
+        for value in node.inputs
+        if value is not None and value.const_value is not None
     ]
     assert all(value.graph is not model.graph for value in constants)
 
@@ -106,14 +131,17 @@ def test_the_whole_sampler() -> None:
     for _ in range(3):
         logits, inputs = random_step(rng, face, 3, sequence=2)
         for old, new in zip(
-            *(session.run(names, {"logits": logits, **inputs}) for session in (before, after)), strict=True
+            *(session.run(names, {"logits": logits, **inputs}) for session in (before, after)),
+            strict=True,
         ):
             np.testing.assert_array_equal(new, old)
 
 
 def test_constants_are_copied_into_the_graph_of_an_if_alone() -> None:
     model = graph_of(
-        lambda x: branch(op("Squeeze", op("Shape", x, end=1)) > 1, lambda: (x * 3.0,), lambda: (x,))[0],
+        lambda x: branch(
+            op("Squeeze", op("Shape", x, end=1)) > 1, lambda: (x * 3.0,), lambda: (x,)
+        )[0],
         x=(FLOAT, ["B"]),
     )
     assert own_constants(model)

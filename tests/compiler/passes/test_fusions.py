@@ -12,13 +12,25 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler.passes.fusions import FUSION_PROVIDERS, fuse_operators, join_projections, replace_gemms
+from qsample.compiler.passes.fusions import (
+    FUSION_PROVIDERS,
+    fuse_operators,
+    join_projections,
+    replace_gemms,
+)
 from qsample.compiler.pipeline import apply, lean_phases
 from qsample.contract.arrays import Array
 from qsample.graph.edit import fix_axes, initializer, lazy_initializer
 from qsample.graph.operators import pack_bits
 from tests.helpers.building import run_on
-from tests.helpers.small_graphs import check_same, loop_graph, normal, operators, results, small_graph
+from tests.helpers.small_graphs import (
+    check_same,
+    loop_graph,
+    normal,
+    operators,
+    results,
+    small_graph,
+)
 
 
 def test_an_unknown_provider() -> None:
@@ -28,10 +40,14 @@ def test_an_unknown_provider() -> None:
 
 @pytest.mark.parametrize("provider", FUSION_PROVIDERS)
 def test_whether_anything_changed(provider: str, llama_package: Path) -> None:
-    assert not fuse_operators(small_graph("nothing (float[B] x) => (float[B] y) { y = Neg (x) }"), provider)
+    assert not fuse_operators(
+        small_graph("nothing (float[B] x) => (float[B] y) { y = Neg (x) }"), provider
+    )
     model = ir.load(llama_package / "decoder.onnx")
     assert fuse_operators(model, provider)
-    assert {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"} <= set(operators(model))
+    assert {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"} <= set(
+        operators(model)
+    )
 
 
 NEAR_NUMBERS = """
@@ -76,17 +92,30 @@ def test_numbers_near_0_and_1_are_what_they_are(
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "olmo_hybrid"))]
+    "model_type",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "olmo_hybrid")),
+    ],
 )
 def test_without_transformers_a_graph_gets_the_same_nodes(
     model_type: str, exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lean() -> Counter[str]:
         model = ir.load(exported(model_type, include_sampler=False) / "decoder.onnx")
-        for value in model.graph.initializers.values():  # biases of 0, as random models have them, are left out
+        for value in (
+            model.graph.initializers.values()
+        ):  # biases of 0, as random models have them, are left out
             zeros = value.const_value
-            if zeros is not None and zeros.dtype == ir.DataType.FLOAT and zeros.size > 1 and not zeros.numpy().any():
-                value.const_value = ir.tensor(np.linspace(-1, 1, zeros.size, dtype=np.float32).reshape(zeros.shape))
+            if (
+                zeros is not None
+                and zeros.dtype == ir.DataType.FLOAT
+                and zeros.size > 1
+                and not zeros.numpy().any()
+            ):
+                value.const_value = ir.tensor(
+                    np.linspace(-1, 1, zeros.size, dtype=np.float32).reshape(zeros.shape)
+                )
         fix_axes(model, {"T": 64})
         run_on(model, lean_phases("cpu", 64))
         return Counter(operators(model))
@@ -110,7 +139,9 @@ NUMBERS = ", ".join(str(number) for number in range(32))
 
 
 def gemm(attributes: str = "alpha = 1.0", bias: str = ", bias", columns: int = 4) -> ir.Model:
-    model = small_graph(GRAPH % (NUMBERS, attributes, bias), {"flat": ["R", 8], "product": ["R", columns]})
+    model = small_graph(
+        GRAPH % (NUMBERS, attributes, bias), {"flat": ["R", 8], "product": ["R", columns]}
+    )
     weight = model.graph.initializers["weight"]
     weight.shape = weight.const_value.shape  # type: ignore[union-attr,assignment]
     return model
@@ -177,7 +208,9 @@ def model(widths: dict[str, int], *, unread: bool = False) -> ir.Model:
     def fail() -> Array:
         raise AssertionError("a weight was read")
 
-    constants: dict[str, Any] = {f"w_{name}": normal(HIDDEN, width, seed=width) for name, width in widths.items()}
+    constants: dict[str, Any] = {
+        f"w_{name}": normal(HIDDEN, width, seed=width) for name, width in widths.items()
+    }
     if unread:
         constants = {
             name: lazy_initializer(name, array.shape, ir.DataType.FLOAT, fail).const_value
@@ -186,7 +219,9 @@ def model(widths: dict[str, int], *, unread: bool = False) -> ir.Model:
     weights = "".join(f", float[8,{width}] w_{name}" for name, width in widths.items())
     outputs = ", ".join(f"float[B,{width}] {name}" for name, width in widths.items())
     products = "\n".join(f"{name} = MatMul (x, w_{name})" for name in widths)
-    return small_graph(f"g (float[B,8] x{weights}) => ({outputs}) {{ {products} }}", constants=constants)
+    return small_graph(
+        f"g (float[B,8] x{weights}) => ({outputs}) {{ {products} }}", constants=constants
+    )
 
 
 def test_one_product_gives_what_three_gave() -> None:
@@ -229,7 +264,9 @@ def quantized(
         operands = {"blocks": pack_bits(levels, bits).reshape(rows, 3, -1)}
         operands["scales"] = rng.uniform(0.1, 1, rows * 3).astype(np.float32)
         if zero_points[index]:
-            operands["zero_points"] = pack_bits(rng.integers(0, 2**bits, (rows, 3), np.uint8), bits).reshape(-1)
+            operands["zero_points"] = pack_bits(
+                rng.integers(0, 2**bits, (rows, 3), np.uint8), bits
+            ).reshape(-1)
         x = states
         if orders is not None:
             order = initializer(graph, f"{name}_order", np.array(orders[index]))
@@ -237,10 +274,17 @@ def quantized(
             gather.outputs[0].type = x.type
             graph.append(gather)
             x = gather.outputs[0]
-        inputs = [x, *(initializer(graph, f"{name}_{kind}", array) for kind, array in operands.items())]
+        inputs = [
+            x,
+            *(initializer(graph, f"{name}_{kind}", array) for kind, array in operands.items()),
+        ]
         attributes = {"K": 48, "N": rows, "bits": bits, "block_size": 16}
         node = ir.node("MatMulNBits", inputs, attributes, domain="com.microsoft", name=name)
-        node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, states.type, ir.Shape(["B", rows])
+        node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = (
+            name,
+            states.type,
+            ir.Shape(["B", rows]),
+        )
         graph.append(node)
         graph.outputs.append(with_offsets(node, rng) if offsets[index] else node.outputs[0])
     return result
@@ -254,8 +298,12 @@ def with_offsets(product: ir.Node, rng: np.random.Generator) -> ir.Value:
     numbers = rng.normal(size=(blocks, rows)).astype(np.float32)
     shape = initializer(graph, "blocks_shape", np.array([-1, blocks, size]))
     parts = ir.node("Reshape", [product.inputs[0], shape])
-    sums = ir.node("ReduceSum", [parts.outputs[0], initializer(graph, "last", np.array([-1]))], {"keepdims": 0})
-    added = ir.node("MatMul", [sums.outputs[0], initializer(graph, f"{product.name}_offsets", numbers)])
+    sums = ir.node(
+        "ReduceSum", [parts.outputs[0], initializer(graph, "last", np.array([-1]))], {"keepdims": 0}
+    )
+    added = ir.node(
+        "MatMul", [sums.outputs[0], initializer(graph, f"{product.name}_offsets", numbers)]
+    )
     total = ir.node("Add", [product.outputs[0], added.outputs[0]], name=f"{product.name}_total")
     graph.extend([parts, sums, added, total])
     old, new = product.outputs[0], total.outputs[0]
@@ -275,7 +323,9 @@ def test_offsets_are_joined_with_their_weights(offsets: tuple[bool, bool]) -> No
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zero_points", [(False, False), (True, True), (False, True)])
-def test_quantized_weights_are_joined_as_they_are(bits: int, zero_points: tuple[bool, bool]) -> None:
+def test_quantized_weights_are_joined_as_they_are(
+    bits: int, zero_points: tuple[bool, bool]
+) -> None:
     plain, joint = (quantized(bits, zero_points) for _ in range(2))
     assert apply(joint, join_projections)
     assert operators(joint) == ["Identity", "MatMulNBits", "Split"]
@@ -302,7 +352,9 @@ def test_of_lookups_in_one_order_the_first_in_the_graph_stays() -> None:
     states = gather.inputs[0]
     gather.replace_input_with(0, None)
     gather.replace_input_with(0, states)
-    joint.graph.node("second").attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)  # nor are they joined
+    joint.graph.node("second").attributes["accuracy_level"] = ir.AttrInt64(
+        "accuracy_level", 1
+    )  # nor are they joined
     assert apply(joint, join_projections)
     assert [node.name for node in joint.graph if node.op_type == "Gather"] == ["first_gather"]
     feeds = {"x": normal(3, 48)}
@@ -314,7 +366,12 @@ def test_projections_of_a_token_are_joined_in_its_loop() -> None:
     assert apply(joint, join_projections)
     body = joint.graph.node(0).attributes["body"].as_graph()
     assert [node.op_type for node in body] == ["MatMul", "Split", "Mul", "Add", "Identity"]
-    assert sorted(value.shape.numpy() for value in joint.graph.initializers.values()) == [(2,), (64, 64)]
+    assert sorted(value.shape.numpy() for value in joint.graph.initializers.values()) == [
+        (2,),
+        (64, 64),
+    ]
     feeds = {"x": normal(2, 3, 64), "start": normal(2, 32)}
     check_same(joint, plain, feeds, rtol=1e-5, atol=1e-4)
-    assert not fuse_operators(joint, "cpu")  # transformers' own joining stumbles over nodes of a body
+    assert not fuse_operators(
+        joint, "cpu"
+    )  # transformers' own joining stumbles over nodes of a body

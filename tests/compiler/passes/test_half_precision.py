@@ -43,8 +43,21 @@ def test_weights_states_and_hidden_values_are_converted_and_logits_are_not(dtype
     dtypes = {name: value.dtype for name, value in values.items()}
     assert {dtypes[name] for name in ("hidden", "rotated", "present")} == {half}
     assert {dtypes[name] for name in ("positions", "angle", "cos", "logits")} == {ir.DataType.FLOAT}
-    assert [value.dtype for value in model.graph.inputs[1:]] == [half, ir.DataType.FLOAT]  # past and temperature
-    assert operators(model) == ["Cast", "Mul", "Cos", "Cast", "MatMul", "Mul", "Identity", "Mul", "Cast"]
+    assert [value.dtype for value in model.graph.inputs[1:]] == [
+        half,
+        ir.DataType.FLOAT,
+    ]  # past and temperature
+    assert operators(model) == [
+        "Cast",
+        "Mul",
+        "Cos",
+        "Cast",
+        "MatMul",
+        "Mul",
+        "Identity",
+        "Mul",
+        "Cast",
+    ]
     assert model.graph.outputs[0].name == "logits"
     assert model.graph.initializers.keys() == {"frequency", f"weight_{dtype}", f"half_{dtype}"}
     stored = model.graph.initializers[f"weight_{dtype}"].const_value
@@ -92,7 +105,9 @@ def test_an_operator_without_bfloat16_chooses_in_float32() -> None:
         assert convert_to_half(model, dtype, {"scores"})
         assert operators(model) == wanted
         (top,) = (node for node in model.graph if node.op_type == "TopK")
-        assert top.inputs[0].dtype == (ir.DataType.FLOAT16 if dtype == "float16" else ir.DataType.FLOAT)
+        assert top.inputs[0].dtype == (
+            ir.DataType.FLOAT16 if dtype == "float16" else ir.DataType.FLOAT
+        )
         assert model.graph.outputs[0].dtype == ir.DataType.FLOAT
 
 
@@ -144,13 +159,19 @@ layer (float[B,S,8] x, float[B,2,4,4] memory, float[B,8,3] window)
 
 
 def recurrence() -> ir.Model:
-    text = RECURRENCE.replace("window)\n", "window, float[8,8] weight, float[8,1,4] taps, float[8,2] gates)\n", 1)
+    text = RECURRENCE.replace(
+        "window)\n", "window, float[8,8] weight, float[8,1,4] taps, float[8,2] gates)\n", 1
+    )
     floats = [
-        line.split(" = ")[0].strip() for line in RECURRENCE.splitlines() if " = " in line and "<int64" not in line
+        line.split(" = ")[0].strip()
+        for line in RECURRENCE.splitlines()
+        if " = " in line and "<int64" not in line
     ]
     names = [name for names in floats for name in names.split(", ") if not name.startswith("<")]
     sizes = {"weight": (8, 8), "taps": (8, 1, 4), "gates": (8, 2)}
-    constants = {name: 0.3 * normal(*size, seed=seed) for seed, (name, size) in enumerate(sizes.items())}
+    constants = {
+        name: 0.3 * normal(*size, seed=seed) for seed, (name, size) in enumerate(sizes.items())
+    }
     return small_graph(text, {name: ["B", "S", None] for name in names}, constants=constants)
 
 
@@ -161,18 +182,43 @@ def test_states_of_recurrent_layers_and_what_decides_them_stay_float32(dtype: st
     half = ir.DataType[dtype.upper()]
     dtypes = {value.name: value.dtype for node in model.graph for value in node.outputs}
     assert {dtypes[name] for name in ("projected", "channels", "gate", "tokens")} == {half}
-    exact = ("mixed", "joined", "next_window", "soft", "decay", "beta", "read", "next_memory", "logits")
+    exact = (
+        "mixed",
+        "joined",
+        "next_window",
+        "soft",
+        "decay",
+        "beta",
+        "read",
+        "next_memory",
+        "logits",
+    )
     assert {dtypes[name] for name in exact} == {ir.DataType.FLOAT}
-    assert [value.dtype for value in model.graph.inputs] == [half, ir.DataType.FLOAT, ir.DataType.FLOAT]
+    assert [value.dtype for value in model.graph.inputs] == [
+        half,
+        ir.DataType.FLOAT,
+        ir.DataType.FLOAT,
+    ]
     for node in model.graph:
-        if node.domain == "com.microsoft" or node.op_type in ("Softplus", "Neg", "Sigmoid", "Concat"):
-            assert {value.dtype for value in node.inputs if value is not None} == {ir.DataType.FLOAT}
+        if node.domain == "com.microsoft" or node.op_type in (
+            "Softplus",
+            "Neg",
+            "Sigmoid",
+            "Concat",
+        ):
+            assert {value.dtype for value in node.inputs if value is not None} == {
+                ir.DataType.FLOAT
+            }
 
 
 def test_a_recurrence_in_float16_is_close() -> None:
     plain, converted = recurrence(), recurrence()
     convert_to_half(converted, "float16", {"x"})
-    feeds = {"x": normal(2, 64, 8, seed=5), "memory": normal(2, 2, 4, 4, seed=6), "window": normal(2, 8, 3, seed=7)}
+    feeds = {
+        "x": normal(2, 64, 8, seed=5),
+        "memory": normal(2, 2, 4, 4, seed=6),
+        "window": normal(2, 8, 3, seed=7),
+    }
     wanted = results(plain, feeds)
     got = results(converted, feeds | {"x": feeds["x"].astype(np.float16)})
     for one, other in zip(got, wanted, strict=True):

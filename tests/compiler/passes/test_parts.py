@@ -20,7 +20,13 @@ SIZE = 8
 _STATE = r"(past_key_values|present)\.(\d)\.(key|value)"
 
 
-def graph(layers: int, *, widths: dict[int, int] | None = None, shared: bool = False, first_again: bool = False) -> Any:
+def graph(
+    layers: int,
+    *,
+    widths: dict[int, int] | None = None,
+    shared: bool = False,
+    first_again: bool = False,
+) -> Any:
     """x → x + relu(x A) B + mean of the layer's keys, in each layer, and a head.
     widths: of A, 16 unless given. shared: the last layer reads the keys of the first, beside numbers of the layer
     before it. first_again: the head adds the embedding once more."""
@@ -30,7 +36,10 @@ def graph(layers: int, *, widths: dict[int, int] | None = None, shared: bool = F
     for layer in range(layers):
         inputs += "".join(f", {state} past_key_values.{layer}.{kind}" for kind in ("key", "value"))
         outputs += "".join(f", {state} present.{layer}.{kind}" for kind in ("key", "value"))
-        numbers |= {f"A{layer}": (SIZE, (widths or {}).get(layer, 16)), f"B{layer}": (numbers_of(widths, layer), SIZE)}
+        numbers |= {
+            f"A{layer}": (SIZE, (widths or {}).get(layer, 16)),
+            f"B{layer}": (numbers_of(widths, layer), SIZE),
+        }
         keys = f"present.{layer}.key"
         if shared and layer == layers - 1:
             body, keys = f"{body} mixed = Add (present.0.key, mean{layer - 1})\n", "mixed"
@@ -89,7 +98,11 @@ def cut(model: Any, layers: int, count: int) -> list[Any]:
 
 
 def hidden(part: Any) -> list[str]:
-    return [str(value.name) for value in part.model.graph.inputs if value.name.startswith(("x", "skip", "sum", "up"))]
+    return [
+        str(value.name)
+        for value in part.model.graph.inputs
+        if value.name.startswith(("x", "skip", "sum", "up"))
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -97,10 +110,16 @@ def hidden(part: Any) -> list[str]:
 def test_parts_compute_what_the_graph_does(count: int, again: bool) -> None:
     model, random = graph(4, first_again=again), np.random.default_rng(1)
     states = {f"past_key_values.{layer}.{kind}" for layer in range(4) for kind in ("key", "value")}
-    feeds: dict[str, Any] = {name: random.normal(size=(2, 1, 6, 2)).astype(np.float32) for name in states}
+    feeds: dict[str, Any] = {
+        name: random.normal(size=(2, 1, 6, 2)).astype(np.float32) for name in states
+    }
     feeds |= {"input_ids": np.array([[1, 2, 3], [4, 5, 6]]), "lengths": np.array([1, 2], np.int32)}
     wanted = dict(
-        zip((value.name for value in model.graph.output), ReferenceEvaluator(model).run(None, feeds), strict=True)
+        zip(
+            (value.name for value in model.graph.output),
+            ReferenceEvaluator(model).run(None, feeds),
+            strict=True,
+        )
     )
     known, seen, read = dict(feeds), list[str](), list[str]()
     for part in cut(model, 4, count):
@@ -147,7 +166,9 @@ def test_a_value_that_crosses_several_borders_skips_the_parts_between() -> None:
         ({1: 96, 2: 96}, [2, 2]),
     ],
 )
-def test_the_largest_part_is_as_small_as_it_can_be(widths: dict[int, int], expected: list[int]) -> None:
+def test_the_largest_part_is_as_small_as_it_can_be(
+    widths: dict[int, int], expected: list[int]
+) -> None:
     parts = cut(graph(4, widths=widths), 4, 2)
     assert [len(part.layers) for part in parts] == expected
     matrices = [2 * 4 * SIZE * widths.get(layer, 16) for layer in range(4)]
@@ -157,6 +178,8 @@ def test_the_largest_part_is_as_small_as_it_can_be(widths: dict[int, int], expec
 
 
 def test_layers_that_share_keys_stay_together() -> None:
-    with pytest.raises(CompileError, match=r"num_devices is 3, and the graph can be cut into 2 parts"):
+    with pytest.raises(
+        CompileError, match=r"num_devices is 3, and the graph can be cut into 2 parts"
+    ):
         cut(graph(3, shared=True), 3, 3)
     assert [part.layers for part in cut(graph(3, shared=True), 3, 2)] == [range(2), range(2, 3)]

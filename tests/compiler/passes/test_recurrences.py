@@ -28,7 +28,9 @@ def run(model: ir.Model, **inputs: object) -> list[Array]:
     onnx.checker.check_model(proto)
     session = ort.InferenceSession(proto.SerializeToString())
     types = {value.name: value.dtype for value in model.graph.inputs}
-    return session.run(None, {name: np.array(value, types[name].numpy()) for name, value in inputs.items()})
+    return session.run(
+        None, {name: np.array(value, types[name].numpy()) for name, value in inputs.items()}
+    )
 
 
 def only(graph: ir.Graph, op_type: str) -> ir.Node:
@@ -73,7 +75,10 @@ def test_a_row_that_begins_starts_from_zeros(lengths: list[int], status: list[in
     assert not branch_where_rows_begin(branched)
     branch = only(branched.graph, "If")
     begins, goes_on = (branch.attributes[f"{side}_branch"].as_graph() for side in ("then", "else"))
-    assert (operators(begins), operators(goes_on)) == (["LinearAttention", "Where"], ["LinearAttention"])
+    assert (operators(begins), operators(goes_on)) == (
+        ["LinearAttention", "Where"],
+        ["LinearAttention"],
+    )
     assert "Where" not in operators(branched.graph)
     rng = np.random.default_rng(0)
     state = rng.normal(size=(2, 2, 4, 4))

@@ -78,18 +78,31 @@ USED_AS_THEY_ARE = "positions_used = Identity (positions)"
 BY_TOKEN = "tokens = Cast <to = 6> (input_ids)\n positions_used = Add (positions, tokens)"
 WHOLE = "result = Identity (rotated)"
 PUT_BACK = (
-    "rest = Slice (heads, n16, n24, n3)\n joined = Concat <axis = -1> (rotated, rest)\n result = Identity (joined)"
+    "rest = Slice (heads, n16, n24, n3)\n"
+    " joined = Concat <axis = -1> (rotated, rest)\n"
+    " result = Identity (joined)"
 )
 
 
 def graph(
-    turn: str, angles: str = HALF_AND_HALF, by: str = USED_AS_THEY_ARE, *, part: bool = False, back: str = PUT_BACK
+    turn: str,
+    angles: str = HALF_AND_HALF,
+    by: str = USED_AS_THEY_ARE,
+    *,
+    part: bool = False,
+    back: str = PUT_BACK,
 ) -> ir.Model:
     size = SIZE + REST if part else SIZE
     parts = (PART if part else ALL, by, angles, turn, back if part else WHOLE)
     shapes: dict[str, list[int | str | None]] = {
         name: ["B", HEADS, "S", width]
-        for name, width in {"x": SIZE, "rotated": SIZE, "turned": SIZE, "rest": REST, "joined": size}.items()
+        for name, width in {
+            "x": SIZE,
+            "rotated": SIZE,
+            "turned": SIZE,
+            "rest": REST,
+            "joined": size,
+        }.items()
     }
     shapes |= {name: ["B", 1, "S", SIZE] for name in ("cos", "sin")}
     return small_graph(GRAPH % (size, size, *parts), shapes)
@@ -103,18 +116,24 @@ def output_of(model: ir.Model, starts: list[int], length: int) -> np.ndarray:
     }
     heads = np.random.default_rng(0).standard_normal((len(starts), HEADS, length, size), np.float32)
     feeds["heads"] = heads.astype(model.graph.inputs[2].dtype.numpy())  # type: ignore[union-attr]
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     result: np.ndarray = session.run(None, feeds)[0]
     return result
 
 
 @pytest.mark.parametrize(
-    ("turn", "angles"), [(HALVES, HALF_AND_HALF), (NEIGHBOURS, TWO_BY_TWO)], ids=["halves", "neighbours"]
+    ("turn", "angles"),
+    [(HALVES, HALF_AND_HALF), (NEIGHBOURS, TWO_BY_TWO)],
+    ids=["halves", "neighbours"],
 )
 def test_a_rotation_in_float16(turn: str, angles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     halved = GRAPH.replace("float[B,4,S", "float16[B,4,S")
     for name in ("cos", "sin"):
-        halved = halved.replace(f"{name} = Unsq", f"{name}16 = Cast <to = 10> ({name}3)\n    {name} = Unsq")
+        halved = halved.replace(
+            f"{name} = Unsq", f"{name}16 = Cast <to = 10> ({name}3)\n    {name} = Unsq"
+        )
         halved = halved.replace(f"({name}3, n1)", f"({name}16, n1)")
     monkeypatch.setattr(sys.modules[__name__], "GRAPH", halved)
     models = [graph(turn, angles) for _ in range(2)]
@@ -131,7 +150,9 @@ def test_a_rotation_in_float16(turn: str, angles: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize(
-    ("turn", "angles"), [(HALVES, HALF_AND_HALF), (NEIGHBOURS, TWO_BY_TWO)], ids=["halves", "neighbours"]
+    ("turn", "angles"),
+    [(HALVES, HALF_AND_HALF), (NEIGHBOURS, TWO_BY_TWO)],
+    ids=["halves", "neighbours"],
 )
 def test_a_rotation_becomes_one_node(turn: str, angles: str, part: bool) -> None:
     plain, fused = graph(turn, angles, part=part), graph(turn, angles, part=part)
@@ -139,9 +160,13 @@ def test_a_rotation_becomes_one_node(turn: str, angles: str, part: bool) -> None
     (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
     assert node.attributes["interleaved"].value == int(turn is NEIGHBOURS)
     assert node.attributes.get_int("rotary_embedding_dim", 0) == (SIZE if part else 0)
-    assert not {"straight", "crossed", "turned"} & {value.name for node in fused.graph for value in node.outputs}
+    assert not {"straight", "crossed", "turned"} & {
+        value.name for node in fused.graph for value in node.outputs
+    }
     for starts, length in (([0], 6), ([9], 6), ([4, 0, 31], 1), ([3, 8], 5)):
-        np.testing.assert_allclose(output_of(fused, starts, length), output_of(plain, starts, length), atol=2e-6)
+        np.testing.assert_allclose(
+            output_of(fused, starts, length), output_of(plain, starts, length), atol=2e-6
+        )
     assert not fuse_rope(fused)
 
 
@@ -238,8 +263,13 @@ BY_CONTEXT = """longest = ReduceMax <keepdims = 0> (positions)
 
 
 def rotary_graph(angles: str) -> ir.Model:
-    text = ROTARY.replace("int64[1] one_axis = {1}>", f"int64[1] one_axis = {{1}}, {CONSTANTS}") % angles
-    return small_graph(text, {"query": ["B", "S", 64], "states": ["B", "S", 32], "key": ["B", "S", 32]})
+    text = (
+        ROTARY.replace("int64[1] one_axis = {1}>", f"int64[1] one_axis = {{1}}, {CONSTANTS}")
+        % angles
+    )
+    return small_graph(
+        text, {"query": ["B", "S", 64], "states": ["B", "S", 32], "key": ["B", "S", 32]}
+    )
 
 
 def check_rotations(model: ir.Model, batch: int, length: int, starts: list[int]) -> None:
@@ -258,7 +288,9 @@ def check_rotations(model: ir.Model, batch: int, length: int, starts: list[int])
 def test_rotary_by_position_goes_into_the_attention() -> None:
     lean = rotary_graph(BY_POSITION)
     assert apply(lean, partial(absorb_rope, capacity=32))
-    assert [node.op_type for node in lean.graph if "Rotary" in node.op_type or node.op_type == "Cos"] == []
+    assert [
+        node.op_type for node in lean.graph if "Rotary" in node.op_type or node.op_type == "Cos"
+    ] == []
     for batch, length, starts in ((1, 6, [0]), (1, 6, [9]), (3, 1, [4, 0, 31])):
         check_rotations(lean, batch, length, starts)
 
@@ -291,7 +323,9 @@ def test_rotary_of_odd_sizes_stays(heads: int, rotated: int) -> None:
     model = rotary_graph(BY_POSITION)
     for node in model.graph:
         if node.op_type == "RotaryEmbedding":
-            node.attributes["num_heads"] = ir.AttrInt64("num_heads", heads * node.attributes.get_int("num_heads", 0))
+            node.attributes["num_heads"] = ir.AttrInt64(
+                "num_heads", heads * node.attributes.get_int("num_heads", 0)
+            )
             node.attributes["rotary_embedding_dim"] = ir.AttrInt64("rotary_embedding_dim", rotated)
     assert not absorb_rope(model, 32)
 
@@ -313,10 +347,15 @@ def test_every_form_of_rotation_goes_into_the_attention(
     model = cut_at_logits(ir.load(package.path / "decoder.onnx"), package.interface)
     fix_axes(model, {"T": CAPACITY})
     run_on(model, lean_phases("cpu", CAPACITY))
-    assert not {"RotaryEmbedding", "Cos", "Sin", "Neg", "Transpose"} & {node.op_type for node in model.graph}
+    assert not {"RotaryEmbedding", "Cos", "Sin", "Neg", "Transpose"} & {
+        node.op_type for node in model.graph
+    }
     attentions = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
     assert len(attentions) == LAYERS
     for node in attentions:
-        assert (node.attributes["do_rotary"].value, node.attributes["rotary_interleaved"].value) == (1, interleaved)
+        assert (
+            node.attributes["do_rotary"].value,
+            node.attributes["rotary_interleaved"].value,
+        ) == (1, interleaved)
         tables = [node.inputs[slot] for slot in (Slot.COS_CACHE, Slot.SIN_CACHE)]
         assert [list(table.shape) for table in tables] == [[CAPACITY, rotated // 2]] * 2

@@ -78,14 +78,20 @@ def write(
     return Written(tokens, logprobs, state, calls)
 
 
-def random_parameters(rng: np.random.Generator, model: Guessing, lengths: Array) -> dict[str, Array]:
+def random_parameters(
+    rng: np.random.Generator, model: Guessing, lengths: Array
+) -> dict[str, Array]:
     rows = len(lengths)
 
     def pick(*values: float) -> Array:
         return rng.choice(values, rows)
 
     often = np.array(model.text)
-    masks = np.where(rng.random((rows, 1)) < 0.8, model.masks, rng.integers(-(2**31), 2**31, (rows, len(model.masks))))
+    masks = np.where(
+        rng.random((rows, 1)) < 0.8,
+        model.masks,
+        rng.integers(-(2**31), 2**31, (rows, len(model.masks))),
+    )
     return {
         "temperature": pick(0, 0, 0.2, 0.7, 1, 2),
         "top_k": pick(0, 0, 1, 5, 40, 100),
@@ -112,7 +118,11 @@ def random_prompts(rng: np.random.Generator, model: Guessing) -> list[list[int]]
     for _ in range(int(rng.integers(1, 5))):
         start = int(rng.integers(0, len(model.text) // 2))
         full = rng.random() < 0.1  # its buffer ends within a few tokens
-        prompts.append((model.text * 9)[start : start + int(rng.integers(225, 256) if full else rng.integers(1, 60))])
+        prompts.append(
+            (model.text * 9)[
+                start : start + int(rng.integers(225, 256) if full else rng.integers(1, 60))
+            ]
+        )
     return prompts
 
 
@@ -122,7 +132,10 @@ def check(model: Guessing, rng: np.random.Generator) -> tuple[int, int]:
     lengths = np.array([len(prompt) for prompt in prompts])
     parameters = random_parameters(rng, model, lengths)
     plain = write(model, prompts, parameters)
-    vocab, most = model.package.interface.vocab_size, model.package.interface.features.num_speculative_tokens
+    vocab, most = (
+        model.package.interface.vocab_size,
+        model.package.interface.features.num_speculative_tokens,
+    )
 
     def drafts(row: int, written: list[int]) -> list[int]:
         right = plain.tokens[row][len(written) : len(written) + int(rng.integers(0, most + 1))]
@@ -139,7 +152,11 @@ def check(model: Guessing, rng: np.random.Generator) -> tuple[int, int]:
 
     lookup = {"prompt_lookup_num_tokens": rng.integers(0, most + 1, len(prompts))}
     steps = 0
-    for guesses in ({**parameters, **lookup}, None), (parameters, drafts), ({**parameters, **lookup}, drafts):
+    for guesses in (
+        ({**parameters, **lookup}, None),
+        (parameters, drafts),
+        ({**parameters, **lookup}, drafts),
+    ):
         guessed = write(model, prompts, *guesses)
         assert guessed.tokens == plain.tokens
         assert guessed.logprobs == plain.logprobs
@@ -147,7 +164,10 @@ def check(model: Guessing, rng: np.random.Generator) -> tuple[int, int]:
         for name, value in plain.state.items():
             got = guessed.state[name]
             if name.startswith("past_key_values"):
-                pairs = [(got[row, :, : used[row]], value[row, :, : used[row]]) for row in range(len(prompts))]
+                pairs = [
+                    (got[row, :, : used[row]], value[row, :, : used[row]])
+                    for row in range(len(prompts))
+                ]
             else:
                 pairs = [(got, value)]
             assert all(np.array_equal(*pair) for pair in pairs), name
@@ -168,12 +188,17 @@ def test_pieces_behind_any_beginning_share_a_call(guessing: Guessing) -> None:
     rows, width = len(begins), max(pieces)
     parameters = {"temperature": 0.7, "repetition_penalty": 1.2}
 
-    states = [{name: value[row : row + 1].copy() for name, value in runner.start(rows).items()} for row in range(rows)]
+    states = [
+        {name: value[row : row + 1].copy() for name, value in runner.start(rows).items()}
+        for row in range(rows)
+    ]
     for begin, state in zip(begins, states, strict=True):
         if begin:
             runner.step(np.array([(text * 9)[:begin]]), np.array([begin]), state, {"emit": False})
     together = {name: np.concatenate([state[name] for state in states]) for name in states[0]}
-    ids = np.array([text[row : row + pieces[row]] + [7] * (width - pieces[row]) for row in range(rows)])
+    ids = np.array(
+        [text[row : row + pieces[row]] + [7] * (width - pieces[row]) for row in range(rows)]
+    )
     result = runner.step(ids, np.array(pieces), together, parameters)
     assert result["num_new"].tolist() == [int(piece > 0) for piece in pieces]
     for row, (state, piece) in enumerate(zip(states, pieces, strict=True)):
@@ -197,7 +222,9 @@ def test_rows_that_read_nothing_are_kept_in_other_memory(
     lengths, status = [3, 0, 1, 9, fullest, 5, 61, 64], [0, 0, 0, 0, 0, 1, 2, 3]
     rows, rng = len(lengths), np.random.default_rng(0)
     state = host.start([*range(rows)], CAPACITY)
-    state |= {name: rng.integers(1, 100, value.shape).astype(value.dtype) for name, value in state.items()}
+    state |= {
+        name: rng.integers(1, 100, value.shape).astype(value.dtype) for name, value in state.items()
+    }
     state |= {"lengths": np.array(lengths, np.int32), "status": np.array(status, np.int32)}
     ids, drafts = rng.integers(1, 100, (rows, columns)), rng.integers(1, 100, (rows, 4))
     result = host.call(state, ids, [columns, 0, 0, 0, 0, 1, 1, 0], draft_ids=drafts)

@@ -55,11 +55,22 @@ class Rows:
     """Two rows of a graph, updated in place."""
 
     def __init__(self, model: ir.Model) -> None:
-        self._session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-        capacity = next(value.shape[2] for value in self._session.get_inputs() if value.name == "past_key")
+        self._session = ort.InferenceSession(
+            ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        capacity = next(
+            value.shape[2] for value in self._session.get_inputs() if value.name == "past_key"
+        )
         self.caches = [np.zeros((2, 1, capacity, 16), np.float32) for _ in range(2)]
 
-    def run(self, rows: slice, new: list[Array], lengths: list[int], running: list[bool], real: list[int]) -> Array:
+    def run(
+        self,
+        rows: slice,
+        new: list[Array],
+        lengths: list[int],
+        running: list[bool],
+        real: list[int],
+    ) -> Array:
         count, seen = new[0].shape[1], np.array(lengths, np.int32)
         total = CTX_LEN if len(seen) == 1 or count == 1 else count
         fed = dict(zip(("q", "k", "v"), new, strict=True)) | {
@@ -82,8 +93,12 @@ class Rows:
         return result
 
 
-@pytest.mark.parametrize(("window", "attributes"), [(WINDOW, ""), (600, ""), (WINDOW, ", softcap = 20.0")])
-def test_a_cache_that_slides_computes_what_one_of_all_tokens_does(window: int, attributes: str) -> None:
+@pytest.mark.parametrize(
+    ("window", "attributes"), [(WINDOW, ""), (600, ""), (WINDOW, ", softcap = 20.0")]
+)
+def test_a_cache_that_slides_computes_what_one_of_all_tokens_does(
+    window: int, attributes: str
+) -> None:
     """Padded first pieces of two rows, pieces of any size, steps beside a row that waits: these bit by bit. Pieces are
     summed in blocks whose size depends on the processor."""
     model, capacity = graph(window, attributes), window + SLACK - 1
@@ -94,16 +109,22 @@ def test_a_cache_that_slides_computes_what_one_of_all_tokens_does(window: int, a
 
     def read(row: int | None, real: list[int], columns: int, running: list[bool]) -> None:
         rows = slice(0, 2) if row is None else slice(row, row + 1)
-        new = [random.standard_normal((len(real), columns, size), np.float32) for size in (32, 16, 16)]
+        new = [
+            random.standard_normal((len(real), columns, size), np.float32) for size in (32, 16, 16)
+        ]
         both = [one.run(rows, new, lengths[rows], running, real) for one in (whole, slides)]
         for number, (count, runs) in enumerate(zip(real, running, strict=True)):
             if runs:
                 exact = columns == 1 and not attributes
-                np.testing.assert_allclose(*(result[number, :count] for result in both), 0, 0 if exact else 1e-6)
+                np.testing.assert_allclose(
+                    *(result[number, :count] for result in both), 0, 0 if exact else 1e-6
+                )
                 lengths[number if row is None else row] += count
 
     read(None, [40, 7], 40, [True, True])
-    for row, counts in enumerate(([300, 512, 400, 33], [1096])):  # over both edges of the cache, and longer than it
+    for row, counts in enumerate(
+        ([300, 512, 400, 33], [1096])
+    ):  # over both edges of the cache, and longer than it
         for count in counts:
             read(row, [count], count, [True])
     for _ in range(
@@ -112,10 +133,14 @@ def test_a_cache_that_slides_computes_what_one_of_all_tokens_does(window: int, a
         read(None, [1, 1], 1, [True, True])
         read(None, [1, 1], 1, [True, False])
     assert lengths == [1325, 1123]
-    for cache, other in zip(whole.caches, slides.caches, strict=True):  # the contract's rule of what is held
+    for cache, other in zip(
+        whole.caches, slides.caches, strict=True
+    ):  # the contract's rule of what is held
         for row, length in enumerate(lengths):
             held = length - SLACK * -(-max(0, length - capacity) // SLACK)
-            np.testing.assert_array_equal(other[row, :, :held], cache[row, :, length - held : length])
+            np.testing.assert_array_equal(
+                other[row, :, :held], cache[row, :, length - held : length]
+            )
 
 
 def test_layers_that_keep_all_tokens() -> None:
@@ -123,7 +148,9 @@ def test_layers_that_keep_all_tokens() -> None:
     others = [
         graph(window=-1),
         graph(window=1026),  # and its slack: more than three quarters of the context
-        graph(nodes=reader.format("present_key"), more=", float sum"),  # another layer attends to them
+        graph(
+            nodes=reader.format("present_key"), more=", float sum"
+        ),  # another layer attends to them
         graph(nodes=reader.format("past_value"), more=", float sum"),
         graph(nodes="size = Shape <start = 2, end = 3> (past_key)", more=", int64[1] size"),
     ]
@@ -132,7 +159,9 @@ def test_layers_that_keep_all_tokens() -> None:
         (node,) = attentions(model.graph)
         assert "sliding_window_cache" not in node.attributes
     assert slide_windows(graph(window=1025), CTX_LEN)
-    assert slide_windows(graph(nodes="rows = Shape <end = 1> (past_key)", more=", int64[1] rows"), CTX_LEN)
+    assert slide_windows(
+        graph(nodes="rows = Shape <end = 1> (past_key)", more=", int64[1] rows"), CTX_LEN
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,8 +179,13 @@ def test_layers_that_keep_all_tokens() -> None:
 def test_what_needs_whole_caches(
     slides: bool, provider: str, options: dict[str, Any], change: dict[str, Any], small: Package
 ) -> None:
-    source = replace(small, manifest=replace(small.manifest, interface=replace(small.interface, **change)))
-    plan, target = make_plan(source, CompileOptions(provider=provider, **options)), find_target(provider)
+    source = replace(
+        small, manifest=replace(small.manifest, interface=replace(small.interface, **change))
+    )
+    plan, target = (
+        make_plan(source, CompileOptions(provider=provider, **options)),
+        find_target(provider),
+    )
     assert ("slide-caches" in [phase.name for phase in target.phases(plan)]) is slides
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ort, "__version__", "1.31.2")
@@ -159,7 +193,10 @@ def test_what_needs_whole_caches(
 
 
 # Windows in every other layer, in all of them, and beside attention sinks.
-KINDS = ["gemma3_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "gpt_oss"))]
+KINDS = [
+    "gemma3_text",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "gpt_oss")),
+]
 SIZES = {"sliding_window": WINDOW, "max_position_embeddings": 4096}
 
 
@@ -173,14 +210,18 @@ def packages(kind: str, shared_folder: Path) -> Callable[..., Path]:
     """Options of compile → a package."""
     portable = made_once(
         shared_folder / f"{kind}-of-windows",
-        lambda path: export_model(random_model(kind, **SIZES), byte_tokenizer(), path, Features(), model_id="tiny"),
+        lambda path: export_model(
+            random_model(kind, **SIZES), byte_tokenizer(), path, Features(), model_id="tiny"
+        ),
     )
 
     def make(**options: Any) -> Path:
         name = "-".join(f"{key}-{value}" for key, value in options.items())
         return made_once(
             shared_folder / f"{kind}-of-windows-{name}",
-            lambda path: compile_package(read_package(portable), path, CompileOptions(ctx_len=CTX_LEN, **options)),
+            lambda path: compile_package(
+                read_package(portable), path, CompileOptions(ctx_len=CTX_LEN, **options)
+            ),
         )
 
     return make
@@ -203,7 +244,10 @@ def test_tokens_are_those_of_whole_caches_and_of_transformers(
     slides, whole = load(packages(**options)), load(packages(sliding_window_cache=False, **options))
     held = {shape.capacity for shape in slides.interface.key_values}
     assert held == ({WINDOW + SLACK - 1} if kind == "mistral" else {WINDOW + SLACK - 1, None})
-    assert (slides.package.manifest.contract_version, whole.package.manifest.contract_version) == ("2.3", "2.0")
+    assert (slides.package.manifest.contract_version, whole.package.manifest.contract_version) == (
+        "2.3",
+        "2.0",
+    )
     tokens = slides.generate(prompts(), **GREEDY).token_ids
     assert tokens == whole.generate(prompts(), **GREEDY).token_ids
     assert tokens == [slides.generate([prompt], **GREEDY).token_ids[0] for prompt in prompts()]
@@ -219,7 +263,10 @@ def test_tokens_are_those_of_whole_caches_and_of_transformers(
 def test_requests_that_begin_alike(packages: Callable[..., Path]) -> None:
     """A conversation goes on from saved caches, whatever was read in its slot meanwhile; and so does a file's."""
     model = load(packages())
-    random, settings = np.random.default_rng(1), SamplingParams(temperature=1.0, max_new_tokens=30, eos_token_id=())
+    random, settings = (
+        np.random.default_rng(1),
+        SamplingParams(temperature=1.0, max_new_tokens=30, eos_token_id=()),
+    )
     talks = [random.integers(3, 300, length).tolist() for length in (900, 620)]
     reused = []
     with Engine(model, slots=2) as engine:
@@ -230,7 +277,10 @@ def test_requests_that_begin_alike(packages: Callable[..., Path]) -> None:
             reused.append(output.usage.cached_tokens)
             talk += [*output.token_ids, *random.integers(3, 300, 40).tolist()]
         start = random.integers(3, 300, 200).tolist()
-        for tokens, cached in (([*start, 5], 0), ([*start[:130], 6, 7], 128)):  # shorter than a cache: from any piece
+        for tokens, cached in (
+            ([*start, 5], 0),
+            ([*start[:130], 6, 7], 128),
+        ):  # shorter than a cache: from any piece
             output = engine.add_request(tokens, settings, seed=9).result(300)
             assert output.token_ids == model.generate([tokens], settings, seed=9).token_ids[0]
             assert output.usage.cached_tokens == cached
@@ -272,7 +322,11 @@ def test_a_host_feeds_states_back_as_they_are(packages: Callable[..., Path]) -> 
             if row == 0 or len(new) < 10:
                 new.append(int(outputs["next_ids"][row, 0]))
     for prompt, new in zip((long[:1100], short[:500]), tokens, strict=True):
-        assert new == list(model.generate([prompt], **{**GREEDY, "max_new_tokens": len(new)}).token_ids[0])
-    again = host.call({**state, "status": np.int32([1, 0])}, [[new[-1]] for new in tokens])  # the second row goes on
+        assert new == list(
+            model.generate([prompt], **{**GREEDY, "max_new_tokens": len(new)}).token_ids[0]
+        )
+    again = host.call(
+        {**state, "status": np.int32([1, 0])}, [[new[-1]] for new in tokens]
+    )  # the second row goes on
     wanted = model.generate([short[:500]], **{**GREEDY, "max_new_tokens": 11}).token_ids[0]
     assert int(again["next_ids"][1, 0]) == wanted[10]

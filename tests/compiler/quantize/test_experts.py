@@ -30,7 +30,9 @@ WAYS = [
 def mixture_graph(weights: dict[str, Array], **attributes: float) -> ir.Model:
     """rows, choice → MoE → result. weights: fc1, fc2 and perhaps fc1_bias, fc2_bias."""
     given = "".join(f", float{list(array.shape)} {name}" for name, array in weights.items())
-    operands = ", ".join(name if name in weights else "" for name in ("fc1", "fc1_bias", "fc2", "fc2_bias"))
+    operands = ", ".join(
+        name if name in weights else "" for name in ("fc1", "fc1_bias", "fc2", "fc2_bias")
+    )
     hidden = weights["fc1"].shape[2]
     model = small_graph(
         f"""mixture (float[S,{hidden}] rows, float[S,{EXPERTS}] choice{given}) => (float[S,{hidden}] result)
@@ -58,14 +60,20 @@ def make_weights(hidden: int, size: int, *, biases: bool = False) -> dict[str, A
     shapes = {"fc1": (EXPERTS, 2 * size, hidden), "fc2": (EXPERTS, hidden, size)}
     if biases:
         shapes |= {"fc1_bias": (EXPERTS, 2 * size), "fc2_bias": (EXPERTS, hidden)}
-    return {name: (0.12 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: (0.12 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()
+    }
 
 
 def saved(model: ir.Model, folder: Path) -> tuple[ort.InferenceSession, dict[str, Array]]:
     """The session of a quantized model, and its constants; they are computed when it is saved."""
     ir.save(model, folder / "m.onnx", external_data="m.data")
     constants = ir.load(folder / "m.onnx").graph.initializers
-    arrays = {name: value.const_value.numpy() for name, value in constants.items() if value.const_value is not None}
+    arrays = {
+        name: value.const_value.numpy()
+        for name, value in constants.items()
+        if value.const_value is not None
+    }
     return ort.InferenceSession(folder / "m.onnx", providers=["CPUExecutionProvider"]), arrays
 
 
@@ -103,19 +111,32 @@ def kernel(rows: Array, chosen: Array, fc1: Array, fc2: Array, block: int, **gat
 
 def random_rows(hidden: int) -> tuple[Array, Array, dict[str, Array]]:
     rng = np.random.default_rng(1)
-    rows, chosen = rng.normal(size=(ROWS, hidden)).astype(np.float32), rng.integers(0, EXPERTS, ROWS)
+    rows, chosen = (
+        rng.normal(size=(ROWS, hidden)).astype(np.float32),
+        rng.integers(0, EXPERTS, ROWS),
+    )
     return rows, chosen, {"rows": rows, "choice": np.eye(EXPERTS, dtype=np.float32)[chosen]}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_operator_computes_with_the_rounded_weights(way: WeightQuantization, tmp_path: Path) -> None:
+def test_the_operator_computes_with_the_rounded_weights(
+    way: WeightQuantization, tmp_path: Path
+) -> None:
     weights = make_weights(64, 128)
     model = mixture_graph(weights)
     assert quantize_experts(model, way)
     session, stored = saved(model, tmp_path)
     for name, original in weights.items():
-        step = np.abs(original).reshape(*original.shape[:2], -1, way.block_size).max(-1) * 2 / (2**way.bits - 2)
-        error = np.abs(dequantized(stored, name, way) - original).reshape(*step.shape, way.block_size).max(-1)
+        step = (
+            np.abs(original).reshape(*original.shape[:2], -1, way.block_size).max(-1)
+            * 2
+            / (2**way.bits - 2)
+        )
+        error = (
+            np.abs(dequantized(stored, name, way) - original)
+            .reshape(*step.shape, way.block_size)
+            .max(-1)
+        )
         assert (error <= step * 1.01).all()
         assert error.max() > 0
     rows, chosen, feeds = random_rows(64)
@@ -125,7 +146,10 @@ def test_the_operator_computes_with_the_rounded_weights(way: WeightQuantization,
     # The activations alone: far less than a wrong expert, or gate and up the other way round, would make.
     exact = experts_reference(rows, chosen, *matrices)
     assert np.abs(result - exact).max() < 0.05 * np.abs(exact).max()
-    assert np.abs(exact - experts_reference(rows, (chosen + 1) % EXPERTS, *matrices)).max() > np.abs(exact).max() / 2
+    assert (
+        np.abs(exact - experts_reference(rows, (chosen + 1) % EXPERTS, *matrices)).max()
+        > np.abs(exact).max() / 2
+    )
 
     report = quantization_report(model)
     assert (report.experts, report.expert_block_size) == (EXPERTS, way.block_size)
@@ -149,7 +173,10 @@ def test_a_row_does_not_depend_on_the_others(bits: int, tmp_path: Path) -> None:
     for row in range(ROWS):
         alone = session.run(None, {name: array[[row, row]] for name, array in feeds.items()})[0]
         np.testing.assert_array_equal(alone[0], together[row])
-    pads = {name: np.concatenate([array, np.repeat(array[:1], ROWS, 0)]) for name, array in feeds.items()}
+    pads = {
+        name: np.concatenate([array, np.repeat(array[:1], ROWS, 0)])
+        for name, array in feeds.items()
+    }
     pads["rows"][ROWS:] = np.nan
     np.testing.assert_array_equal(session.run(None, pads)[0][:ROWS], together)
 
@@ -166,7 +193,12 @@ def test_a_row_does_not_depend_on_the_others(bits: int, tmp_path: Path) -> None:
     ],
 )
 def test_block_sizes(
-    hidden: int, size: int, way: WeightQuantization, block_sizes: tuple[int, ...], taken: int | None, tmp_path: Path
+    hidden: int,
+    size: int,
+    way: WeightQuantization,
+    block_sizes: tuple[int, ...],
+    taken: int | None,
+    tmp_path: Path,
 ) -> None:
     weights = make_weights(hidden, size, biases=True)
     gate = {"alpha": 1.702, "beta": 1.0, "limit": 1.5}
@@ -188,7 +220,9 @@ def test_block_sizes(
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("way", [WeightQuantization(4), WeightQuantization(8, 16)], ids=str)
-def test_experts_with_another_gate(way: WeightQuantization, transposed: bool, tmp_path: Path) -> None:
+def test_experts_with_another_gate(
+    way: WeightQuantization, transposed: bool, tmp_path: Path
+) -> None:
     """They are looked up in levels, and nothing of them stays float."""
     weights = make_weights(64, 48)["fc1"]
     given = np.ascontiguousarray(weights.swapaxes(1, 2)) if transposed else weights
@@ -202,7 +236,9 @@ def test_experts_with_another_gate(way: WeightQuantization, transposed: bool, tm
     feeds = {"rows": rows[:, None] if transposed else rows[..., None], "ids": chosen}
     result = session.run(None, feeds)[0].reshape(ROWS, -1)
     exact = np.einsum("snk,sk->sn", weights[chosen].astype(np.float64), rows)
-    assert 0 < np.abs(result - exact).max() / np.abs(exact).max() < (0.15 if way.bits == 4 else 0.02)
+    assert (
+        0 < np.abs(result - exact).max() / np.abs(exact).max() < (0.15 if way.bits == 4 else 0.02)
+    )
 
 
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])

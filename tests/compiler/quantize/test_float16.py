@@ -41,10 +41,15 @@ def test_only_matrices_that_a_token_is_multiplied_by_are_stored_in_float16() -> 
 
 
 def test_the_weights_of_a_loop_are_stored_in_float16() -> None:
-    model, weights = loop_graph(normal(64, 32, seed=1), normal(64, 32, seed=2)), ("w1_weight", "w2_weight")
+    model, weights = (
+        loop_graph(normal(64, 32, seed=1), normal(64, 32, seed=2)),
+        ("w1_weight", "w2_weight"),
+    )
     assert store_as_float16(model)
     assert sorted(model.graph.initializers) == [f"{name}_float16" for name in weights]
-    first, second = (normal(64, 32, seed=seed).astype(np.float16).astype(np.float32) for seed in (1, 2))
+    first, second = (
+        normal(64, 32, seed=seed).astype(np.float16).astype(np.float32) for seed in (1, 2)
+    )
     x = normal(2, 3, 64)
     last, _ = results(model, {"x": x, "start": np.zeros((2, 32), np.float32)})
     np.testing.assert_allclose(last, ((x @ first) * (x @ second)).sum(1), rtol=1e-4, atol=1e-3)
@@ -52,16 +57,23 @@ def test_the_weights_of_a_loop_are_stored_in_float16() -> None:
 
 def test_float16_weights_are_stored_in_half_the_space(small: Package, tmp_path: Path) -> None:
     portable = PackagedModel(small)
-    whole, half = (portable.compile(tmp_path / name, ctx_len=64, weights=name) for name in ("float32", "float16"))
+    whole, half = (
+        portable.compile(tmp_path / name, ctx_len=64, weights=name)
+        for name in ("float32", "float16")
+    )
     figures = half.package.manifest.compilation.quantization
     assert figures["bytes_after"] * 2 == figures["bytes_before"]
     assert 0 < figures["divergence"]["kl"]["value"] < 1e-4
     sizes = [model.package.manifest.files["decoder.onnx.data"].bytes for model in (whole, half)]
-    assert sizes[0] - sizes[1] == pytest.approx(figures["bytes_after"], abs=200_000)  # tensors are aligned to pages
+    assert sizes[0] - sizes[1] == pytest.approx(
+        figures["bytes_after"], abs=200_000
+    )  # tensors are aligned to pages
 
     nodes = ir.load(tmp_path / "float16" / "decoder.onnx").graph
     wanted = ir.load(tmp_path / "float32" / "decoder.onnx").graph.initializers
-    stored = {name: value for name, value in nodes.initializers.items() if name.endswith("_float16")}
+    stored = {
+        name: value for name, value in nodes.initializers.items() if name.endswith("_float16")
+    }
     assert len(stored) == figures["matrices"]
     for name, value in stored.items():
         array = wanted[name.removesuffix("_float16")].const_value.numpy()

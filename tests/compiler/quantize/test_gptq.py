@@ -33,21 +33,31 @@ def dequantized(found: Levels, way: WeightQuantization) -> Array:
     """[K, N] float64."""
     packed, scales, _ = found
     count = INPUTS // way.block_size
-    numbers = levels(packed.reshape(OUTPUTS, count, -1), way.bits) - middles(found, way).reshape(OUTPUTS, count, 1)
-    return (numbers * scales.astype(np.float64).reshape(OUTPUTS, count, 1)).reshape(OUTPUTS, INPUTS).T
+    numbers = levels(packed.reshape(OUTPUTS, count, -1), way.bits) - middles(found, way).reshape(
+        OUTPUTS, count, 1
+    )
+    return (
+        (numbers * scales.astype(np.float64).reshape(OUTPUTS, count, 1)).reshape(OUTPUTS, INPUTS).T
+    )
 
 
 def middles(found: Levels, way: WeightQuantization) -> Array:
     """Of each block, the level that stands for 0."""
     assert (found.zeros is not None) == way.zero_points
-    return np.full(found.scales.size, 2 ** (way.bits - 1)) if found.zeros is None else found.zeros.astype(np.int64)
+    return (
+        np.full(found.scales.size, 2 ** (way.bits - 1))
+        if found.zeros is None
+        else found.zeros.astype(np.int64)
+    )
 
 
 def fitted(weight: Array, moments: Array, way: WeightQuantization) -> Levels:
     return gptq(weight, decomposed(moments.astype(np.float32)), way)[0]
 
 
-def reference(weight: Array, moments: Array, found: Levels, way: WeightQuantization) -> tuple[Array, Array]:
+def reference(
+    weight: Array, moments: Array, found: Levels, way: WeightQuantization
+) -> tuple[Array, Array]:
     """Levels [N, K] by the paper's equations (2) and (3), one weight after another, from the column with the largest
     inputs on, and the inverse made anew for the columns that are left; with the grids of `found`. And how far each
     weight is from a rounding boundary, in steps."""
@@ -119,7 +129,11 @@ def test_products_are_closer_than_with_rounding(bits: int, zero_points: bool, dt
     losses = {}
     for method in ("rtn", "gptq"):
         way = WeightQuantization(bits, 32, method, zero_points)
-        found = fitted(weight, inputs.T @ inputs, way) if method == "gptq" else quantize_matrix(weight, way)
+        found = (
+            fitted(weight, inputs.T @ inputs, way)
+            if method == "gptq"
+            else quantize_matrix(weight, way)
+        )
         error = dequantized(found, way) - weight.astype(np.float64)
         assert found[1].dtype == dtype
         losses[method] = [np.square(x @ error).mean() for x in (inputs, others)]
@@ -132,12 +146,16 @@ def test_inputs_that_are_never_there_and_none_at_all() -> None:
     weight[:, 1] = np.abs(weight[:, 1])  # of one sign
     inputs = correlated_inputs()
     inputs[:, 5:60] = 0
-    for moments, zero_points in itertools.product((inputs.T @ inputs, np.zeros((INPUTS, INPUTS))), (False, True)):
+    for moments, zero_points in itertools.product(
+        (inputs.T @ inputs, np.zeros((INPUTS, INPUTS))), (False, True)
+    ):
         way = WeightQuantization(4, 32, "gptq", zero_points)
         result = dequantized(fitted(weight, moments, way), way)
         assert np.isfinite(result).all()
         assert (result[:, 0] == 0).all()
-        assert np.abs(result - weight)[5:60].max() < (1.0 if zero_points else 0.5)  # rounded all the same
+        assert np.abs(result - weight)[5:60].max() < (
+            1.0 if zero_points else 0.5
+        )  # rounded all the same
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -159,7 +177,11 @@ TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps under a 
 def test_each_matrix_is_fitted_to_what_the_quantized_ones_before_it_compute(tmp_path: Path) -> None:
     """ids → Gather → first → Relu → second, beside the same in NumPy."""
     rng = np.random.default_rng(0)
-    arrays = {"table": normal(50, 64), "first": normal(64, 32, seed=1), "second": normal(32, 48, seed=2)}
+    arrays = {
+        "table": normal(50, 64),
+        "first": normal(64, 32, seed=1),
+        "second": normal(32, 48, seed=2),
+    }
     model = small_graph(
         """g (int64[B,S] input_ids, float[50,64] table, float[64,32] first, float[32,48] second)
             => (float[B,S,48] result) {
@@ -168,7 +190,12 @@ def test_each_matrix_is_fitted_to_what_the_quantized_ones_before_it_compute(tmp_
             active = Relu (hidden)
             result = MatMul (active, second)
         }""",
-        {"x": ["B", "S", 64], "hidden": ["B", "S", 32], "active": ["B", "S", 32], "result": ["B", "S", 48]},
+        {
+            "x": ["B", "S", 64],
+            "hidden": ["B", "S", 32],
+            "active": ["B", "S", 32],
+            "result": ["B", "S", 48],
+        },
         constants=arrays,
     )
     constants = model.graph.initializers
@@ -220,7 +247,10 @@ def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None
     table = {"layers.*": "int8", "lm_head": "int4"}
     options: dict[str, Any] = {"ctx_len": 64, "weights": table, "preset": "speed", "block_size": 32}
     fitted = model.compile(
-        tmp_path / "fitted", calibration_text=[TEXT * 4], progress=lambda stage, _: stages.append(stage), **options
+        tmp_path / "fitted",
+        calibration_text=[TEXT * 4],
+        progress=lambda stage, _: stages.append(stage),
+        **options,
     )
     assert "fitting weights to the text" in stages
     assert [path.name for path in tmp_path.iterdir()] == ["fitted"], "nothing is left beside it"
@@ -228,11 +258,20 @@ def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None
     figures = compilation.quantization
     assert (figures["method"], figures["preset"]) == ("gptq", "speed")
     names = {
-        f"layers.{layer}.{role}" for layer in (0, 1) for role in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        f"layers.{layer}.{role}"
+        for layer in (0, 1)
+        for role in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     }
-    assert figures["bits"] == dict.fromkeys(names, "int8:32") | {"lm_head": "int4:32", "embed_tokens": "int4:32"}
+    assert figures["bits"] == dict.fromkeys(names, "int8:32") | {
+        "lm_head": "int4:32",
+        "embed_tokens": "int4:32",
+    }
     nodes = ir.load(fitted.package.path / "decoder.onnx").graph.all_nodes()
-    bits = {(node.op_type, node.attributes.get_int("bits", 0)) for node in nodes if "bits" in node.attributes}
+    bits = {
+        (node.op_type, node.attributes.get_int("bits", 0))
+        for node in nodes
+        if "bits" in node.attributes
+    }
     assert bits == {("MatMulNBits", 8), ("MatMulNBits", 4), ("GatherBlockQuantized", 4)}
     assert evaluate(fitted, TEXT, against=model).packages[0].comparisons[0].kl.value < 0.05
     assert fitted.generate("The quick", max_new_tokens=3, do_sample=False).token_ids[0]

@@ -35,9 +35,13 @@ decode (float[B,S,64] q, float[B,S,32] k, float[B,S,32] v, float[B,2,{CAPACITY},
 
 def attention() -> ir.Model:
     # The text form has no dots in names.
-    model = ir.from_onnx_text(ATTENTION.replace("past_key_values.0.", "past_").replace("present.0.", "present_"))
+    model = ir.from_onnx_text(
+        ATTENTION.replace("past_key_values.0.", "past_").replace("present.0.", "present_")
+    )
     for value in [*model.graph.inputs, *model.graph.outputs]:
-        value.name = value.name.replace("past_", "past_key_values.0.").replace("present_", "present.0.")
+        value.name = value.name.replace("past_", "past_key_values.0.").replace(
+            "present_", "present.0."
+        )
     return model
 
 
@@ -49,7 +53,9 @@ def levels_of(state: Any, bits: int) -> Any:
 
 
 def opened(model: ir.Model) -> ort.InferenceSession:
-    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
 
 
 def empty(bits: int) -> Any:
@@ -61,21 +67,31 @@ def test_attention_reads_back_what_the_scales_allow(bits: int) -> None:
     """Keys and values of whole multiples of the scales survive exactly, and attention is over these."""
     rng, limit = np.random.default_rng(0), 2 ** (bits - 1)
     scales = {
-        f"past_key_values.0.{kind}": rng.uniform(0.01, 0.03, (KV_HEADS, SIZE)).astype(np.float32) * (128 / limit)
+        f"past_key_values.0.{kind}": rng.uniform(0.01, 0.03, (KV_HEADS, SIZE)).astype(np.float32)
+        * (128 / limit)
         for kind in ("key", "value")
     }
     model = attention()
     assert quantize_kv_cache(model, scales, bits)
-    new = {"k": scales["past_key_values.0.key"].ravel(), "v": scales["past_key_values.0.value"].ravel()}
-    feeds = {"q": rng.standard_normal((1, 9, HEADS * SIZE), np.float32), "seen": np.array([8], np.int32)}
+    new = {
+        "k": scales["past_key_values.0.key"].ravel(),
+        "v": scales["past_key_values.0.value"].ravel(),
+    }
+    feeds = {
+        "q": rng.standard_normal((1, 9, HEADS * SIZE), np.float32),
+        "seen": np.array([8], np.int32),
+    }
     feeds |= {
-        name: scale * rng.integers(-limit, limit, (1, 9, len(scale))).astype(np.float32) for name, scale in new.items()
+        name: scale * rng.integers(-limit, limit, (1, 9, len(scale))).astype(np.float32)
+        for name, scale in new.items()
     }
     wanted = opened(attention()).run(
         None, feeds | dict.fromkeys(scales, np.zeros((1, KV_HEADS, CAPACITY, SIZE), np.float32))
     )
     got = opened(model).run(None, feeds | dict.fromkeys(scales, empty(bits)))
-    np.testing.assert_allclose(got[0], wanted[0], atol=2e-3)  # the kernel also rounds queries or weights of keys
+    np.testing.assert_allclose(
+        got[0], wanted[0], atol=2e-3
+    )  # the kernel also rounds queries or weights of keys
     for state, exact, scale in zip(got[1:], wanted[1:], scales.values(), strict=True):
         np.testing.assert_allclose(
             (levels_of(state, bits) * scale[None, :, None])[:, :, :9], exact[:, :, :9], atol=1e-4
@@ -98,7 +114,9 @@ def test_a_channel_of_zeros_and_one_beyond_its_range(bits: int) -> None:
     }
     _, keys, values = opened(model).run(None, feeds | dict.fromkeys(names, empty(bits)))
     assert (levels_of(keys, bits)[0, :, 0] == 2).all()  # scale 1
-    assert (levels_of(values, bits)[0, :, 0] == -(2 ** (bits - 1))).all()  # clipped, not wrapped around
+    assert (
+        levels_of(values, bits)[0, :, 0] == -(2 ** (bits - 1))
+    ).all()  # clipped, not wrapped around
 
 
 def test_scales() -> None:
@@ -120,7 +138,9 @@ def test_scales() -> None:
 
 
 @pytest.fixture(scope="module", params=["int8", pytest.param("int4", marks=pytest.mark.ci)])
-def compiled(request: pytest.FixtureRequest, llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(
+    request: pytest.FixtureRequest, llama_package: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     path = tmp_path_factory.mktemp("compiled") / "package"
     options = CompileOptions(batch_size=4, ctx_len=96, kv_cache_dtype=request.param)
     compile_package(read_package(llama_package), path, options)
@@ -146,7 +166,13 @@ def test_generates_in_place_and_in_chunks(compiled: Path, tmp_path: Path) -> Non
     """The same tokens alone, in a batch, in pieces, and behind a prefix from a file."""
     model = AutoModelForCausalLM.from_pretrained(compiled)
     prompts = [[5, 6, 7, 8], [9], list(range(10, 40))]
-    options: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "max_new_tokens": 24, "seed": 3}
+    options: dict[str, Any] = {
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.9,
+        "max_new_tokens": 24,
+        "seed": 3,
+    }
     wanted = model.generate(prompts, **options).token_ids
     assert model.generate(prompts, **options, prefill_chunk_size=7).token_ids[:2] == wanted[:2]
     long = list(range(70))
@@ -158,7 +184,9 @@ def test_generates_in_place_and_in_chunks(compiled: Path, tmp_path: Path) -> Non
     assert list(found.token_ids) == list(alone)
 
 
-def test_scales_are_of_the_whole_cache(llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_are_of_the_whole_cache(
+    llama_package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = read_package(llama_package)
     states: list[Any] = []
     plain = GraphRunner.start
@@ -184,7 +212,8 @@ def test_scales_are_of_the_whole_cache(llama_package: Path, monkeypatch: pytest.
 def test_a_cache_that_is_too_far_off(small: Package, tmp_path: Path) -> None:
     strict = CompileOptions(ctx_len=32, kv_cache_dtype="int8", max_divergence=1e-12)
     with pytest.raises(
-        CompileError, match=r"an int8 cache change the model too much: .*Take no kv_cache_dtype; max_div"
+        CompileError,
+        match=r"an int8 cache change the model too much: .*Take no kv_cache_dtype; max_div",
     ):
         compile_package(small, tmp_path / "out", strict)
     assert not (tmp_path / "out").exists()

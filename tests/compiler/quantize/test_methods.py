@@ -13,12 +13,16 @@ from tests.helpers.quantized_checkpoints import stored_levels
 INPUTS, OUTPUTS = 256, 96
 
 
-def meaning(weight: np.ndarray, way: WeightQuantization) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def meaning(
+    weight: np.ndarray, way: WeightQuantization
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[K, N] float64: what the blocks stand for; the step and the level of each weight."""
     blocks, scales, zeros = quantize_matrix(weight, way)
     assert scales.dtype == weight.dtype
     assert (zeros is not None) == way.zero_points
-    middles = np.full(scales.size, 2 ** (way.bits - 1)) if zeros is None else zeros.astype(np.float64)
+    middles = (
+        np.full(scales.size, 2 ** (way.bits - 1)) if zeros is None else zeros.astype(np.float64)
+    )
     count = len(weight) // way.block_size
     levels = stored_levels(blocks.reshape(OUTPUTS * count, -1), way.bits).astype(np.float64)
     steps = scales.reshape(-1, 1).astype(np.float64)
@@ -59,7 +63,9 @@ def test_blocks_that_are_small_or_of_one_sign(bits: int, zero_points: bool) -> N
     weight[:, 2] *= 1e-7
     weight[:, 3], weight[:, 4], weight[:32, 5] = 0.01, -0.3, 0
     weight[:, 6], weight[:, 7] = 0.5 + 0.01 * weight[:, 6], -2 + 0.1 * weight[:, 7]
-    floats, _, _ = meaning(weight, WeightQuantization(bits, 32, zero_points=zero_points and bits == 4))
+    floats, _, _ = meaning(
+        weight, WeightQuantization(bits, 32, zero_points=zero_points and bits == 4)
+    )
     errors = np.abs(floats - weight).max(axis=0) / np.abs(weight).max(axis=0)
     assert (errors < (0.3 if zero_points else 2 / 2**bits)).all(), "30 % of a range may be left out"
 
@@ -74,7 +80,11 @@ def test_mxfp4_is_carried_in_eight_bits(block_size: int, dtype: type) -> None:
     )
     values[3, 1] = 0
     values[4, 0] = [6, -6] * 16
-    weight = (values * 2.0 ** rng.integers(-9, 2, (OUTPUTS, INPUTS // 32, 1))).reshape(OUTPUTS, INPUTS).T.astype(dtype)
+    weight = (
+        (values * 2.0 ** rng.integers(-9, 2, (OUTPUTS, INPUTS // 32, 1)))
+        .reshape(OUTPUTS, INPUTS)
+        .T.astype(dtype)
+    )
     floats, _, _ = meaning(weight, WeightQuantization(8, block_size))
     np.testing.assert_array_equal(floats, weight.astype(np.float64))
 
@@ -95,7 +105,9 @@ def lopsided(seed: int = 0) -> np.ndarray:
 def test_zero_points_are_closer_to_lopsided_weights() -> None:
     weight = lopsided()
     errors = [
-        np.square(meaning(weight, WeightQuantization(4, 32, zero_points=zero_points))[0] - weight).mean()
+        np.square(
+            meaning(weight, WeightQuantization(4, 32, zero_points=zero_points))[0] - weight
+        ).mean()
         for zero_points in (False, True)
     ]
     assert errors[1] < 0.6 * errors[0]
@@ -129,7 +141,9 @@ def test_weights_that_count_more_are_closer() -> None:
 def test_weights_that_are_no_numbers_do_not_become_zeros() -> None:
     weight = lopsided(3)
     weight[5, 2], weight[40, 7] = np.nan, np.inf
-    scales = quantize_matrix(weight, WeightQuantization(4, 32, zero_points=True)).scales.reshape(OUTPUTS, -1)
+    scales = quantize_matrix(weight, WeightQuantization(4, 32, zero_points=True)).scales.reshape(
+        OUTPUTS, -1
+    )
     wrong = ~np.isfinite(scales)
     assert wrong[2, 0]
     assert wrong[7, 1]

@@ -66,7 +66,10 @@ def test_every_bit_is_that_of_onnxruntime(size: int, dtype: type) -> None:
         expected, steps = by_onnxruntime(matrix, 8, size)
         np.testing.assert_array_equal(levels.reshape(expected.shape), expected)
         assert scales.tobytes() == steps.tobytes()  # the sign of a zero, too
-        levels, scales = (part.reshape(outputs, inputs // size, -1) for part in round_to_nearest(matrix.T, 4, size))
+        levels, scales = (
+            part.reshape(outputs, inputs // size, -1)
+            for part in round_to_nearest(matrix.T, 4, size)
+        )
         expected, steps = by_onnxruntime(matrix, 4, size)
         same = scales[..., 0] == steps
         np.testing.assert_array_equal(levels[same], expected[same])
@@ -74,7 +77,9 @@ def test_every_bit_is_that_of_onnxruntime(size: int, dtype: type) -> None:
 
 def meaning(levels: Array, scales: Array, bits: int) -> Array:
     """[blocks, block size] float64."""
-    numbers = np.stack([levels >> at & 2**bits - 1 for at in range(0, 8, bits)], -1).reshape(len(levels), -1)
+    numbers = np.stack([levels >> at & 2**bits - 1 for at in range(0, 8, bits)], -1).reshape(
+        len(levels), -1
+    )
     return (numbers - 2.0 ** (bits - 1)) * scales.astype(np.float64)[:, None]
 
 
@@ -95,7 +100,9 @@ def error(blocks: Array, scales: Array, bits: int) -> Array:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(("bits", "size"), [(2, 64)])
-def test_no_block_is_farther_off_than_with_the_plain_scale(bits: int, size: int, dtype: type) -> None:
+def test_no_block_is_farther_off_than_with_the_plain_scale(
+    bits: int, size: int, dtype: type
+) -> None:
     """And all of them hardly farther than the best of 400 scales, each of them refined."""
     rng = np.random.default_rng(bits + size)
     blocks = rng.normal(size=(300, size)) * 10.0 ** rng.integers(-2, 3, (300, 1))
@@ -108,7 +115,9 @@ def test_no_block_is_farther_off_than_with_the_plain_scale(bits: int, size: int,
     grid[:, 0] = -end
     blocks[100:120] = grid * 2.0 ** rng.integers(-3, 3, (20, 1))  # levels already
     smallest = 2e-6 if dtype is np.float16 else 1e-36  # float16 stores such a scale in a few steps
-    blocks[140:150], blocks[150:160] = rng.normal(size=(2, 10, size)) * np.reshape([smallest, 1 / smallest], (2, 1, 1))
+    blocks[140:150], blocks[150:160] = rng.normal(size=(2, 10, size)) * np.reshape(
+        [smallest, 1 / smallest], (2, 1, 1)
+    )
     if dtype is np.float16:
         blocks[150:160] *= smallest**2
     blocks = blocks.astype(dtype)
@@ -123,9 +132,13 @@ def test_no_block_is_farther_off_than_with_the_plain_scale(bits: int, size: int,
     least, weights = before, blocks.astype(np.float64)
     for factor in tried:
         steps = plain(blocks, bits).astype(np.float64) * factor
-        numbers = np.clip(np.round(weights / np.where(steps == 0, 1, steps)[:, None]), -end, end - 1)
+        numbers = np.clip(
+            np.round(weights / np.where(steps == 0, 1, steps)[:, None]), -end, end - 1
+        )
         squares = np.square(numbers).sum(1)
-        fitted = np.where(squares > 0, (weights * numbers).sum(1) / np.where(squares > 0, squares, 1), 0)
+        fitted = np.where(
+            squares > 0, (weights * numbers).sum(1) / np.where(squares > 0, squares, 1), 0
+        )
         least = np.minimum(least, error(blocks, fitted, bits))
     usual = slice(160, None)  # random ones
     scale = np.square(weights).sum(1)[usual]
@@ -150,7 +163,11 @@ def written(weight: QuantizedWeight, folder: Path) -> dict[str, Array]:
     weight.register(graph)
     save_graph(ir.Model(graph, ir_version=10), folder / "graph.onnx")
     values = ir.load(folder / "graph.onnx").graph.initializers.values()
-    return {str(value.name): value.const_value.numpy() for value in values if value.const_value is not None}
+    return {
+        str(value.name): value.const_value.numpy()
+        for value in values
+        if value.const_value is not None
+    }
 
 
 def stored(matrix: Array, *, transposed: bool) -> StoredTensor:
@@ -167,7 +184,9 @@ def test_parts_of_a_matrix_have_the_levels_of_the_whole(
     rows = [rng.normal(size=(outputs, 64)).astype(ml_dtypes.bfloat16) for outputs in (37, 12)]
     joined = JoinedTensor([stored(part, transposed=True) for part in rows], 1, (64, 49), "w")
     way = WeightQuantization(bits, 32)
-    found = written(QuantizedWeight(constant_value("w", joined), way, outputs_first=False), tmp_path)
+    found = written(
+        QuantizedWeight(constant_value("w", joined), way, outputs_first=False), tmp_path
+    )
     levels, scales, _ = quantize_matrix(np.concatenate(rows).astype(np.float32).T, way)
     scales = scales.reshape(49, 2)
     np.testing.assert_array_equal(found["w_blocks"], levels)
@@ -175,7 +194,9 @@ def test_parts_of_a_matrix_have_the_levels_of_the_whole(
     np.testing.assert_array_equal(found["w_block_scales"], scales[:, :, None])
 
 
-def test_experts_and_padded_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_and_padded_rows_and_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks_module, "PIECE", 500)
     way = WeightQuantization(4, 32)
     experts = np.random.default_rng(4).normal(size=(3, 21, 50)).astype(np.float32)

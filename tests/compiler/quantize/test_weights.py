@@ -69,7 +69,9 @@ def levels(stored: np.ndarray, bits: int) -> np.ndarray:
 def dequantized(folder: Path, name: str, way: WeightQuantization) -> np.ndarray:
     """[N, K], from the file alone: scale times (level minus its block's zero point, or the middle level)."""
     initializers = ir.load(folder / "m.onnx").graph.initializers
-    array = {kind: v.const_value.numpy() for kind, v in initializers.items() if v.const_value is not None}
+    array = {
+        kind: v.const_value.numpy() for kind, v in initializers.items() if v.const_value is not None
+    }
     blocks = levels(array[f"{name}_blocks"], way.bits)
     count = blocks.shape[1]
     scales = array[f"{name}_scales"].reshape(-1, count, 1)
@@ -91,8 +93,16 @@ def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
 
     # Every row is within half a level of the weights, and the levels are as fine as the bits.
     for name, original in (("table", weights["table"]), ("matrix", weights["matrix"].T)):
-        step = np.abs(original).reshape(len(original), -1, way.block_size).max(-1) * 2 / (2**way.bits - 2)
-        error = np.abs(dequantized(tmp_path, name, way) - original).reshape(len(original), -1, way.block_size).max(-1)
+        step = (
+            np.abs(original).reshape(len(original), -1, way.block_size).max(-1)
+            * 2
+            / (2**way.bits - 2)
+        )
+        error = (
+            np.abs(dequantized(tmp_path, name, way) - original)
+            .reshape(len(original), -1, way.block_size)
+            .max(-1)
+        )
         # A block with a zero point may leave out up to 30 % of its range.
         most = 0.3 * np.abs(original).max() if way.zero_points and name == "matrix" else step * 1.01
         assert (error <= most).all()
@@ -101,11 +111,19 @@ def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
     # The graph computes with these very numbers: one-hot activations survive their own rounding to int8.
     session = ort.InferenceSession(tmp_path / "m.onnx")
     ids = np.arange(6).reshape(2, 3)
-    feeds = {"ids": ids, "x": np.eye(HIDDEN, dtype=np.float32)[None], "part": np.ones((1, ODD), np.float32)}
+    feeds = {
+        "ids": ids,
+        "x": np.eye(HIDDEN, dtype=np.float32)[None],
+        "part": np.ones((1, ODD), np.float32),
+    }
     lookup, product, scores, rest = session.run(["lookup", "product", "scores", "rest"], feeds)
     np.testing.assert_allclose(lookup, dequantized(tmp_path, "table", way)[ids], atol=1e-6)
-    np.testing.assert_allclose(scores[0].T, dequantized(tmp_path, "table", way), rtol=0.01, atol=1e-3)
-    np.testing.assert_allclose(product[0].T, dequantized(tmp_path, "matrix", way), rtol=0.01, atol=1e-3)
+    np.testing.assert_allclose(
+        scores[0].T, dequantized(tmp_path, "table", way), rtol=0.01, atol=1e-3
+    )
+    np.testing.assert_allclose(
+        product[0].T, dequantized(tmp_path, "matrix", way), rtol=0.01, atol=1e-3
+    )
     if ODD % way.block_size:
         np.testing.assert_allclose(rest, weights["odd"].sum(0)[None], rtol=1e-5)
 
@@ -118,7 +136,11 @@ def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
     assert "odd" in names
     assert report.matrices == 2
     assert report.bytes_before == weights["table"].nbytes + weights["matrix"].nbytes
-    stored = [v.const_value for n, v in model.graph.initializers.items() if n.startswith(("table_", "matrix_"))]
+    stored = [
+        v.const_value
+        for n, v in model.graph.initializers.items()
+        if n.startswith(("table_", "matrix_"))
+    ]
     assert report.bytes_after == sum(tensor.nbytes for tensor in stored if tensor is not None)
 
 
@@ -143,7 +165,10 @@ def test_tables_that_positions_are_looked_up_in_stay_float() -> None:
         {"table": normal(48, 64), "places": normal(32, 64)},
     )
     assert quantize_weights(model, WeightQuantization(4))
-    assert [node.op_type for node in model.graph if "Gather" in node.op_type] == ["Gather", "GatherBlockQuantized"]
+    assert [node.op_type for node in model.graph if "Gather" in node.op_type] == [
+        "Gather",
+        "GatherBlockQuantized",
+    ]
     assert "places" in model.graph.initializers
     assert "table" not in model.graph.initializers
 
@@ -161,7 +186,9 @@ def test_the_weights_of_a_gemm(transposed: int, bias: bool, tmp_path: Path) -> N
     assert quantize_weights(model, way)
     assert "weight" not in model.graph.initializers
     ir.save(model, tmp_path / "m.onnx")
-    result = ort.InferenceSession(tmp_path / "m.onnx").run(None, {"rows": np.eye(HIDDEN, dtype=np.float32)})[0]
+    result = ort.InferenceSession(tmp_path / "m.onnx").run(
+        None, {"rows": np.eye(HIDDEN, dtype=np.float32)}
+    )[0]
     expected = dequantized(tmp_path, "weight", way).T + (arrays["bias"] if bias else 0)
     np.testing.assert_allclose(result, expected, rtol=0.01, atol=1e-3)
 
@@ -195,12 +222,17 @@ def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
     quantization = compilation.quantization
     described = [quantization[name] for name in ("dtype", "preset", "block_size", "method")]
     assert described == ["int8", "quick", 32, "rtn"]
-    assert quantization_in_words(quantization).startswith("int8 weights in blocks of 32 (quick, rtn), ")
+    assert quantization_in_words(quantization).startswith(
+        "int8 weights in blocks of 32 (quick, rtn), "
+    )
     operators = compilation.placement["CPUExecutionProvider"]
     assert operators["MatMulNBits"] >= quantization["matrices"] - 1
     assert operators["GatherBlockQuantized"] == 1
     assert "MatMul" not in operators or operators["MatMul"] == 1  # the sampler's own
-    assert compiled.file("decoder.onnx.data").stat().st_size < 0.5 * portable.file("decoder.onnx.data").stat().st_size
+    assert (
+        compiled.file("decoder.onnx.data").stat().st_size
+        < 0.5 * portable.file("decoder.onnx.data").stat().st_size
+    )
 
     figures = quantization["divergence"]
     assert figures["text"] == "documents"
@@ -211,10 +243,16 @@ def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
 
     prompts = [[5, 6, 7, 8], [9], [10, 11, 12]]
     got, wanted = (
-        AutoModelForCausalLM.from_pretrained(path).generate(prompts, do_sample=False, max_new_tokens=8).token_ids
+        AutoModelForCausalLM.from_pretrained(path)
+        .generate(prompts, do_sample=False, max_new_tokens=8)
+        .token_ids
         for path in (int8, llama_package)
     )
-    same = [a == b for row, other in zip(got, wanted, strict=True) for a, b in zip(row, other, strict=False)]
+    same = [
+        a == b
+        for row, other in zip(got, wanted, strict=True)
+        for a, b in zip(row, other, strict=False)
+    ]
     assert np.mean(same) > 0.7
 
 
@@ -235,7 +273,9 @@ def test_too_far_off_is_refused_and_put_aside(small: Package, tmp_path: Path) ->
 
 
 def test_the_packages_own_dtype_is_no_quantization(small: Package, tmp_path: Path) -> None:
-    compiled = compile_package(small, tmp_path / "out", CompileOptions(ctx_len=32, weights="float32"))
+    compiled = compile_package(
+        small, tmp_path / "out", CompileOptions(ctx_len=32, weights="float32")
+    )
     assert compiled.manifest.compilation.quantization is None
 
 
@@ -244,12 +284,22 @@ def decoder(layers: int, *, adapts: bool = False) -> ir.Model:
     states = "".join(f", float[1,4] state{layer}" for layer in range(layers))
     body, value = [], "x"
     for i in range(layers):
-        body += [f"n{i} = Relu({value})", f"qkv{i} = MatMul(n{i}, w)", f"mix{i} = Add(qkv{i}, state{i})"]
-        body += [f"out{i} = MatMul(mix{i}, w)", f"r{i} = Add({value}, out{i})", f"up{i} = MatMul(r{i}, w)"]
+        body += [
+            f"n{i} = Relu({value})",
+            f"qkv{i} = MatMul(n{i}, w)",
+            f"mix{i} = Add(qkv{i}, state{i})",
+        ]
+        body += [
+            f"out{i} = MatMul(mix{i}, w)",
+            f"r{i} = Add({value}, out{i})",
+            f"up{i} = MatMul(r{i}, w)",
+        ]
         body += [f"down{i} = MatMul(up{i}, w)", f"s{i} = Add(r{i}, down{i})"]
         value = f"s{i}"
     body += [f"norm = Relu({value})", "logits = MatMul(norm, w)"]
-    model = small_graph(f"g (float[1,4] x, float[4,4] w{states}) => (float[1,4] logits) {{ {chr(10).join(body)} }}")
+    model = small_graph(
+        f"g (float[1,4] x, float[4,4] w{states}) => (float[1,4] logits) {{ {chr(10).join(body)} }}"
+    )
     for layer, state in enumerate(model.graph.inputs[2:]):
         state.name = f"past_key_values.{layer}.key"
     *of_layers, _head = [node for node in model.graph if node.op_type == "MatMul"]
@@ -267,9 +317,15 @@ def decoder(layers: int, *, adapts: bool = False) -> ir.Model:
 @pytest.mark.parametrize("layers", [0, 1, 2, 5])
 def test_names_of_matrices(layers: int, adapts: bool) -> None:
     model = decoder(layers, adapts=adapts)
-    products = [node for node in model.graph if node.op_type == "MatMul" and node.inputs[1].name == "w"]
+    products = [
+        node for node in model.graph if node.op_type == "MatMul" and node.inputs[1].name == "w"
+    ]
     roles = {"qkv": "qkv_proj", "out": "o_proj", "up": "gate_up_proj", "down": "down_proj"}
-    expected = {f"{part}{layer}": f"layers.{layer}.{role}" for layer in range(layers) for part, role in roles.items()}
+    expected = {
+        f"{part}{layer}": f"layers.{layer}.{role}"
+        for layer in range(layers)
+        for part, role in roles.items()
+    }
     found = {node.outputs[0].name: name for node, name in names_of(model.graph, products).items()}
     assert found == {**expected, "logits": "lm_head"}
     assert layers_of(model.graph) == layers
@@ -280,7 +336,9 @@ def test_a_package_with_adapters_has_the_bits_of_one_without(
 ) -> None:
     tables = []
     for name, source in (("plain", bundled_package), ("adapted", adapted_server_package)):
-        compiled = compile_package(read_package(source), tmp_path / name, CompileOptions(ctx_len=64, weights="int4"))
+        compiled = compile_package(
+            read_package(source), tmp_path / name, CompileOptions(ctx_len=64, weights="int4")
+        )
         assert compiled.manifest.compilation is not None
         assert compiled.manifest.compilation.quantization is not None
         tables.append(compiled.manifest.compilation.quantization["bits"])
@@ -291,11 +349,34 @@ def test_a_package_with_adapters_has_the_bits_of_one_without(
 @pytest.mark.parametrize(
     ("given", "bits", "expected"),
     [
-        ({}, 4, {"lm_head": 8, "layers.1.down_proj": 4, "embed_tokens": 4, "layers.0.o_proj": 8, "layers.3.o_proj": 8}),
+        (
+            {},
+            4,
+            {
+                "lm_head": 8,
+                "layers.1.down_proj": 4,
+                "embed_tokens": 4,
+                "layers.0.o_proj": 8,
+                "layers.3.o_proj": 8,
+            },
+        ),
         ({}, 8, {"lm_head": 8, "layers.1.down_proj": 8}),
-        ({}, 2, {"lm_head": 8, "layers.1.down_proj": 2, "layers.1.qkv_proj": 4, "layers.3.down_proj": 4}),
+        (
+            {},
+            2,
+            {
+                "lm_head": 8,
+                "layers.1.down_proj": 2,
+                "layers.1.qkv_proj": 4,
+                "layers.3.down_proj": 4,
+            },
+        ),
         ({"lm_head": "int4"}, 4, {"lm_head": 4, "layers.1.down_proj": 4, "layers.0.down_proj": 8}),
-        ({"layers.*": "int8", "layers.1.*": "int2", "*": "float"}, 4, {"layers.1.o_proj": 8, "lm_head": None}),
+        (
+            {"layers.*": "int8", "layers.1.*": "int2", "*": "float"},
+            4,
+            {"layers.1.o_proj": 8, "lm_head": None},
+        ),
     ],
 )
 def test_a_table_of_bits(given: dict[str, str], bits: int, expected: dict[str, int | None]) -> None:
@@ -303,7 +384,9 @@ def test_a_table_of_bits(given: dict[str, str], bits: int, expected: dict[str, i
     table = table_of(given, bits, Preset("rtn", 32, head="int8:64", outer="int8"), layers=4)
     ways = {name: table.way(name, WeightQuantization(bits)) for name in expected}
     assert {name: None if way is None else way.bits for name, way in ways.items()} == expected
-    sizes = {name: way.block_size for name, way in ways.items() if way is not None and name != "lm_head"}
+    sizes = {
+        name: way.block_size for name, way in ways.items() if way is not None and name != "lm_head"
+    }
     assert set(sizes.values()) == {32}
 
 
@@ -333,7 +416,9 @@ def test_two_bits_where_kernels_have_them(table: dict[str, str], expected: dict[
     report = quantization_report(model)
     assert report is not None
     assert report.matrices == len(expected)
-    assert set(report.bits.values()) <= {f"int{bits}:{size}" for bits in (2, 4, 8) for size in (16, 64)}
+    assert set(report.bits.values()) <= {
+        f"int{bits}:{size}" for bits in (2, 4, 8) for size in (16, 64)
+    }
     assert ("lm_head" in report.bits) == ("logits" in expected)
 
 
@@ -348,9 +433,16 @@ def products(*sizes: int, dtype: ir.DataType = ir.DataType.FLOAT, packed: bool =
                 initializer(graph, f"b{index}", np.zeros((8, size // 32, 16), np.uint8)),
                 initializer(graph, f"s{index}", np.ones(size // 4, dtype.numpy())),
             ]
-            node = ir.node("MatMulNBits", [x, *levels], {"K": size, "N": 8, "block_size": 32}, domain="com.microsoft")
+            node = ir.node(
+                "MatMulNBits",
+                [x, *levels],
+                {"K": size, "N": 8, "block_size": 32},
+                domain="com.microsoft",
+            )
         else:
-            node = ir.node("MatMul", [x, initializer(graph, f"w{index}", np.ones((size, 8), dtype.numpy()))])
+            node = ir.node(
+                "MatMul", [x, initializer(graph, f"w{index}", np.ones((size, 8), dtype.numpy()))]
+            )
         graph.append(node)
         graph.outputs.append(node.outputs[0])
     return ir.Model(graph, ir_version=10)
@@ -359,13 +451,21 @@ def products(*sizes: int, dtype: ir.DataType = ir.DataType.FLOAT, packed: bool =
 @pytest.mark.parametrize(
     ("model", "block_size", "message"),
     [
-        (products(20, 9), 16, r"none of their input sizes \(9, 20\) is a multiple of 16, the smallest block; leave"),
+        (
+            products(20, 9),
+            16,
+            r"none of their input sizes \(9, 20\) is a multiple of 16, the smallest block; leave",
+        ),
         (
             products(40, 1000),
             256,
             r"none of their input sizes \(40, 1000\) is a multiple of 16, the smallest block",
         ),
-        (products(64, dtype=ir.DataType.DOUBLE), 16, "by no constant matrix of float32, float16 or bfloat16; leave"),
+        (
+            products(64, dtype=ir.DataType.DOUBLE),
+            16,
+            "by no constant matrix of float32, float16 or bfloat16; leave",
+        ),
         (
             products(64, packed=True),
             16,
@@ -378,7 +478,8 @@ def test_nothing_to_quantize(model: ir.Model, block_size: int, message: str) -> 
     way = WeightQuantization(4, block_size)
     assert not quantize_weights(model, way)
     with pytest.raises(
-        CompileError, match=f"4-bit weights were asked for and no matrix .* can be quantized: .*{message}"
+        CompileError,
+        match=f"4-bit weights were asked for and no matrix .* can be quantized: .*{message}",
     ):
         check_quantized(model, way)
 
@@ -394,15 +495,27 @@ def test_a_package_of_which_nothing_is_quantized(
     small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "BLOCK_SIZES", (256,))
-    with pytest.raises(CompileError, match=r"no matrix of the model can be quantized: .*input sizes \(16\)"):
-        compile_package(small, tmp_path / "out", CompileOptions(ctx_len=32, weights="int4", block_size=256))
+    with pytest.raises(
+        CompileError, match=r"no matrix of the model can be quantized: .*input sizes \(16\)"
+    ):
+        compile_package(
+            small, tmp_path / "out", CompileOptions(ctx_len=32, weights="int4", block_size=256)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("asked", "inputs", "got"), [(128, 2880, 64), (256, 48, 16), (32, 80, 16), (64, 96, 32)])
-def test_inputs_that_the_block_does_not_divide(asked: int, inputs: int, got: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("asked", "inputs", "got"), [(128, 2880, 64), (256, 48, 16), (32, 80, 16), (64, 96, 32)]
+)
+def test_inputs_that_the_block_does_not_divide(
+    asked: int, inputs: int, got: int, tmp_path: Path
+) -> None:
     """The largest smaller block that divides them is taken: for 2,880, gpt-oss's width, and 128 that is 64."""
-    weights = {"table": normal(VOCAB, HIDDEN, seed=3), "matrix": normal(HIDDEN, 8, seed=4), "odd": normal(inputs, 24)}
+    weights = {
+        "table": normal(VOCAB, HIDDEN, seed=3),
+        "matrix": normal(HIDDEN, 8, seed=4),
+        "odd": normal(inputs, 24),
+    }
     model, way = small_model(weights, odd=inputs), WeightQuantization(4, asked)
     assert quantize_weights(model, way)
     report = quantization_report(model)
@@ -414,9 +527,13 @@ def test_inputs_that_the_block_does_not_divide(asked: int, inputs: int, got: int
     expected = dequantized(tmp_path, "odd", taken)
     assert expected.shape == (24, inputs)
     error = np.abs(expected - weights["odd"].T).reshape(24, -1, got).mean(-1)
-    assert (error < np.abs(weights["odd"].T).reshape(24, -1, got).max(-1) / 14).all()  # half of a level
+    assert (
+        error < np.abs(weights["odd"].T).reshape(24, -1, got).max(-1) / 14
+    ).all()  # half of a level
     feeds = {"ids": np.zeros((1, 1), np.int64), "x": np.zeros((1, 1, HIDDEN), np.float32)}
-    rest = ort.InferenceSession(tmp_path / "m.onnx").run(["rest"], feeds | {"part": np.eye(inputs, dtype=np.float32)})
+    rest = ort.InferenceSession(tmp_path / "m.onnx").run(
+        ["rest"], feeds | {"part": np.eye(inputs, dtype=np.float32)}
+    )
     np.testing.assert_allclose(rest[0].T, expected, rtol=0.01, atol=1e-3)
 
 
@@ -424,7 +541,11 @@ def test_inputs_that_the_block_does_not_divide(asked: int, inputs: int, got: int
 @pytest.mark.parametrize("inputs", [40, 1000])
 def test_inputs_that_no_block_divides(inputs: int, way: WeightQuantization, tmp_path: Path) -> None:
     """The last block of a row is filled up, where the device takes that."""
-    weights = {"table": normal(VOCAB, HIDDEN, seed=3), "matrix": normal(HIDDEN, 8, seed=4), "odd": normal(inputs, 24)}
+    weights = {
+        "table": normal(VOCAB, HIDDEN, seed=3),
+        "matrix": normal(HIDDEN, 8, seed=4),
+        "odd": normal(inputs, 24),
+    }
     model = small_model(weights, odd=inputs)
     assert quantize_weights(model, way, pads=True)
     report = quantization_report(model)
@@ -439,7 +560,11 @@ def test_inputs_that_no_block_divides(inputs: int, way: WeightQuantization, tmp_
     session = ort.InferenceSession(tmp_path / "m.onnx")
     for rows in (1, 5):
         x = normal(rows, inputs, seed=5)
-        feeds = {"ids": np.zeros((1, 1), np.int64), "x": np.zeros((1, 1, HIDDEN), np.float32), "part": x}
+        feeds = {
+            "ids": np.zeros((1, 1), np.int64),
+            "x": np.zeros((1, 1, HIDDEN), np.float32),
+            "part": x,
+        }
         exact = x @ expected.T
         # Activations are rounded to int8.
         assert np.abs(session.run(["rest"], feeds)[0] - exact).max() < 0.02 * np.abs(exact).max()
@@ -454,7 +579,8 @@ tied (int64[B,S] ids, float[B,S,160] x, float[48,160] table) => (float[B,S,160] 
 
 
 @pytest.mark.parametrize(
-    ("asked", "bits", "got"), [(32, 4, 32), (64, 4, 64), (128, 4, 64), (256, 4, 64), (128, 8, 32), (256, 2, 64)]
+    ("asked", "bits", "got"),
+    [(32, 4, 32), (64, 4, 64), (128, 4, 64), (256, 4, 64), (128, 8, 32), (256, 2, 64)],
 )
 def test_a_tied_table_in_the_blocks_of_the_fewest_bytes(asked: int, bits: int, got: int) -> None:
     """Levels, scales, and ONNX Runtime's sums: 120 bytes a row of 160 in blocks of 64 as well as 32, 144 in 128."""
@@ -472,10 +598,17 @@ def test_rows_of_a_table_are_filled_up_and_cut_off(tmp_path: Path) -> None:
     assert stored.shape == (VOCAB, 192)
     assert (stored[:, 160:] == 0).all()
     assert np.abs(stored[:, :160] - table).mean() < 0.1
-    ids, x = np.arange(48).reshape(2, 24), np.eye(160, dtype=np.float32)[None]  # survives its own rounding
+    ids, x = (
+        np.arange(48).reshape(2, 24),
+        np.eye(160, dtype=np.float32)[None],
+    )  # survives its own rounding
     session = ort.InferenceSession(tmp_path / "m.onnx")
-    np.testing.assert_allclose(session.run(["lookup"], {"ids": ids, "x": x})[0], stored[ids, :160], atol=1e-6)
-    np.testing.assert_allclose(session.run(["scores"], {"ids": ids, "x": x})[0][0].T, stored[:, :160], atol=1e-2)
+    np.testing.assert_allclose(
+        session.run(["lookup"], {"ids": ids, "x": x})[0], stored[ids, :160], atol=1e-6
+    )
+    np.testing.assert_allclose(
+        session.run(["scores"], {"ids": ids, "x": x})[0][0].T, stored[:, :160], atol=1e-2
+    )
 
 
 def test_what_is_not_filled_up() -> None:
@@ -485,14 +618,18 @@ def test_what_is_not_filled_up() -> None:
         model = small_model(arrays, odd=len(arrays["odd"]))
         quantize_weights(model, WeightQuantization(4, 32), pads=pads)
         assert "odd" in model.graph.initializers
-    lookup = "g (int64[B] ids, float[48,40] table) => (float[B,40] rows) { rows = Gather (table, ids) }"
+    lookup = (
+        "g (int64[B] ids, float[48,40] table) => (float[B,40] rows) { rows = Gather (table, ids) }"
+    )
     model = small_graph(lookup, constants={"table": normal(VOCAB, 40)})
     assert quantize_weights(model, WeightQuantization(4, 32))
 
 
 def test_a_packages_block_sizes(small: Package, tmp_path: Path) -> None:
     """Its hidden size is 16. The manifest has both the block size of the options and those that were used."""
-    compile_package(small, tmp_path / "out", CompileOptions(ctx_len=32, weights="int8", block_size=128))
+    compile_package(
+        small, tmp_path / "out", CompileOptions(ctx_len=32, weights="int8", block_size=128)
+    )
     compilation = read_package(tmp_path / "out").manifest.compilation
     assert compilation.quantization["block_size"] == 128
     assert compilation.quantization["block_sizes"] == [16]
@@ -525,16 +662,28 @@ def test_offsets_of_packed_weights_stay_float() -> None:
         "shape": np.array([0, 0, 32, 16]),
         "last": np.array([-1]),
     }
-    shapes = {"scales": (64, 32), "offsets": (32, 64), "plain": (512, 64), "table_scales": (48, 32, 1)}
+    shapes = {
+        "scales": (64, 32),
+        "offsets": (32, 64),
+        "plain": (512, 64),
+        "table_scales": (48, 32, 1),
+    }
     shapes["table_offsets"] = (48, 32, 1)
     arrays |= {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     text = OFFSETS.replace("table_offsets)\n", "table_offsets, int64[4] shape, int64[1] last)\n", 1)
-    for quantize in (lambda model: quantize_weights(model, WeightQuantization(4)), store_as_float16):
-        model = small_graph(text, {"sums": ["B", "S", 32], "product": ["B", "S", 64]}, constants=arrays)
+    for quantize in (
+        lambda model: quantize_weights(model, WeightQuantization(4)),
+        store_as_float16,
+    ):
+        model = small_graph(
+            text, {"sums": ["B", "S", 32], "product": ["B", "S", 64]}, constants=arrays
+        )
         assert float_bytes(model) == arrays["plain"].nbytes
         assert quantize(model)
         report = quantization_report(model)
         assert report is not None
         assert report.matrices == 1
         for name in ("offsets", "table_offsets", "scales"):
-            np.testing.assert_array_equal(model.graph.initializers[name].const_value.numpy(), arrays[name])
+            np.testing.assert_array_equal(
+                model.graph.initializers[name].const_value.numpy(), arrays[name]
+            )

@@ -18,12 +18,22 @@ from tests.helpers.building import build
 CAPACITY = 48
 LAYERS = 2  # of every tiny model
 
-LLAMA_LAYER = Counter(MatMul=4, GroupQueryAttention=1, SkipSimplifiedLayerNormalization=2, Split=1, QuickGelu=1, Mul=1)
+LLAMA_LAYER = Counter(
+    MatMul=4, GroupQueryAttention=1, SkipSimplifiedLayerNormalization=2, Split=1, QuickGelu=1, Mul=1
+)
 # Queries and keys are normed a head each, so they leave the packed projection and are seen as heads.
 QWEN3_LAYER = LLAMA_LAYER + Counter(Split=1, Reshape=4, SimplifiedLayerNormalization=2)
 # The embedding, the first norm, the last token, the head, and the operator's count of tokens, once a step.
 ONCE = Counter(
-    Gather=1, SimplifiedLayerNormalization=1, GatherElements=1, MatMul=1, Squeeze=3, Shape=2, Cast=6, Equal=2, Or=1
+    Gather=1,
+    SimplifiedLayerNormalization=1,
+    GatherElements=1,
+    MatMul=1,
+    Squeeze=3,
+    Shape=2,
+    Cast=6,
+    Equal=2,
+    Or=1,
 ) + Counter(Where=1, Add=2, ReduceMax=1, Sub=2, Unsqueeze=1, Expand=1)
 
 
@@ -34,7 +44,11 @@ GLM_LAYER = LLAMA_LAYER + Counter(Add=1)
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("model_type", "layer"),
-    [("llama", LLAMA_LAYER), ("qwen3", QWEN3_LAYER), pytest.param("glm", GLM_LAYER, marks=pytest.mark.slow)],
+    [
+        ("llama", LLAMA_LAYER),
+        ("qwen3", QWEN3_LAYER),
+        pytest.param("glm", GLM_LAYER, marks=pytest.mark.slow),
+    ],
 )
 def test_operators_of_a_layer(
     exported: Callable[..., Path], tmp_path: Path, model_type: str, layer: Counter[str]

@@ -49,7 +49,9 @@ LAYER = Counter(
 
 
 def planned(package: Package, dtype: str, **options: Any) -> CompilePlan:
-    plan = make_plan(package, CompileOptions(provider="cuda", ctx_len=CAPACITY, dtype=dtype, **options))
+    plan = make_plan(
+        package, CompileOptions(provider="cuda", ctx_len=CAPACITY, dtype=dtype, **options)
+    )
     return replace(plan, interface=CudaTarget().interface(plan))
 
 
@@ -60,7 +62,9 @@ def published(plan: CompilePlan, folder: Path) -> ir.Model:
 
 @pytest.fixture(scope="module")
 def bfloat16(exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> ir.Model:
-    return published(planned(read_package(exported("qwen3")), "bfloat16"), tmp_path_factory.mktemp("bfloat16"))
+    return published(
+        planned(read_package(exported("qwen3")), "bfloat16"), tmp_path_factory.mktemp("bfloat16")
+    )
 
 
 @pytest.mark.ci
@@ -79,7 +83,11 @@ def test_every_node_has_a_cuda_kernel_for_its_dtype(bfloat16: ir.Model) -> None:
         if dtype not in KERNELS.get(node.op_type, set()):
             missing.append(f"{node.op_type} {dtype}")
         if node.op_type == "Where":
-            values = [value.dtype.name.lower() for value in node.inputs[1:] if value is not None and value.dtype]
+            values = [
+                value.dtype.name.lower()
+                for value in node.inputs[1:]
+                if value is not None and value.dtype
+            ]
             assert set(values) <= VALUES_OF_WHERE
     assert missing == []
 
@@ -87,8 +95,14 @@ def test_every_node_has_a_cuda_kernel_for_its_dtype(bfloat16: ir.Model) -> None:
 @pytest.mark.ci
 def test_every_operator_has_a_cuda_kernel_in_its_version(bfloat16: ir.Model) -> None:
     opset = bfloat16.opset_imports[""]
-    used = {node.op_type for node in bfloat16.graph if node.domain == "" and onnx.defs.has(node.op_type, "")}
-    versions = {operator: onnx.defs.get_schema(operator, opset, "").since_version for operator in used}
+    used = {
+        node.op_type
+        for node in bfloat16.graph
+        if node.domain == "" and onnx.defs.has(node.op_type, "")
+    }
+    versions = {
+        operator: onnx.defs.get_schema(operator, opset, "").since_version for operator in used
+    }
     assert {"Equal", "ReduceMax", "ReduceMin"} <= used  # those that opset 20 has in a newer version
     assert [pair for pair in versions.items() if not has_kernel(*pair)] == []
 
@@ -108,11 +122,15 @@ def test_the_graphs_are_valid_in_their_opset(bfloat16: ir.Model, tmp_path: Path)
 @pytest.mark.ci
 def test_a_layer_has_the_norms_of_its_heads_inside_the_attention(bfloat16: ir.Model) -> None:
     model_part = Counter(
-        node.op_type for node in bfloat16.graph if node.name is None or not node.name.startswith("sampler.")
+        node.op_type
+        for node in bfloat16.graph
+        if node.name is None or not node.name.startswith("sampler.")
     )
     for operator, count in LAYER.items():
         assert model_part[operator] >= LAYERS * count, operator
-    assert model_part["SimplifiedLayerNormalization"] == 1  # the first; those of the heads are inputs of the attention
+    assert (
+        model_part["SimplifiedLayerNormalization"] == 1
+    )  # the first; those of the heads are inputs of the attention
     assert not {"Reshape", "Transpose", "RotaryEmbedding"} & set(model_part)
     for node in bfloat16.graph:
         if node.op_type == "GroupQueryAttention":
@@ -126,14 +144,20 @@ def test_a_layer_has_the_norms_of_its_heads_inside_the_attention(bfloat16: ir.Mo
 @pytest.mark.ci
 def test_weights_and_states_are_in_half_precision(bfloat16: ir.Model) -> None:
     for value in bfloat16.graph.initializers.values():
-        is_weight = value.dtype == ir.DataType.FLOAT and value.shape is not None and len(value.shape) > 1
+        is_weight = (
+            value.dtype == ir.DataType.FLOAT and value.shape is not None and len(value.shape) > 1
+        )
         assert not is_weight or str(value.name).startswith("sampler."), value.name
-    dtypes = {value.name: value.dtype for value in [*bfloat16.graph.inputs, *bfloat16.graph.outputs]}
+    dtypes = {
+        value.name: value.dtype for value in [*bfloat16.graph.inputs, *bfloat16.graph.outputs]
+    }
     assert dtypes["past_key_values.0.key"] == dtypes["present.1.value"] == ir.DataType.BFLOAT16
     assert dtypes["temperature"] == ir.DataType.FLOAT
 
 
-@pytest.mark.parametrize(("dtype", "weights"), [("float16", "int4"), ("bfloat16", "int4"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [("float16", "int4"), ("bfloat16", "int4"), ("bfloat16", "int8")]
+)
 def test_quantized_weights_keep_scales_in_half_precision(
     dtype: str, weights: str, llama_package: Path, tmp_path: Path
 ) -> None:
@@ -153,7 +177,9 @@ def test_quantized_weights_keep_scales_in_half_precision(
     middles = np.full((VOCAB_SIZE, steps.size // VOCAB_SIZE), 2 ** (bits - 1))
     if zeros:
         middles = stored_levels(zeros[0].reshape(VOCAB_SIZE, -1), bits)[:, : middles.shape[1]]
-    levels = stored_levels(blocks.reshape(VOCAB_SIZE, -1), bits) - np.repeat(middles, 32, axis=1).astype(np.float64)
+    levels = stored_levels(blocks.reshape(VOCAB_SIZE, -1), bits) - np.repeat(
+        middles, 32, axis=1
+    ).astype(np.float64)
     sizes = np.repeat(steps.astype(np.float64).reshape(VOCAB_SIZE, -1), 32, axis=1)
     wanted = random_model("llama").lm_head.weight.detach().numpy()
     error = np.abs(levels * sizes - wanted) / np.abs(sizes)
@@ -187,7 +213,9 @@ def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def captured(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_captured(llama_package, tmp_path_factory.mktemp("captured") / "package", CAPACITY)
+    return compile_captured(
+        llama_package, tmp_path_factory.mktemp("captured") / "package", CAPACITY
+    )
 
 
 def test_captured_package(captured: Path) -> None:
@@ -195,13 +223,20 @@ def test_captured_package(captured: Path) -> None:
     assert package.interface.captured
     assert set(package.interface.graphs) == {"decoder.onnx", "initial_state.onnx"}
     assert {path.name for path in captured.glob("*.onnx")} == set(package.interface.graphs)
-    check_interface(load(captured).sessions.decoder, package.interface.decoder, package.interface.sizes, "decoder.onnx")
+    check_interface(
+        load(captured).sessions.decoder,
+        package.interface.decoder,
+        package.interface.sizes,
+        "decoder.onnx",
+    )
 
 
 def test_tokens_are_those_of_the_portable_graph(llama_package: Path, captured: Path) -> None:
     """One row for each of PARAMETERS. Of those, two have to be searched, in any order; one comes twice."""
     names = {name for row in PARAMETERS for name in row}
-    given: dict[str, Any] = {name: [row.get(name, OFF[name][0]) for row in PARAMETERS] for name in names}
+    given: dict[str, Any] = {
+        name: [row.get(name, OFF[name][0]) for row in PARAMETERS] for name in names
+    }
     prompts = np.random.default_rng(2).integers(4, VOCAB_SIZE, (len(PARAMETERS), 1))
     states = []
     for path in (llama_package, captured):
@@ -221,7 +256,11 @@ def test_tokens_are_those_of_the_portable_graph(llama_package: Path, captured: P
 def test_the_runtime_lists_the_rows_to_search(
     llama_package: Path, captured: Path, flush_every: int, double_buffering: bool, replays: bool
 ) -> None:
-    options: dict[str, Any] = {"seed": 4, "flush_every": flush_every, "double_buffering": double_buffering}
+    options: dict[str, Any] = {
+        "seed": 4,
+        "flush_every": flush_every,
+        "double_buffering": double_buffering,
+    }
     wanted = load(llama_package).generate(PROMPTS, rows(), seed=4)
     model = capturing(load(captured))[0] if replays else load(captured)
     for _ in range(1 + replays):
@@ -237,9 +276,20 @@ def test_the_example_captures(llama_package: Path, captured: Path, tmp_path: Pat
     manifest = json.loads((package / "qsample.json").read_text())
     manifest["compilation"]["provider_options"] = {"enable_cuda_graph": "1"}
     (package / "qsample.json").write_text(json.dumps(manifest))
-    options = ["--temperature", "1.3", "--top-p", "0.98", "--max-new-tokens", "12", "--prompt", "ab"]
+    options = [
+        "--temperature",
+        "1.3",
+        "--top-p",
+        "0.98",
+        "--max-new-tokens",
+        "12",
+        "--prompt",
+        "ab",
+    ]
     wanted, got = (
-        subprocess.run([sys.executable, script, path, *options], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, script, path, *options], capture_output=True, text=True, check=True
+        ).stdout
         for path in (llama_package, package)
     )
     assert got == wanted

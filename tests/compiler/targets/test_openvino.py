@@ -30,14 +30,24 @@ def test_openvino_is_given_the_model_without_the_sampler(llama: Package, tmp_pat
     model = build(plan, target, tmp_path, until="check-states").model
     assert quantization_report(model) is None
     assert not CONTROL_FLOW & {node.op_type for node in model.graph.all_nodes()}
-    assert [value.name for value in model.graph.inputs[:3]] == ["input_ids", "input_lengths", "lengths"]
+    assert [value.name for value in model.graph.inputs[:3]] == [
+        "input_ids",
+        "input_lengths",
+        "lengths",
+    ]
     assert [value.name for value in model.graph.outputs] == [
         "logits",
         *(f"present.{layer}.{kind}" for layer in range(2) for kind in ("key", "value")),
     ]
-    writers = {value.producer().op_type for value in model.graph.outputs[1:] if value.producer() is not None}
+    writers = {
+        value.producer().op_type
+        for value in model.graph.outputs[1:]
+        if value.producer() is not None
+    }
     assert writers == {"GroupQueryAttention"}
-    assert not any(value.dtype == ir.DataType.DOUBLE for node in model.graph for value in node.outputs)
+    assert not any(
+        value.dtype == ir.DataType.DOUBLE for node in model.graph for value in node.outputs
+    )
 
 
 def openvino_devices() -> list[str]:
@@ -54,7 +64,9 @@ def openvino_devices() -> list[str]:
 )
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"weights": "int8"}], ids=str)
 def test_openvino_end_to_end(options: dict[str, Any], llama: Package, tmp_path: Path) -> None:
-    package = compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY, **options))
+    package = compile_package(
+        llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY, **options)
+    )
     compilation = package.manifest.compilation
     assert compilation.placement["OpenVINOExecutionProvider"] == {"EPContext": 3}
     assert compilation.placement["CPUExecutionProvider"]["GroupQueryAttention"] == 2

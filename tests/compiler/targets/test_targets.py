@@ -33,30 +33,90 @@ GPTQ = {"weights": "int4", "preset": "speed"}
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
-        ("cpu", {"dtype": "bfloat16"}, "'bfloat16' and the target cpu computes in 'float32' or 'float16'; export the"),
-        ("cpu", {"dtype": "float16"}, "'float16' and the package was exported as float32; export it again with that"),
+        (
+            "cpu",
+            {"dtype": "bfloat16"},
+            "'bfloat16' and the target cpu computes in 'float32' or 'float16'; export the",
+        ),
+        (
+            "cpu",
+            {"dtype": "float16"},
+            "'float16' and the package was exported as float32; export it again with that",
+        ),
         (
             "cpu",
             {"weights": "bfloat16"},
             "'bfloat16' and the package holds float32; choose one of int2, int4, int8, float16, float32",
         ),
-        ("cpu", {**GPTQ, "calibration_text": "too short"}, "calibration_text has 10 tokens; give at least 128"),
+        (
+            "cpu",
+            {**GPTQ, "calibration_text": "too short"},
+            "calibration_text has 10 tokens; give at least 128",
+        ),
         ("cpu", {**GPTQ, "calibration_text": ""}, "calibration_text is empty"),
         ("cpu", {**GPTQ, "calibration_text": 5}, "calibration_text is 5; give a text"),
         ("cuda", {**GPTQ, "calibration_text": "a text"}, "provider is 'cuda'; take 'quick'"),
-        ("cpu", {"num_speculative_tokens": 7}, "=7 needs kv_cache_dtype='int8': over a cache in float32, attention to"),
-        ("cuda", {}, "dtype is 'float32' and the target cuda computes in 'float16' or 'bfloat16'; compile with one"),
-        ("cuda", {"weights": "float16"}, "'float16', which is for the cpu target; give dtype='float16' for cuda"),
-        ("cuda", {"num_speculative_tokens": 1}, "is 1, and steps of graphs for cuda are of one token; leave"),
+        (
+            "cpu",
+            {"num_speculative_tokens": 7},
+            "=7 needs kv_cache_dtype='int8': over a cache in float32, attention to",
+        ),
+        (
+            "cuda",
+            {},
+            "dtype is 'float32' and the target cuda computes in 'float16' or 'bfloat16'; compile with one",
+        ),
+        (
+            "cuda",
+            {"weights": "float16"},
+            "'float16', which is for the cpu target; give dtype='float16' for cuda",
+        ),
+        (
+            "cuda",
+            {"num_speculative_tokens": 1},
+            "is 1, and steps of graphs for cuda are of one token; leave",
+        ),
         ("openvino", {"dtype": "float16"}, "the target openvino computes in 'float32'; export"),
-        ("openvino", {"weights": "float16"}, "for the cpu target; give 'int4', 'int8' or 'float32' for openvino"),
-        ("web", {"num_speculative_tokens": 1, "kv_cache_dtype": "int8"}, "steps of graphs for web are of one"),
-        ("webgpu", {"dtype": "bfloat16"}, "dtype is 'bfloat16' and the target webgpu computes in 'float32' or"),
-        ("webgpu", {"kv_cache_dtype": "int8"}, "'int8', which the attention of webgpu does not take; leave it out"),
-        ("web", {"weights": "int2"}, "products with 2-bit weights are for cpu; take 'int4' for web"),
-        ("webgpu", {"weights": {"*": "int2"}}, r"is \{'\*': 'int2'\}, and products with 2-bit weights are for cpu"),
-        ("web", {"kv_cache_dtype": "int4"}, "'int4', which the attention of web does not take; .* or take 'int8'"),
-        ("webgpu", {"weights": "float16"}, "which is for the cpu target; give dtype='float16' for webgpu"),
+        (
+            "openvino",
+            {"weights": "float16"},
+            "for the cpu target; give 'int4', 'int8' or 'float32' for openvino",
+        ),
+        (
+            "web",
+            {"num_speculative_tokens": 1, "kv_cache_dtype": "int8"},
+            "steps of graphs for web are of one",
+        ),
+        (
+            "webgpu",
+            {"dtype": "bfloat16"},
+            "dtype is 'bfloat16' and the target webgpu computes in 'float32' or",
+        ),
+        (
+            "webgpu",
+            {"kv_cache_dtype": "int8"},
+            "'int8', which the attention of webgpu does not take; leave it out",
+        ),
+        (
+            "web",
+            {"weights": "int2"},
+            "products with 2-bit weights are for cpu; take 'int4' for web",
+        ),
+        (
+            "webgpu",
+            {"weights": {"*": "int2"}},
+            r"is \{'\*': 'int2'\}, and products with 2-bit weights are for cpu",
+        ),
+        (
+            "web",
+            {"kv_cache_dtype": "int4"},
+            "'int4', which the attention of web does not take; .* or take 'int8'",
+        ),
+        (
+            "webgpu",
+            {"weights": "float16"},
+            "which is for the cpu target; give dtype='float16' for webgpu",
+        ),
         ("tpu", {}, r"no compile target 'tpu'; choose one of .*cpu"),
     ],
 )
@@ -64,18 +124,32 @@ def test_refused_before_any_work(
     provider: str, options: dict[str, Any], message: str, llama: Package, tmp_path: Path
 ) -> None:
     with pytest.raises(CompileError, match=message):
-        compile_package(llama, tmp_path / "out", CompileOptions(provider=provider, **{"ctx_len": 32, **options}))
+        compile_package(
+            llama, tmp_path / "out", CompileOptions(provider=provider, **{"ctx_len": 32, **options})
+        )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
-        ("cuda", {"dtype": "bfloat16"}, "graphs for cuda have none; compile for cpu, or export the text model"),
-        ("web", {}, "reads images, and packages for web read text; compile for cpu or cuda, or export the text model"),
+        (
+            "cuda",
+            {"dtype": "bfloat16"},
+            "graphs for cuda have none; compile for cpu, or export the text model",
+        ),
+        (
+            "web",
+            {},
+            "reads images, and packages for web read text; compile for cpu or cuda, or export the text model",
+        ),
         ("webgpu", {}, "reads images, and packages for webgpu read text"),
         ("openvino", {}, "reads images, and packages for openvino read text"),
-        ("cpu", {"num_speculative_tokens": 1, "kv_cache_dtype": "int8"}, "the tokens of an image see each other"),
+        (
+            "cpu",
+            {"num_speculative_tokens": 1, "kv_cache_dtype": "int8"},
+            "the tokens of an image see each other",
+        ),
     ],
 )
 def test_images_whose_tokens_see_each_other_need_a_branch(
@@ -84,20 +158,32 @@ def test_images_whose_tokens_see_each_other_need_a_branch(
     interface = replace(small.interface, image=ImageShape(64, blockwise=True))
     source = replace(small, manifest=replace(small.manifest, interface=interface))
     with pytest.raises(CompileError, match=message):
-        compile_package(source, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
+        compile_package(
+            source, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options)
+        )
 
 
 def test_a_package_in_half_precision_is_not_rounded_again(small: Package, tmp_path: Path) -> None:
-    half = replace(small, manifest=replace(small.manifest, interface=replace(small.interface, dtype="float16")))
+    half = replace(
+        small, manifest=replace(small.manifest, interface=replace(small.interface, dtype="float16"))
+    )
     for provider, dtype in (("cuda", "bfloat16"), ("webgpu", "float32")):
-        with pytest.raises(CompileError, match="the package was exported as float16; export it again as float32"):
-            compile_package(half, tmp_path / "out", CompileOptions(provider=provider, dtype=dtype, ctx_len=32))
+        with pytest.raises(
+            CompileError, match="the package was exported as float16; export it again as float32"
+        ):
+            compile_package(
+                half, tmp_path / "out", CompileOptions(provider=provider, dtype=dtype, ctx_len=32)
+            )
 
 
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
-        ("openvino", {}, r"has no OpenVINOExecutionProvider; .*`pip install .*\[openvino\]\"` brings OpenVINO"),
+        (
+            "openvino",
+            {},
+            r"has no OpenVINOExecutionProvider; .*`pip install .*\[openvino\]\"` brings OpenVINO",
+        ),
         ("cuda", {"dtype": "bfloat16"}, "no CUDAExecutionProvider"),
     ],
 )
@@ -107,7 +193,9 @@ def test_a_provider_that_is_not_installed(
     if find_target(provider).execution_providers[0] in available_providers():
         pytest.skip("it is installed here")
     with pytest.raises(CompileError, match=message):
-        compile_package(small, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
+        compile_package(
+            small, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options)
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -149,7 +237,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "toy_target-1.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: toy-target\nVersion: 1.0\n"
     )
-    (site / "toy_target-1.0.dist-info" / "entry_points.txt").write_text("[qsample.targets]\ntoy = toy_target\n")
+    (site / "toy_target-1.0.dist-info" / "entry_points.txt").write_text(
+        "[qsample.targets]\ntoy = toy_target\n"
+    )
     (site / "toy_target.py").write_text(TOY)
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, "toy_target", raising=False)
@@ -165,20 +255,39 @@ def test_a_target_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     wanted = PackagedModel(portable).generate("abc", **options).token_ids
     compiled = PackagedModel(portable).compile(tmp_path / "toy", provider="toy", ctx_len=32)
     compilation = compiled.package.manifest.compilation
-    assert (compilation.provider, dict(compilation.provider_options)) == ("toy", {"toy_option": "1"})
+    assert (compilation.provider, dict(compilation.provider_options)) == (
+        "toy",
+        {"toy_option": "1"},
+    )
     assert compilation.self_test["agreeing"] == compilation.self_test["tokens"]
     assert compiled.generate("abc", **options).token_ids == wanted
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "toy").generate("abc", **options).token_ids == wanted
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "toy").generate("abc", **options).token_ids
+        == wanted
+    )
 
-    command = ["compile", str(portable.path), str(tmp_path / "quantized"), "--provider", "toy", "--ctx-len", "32"]
+    command = [
+        "compile",
+        str(portable.path),
+        str(tmp_path / "quantized"),
+        "--provider",
+        "toy",
+        "--ctx-len",
+        "32",
+    ]
     assert cli.run([*command, "--weights", "int8", "--debug-dump", str(tmp_path / "dump")]) == 0
     assert (tmp_path / "dump" / "02-count-nodes.onnx").is_file()
     capsys.readouterr()
-    assert cli.run(["generate", str(tmp_path / "toy"), "--provider", "toy", "-p", "abc", "--json"]) == 0
+    assert (
+        cli.run(["generate", str(tmp_path / "toy"), "--provider", "toy", "-p", "abc", "--json"])
+        == 0
+    )
     assert '"token_ids"' in capsys.readouterr().out
 
     fitted: dict[str, Any] = {"weights": "int4", "preset": "speed", "calibration_text": "a text"}
-    with pytest.raises(CompileError, match=r"'speed' runs the graph .* and provider is 'toy'; take 'quick'"):
+    with pytest.raises(
+        CompileError, match=r"'speed' runs the graph .* and provider is 'toy'; take 'quick'"
+    ):
         PackagedModel(portable).compile(tmp_path / "fitted", provider="toy", **fitted)
 
 
@@ -188,5 +297,7 @@ def test_its_options_are_not_trusted_once_it_is_not_installed(
     portable = fake_package(tmp_path / "portable")
     PackagedModel(portable).compile(tmp_path / "toy", provider="toy", ctx_len=32)
     monkeypatch.undo()
-    with pytest.raises(PackageError, match="sets CPUExecutionProvider's option 'toy_option' to '1'"):
+    with pytest.raises(
+        PackageError, match="sets CPUExecutionProvider's option 'toy_option' to '1'"
+    ):
         load(tmp_path / "toy")

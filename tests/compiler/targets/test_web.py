@@ -46,14 +46,22 @@ def test_weights_lie_in_parts_of_a_limited_size(web: Path) -> None:
         size = package.manifest.files[name].bytes
         assert size == (web / name).stat().st_size
         assert size <= max(PART, largest)
-        ends = [(tensor.offset or 0) + tensor.nbytes for tensor in external if tensor.location == name]
+        ends = [
+            (tensor.offset or 0) + tensor.nbytes for tensor in external if tensor.location == name
+        ]
         assert max(ends) <= size
 
 
 def test_activations_stay_in_float32(web: Path, llama_package: Path) -> None:
-    nodes = [node for node in ir.load(web / "decoder.onnx").graph.all_nodes() if node.op_type == "MatMulNBits"]
+    nodes = [
+        node
+        for node in ir.load(web / "decoder.onnx").graph.all_nodes()
+        if node.op_type == "MatMulNBits"
+    ]
     assert {node.attributes["accuracy_level"].as_int() for node in nodes} == {1}
-    expected = load(llama_package).generate([[1, 2, 3]], do_sample=False, max_new_tokens=4).token_ids
+    expected = (
+        load(llama_package).generate([[1, 2, 3]], do_sample=False, max_new_tokens=4).token_ids
+    )
     assert load(web).generate([[1, 2, 3]], do_sample=False, max_new_tokens=4).token_ids == expected
 
 
@@ -70,7 +78,10 @@ def test_the_graph_for_webgpu(llama_package: Path, tmp_path: Path) -> None:
     assert str(inputs["past_key_values.0.key"].shape[2]) == "T"
     assert list(inputs)[:3] == ["input_ids", "input_lengths", "emit"]
     assert "searched_rows" in inputs
-    assert [node.op_type for node in model.graph.all_nodes() if node.op_type in ("If", "Loop")] == ["If", "If"]
+    assert [node.op_type for node in model.graph.all_nodes() if node.op_type in ("If", "Loop")] == [
+        "If",
+        "If",
+    ]
     named = host_shapes(model).split(" ")
     attentions = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
     totals = {node.inputs[6].producer() for node in attentions}

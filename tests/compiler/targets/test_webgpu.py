@@ -31,8 +31,13 @@ def test_products_without_flags(flags: str, left: str, right: str, operators: li
     assert plain_products(model) == (operators != ["FusedMatMul"])
     assert [node.op_type for node in model.graph] == operators
     rng = np.random.default_rng(0)
-    sizes = [[2 if size == "B" else int(size) for size in shape.split(",")] for shape in (left, right)]
-    feeds = {name: rng.normal(size=size).astype(np.float32) for name, size in zip("xw", sizes, strict=True)}
+    sizes = [
+        [2 if size == "B" else int(size) for size in shape.split(",")] for shape in (left, right)
+    ]
+    feeds = {
+        name: rng.normal(size=size).astype(np.float32)
+        for name, size in zip("xw", sizes, strict=True)
+    }
     if flags != "transBatchA = 1":
         check_same(model, plain, feeds, rtol=1e-5, atol=1e-6)
 
@@ -48,8 +53,16 @@ def test_the_total_length_is_the_capacity() -> None:
     assert take_total_from_shape(model)
     assert not model.graph.inputs[6].uses()
     rng = np.random.default_rng(0)
-    shapes = {"q": (2, 1, 8), "k": (2, 1, 8), "v": (2, 1, 8), "pk": (2, 1, 12, 8), "pv": (2, 1, 12, 8)}
+    shapes = {
+        "q": (2, 1, 8),
+        "k": (2, 1, 8),
+        "v": (2, 1, 8),
+        "pk": (2, 1, 12, 8),
+        "pv": (2, 1, 12, 8),
+    }
     feeds = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     feeds |= {"last": np.array([3, 6], np.int32), "longest": np.array(12, np.int32)}
     check_same(model, plain, feeds, rtol=1e-6)
-    assert not take_total_from_shape(small_graph("empty (float[2] x) => (float[2] y) { y = Neg (x) }"))
+    assert not take_total_from_shape(
+        small_graph("empty (float[2] x) => (float[2] y) { y = Neg (x) }")
+    )

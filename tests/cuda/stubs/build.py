@@ -32,7 +32,17 @@ def text(*command: str | Path) -> str:
 
 def download_headers(folder: Path) -> None:
     for name in ("nvidia-cuda-runtime", "nvidia-cuda-crt"):
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, f"{name}>=13.0,<13.1"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "-d",
+            folder,
+            f"{name}>=13.0,<13.1",
+        ]
         done = subprocess.run([str(part) for part in command], check=False)
         if done.returncode:
             raise SystemExit(f"pip cannot download {name}")
@@ -44,17 +54,27 @@ def download_headers(folder: Path) -> None:
 
 def imported_symbols() -> dict[str, set[str]]:
     """soname → the symbols that ONNX Runtime's providers want of it."""
-    spec = importlib.util.find_spec("onnxruntime")  # found, not imported: importing may load a plugin
+    spec = importlib.util.find_spec(
+        "onnxruntime"
+    )  # found, not imported: importing may load a plugin
     if spec is None or spec.origin is None:
         raise SystemExit("this Python has no onnxruntime; install onnxruntime-gpu")
     capi = Path(spec.origin).parent / "capi"
     provider = capi / "libonnxruntime_providers_cuda.so"
     if not provider.exists():
-        raise SystemExit(f"{capi} has no {provider.name}; install onnxruntime-gpu in place of onnxruntime")
-    needed = [name for name in re.findall(r"NEEDED.*\[(.*)\]", text("readelf", "-d", provider)) if "cu" in name[3:5]]
+        raise SystemExit(
+            f"{capi} has no {provider.name}; install onnxruntime-gpu in place of onnxruntime"
+        )
+    needed = [
+        name
+        for name in re.findall(r"NEEDED.*\[(.*)\]", text("readelf", "-d", provider))
+        if "cu" in name[3:5]
+    ]
     symbols: dict[str, set[str]] = {name: set() for name in (*needed, *OPENED, *TENSORRT)}
     for library in (provider, capi / "libonnxruntime_providers_tensorrt.so"):
-        for line in text("nm", "-D", "--undefined-only", "--with-symbol-versions", library).splitlines():
+        for line in text(
+            "nm", "-D", "--undefined-only", "--with-symbol-versions", library
+        ).splitlines():
             name, _, version = line.split()[-1].partition("@")
             version = version.lstrip("@")
             if version in symbols:
@@ -85,8 +105,23 @@ def build(folder: Path, include: Path) -> None:
         code, script = folder / f"{short}.c", folder / f"{short}.map"
         code.write_text("void stub_note(const char *);\n" + rest)
         script.write_text(f"{soname} {{ global: *; }};\n")
-        command = ["gcc", "-O1", "-w", "-fPIC", "-shared", "-fvisibility=hidden", f"-DLIB_{short}", f"-I{include}"]
-        command += [str(HERE / "stubs.c"), str(code), "-o", str(folder / soname), f"-Wl,-soname,{soname}"]
+        command = [
+            "gcc",
+            "-O1",
+            "-w",
+            "-fPIC",
+            "-shared",
+            "-fvisibility=hidden",
+            f"-DLIB_{short}",
+            f"-I{include}",
+        ]
+        command += [
+            str(HERE / "stubs.c"),
+            str(code),
+            "-o",
+            str(folder / soname),
+            f"-Wl,-soname,{soname}",
+        ]
         command += ["-lpthread", "-ldl"]
         if short != "cuda" and soname not in TENSORRT:  # whose symbols carry no version
             command.append(f"-Wl,--version-script={script}")

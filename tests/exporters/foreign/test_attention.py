@@ -24,7 +24,9 @@ def where_five_is_read(model: ir.Model) -> None:
         five = initializer(model.graph, "five", np.array(5, np.int64))
         axes = initializer(model.graph, "last_axes", np.array([2, 3], np.int64))
         is_five = insert(node, "Equal", [ids, five], None, dtype=ir.DataType.BOOL)
-        node.replace_input_with(0, insert(node, "Unsqueeze", [is_five, axes], None, dtype=ir.DataType.BOOL))
+        node.replace_input_with(
+            0, insert(node, "Unsqueeze", [is_five, axes], None, dtype=ir.DataType.BOOL)
+        )
 
 
 def zeros_behind_attention(folder: Path) -> int:
@@ -41,11 +43,18 @@ def test_zeros_for_queries_that_see_no_key_are_dropped(decoder: Decoder) -> None
 
 
 def test_zeros_that_follow_from_ids_stay(decoder: Decoder, tmp_path: Path) -> None:
-    folder = edited(decoder("transformers_webgpu_phi3")[0], tmp_path / "edited", where_five_is_read, "decode.onnx")
+    folder = edited(
+        decoder("transformers_webgpu_phi3")[0],
+        tmp_path / "edited",
+        where_five_is_read,
+        "decode.onnx",
+    )
     assert zeros_behind_attention(folder) == 2
 
     baked = rewritten(folder)
-    got = greedy_of_graph(save(baked, tmp_path / "graph"), baked.interface, PROMPTS, 12, capacity=32)
+    got = greedy_of_graph(
+        save(baked, tmp_path / "graph"), baked.interface, PROMPTS, 12, capacity=32
+    )
 
     foreign = read(folder)
     assert got == [greedy_of_file(foreign, prompt, 12) for prompt in PROMPTS]
@@ -54,13 +63,17 @@ def test_zeros_that_follow_from_ids_stay(decoder: Decoder, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("slot", "value"), [(3, "bias"), (4, "padding"), (6, "past")])
-def test_an_attention_with_more_inputs_is_refused(slot: int, value: str, decoder: Decoder, tmp_path: Path) -> None:
+def test_an_attention_with_more_inputs_is_refused(
+    slot: int, value: str, decoder: Decoder, tmp_path: Path
+) -> None:
     def edit(model: ir.Model) -> None:
         node = next(node for node in model.graph if node.op_type == "MultiHeadAttention")
         node.resize_inputs(max(slot + 1, len(node.inputs)))
         node.replace_input_with(slot, initializer(model.graph, value, np.zeros(4, np.float32)))
 
-    folder = edited(decoder("transformers_webgpu_phi3")[0], tmp_path / "edited", edit, "decode.onnx")
+    folder = edited(
+        decoder("transformers_webgpu_phi3")[0], tmp_path / "edited", edit, "decode.onnx"
+    )
     with pytest.raises(Exception, match="it attends through MultiHeadAttention"):
         read(folder)
 

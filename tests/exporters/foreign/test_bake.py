@@ -41,14 +41,17 @@ def baked(decoder: Decoder, shared_folder: Path) -> PackagedModel:
     """The int4 file of onnxruntime-genai with the sampler in its graph."""
     folder, _ = decoder("genai_cpu_int4")
     path = made_once(
-        shared_folder / "baked-int4", lambda path: qsample.bake(folder, path, features=Features(probs=True))
+        shared_folder / "baked-int4",
+        lambda path: qsample.bake(folder, path, features=Features(probs=True)),
     )
     model = AutoModelForCausalLM.from_pretrained(path)
     assert isinstance(model, PackagedModel)
     return model
 
 
-def drawn_from_the_file(folder: Path, prompt: list[int], seed: int, settings: dict[str, float]) -> list[int]:
+def drawn_from_the_file(
+    folder: Path, prompt: list[int], seed: int, settings: dict[str, float]
+) -> list[int]:
     """Tokens by the float64 reference, from the logits of the file run as its authors do; up to a draw that rounding
     could decide."""
     original = Original(read(folder))
@@ -83,10 +86,14 @@ def drawn_from_the_file(folder: Path, prompt: list[int], seed: int, settings: di
     return made
 
 
-def test_sampled_rows_are_the_reference_drawn_from_the_files_logits(baked: PackagedModel, decoder: Decoder) -> None:
+def test_sampled_rows_are_the_reference_drawn_from_the_files_logits(
+    baked: PackagedModel, decoder: Decoder
+) -> None:
     folder, _ = decoder("genai_cpu_int4")
     seeds = [11, 12, 13]
-    wanted = [drawn_from_the_file(folder, *row) for row in zip(PROMPTS, seeds, SETTINGS, strict=True)]
+    wanted = [
+        drawn_from_the_file(folder, *row) for row in zip(PROMPTS, seeds, SETTINGS, strict=True)
+    ]
 
     rows = [
         qsample.SamplingParams(seed=seed, max_new_tokens=12, eos_token_id=[], **settings)
@@ -99,7 +106,9 @@ def test_sampled_rows_are_the_reference_drawn_from_the_files_logits(baked: Packa
         assert list(row[: len(drawn)]) == drawn
 
 
-def test_greedy_tokens_are_those_of_onnxruntime_genai(baked: PackagedModel, decoder: Decoder) -> None:
+def test_greedy_tokens_are_those_of_onnxruntime_genai(
+    baked: PackagedModel, decoder: Decoder
+) -> None:
     genai = recorded_tokens(decoder("genai_cpu_int4")[0])
     got = baked.generate(genai["prompts"], do_sample=False, max_new_tokens=24).token_ids
     assert [list(row) for row in got] == genai["new_tokens"]
@@ -126,19 +135,25 @@ def test_it_compiles(baked: PackagedModel, tmp_path: Path) -> None:
     quantization = compiled.package.manifest.compilation.quantization
     assert quantization["divergence"]["kl"]["value"] < 0.1  # of the activations in 8 bits
     greedy = {"do_sample": False, "max_new_tokens": 8}
-    assert compiled.generate(PROMPTS, **greedy).token_ids == baked.generate(PROMPTS, **greedy).token_ids
+    assert (
+        compiled.generate(PROMPTS, **greedy).token_ids
+        == baked.generate(PROMPTS, **greedy).token_ids
+    )
 
 
 @pytest.mark.ci
 def test_from_pretrained_opens_a_folder_of_decoders(decoder: Decoder) -> None:
     folder, _ = decoder("genai_cpu_fp32")
-    with pytest.warns(UserWarning, match="holds a decoder file; it is used as `qsample bake` writes it"):
+    with pytest.warns(
+        UserWarning, match="holds a decoder file; it is used as `qsample bake` writes it"
+    ):
         model = AutoModelForCausalLM.from_pretrained(folder)
     assert isinstance(model, SourceModel)
     assert isinstance(model.source, DecoderSource)
     genai = recorded_tokens(folder)
     assert [
-        list(row) for row in model.generate(genai["prompts"], do_sample=False, max_new_tokens=24).token_ids
+        list(row)
+        for row in model.generate(genai["prompts"], do_sample=False, max_new_tokens=24).token_ids
     ] == genai["new_tokens"]
 
 
@@ -158,7 +173,9 @@ def test_a_checkpoint_beside_it_is_preferred(tmp_path: Path) -> None:
 
 def test_the_window_that_a_graph_lacks_is_said(decoder: Decoder, tmp_path: Path) -> None:
     folder, _ = decoder("genai_cpu_mistral")
-    with pytest.warns(UserWarning, match="states an attention window of 6 tokens, and the graph has none") as caught:
+    with pytest.warns(
+        UserWarning, match="states an attention window of 6 tokens, and the graph has none"
+    ) as caught:
         qsample.bake(folder, tmp_path / "out", features=Features(sampler=False))
     assert any("compared with this file alone" in str(warning.message) for warning in caught)
 
@@ -192,7 +209,9 @@ def test_the_readmes_file_without_torch_and_transformers(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_norms_and_rotary_embeddings_of_optimum_are_fused(decoder: Decoder, tmp_path: Path) -> None:
-    baked = qsample.bake(decoder("optimum_qwen3")[0], tmp_path / "baked", features=Features(sampler=False))
+    baked = qsample.bake(
+        decoder("optimum_qwen3")[0], tmp_path / "baked", features=Features(sampler=False)
+    )
     compiled = baked.compile(tmp_path / "cpu", ctx_len=64)
     counts = Counter(node.op_type for node in ir.load(compiled.package.path / "decoder.onnx").graph)
     assert counts["RotaryEmbedding"] == 4

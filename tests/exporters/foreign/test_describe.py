@@ -19,11 +19,31 @@ Decoder = Callable[[str], tuple[Path, str | None]]
 @pytest.mark.parametrize(
     ("kind", "layers", "operators"),
     [
-        ("genai_cpu_int4", "2 attend through GroupQueryAttention, a cache that grows, 2 heads of 16", "MatMulNBits"),
-        ("optimum_gpt2", "2 attend through plain operators, a cache that grows, 4 heads of 8", "Softmax"),
-        ("mobius_gemma3", "2 attend through ONNX's Attention, a cache that grows, 2 heads of 16", "Attention"),
-        ("mobius_static_qwen3", "2 attend through ONNX's Attention, a cache of 48 tokens, 2 heads", "TensorScatter"),
-        ("mobius_qwen3_next", "1 attend through ONNX's Attention, a cache that grows", "LinearAttention"),
+        (
+            "genai_cpu_int4",
+            "2 attend through GroupQueryAttention, a cache that grows, 2 heads of 16",
+            "MatMulNBits",
+        ),
+        (
+            "optimum_gpt2",
+            "2 attend through plain operators, a cache that grows, 4 heads of 8",
+            "Softmax",
+        ),
+        (
+            "mobius_gemma3",
+            "2 attend through ONNX's Attention, a cache that grows, 2 heads of 16",
+            "Attention",
+        ),
+        (
+            "mobius_static_qwen3",
+            "2 attend through ONNX's Attention, a cache of 48 tokens, 2 heads",
+            "TensorScatter",
+        ),
+        (
+            "mobius_qwen3_next",
+            "1 attend through ONNX's Attention, a cache that grows",
+            "LinearAttention",
+        ),
     ],
 )
 def test_what_a_file_is(kind: str, layers: str, operators: str, decoder: Decoder) -> None:
@@ -43,7 +63,9 @@ def test_what_is_baked_is_not_refused(kind: str, decoder: Decoder) -> None:
     assert [each.refusal for each in describe(folder / file if file else folder)] == [None]
 
 
-def test_the_files_of_a_folder(decoder: Decoder, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_files_of_a_folder(
+    decoder: Decoder, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder, _ = decoder("community_gqa/onnx/model.onnx")
     assert run(["inspect", str(folder), "--json"]) == 0
     files = {Path(each["file"]).stem: each for each in json.loads(capsys.readouterr().out)}

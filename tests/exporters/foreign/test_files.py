@@ -17,7 +17,14 @@ import qsample
 from qsample.checkpoints.source import HubOptions
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError
-from qsample.exporters.foreign.files import Settings, decoders, locate, read_settings, without_links, write_files
+from qsample.exporters.foreign.files import (
+    Settings,
+    decoders,
+    locate,
+    read_settings,
+    without_links,
+    write_files,
+)
 from qsample.package.manifest import TokenIds
 from tests.helpers.foreign import edited
 
@@ -34,7 +41,9 @@ def test_the_only_one_of_a_folder(decoder: Decoder) -> None:
 
 def test_several_want_a_choice(decoder: Decoder) -> None:
     folder, _ = decoder("community_gqa/x")
-    with pytest.raises(QsampleError, match=r"several decoders; say which with file \(--file\): onnx/model.onnx, "):
+    with pytest.raises(
+        QsampleError, match=r"several decoders; say which with file \(--file\): onnx/model.onnx, "
+    ):
         locate(folder)
     location = locate(folder, "onnx/model.onnx")
     assert [path.name for path in location.data] == ["model.onnx_data", "model.onnx_data_1"]
@@ -71,7 +80,12 @@ def test_data_that_is_missing_or_lies_elsewhere(decoder: Decoder, tmp_path: Path
         if isinstance(value.const_value, ir.ExternalTensor):
             tensor = value.const_value
             value.const_value = ir.ExternalTensor(
-                "../secret", tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name
+                "../secret",
+                tensor.offset,
+                tensor.length,
+                tensor.dtype,
+                shape=tensor.shape,
+                name=tensor.name,
             )
     ir.save(model, folder / "model.onnx")
     with pytest.raises(QsampleError, match=r"refers to '../secret'"):
@@ -90,7 +104,11 @@ class Repository:
         self.asked: list[dict[str, Any]] = []
         self.downloads: list[dict[str, Any]] = []
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda api, *args, **options: self.look(options))
+        monkeypatch.setattr(
+            huggingface_hub.HfApi,
+            "list_repo_files",
+            lambda api, *args, **options: self.look(options),
+        )
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
 
     def look(self, options: dict[str, Any]) -> list[str]:
@@ -113,16 +131,28 @@ def test_of_a_repository_only_what_belongs_to_the_decoder_is_downloaded(
     repository = Repository(monkeypatch, folder, names)
     location = locate("some/model", "onnx/model.onnx", hub=HubOptions(revision="v2"))
     assert location.file == folder / "onnx" / "model.onnx"
-    assert all(options == HubOptions(revision="v2").downloading() for options in repository.downloads)
+    assert all(
+        options == HubOptions(revision="v2").downloading() for options in repository.downloads
+    )
     files = {"onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx_data_1"}
     assert {name for name in repository.fetched if name.startswith("onnx/")} == files
     assert "tokenizer.json" in repository.fetched
     assert not {"README.md", "model.safetensors"} & repository.fetched
 
 
-def test_a_deep_file_of_a_repository(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deep_file_of_a_repository(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is one if it is asked for only; configurations are its folder's, its parent's and the repository's."""
-    names = ["a.json", "b.onnx", "cpu/c.json", "cpu/x/model.onnx", "cpu/x/d.jinja", "cpu/x/e.txt", "gpu/f.json"]
+    names = [
+        "a.json",
+        "b.onnx",
+        "cpu/c.json",
+        "cpu/x/model.onnx",
+        "cpu/x/d.jinja",
+        "cpu/x/e.txt",
+        "gpu/f.json",
+    ]
     names += ["genai_config.json"]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +162,9 @@ def test_a_deep_file_of_a_repository(decoder: Decoder, tmp_path: Path, monkeypat
         (folder / name).rename(tmp_path / "cpu" / "x" / name)
     names += ["cpu/x/model.onnx.data"]
     repository = Repository(monkeypatch, tmp_path, names)
-    location = locate("some/model", "cpu/x/model.onnx", hub=HubOptions(revision="v2", token="secret"))
+    location = locate(
+        "some/model", "cpu/x/model.onnx", hub=HubOptions(revision="v2", token="secret")
+    )
     assert location.file == tmp_path / "cpu" / "x" / "model.onnx"
     assert location.folders == (tmp_path / "cpu" / "x", tmp_path / "cpu", tmp_path)
     assert repository.asked == [{"revision": "v2", "token": "secret"}]
@@ -149,12 +181,16 @@ def test_a_deep_file_of_a_repository(decoder: Decoder, tmp_path: Path, monkeypat
         locate(tmp_path / "cpu", "../b.onnx")
 
 
-def test_a_repository_that_the_hub_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_that_the_hub_does_not_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(options: dict[str, Any]) -> list[str]:
         raise OSError("no route\nto host")
 
     Repository(monkeypatch, tmp_path, []).look = fail  # type: ignore[method-assign]
-    with pytest.raises(QsampleError, match=r"is not a folder here, and the hub does not give it \(no route to"):
+    with pytest.raises(
+        QsampleError, match=r"is not a folder here, and the hub does not give it \(no route to"
+    ):
         locate("some/model")
 
 
@@ -173,7 +209,9 @@ def linked(folder: Path, cache: Path) -> Path:
 def test_stop_tokens_are_those_of_the_generation_config() -> None:
     """Chat models stop at more tokens than config.json has."""
 
-    def token_ids(generation: dict[str, Any], genai: dict[str, Any], config: dict[str, Any]) -> tuple[Any, ...]:
+    def token_ids(
+        generation: dict[str, Any], genai: dict[str, Any], config: dict[str, Any]
+    ) -> tuple[Any, ...]:
         found = Settings(config, generation, genai, {}).token_ids(10)
         return found.pad, found.bos, found.eos
 
@@ -188,8 +226,13 @@ def test_stop_tokens_are_those_of_the_generation_config() -> None:
 
 def test_links_of_the_hubs_cache(decoder: Decoder, tmp_path: Path) -> None:
     snapshot = linked(decoder("community_gqa/x")[0], tmp_path / "models--some--model")
-    package = qsample.bake(snapshot, tmp_path / "out", file="onnx/model.onnx", features=Features(sampler=False)).package
-    assert (package.manifest.source.model_id, package.manifest.source.revision) == ("some/model", "abc")
+    package = qsample.bake(
+        snapshot, tmp_path / "out", file="onnx/model.onnx", features=Features(sampler=False)
+    ).package
+    assert (package.manifest.source.model_id, package.manifest.source.revision) == (
+        "some/model",
+        "abc",
+    )
     assert {"model.onnx", "tokenizer.json"} <= package.manifest.source.files.keys()
     assert package.has("tokenizer.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models--some--model", "out"]
@@ -206,13 +249,17 @@ def test_files_with_several_names(decoder: Decoder, tmp_path: Path) -> None:
     assert (folder / "model.onnx.data").samefile(tmp_path / "backup")
 
 
-@pytest.mark.parametrize("name", ["model.onnx.data", "config.json", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["model.onnx.data", "config.json", "tokenizer.json", "chat_template.jinja"]
+)
 def test_links_that_lead_elsewhere(name: str, decoder: Decoder, tmp_path: Path) -> None:
     folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
     (folder / name).touch()
     (folder / name).rename(tmp_path / "secret")
     (folder / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(QsampleError, match=rf"{name} is a link that leads out of its folder, to .*/secret"):
+    with pytest.raises(
+        QsampleError, match=rf"{name} is a link that leads out of its folder, to .*/secret"
+    ):
         qsample.bake(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -235,13 +282,23 @@ DOZEN = [f"{number:02}.onnx" for number in range(12)]
             r"is a file already; leave file out, or give its folder",
         ),
         (["config.json"], "config.json", None, r"config\.json is not an \.onnx file"),
-        (["model.onnx", "config.json"], ".", "config.json", r"has no config\.json; it has model\.onnx$"),
+        (
+            ["model.onnx", "config.json"],
+            ".",
+            "config.json",
+            r"has no config\.json; it has model\.onnx$",
+        ),
         (DOZEN, ".", None, rf": {', '.join(DOZEN)}$"),
         ([*DOZEN, "12.onnx", "notes.txt"], ".", None, rf": {', '.join(DOZEN)} and 1 others$"),
     ],
 )
 def test_no_decoder_is_found(
-    names: list[str], given: str, file: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: list[str],
+    given: str,
+    file: str | None,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in names:
@@ -253,7 +310,9 @@ def test_no_decoder_is_found(
 
 
 def test_a_copy_without_links(decoder: Decoder, tmp_path: Path) -> None:
-    location = locate(linked(decoder("community_gqa/x")[0], tmp_path / "models--some--model"), "onnx/model.onnx")
+    location = locate(
+        linked(decoder("community_gqa/x")[0], tmp_path / "models--some--model"), "onnx/model.onnx"
+    )
     assert location.is_linked
     (out := tmp_path / "out").mkdir()
     copy = without_links(location, out)
@@ -262,12 +321,16 @@ def test_a_copy_without_links(decoder: Decoder, tmp_path: Path) -> None:
         out / "model.onnx",
         ["model.onnx_data", "model.onnx_data_1"],
     )
-    assert [path.read_bytes() for path in copy.data] == [path.read_bytes() for path in location.data]
+    assert [path.read_bytes() for path in copy.data] == [
+        path.read_bytes() for path in location.data
+    ]
     assert copy.folders == location.folders  # the configurations stay
 
 
 def settings(
-    config: dict[str, Any] | None = None, genai: dict[str, Any] | None = None, search: dict[str, Any] | None = None
+    config: dict[str, Any] | None = None,
+    genai: dict[str, Any] | None = None,
+    search: dict[str, Any] | None = None,
 ) -> Settings:
     return Settings(config or {}, {}, genai or {}, search or {})
 
@@ -279,11 +342,15 @@ def test_sizes_of_the_configurations() -> None:
     genai = {"context_length": 64, "vocab_size": 9, "type": "phi", "decoder": {"head_size": 4}}
     assert settings({}, genai).context == 64
     assert settings({"max_position_embeddings": 32}, genai).context == 32
-    assert [settings({name: 48}, genai).context for name in ("n_positions", "max_sequence_length", "seq_length")] == [
-        *(48, 48, 48)
-    ]
+    assert [
+        settings({name: 48}, genai).context
+        for name in ("n_positions", "max_sequence_length", "seq_length")
+    ] == [*(48, 48, 48)]
     assert (settings({}, genai).vocab_size, settings({"vocab_size": 8}, genai).vocab_size) == (9, 8)
-    assert (settings({}, genai).model_type, settings({"model_type": "llama"}, genai).model_type) == ("phi", "llama")
+    assert (
+        settings({}, genai).model_type,
+        settings({"model_type": "llama"}, genai).model_type,
+    ) == ("phi", "llama")
     sizes = {"hidden_size": 12, "num_attention_heads": 4}
     assert settings(sizes).head_dim == 3
     assert settings(sizes, genai).head_dim == 4
@@ -299,17 +366,26 @@ def test_attention_windows() -> None:
     assert settings({}, genai).window == 7
     assert settings({"sliding_window": 5, "use_sliding_window": False}).window is None
     assert settings({"sliding_window": 5, "layer_types": ["full_attention"]}).window is None
-    assert settings({"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}).window == 5
+    assert (
+        settings(
+            {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+        ).window
+        == 5
+    )
     with pytest.raises(
-        QsampleError, match=r"config\.json: layer_types is 'x'; it must be a list with the type of each"
+        QsampleError,
+        match=r"config\.json: layer_types is 'x'; it must be a list with the type of each",
     ):
         _ = settings({"layer_types": "x"}).window
-    with pytest.raises(QsampleError, match=r"genai_config\.json: sliding_window is 7; it must be an object"):
+    with pytest.raises(
+        QsampleError, match=r"genai_config\.json: sliding_window is 7; it must be an object"
+    ):
         _ = settings({}, {"decoder": {"sliding_window": 7}}).window
 
 
 @pytest.mark.parametrize(
-    ("given", "size"), [(None, None), (False, None), (0, None), (-1, None), (1, 1), (8.0, 8), (2**31 - 1, 2**31 - 1)]
+    ("given", "size"),
+    [(None, None), (False, None), (0, None), (-1, None), (1, 1), (8.0, 8), (2**31 - 1, 2**31 - 1)],
 )
 def test_a_size(given: object, size: int | None) -> None:
     assert settings({"vocab_size": given}).vocab_size == size
@@ -321,7 +397,8 @@ def test_a_size(given: object, size: int | None) -> None:
 )
 def test_what_is_no_size(given: object, accepted: str) -> None:
     with pytest.raises(
-        QsampleError, match=rf"^config\.json: vocab_size is {given!r}; it must be {accepted}\. Correct it"
+        QsampleError,
+        match=rf"^config\.json: vocab_size is {given!r}; it must be {accepted}\. Correct it",
     ):
         _ = settings({"vocab_size": given}).vocab_size
 
@@ -338,36 +415,60 @@ def test_what_a_package_gets(decoder: Decoder, tmp_path: Path) -> None:
     read = read_settings(location)
     assert read.vocab_size == 128
     search = {"temperature": 0.5, "top_p": 0.75, "repetition_penalty": 1.5}
-    sampled = replace(read, generation={}, search={"do_sample": True, "min_length": 3, "top_k": None} | search)
+    sampled = replace(
+        read, generation={}, search={"do_sample": True, "min_length": 3, "top_k": None} | search
+    )
     ids = TokenIds(pad=2, bos=1, eos=(3, 4))
 
-    def written(name: str, settings: Settings, ids: TokenIds, tokenizer: str | None) -> tuple[set[str], Any]:
+    def written(
+        name: str, settings: Settings, ids: TokenIds, tokenizer: str | None
+    ) -> tuple[set[str], Any]:
         (out := tmp_path / name).mkdir()
         write_files(location, settings, ids, 128, tokenizer, out)
-        return {path.name for path in out.iterdir()}, json.loads((out / "generation_config.json").read_text())
+        return {path.name for path in out.iterdir()}, json.loads(
+            (out / "generation_config.json").read_text()
+        )
 
     names, generation = written("all", sampled, ids, "auto")
     configs = {"config.json", "generation_config.json"}
-    tokenizer = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
+    tokenizer = {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    }
     assert names == configs | tokenizer
     tokens = {"pad_token_id": 2, "bos_token_id": 1, "eos_token_id": [3, 4]}
     assert generation == {"do_sample": True} | search | tokens
-    greedy, none = replace(sampled, search={"do_sample": False} | search), TokenIds(pad=0, bos=None, eos=())
-    assert written("ids", greedy, none, None) == (configs, {"pad_token_id": 0, "eos_token_id": None})
+    greedy, none = (
+        replace(sampled, search={"do_sample": False} | search),
+        TokenIds(pad=0, bos=None, eos=()),
+    )
+    assert written("ids", greedy, none, None) == (
+        configs,
+        {"pad_token_id": 0, "eos_token_id": None},
+    )
     own = replace(sampled, generation={"temperature": 2.0})
     assert written("own", own, ids, None) == (configs, {"temperature": 2.0} | tokens)
 
     (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(QsampleError, match=r"empty has no tokenizer\.json; give the folder of a tokenizer"):
+    with pytest.raises(
+        QsampleError, match=r"empty has no tokenizer\.json; give the folder of a tokenizer"
+    ):
         written("other", read, ids, str(empty))
     (folder / "tokenizer.json").rename(empty / "tokenizer.json")
     assert written("given", read, ids, str(empty))[0] == configs | {"tokenizer.json"}
-    with pytest.warns(UserWarning, match=r"has no tokenizer\.json: the package takes token ids only"):
+    with pytest.warns(
+        UserWarning, match=r"has no tokenizer\.json: the package takes token ids only"
+    ):
         assert written("without", read, ids, "auto")[0] == configs
 
     size = Tokenizer.from_file(str(empty / "tokenizer.json")).get_vocab_size()
     write_files(location, read, ids, size, str(empty), tmp_path / "given")
-    with pytest.raises(QsampleError, match=rf"the tokenizer has {size} tokens and the decoder's head only {size - 1};"):
+    with pytest.raises(
+        QsampleError,
+        match=rf"the tokenizer has {size} tokens and the decoder's head only {size - 1};",
+    ):
         write_files(location, read, ids, size - 1, str(empty), tmp_path / "given")
     (empty / "tokenizer.json").write_text("{}")
     with pytest.raises(QsampleError, match=r"tokenizer\.json cannot be read"):
@@ -375,16 +476,21 @@ def test_what_a_package_gets(decoder: Decoder, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [("[]", "is not a JSON object"), ("{", "cannot read"), ('{"text_config": 3}', "an object")]
+    ("content", "why"),
+    [("[]", "is not a JSON object"), ("{", "cannot read"), ('{"text_config": 3}', "an object")],
 )
-def test_a_configuration_that_is_none(content: str, why: str, decoder: Decoder, tmp_path: Path) -> None:
+def test_a_configuration_that_is_none(
+    content: str, why: str, decoder: Decoder, tmp_path: Path
+) -> None:
     folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
     (folder / "config.json").write_text(content)
     with pytest.raises(QsampleError, match=why):
         read_settings(locate(folder))
 
 
-def test_without_the_network_a_snapshot_is_taken_as_it_is(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_network_a_snapshot_is_taken_as_it_is(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -397,5 +503,8 @@ def test_without_the_network_a_snapshot_is_taken_as_it_is(decoder: Decoder, monk
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     for offline in (True, False):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        assert locate("some/model", hub=HubOptions(local_files_only=not offline)).file.name == "model.onnx"
+        assert (
+            locate("some/model", hub=HubOptions(local_files_only=not offline)).file.name
+            == "model.onnx"
+        )
     assert asked == [("some/model", True)] * 2

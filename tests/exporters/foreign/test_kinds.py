@@ -27,30 +27,46 @@ Decoder = Callable[[str], tuple[Path, str | None]]
 PROMPTS = [[1, 17, 40, 23, 9], [1, 88], [1, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40]]
 TOKENS = 12
 # One of each way of keeping a cache and of choosing the last token; the others are slow together.
-QUICK = {"genai_cpu_int4_pruned", "genai_webgpu_int4", "optimum_gemma3", "mobius_static_qwen3", "mobius_qwen3_next"}
+QUICK = {
+    "genai_cpu_int4_pruned",
+    "genai_webgpu_int4",
+    "optimum_gemma3",
+    "mobius_static_qwen3",
+    "mobius_qwen3_next",
+}
 QUICK |= {"transformers_cpu_gpt_oss", "transformers_webgpu_phi3"}
 HALF = "transformers_cuda_qwen3"  # float16: transformers' tokens in float32 are others
 KINDS = [
-    pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow, id=kind.replace("/onnx/", "/"))
+    pytest.param(
+        kind, marks=[] if kind in QUICK else pytest.mark.slow, id=kind.replace("/onnx/", "/")
+    )
     for kind in (*GROUPED, *PLAIN, HALF)
 ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_ragged_batch_generates_what_each_row_does_in_the_file(kind: str, decoder: Decoder, tmp_path: Path) -> None:
+def test_a_ragged_batch_generates_what_each_row_does_in_the_file(
+    kind: str, decoder: Decoder, tmp_path: Path
+) -> None:
     folder, file = decoder(kind)
     foreign = read(folder, file)
-    in_memory = foreign.changed or (foreign.layers[0].attention is not None and attention.unfuse_norms(foreign))
+    in_memory = foreign.changed or (
+        foreign.layers[0].attention is not None and attention.unfuse_norms(foreign)
+    )
     wanted = [greedy_of_file(foreign, prompt, TOKENS, in_memory=in_memory) for prompt in PROMPTS]
 
     baked = rewritten(folder, file)
     figures = gate(baked, tmp_path / "gate")
-    got = greedy_of_graph(save(baked, tmp_path / "graph"), baked.interface, PROMPTS, TOKENS, capacity=32)
+    got = greedy_of_graph(
+        save(baked, tmp_path / "graph"), baked.interface, PROMPTS, TOKENS, capacity=32
+    )
 
     assert got == wanted
     assert figures.attention_layers == 2
     assert figures.plain_attention_layers == 0
-    assert len({token for row in wanted for token in row}) > 4  # the models are not stuck at one token
+    assert (
+        len({token for row in wanted for token in row}) > 4
+    )  # the models are not stuck at one token
 
 
 @pytest.mark.parametrize(
@@ -66,12 +82,16 @@ def test_a_ragged_batch_generates_what_each_row_does_in_the_file(kind: str, deco
         ),
     ],
 )
-def test_the_tokens_are_those_of_onnxruntime_genai(kind: str, decoder: Decoder, tmp_path: Path) -> None:
+def test_the_tokens_are_those_of_onnxruntime_genai(
+    kind: str, decoder: Decoder, tmp_path: Path
+) -> None:
     folder, file = decoder(kind)
     genai = recorded_tokens(folder)
     baked = rewritten(folder, file)
 
-    got = greedy_of_graph(save(baked, tmp_path / "graph"), baked.interface, genai["prompts"], 24, capacity=48)
+    got = greedy_of_graph(
+        save(baked, tmp_path / "graph"), baked.interface, genai["prompts"], 24, capacity=48
+    )
 
     assert sum(map(len, genai["new_tokens"])) > 20
     for row, wanted in zip(got, genai["new_tokens"], strict=True):
@@ -104,7 +124,9 @@ def test_the_tokens_are_those_of_transformers(kind: str, decoder: Decoder, tmp_p
     }
 
 
-def test_the_long_table_is_another_model_than_the_short_one(decoder: Decoder, tmp_path: Path) -> None:
+def test_the_long_table_is_another_model_than_the_short_one(
+    decoder: Decoder, tmp_path: Path
+) -> None:
     folder, _ = decoder("genai_cpu_longrope")
     short, long = rewritten(folder), rewritten(folder, rope="long")
 

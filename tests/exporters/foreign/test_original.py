@@ -48,7 +48,12 @@ DECODER = f"""
 
 
 def foreign_graph(folder: Path) -> ForeignGraph:
-    integers = {"one": np.array([1]), "two": np.array([2]), "nought": np.array(0), "step": np.array(1)}
+    integers = {
+        "one": np.array([1]),
+        "two": np.array([2]),
+        "nought": np.array(0),
+        "step": np.array(1),
+    }
     model = small_graph(DECODER, constants={"table": TABLE, "head": HEAD, **integers})
     for node in model.graph:
         if node.name in ("before", "begin", "stops", "stop", "range", "counted", "wrong", "count"):
@@ -57,7 +62,9 @@ def foreign_graph(folder: Path) -> ForeignGraph:
     values = {str(value.name): value for value in (*model.graph.inputs, *model.graph.outputs)}
     names = ("past_key", "past_value", "present_key", "present_value")
     layer = Layer(0, *(values[name] for name in names), heads=1, head_dim=SIZE)
-    return ForeignGraph(folder / "model.onnx", model, (layer,), values["logits"], VOCAB, ir.DataType.FLOAT)
+    return ForeignGraph(
+        folder / "model.onnx", model, (layer,), values["logits"], VOCAB, ir.DataType.FLOAT
+    )
 
 
 def expected(tokens: list[int]) -> np.ndarray:
@@ -72,7 +79,9 @@ def test_logits_after_each_of_a_rows_tokens(tmp_path: Path) -> None:
     for prompt, more, logits in zip(found.prompts, found.continuations, found.logits, strict=True):
         assert len(logits) == len(more) + 1
         for count, row in enumerate(logits):
-            np.testing.assert_allclose(row, expected([*prompt, *more[:count]]), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                row, expected([*prompt, *more[:count]]), rtol=1e-4, atol=1e-4
+            )
 
 
 def test_positions_that_a_graph_counts(tmp_path: Path) -> None:

@@ -38,20 +38,33 @@ def with_rows(monkeypatch: pytest.MonkeyPatch, change: Callable[[Nodes, Rows], R
 def lengths_without_padding(nodes: Nodes, rows: Rows) -> Rows:
     """A padded later chunk is then written too early."""
     whole = nodes("Add", [rows.lengths, rows.input_lengths], INT32, ["B"])
-    return replace(rows, seqlens_k=nodes("Sub", [whole, nodes.integers(1, dtype="int32")], INT32, ["B"]))
+    return replace(
+        rows, seqlens_k=nodes("Sub", [whole, nodes.integers(1, dtype="int32")], INT32, ["B"])
+    )
 
 
 def positions_from_zero(nodes: Nodes, rows: Rows) -> Rows:
-    start = nodes("Unsqueeze", [nodes("Cast", [rows.lengths], INT64, ["B"], to=INT64), nodes.integers(1)], INT64)
+    start = nodes(
+        "Unsqueeze",
+        [nodes("Cast", [rows.lengths], INT64, ["B"], to=INT64), nodes.integers(1)],
+        INT64,
+    )
     return replace(rows, positions=nodes("Sub", [rows.positions, start], INT64, ["B", "S"]))
 
 
 def one_position_later(nodes: Nodes, rows: Rows) -> Rows:
-    return replace(rows, positions=nodes("Add", [rows.positions, nodes.integers(1)], INT64, ["B", "S"]))
+    return replace(
+        rows, positions=nodes("Add", [rows.positions, nodes.integers(1)], INT64, ["B", "S"])
+    )
 
 
 def token_before_last(nodes: Nodes, rows: Rows) -> Rows:
-    before = nodes("Max", [nodes("Sub", [rows.last, nodes.integers(1)], INT64), nodes.integers(0)], INT64, ["B", 1])
+    before = nodes(
+        "Max",
+        [nodes("Sub", [rows.last, nodes.integers(1)], INT64), nodes.integers(0)],
+        INT64,
+        ["B", 1],
+    )
     return replace(rows, last=before)
 
 
@@ -65,7 +78,10 @@ def last_of_the_batch(nodes: Nodes, rows: Rows) -> Rows:
     "kind",
     [
         *("genai_dml_fp16", "optimum_llama"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("genai_cpu_fp32", "genai_cpu_int4")),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("genai_cpu_fp32", "genai_cpu_int4")
+        ),
     ],
 )
 @pytest.mark.parametrize("change", [lengths_without_padding, token_before_last, last_of_the_batch])
@@ -84,7 +100,10 @@ def test_lengths(
     ("kind", "change"),
     [
         ("genai_dml_fp16", positions_from_zero),
-        ("optimum_gpt2", one_position_later),  # rotary embeddings know differences of positions only
+        (
+            "optimum_gpt2",
+            one_position_later,
+        ),  # rotary embeddings know differences of positions only
         pytest.param("genai_dml_int4", positions_from_zero, marks=pytest.mark.slow),
         pytest.param("optimum_gemma3", positions_from_zero, marks=pytest.mark.slow),
         pytest.param("optimum_gpt2", positions_from_zero, marks=pytest.mark.slow),
@@ -113,7 +132,10 @@ def with_rule(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
     def wrong(*arguments: Any) -> list[attention.Rule]:
         rules = right(*arguments)
-        scaled = {name: value(getattr(rules[0], name)) if callable(value) else value for name, value in changes.items()}
+        scaled = {
+            name: value(getattr(rules[0], name)) if callable(value) else value
+            for name, value in changes.items()
+        }
         return [replace(rules[0], **scaled), *rules[1:]]
 
     monkeypatch.setattr(bake.attention, "measure", wrong)
@@ -125,13 +147,19 @@ def with_rule(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         ("optimum_granite", {"scale": lambda scale: 1.02 * scale}),
         pytest.param("optimum_mistral", {"window": None}, marks=pytest.mark.slow),
         ("optimum_mistral", {"window": lambda window: window + 1}),
-        pytest.param("optimum_mistral", {"window": lambda window: window - 1}, marks=pytest.mark.slow),
+        pytest.param(
+            "optimum_mistral", {"window": lambda window: window - 1}, marks=pytest.mark.slow
+        ),
         pytest.param("optimum_gemma2_eager", {"softcap": 0.0}, marks=pytest.mark.slow),
         ("optimum_gemma2_eager", {"softcap": lambda cap: 0.8 * cap}),
     ],
 )
 def test_rules_of_plain_attention(
-    kind: str, changes: dict[str, Any], decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str,
+    changes: dict[str, Any],
+    decoder: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     with_rule(monkeypatch, **changes)
     refused(kind, decoder, tmp_path)
@@ -183,7 +211,11 @@ def swap_layers(graph: ir.Graph) -> None:
     ],
 )
 def test_attentions(
-    kind: str, edit: Callable[[ir.Graph], None], decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str,
+    edit: Callable[[ir.Graph], None],
+    decoder: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     after(monkeypatch, edit)
     refused(kind, decoder, tmp_path)
@@ -200,26 +232,35 @@ def convolution_ends_at_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", [padding_is_written, convolution_ends_at_padding])
 def test_states_of_recurrent_layers(
-    plant: Callable[[pytest.MonkeyPatch], None], decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plant: Callable[[pytest.MonkeyPatch], None],
+    decoder: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     plant(monkeypatch)
     refused("mobius_qwen3_next", decoder, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_sink_that_is_lost(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_sink_that_is_lost(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with_rule(monkeypatch, sink=None)
     refused("mobius_gpt_oss", decoder, tmp_path)
 
 
 @pytest.mark.ci
-def test_the_other_rotary_table(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_other_rotary_table(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     right = bake.choose_table
     monkeypatch.setattr(bake, "choose_table", lambda foreign, rope: right(foreign, "long"))
     refused("genai_cpu_longrope", decoder, tmp_path)
 
 
-def test_a_scale_behind_the_head(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_scale_behind_the_head(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     right = bake.select_last
 
     def wrong(foreign: ForeignGraph, *arguments: Any) -> ir.Value:
@@ -238,5 +279,7 @@ def test_norms_that_are_mixed_up(decoder: Decoder, tmp_path: Path) -> None:
     """The file with its own norms does not run on the CPU, so another float16 file of the same model is the witness."""
     foreign_folder, _ = decoder("genai_cuda_fp16")
     baked = rewritten(foreign_folder)
-    witness = rewritten(*decoder("genai_cpu_fp32_pruned"))  # the same weights in float32, its norms outside
+    witness = rewritten(
+        *decoder("genai_cpu_fp32_pruned")
+    )  # the same weights in float32, its norms outside
     assert abs(baked.expected.logits[0] - witness.expected.logits[0]).max() < 0.05

@@ -31,7 +31,9 @@ def test_functions_are_put_in_place(tmp_path: Path) -> None:
     model = load(written(tmp_path, f"{HEAD} {body} {TWICE} {four}"))
     assert [node.op_type for node in model.graph] == ["Add", "Add", "Mul"]
     assert not model.functions
-    assert [value.const_value.numpy().tolist() for value in model.graph.initializers.values()] == [2.0]  # type: ignore[union-attr]
+    assert [value.const_value.numpy().tolist() for value in model.graph.initializers.values()] == [
+        2.0
+    ]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,10 @@ def test_operators_of_onnx_runtime_stay(operator: str, tmp_path: Path) -> None:
                     ("com.microsoft", "mine"))  # fmt: skip
     body = f"{{ m = com.microsoft.{operator}(x)  y = mine.{operator}(m) }}"
     model = load(written(tmp_path, f"{HEAD} {body} {ours} {theirs}"))
-    assert [(node.domain, node.op_type) for node in model.graph] == [("com.microsoft", operator), ("", "Add")]
+    assert [(node.domain, node.op_type) for node in model.graph] == [
+        ("com.microsoft", operator),
+        ("", "Add"),
+    ]
     assert not model.functions
 
 
@@ -66,7 +71,8 @@ def test_no_more_nodes_than_a_model_has(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     path = written(tmp_path, f"{HEAD} {{ y = mine.F15(x) }} {' '.join(functions)}")
     with pytest.raises(
-        UnsupportedModelError, match=r"its functions stand for 65536 nodes, and bake reads at most 50000$"
+        UnsupportedModelError,
+        match=r"its functions stand for 65536 nodes, and bake reads at most 50000$",
     ):
         load(path)
     path = written(tmp_path, f"{HEAD} {{ m = mine.F1(x)  y = Abs(m) }} {' '.join(functions)}")
@@ -78,14 +84,20 @@ def test_no_more_nodes_than_a_model_has(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_circle_of_functions(tmp_path: Path) -> None:
-    circle = [f'<domain: "mine", {IMPORTS}> {a} (a) => (b) {{ b = mine.{b}(a) }}' for a, b in ("AB", "BA")]
-    with pytest.raises(UnsupportedModelError, match=r"model\.onnx cannot be baked: its functions call one another"):
+    circle = [
+        f'<domain: "mine", {IMPORTS}> {a} (a) => (b) {{ b = mine.{b}(a) }}' for a, b in ("AB", "BA")
+    ]
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.onnx cannot be baked: its functions call one another"
+    ):
         load(written(tmp_path, f"{HEAD} {{ y = mine.A(x) }} {' '.join(circle)}"))
 
 
 def test_a_function_of_another_opset(tmp_path: Path) -> None:
     function = TWICE.replace('["": 20', '["": 13')
-    with pytest.raises(UnsupportedModelError, match=r"its functions cannot be inlined \(.*Opset mismatch") as caught:
+    with pytest.raises(
+        UnsupportedModelError, match=r"its functions cannot be inlined \(.*Opset mismatch"
+    ) as caught:
         load(written(tmp_path, f"{HEAD} {{ y = mine.Twice(x) }} {function}"))
     assert "\n" not in str(caught.value)
 
@@ -103,7 +115,9 @@ def test_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for before in (False, True):
         log.disabled = before
         try:
-            with pytest.raises(UnsupportedModelError, match=r"model\.onnx is not an ONNX file \(\w+: .*\)$"):
+            with pytest.raises(
+                UnsupportedModelError, match=r"model\.onnx is not an ONNX file \(\w+: .*\)$"
+            ):
                 load(tmp_path / "model.onnx")
             assert log.disabled is before
         finally:
@@ -123,7 +137,9 @@ def test_errors_of_libraries_become_one_line() -> None:
     with pytest.raises(UnsupportedModelError) as caught, graph_errors(Path("model.onnx")):
         raise error
     assert caught.value.__cause__ is error
-    start = "model.onnx cannot be baked: its graph is not as its operators are defined (KeyError: 'two"
+    start = (
+        "model.onnx cannot be baked: its graph is not as its operators are defined (KeyError: 'two"
+    )
     assert str(caught.value).startswith(start)
     assert str(caught.value).count("x") == 200 - len("'two\\nlines ") + 1  # and that of onnx
     assert str(refusal(Path("a"), "one\n two ")) == "a cannot be baked: one two"

@@ -18,11 +18,20 @@ SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "foreign_fixtures.py"
 
 
 def baked(
-    decoder: Decoder, kind: str, model_type: str, changes: dict[str, Any], folder: Path, steps: int | None = None
+    decoder: Decoder,
+    kind: str,
+    model_type: str,
+    changes: dict[str, Any],
+    folder: Path,
+    steps: int | None = None,
 ) -> dict[str, Any]:
-    checkpoint = runpy.run_path(str(SCRIPT))["checkpoint"](folder / "checkpoint", model_type, changes, steps)
+    checkpoint = runpy.run_path(str(SCRIPT))["checkpoint"](
+        folder / "checkpoint", model_type, changes, steps
+    )
     out = folder / "out"
-    package = qsample.bake(decoder(kind)[0], out, features=Features(sampler=False), reference=str(checkpoint)).package
+    package = qsample.bake(
+        decoder(kind)[0], out, features=Features(sampler=False), reference=str(checkpoint)
+    ).package
     return dict(package.manifest.parity or {})
 
 

@@ -22,7 +22,9 @@ Edit = Callable[[ir.Model], None]
 
 def renamed(old: str, new: str) -> Edit:
     def edit(model: ir.Model) -> None:
-        next(value for value in [*model.graph.inputs, *model.graph.outputs] if value.name == old).name = new
+        next(
+            value for value in [*model.graph.inputs, *model.graph.outputs] if value.name == old
+        ).name = new
 
     return edit
 
@@ -83,7 +85,9 @@ def mask_used_elsewhere(model: ir.Model) -> None:
     """The mask hides tokens of the embedding, say."""
     graph = model.graph
     mask = next(value for value in graph.inputs if value.name == "attention_mask")
-    embedding = next(node for node in graph if node.op_type == "Gather" and node.inputs[1] is graph.inputs[0])
+    embedding = next(
+        node for node in graph if node.op_type == "Gather" and node.inputs[1] is graph.inputs[0]
+    )
     total = ir.node("ReduceMax", [mask], {"keepdims": 0})
     cast = ir.node("Cast", [total.outputs[0]], {"to": 1})
     scaled = ir.node("Mul", [embedding.outputs[0], cast.outputs[0]])
@@ -96,17 +100,32 @@ def mask_used_elsewhere(model: ir.Model) -> None:
     ("edit", "why"),
     [
         (with_input("use_cache_branch", [1]), "merged decoder.*take decoder_with_past_model.onnx"),
-        (renamed("input_ids", "inputs_embeds"), "no token embedding.*take a file whose input is input_ids"),
+        (
+            renamed("input_ids", "inputs_embeds"),
+            "no token embedding.*take a file whose input is input_ids",
+        ),
         (with_input("block_table", ["b", "n"]), "paged.*without use_paged_attention"),
         (with_input("past_conv.0", ["b", 8, 3]), "recurrent states.*qsample export"),
-        (with_input("past_key_values.0.conv_state", ["b", 8, 3]), "recurrent states.*qsample export"),
+        (
+            with_input("past_key_values.0.conv_state", ["b", 8, 3]),
+            "recurrent states.*qsample export",
+        ),
         (with_input("beam_idx", ["b"]), "beam search"),
         (with_input("cache_indirection", ["b", "n", "t"]), "beam search"),
         (with_input("cache_position", ["s"]), "separate positions"),
-        (with_input("encoder_hidden_states", ["b", "s", 8]), "not a language model of tokens alone"),
+        (
+            with_input("encoder_hidden_states", ["b", "s", 8]),
+            "not a language model of tokens alone",
+        ),
         (with_input("per_layer_inputs", ["b", "s", 8]), "per_layer_inputs is neither"),
-        (with_input("\x1b[2Jred\nqsample: done\x07", [1, 2]), r"input \\x1b\[2Jred qsample: done\\x07 is neither"),
-        (with_operator("MatMulInteger", ""), "a single scale per tensor.*take its q4, fp16 or fp32 file"),
+        (
+            with_input("\x1b[2Jred\nqsample: done\x07", [1, 2]),
+            r"input \\x1b\[2Jred qsample: done\\x07 is neither",
+        ),
+        (
+            with_operator("MatMulInteger", ""),
+            "a single scale per tensor.*take its q4, fp16 or fp32 file",
+        ),
         (with_operator("PagedAttention"), "paged"),
         (with_operator("MultiHeadAttention"), "attends through MultiHeadAttention"),
         (with_operator("LinearAttention"), "does not keep a state of its own"),
@@ -133,7 +152,8 @@ def test_one_line_says_why(edit: Edit, why: str, decoder: Decoder, tmp_path: Pat
 def test_dynamic_quantization_names_the_files_beside_it(decoder: Decoder, tmp_path: Path) -> None:
     folder, _ = decoder("community_gqa/onnx/model.onnx")
     with pytest.raises(
-        UnsupportedModelError, match=r"a single scale per tensor.*; take model\.onnx, model_bnb4\.onnx, "
+        UnsupportedModelError,
+        match=r"a single scale per tensor.*; take model\.onnx, model_bnb4\.onnx, ",
     ):
         qsample.bake(folder, tmp_path / "out", file="onnx/model_quantized.onnx")
     assert not (tmp_path / "out").exists()
@@ -148,7 +168,9 @@ def with_functions(*bodies: list[str]) -> Edit:
             first = value = ir.Value(name="a")
             nodes = []
             for op_type in body:
-                nodes.append(ir.node(op_type, [value], domain="test" if op_type.startswith("f") else ""))
+                nodes.append(
+                    ir.node(op_type, [value], domain="test" if op_type.startswith("f") else "")
+                )
                 value = nodes[-1].outputs[0]
             imports = {"": 17, "test": 1}
             graph = ir.Graph([first], [value], nodes=nodes, opset_imports=imports)
@@ -164,11 +186,16 @@ def with_functions(*bodies: list[str]) -> Edit:
     [
         ([["f0"]], "its functions call one another in a circle"),
         ([["f1"], ["f0"]], "its functions call one another in a circle"),
-        ([*([f"f{number}"] * 2 for number in range(1, 60)), ["Identity"]], r"stand for \d+ nodes, .* at most 50000"),
+        (
+            [*([f"f{number}"] * 2 for number in range(1, 60)), ["Identity"]],
+            r"stand for \d+ nodes, .* at most 50000",
+        ),
         ([["Identity"]], "functions cannot be inlined .*Opset mismatch"),
     ],
 )
-def test_functions_that_cannot_be_inlined(bodies: list[list[str]], why: str, decoder: Decoder, tmp_path: Path) -> None:
+def test_functions_that_cannot_be_inlined(
+    bodies: list[list[str]], why: str, decoder: Decoder, tmp_path: Path
+) -> None:
     folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "edited", with_functions(*bodies))
     with pytest.raises(UnsupportedModelError, match=why):
         qsample.bake(folder, tmp_path / "out", tokenizer=None)
@@ -180,8 +207,12 @@ class Before:
     def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
         self.graph, self.node, self.constants = graph, node, 0
 
-    def __call__(self, op_type: str, *inputs: ir.Value | np.ndarray | None, **attributes: int) -> ir.Value:
-        values = [self.constant(value) if isinstance(value, np.ndarray) else value for value in inputs]
+    def __call__(
+        self, op_type: str, *inputs: ir.Value | np.ndarray | None, **attributes: int
+    ) -> ir.Value:
+        values = [
+            self.constant(value) if isinstance(value, np.ndarray) else value for value in inputs
+        ]
         made = ir.node(op_type, values, attributes)
         self.graph.insert_before(self.node, made)
         return made.outputs[0]
@@ -234,14 +265,23 @@ def window_for_late_tokens(op: Before, scores: ir.Value) -> ir.Value:
     """A window that only tokens from 1,000 on have."""
     keys, queries = op.places(scores)
     near = op("Less", op("Sub", queries, keys), np.array(700))
-    return op("Where", op("Or", near, op("Less", queries, np.array(1000))), scores, np.array(-1e9, np.float32))
+    return op(
+        "Where",
+        op("Or", near, op("Less", queries, np.array(1000))),
+        scores,
+        np.array(-1e9, np.float32),
+    )
 
 
 def smaller_for_late_tokens(op: Before, scores: ir.Value) -> ir.Value:
     """Scores that are scaled from a depth on that no prompt of the parity gate reaches."""
     _, queries = op.places(scores)
     late = op("Cast", op("GreaterOrEqual", queries, np.array(400)), to=1)
-    return op("Mul", scores, op("Sub", np.array(1, np.float32), op("Mul", late, np.array(0.5, np.float32))))
+    return op(
+        "Mul",
+        scores,
+        op("Sub", np.array(1, np.float32), op("Mul", late, np.array(0.5, np.float32))),
+    )
 
 
 @pytest.mark.parametrize(
@@ -294,7 +334,9 @@ def test_a_bias_of_chunks_is_not_taken_for_a_window(decoder: Decoder, tmp_path: 
         node.replace_input_with(Slot.ATTENTION_BIAS, chunks(op, op("ConstantOfShape", sizes), 32))
 
     folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "edited", edit)
-    with pytest.raises(UnsupportedModelError, match="layer 0 adds an attention bias that is not a causal mask"):
+    with pytest.raises(
+        UnsupportedModelError, match="layer 0 adds an attention bias that is not a causal mask"
+    ):
         attention.drop_causal_biases(read(folder), 128)
 
 
@@ -302,18 +344,38 @@ def test_a_bias_of_chunks_is_not_taken_for_a_window(decoder: Decoder, tmp_path: 
     ("file", "changes", "why"),
     [
         ("config.json", {"layer_types": 5}, "config.json: layer_types is 5; it must be a list"),
-        ("config.json", {"vocab_size": 2**40}, "config.json: vocab_size is 1099511627776; it must be at most"),
-        ("config.json", {"hidden_size": "160"}, "config.json: hidden_size is '160'; it must be an integer"),
-        ("config.json", {"max_position_embeddings": float("inf")}, "max_position_embeddings is inf; it must be an int"),
+        (
+            "config.json",
+            {"vocab_size": 2**40},
+            "config.json: vocab_size is 1099511627776; it must be at most",
+        ),
+        (
+            "config.json",
+            {"hidden_size": "160"},
+            "config.json: hidden_size is '160'; it must be an integer",
+        ),
+        (
+            "config.json",
+            {"max_position_embeddings": float("inf")},
+            "max_position_embeddings is inf; it must be an int",
+        ),
         ("config.json", {"max_position_embeddings": 5}, "knows 5 positions .* needs 6 to be"),
-        ("config.json", {"text_config": [1]}, r"config.json: text_config is \[1\]; it must be an object"),
+        (
+            "config.json",
+            {"text_config": [1]},
+            r"config.json: text_config is \[1\]; it must be an object",
+        ),
         (
             "genai_config.json",
             {"model": {"decoder": [1]}},
             r"genai_config.json: decoder is \[1\]; it must be an object",
         ),
         ("tokenizer_config.json", None, "tokenizer_config.json is not a JSON object"),
-        ("genai_config.json", {"search": 1}, "genai_config.json: search is 1; it must be an object"),
+        (
+            "genai_config.json",
+            {"search": 1},
+            "genai_config.json: search is 1; it must be an object",
+        ),
     ],
 )
 def test_settings_of_another_kind(
@@ -345,7 +407,9 @@ def test_a_package_that_is_there_stays(decoder: Decoder, tmp_path: Path) -> None
         ({"file": "model_q4.onnx"}, r"has no model_q4.onnx; it has model.onnx"),
     ],
 )
-def test_arguments_that_do_not_fit(changes: dict[str, str], why: str, decoder: Decoder, tmp_path: Path) -> None:
+def test_arguments_that_do_not_fit(
+    changes: dict[str, str], why: str, decoder: Decoder, tmp_path: Path
+) -> None:
     with pytest.raises(QsampleError, match=why):
         qsample.bake(decoder("genai_cpu_fp32")[0], tmp_path / "out", **changes)
     assert not (tmp_path / "out").exists()

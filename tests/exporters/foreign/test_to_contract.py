@@ -34,7 +34,10 @@ def numbers(graph: ir.Graph, name: str, given: object) -> ir.Value:
 @pytest.fixture
 def split_heads() -> tuple[ir.Model, dict[str, ir.Node]]:
     """Ids [B, S] as float [B, S, 8], split into [B, S, 2, 4] and halved as TorchScript writes it."""
-    ids, lengths = value("input_ids", ["B", "S"], INT64), value("input_lengths", ["B"], ir.DataType.INT32)
+    ids, lengths = (
+        value("input_ids", ["B", "S"], INT64),
+        value("input_lengths", ["B"], ir.DataType.INT32),
+    )
     cache = value("past_key_values.0.key", ["B", 2, "T", 4], FLOAT)
     graph = ir.Graph([ids, lengths, cache], [], nodes=[], opset_imports={"": 20})
     nodes: dict[str, ir.Node] = {}
@@ -46,7 +49,9 @@ def split_heads() -> tuple[ir.Model, dict[str, ir.Node]]:
         return nodes[name].outputs[0]
 
     weights = ir.tensor(np.ones((16, 8), np.float32), name="table")
-    table = ir.Value(name="table", const_value=weights, type=ir.TensorType(FLOAT), shape=weights.shape)
+    table = ir.Value(
+        name="table", const_value=weights, type=ir.TensorType(FLOAT), shape=weights.shape
+    )
     graph.register_initializer(table)
     hidden = add("hidden", "Gather", [table, ids])
     size = add("size", "Shape", [ids])
@@ -56,13 +61,17 @@ def split_heads() -> tuple[ir.Model, dict[str, ir.Node]]:
     half = add("half", "Div", [width, numbers(graph, "two", [2])])
     axis = numbers(graph, "axis", [3])
     first = add("first", "Slice", [split, numbers(graph, "zero", [0]), half, axis])
-    capacity = add("capacity", "Gather", [add("cached", "Shape", [cache]), numbers(graph, "two_", 2)])
+    capacity = add(
+        "capacity", "Gather", [add("cached", "Shape", [cache]), numbers(graph, "two_", 2)]
+    )
     least = add("least", "Min", [capacity, numbers(graph, "limit", 100)])
     graph.outputs.extend([first, least])
     return ir.Model(graph, ir_version=10), nodes
 
 
-def test_shapes_have_the_contracts_axes(split_heads: tuple[ir.Model, dict[str, ir.Node]], tmp_path: Path) -> None:
+def test_shapes_have_the_contracts_axes(
+    split_heads: tuple[ir.Model, dict[str, ir.Node]], tmp_path: Path
+) -> None:
     model, nodes = split_heads
     assert record_shapes(model, tmp_path) > 0
     assert nodes["split"].outputs[0].shape == ["B", "S", 2, 4]
@@ -82,7 +91,9 @@ def test_what_shapes_decide_alone_is_a_constant(
     assert stop.tolist() == [2]
 
 
-def test_what_follows_an_axis_stays(split_heads: tuple[ir.Model, dict[str, ir.Node]], tmp_path: Path) -> None:
+def test_what_follows_an_axis_stays(
+    split_heads: tuple[ir.Model, dict[str, ir.Node]], tmp_path: Path
+) -> None:
     """min(T, 100) is T for short caches only."""
     model, nodes = split_heads
     record_shapes(model, tmp_path)
@@ -93,9 +104,13 @@ def test_what_follows_an_axis_stays(split_heads: tuple[ir.Model, dict[str, ir.No
 def model_of(body: str, constants: str = "") -> ir.Model:
     """A graph of `body` with an output y, and ids, lengths and a cache of two heads of 4 as inputs."""
     inputs = 'int64[B,S] input_ids, int32[B] input_lengths, float[B,2,T,4] "past_key_values.0.key"'
-    head = f'<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]> g ({inputs}) => (float[n] y)'
+    head = (
+        f'<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]> g ({inputs}) => (float[n] y)'
+    )
     table = "float[16,8] table = {" + ", ".join(["1.0"] * 128) + "}"
-    model = ir.from_onnx_text(f"{head} <{table}, int64 zero = {{0}}, int64 one = {{1}}{constants}> {{ {body} }}")
+    model = ir.from_onnx_text(
+        f"{head} <{table}, int64 zero = {{0}}, int64 one = {{1}}{constants}> {{ {body} }}"
+    )
     model.graph.outputs[0].type = model.graph.outputs[0].shape = None  # as it comes
     return model
 
@@ -149,11 +164,17 @@ def test_long_results_and_results_of_the_graph_stay(tmp_path: Path) -> None:
         width = Shape<start=3, end=4>("past_key_values.0.key")  sixteen = Mul(width, width)
         short = ConstantOfShape(sixteen)  more = Add(sixteen, one)  long = ConstantOfShape(more)
         joined = Concat<axis=0>(short, long)  y = Identity(width)  z = Identity(joined)""")
-    model.graph.outputs.append(next(value for node in model.graph for value in node.outputs if value.name == "z"))
+    model.graph.outputs.append(
+        next(value for node in model.graph for value in node.outputs if value.name == "z")
+    )
     assert record_shapes(model, tmp_path) == 4  # width, sixteen, short, more
     assert operators(model) == ["ConstantOfShape", "Concat", "Identity", "Identity"]
     assert [value.name for value in model.graph.outputs] == ["y", "z"]
-    assert (shape_of(model, "long"), shape_of(model, "z"), shape_of(model, "y")) == ([17], [33], [1])
+    assert (shape_of(model, "long"), shape_of(model, "z"), shape_of(model, "y")) == (
+        [17],
+        [33],
+        [1],
+    )
     assert model.graph.initializers["short.fixed"].const_value.numpy().tolist() == [0] * 16  # type: ignore[union-attr]
 
 
@@ -187,10 +208,15 @@ def test_a_rank_that_varies_is_unknown(tmp_path: Path) -> None:
 
 
 def test_outputs_that_are_left_out(tmp_path: Path) -> None:
-    model = model_of("hidden = Gather(table, input_ids)  y = Identity(hidden)", ", float[8] scale = {1,1,1,1,1,1,1,1}")
+    model = model_of(
+        "hidden = Gather(table, input_ids)  y = Identity(hidden)",
+        ", float[8] scale = {1,1,1,1,1,1,1,1}",
+    )
     graph, hidden = model.graph, model.graph[0].outputs[0]
     inputs = [hidden, hidden, graph.initializers["scale"]]
-    norm = ir.node("SkipSimplifiedLayerNormalization", inputs, domain="com.microsoft", num_outputs=4)
+    norm = ir.node(
+        "SkipSimplifiedLayerNormalization", inputs, domain="com.microsoft", num_outputs=4
+    )
     for value, name in zip(norm.outputs, ("normed", "", "", "sum"), strict=True):
         value.name = name
     graph.insert_after(graph[0], norm)
@@ -206,21 +232,37 @@ HIDDEN = """hidden = Gather(table, input_ids)  rows = Shape<end=1>(input_ids)  t
 @pytest.mark.parametrize(
     ("body", "target"),
     [
-        ("target = Concat<axis=0>(rows, tokens, four, two)  y = Reshape(hidden, target)", [0, 0, 4, 2]),
-        ("both = Mul(rows, tokens)  target = Concat<axis=0>(both, width)  y = Reshape(hidden, target)", [-1, 8]),
+        (
+            "target = Concat<axis=0>(rows, tokens, four, two)  y = Reshape(hidden, target)",
+            [0, 0, 4, 2],
+        ),
+        (
+            "both = Mul(rows, tokens)  target = Concat<axis=0>(both, width)  y = Reshape(hidden, target)",
+            [-1, 8],
+        ),
         ("target = Concat<axis=0>(tokens, rows, width)  y = Reshape(hidden, target)", None),
-        ("target = Concat<axis=0>(two, tokens, four, rows)  y = Reshape(hidden, target)", [2, 0, 4, -1]),
+        (
+            "target = Concat<axis=0>(two, tokens, four, rows)  y = Reshape(hidden, target)",
+            [2, 0, 4, -1],
+        ),
         ("target = Concat<axis=0>(unit, rows, tokens)  y = Reshape(input_ids, target)", None),
-        ("target = Concat<axis=0>(rows, tokens, width)  y = Reshape<allowzero=1>(hidden, target)", None),
+        (
+            "target = Concat<axis=0>(rows, tokens, width)  y = Reshape<allowzero=1>(hidden, target)",
+            None,
+        ),
         ("target = Concat<axis=0>(four, rest)  y = Reshape(table, target)", None),
         ("target = Concat<axis=0>(rest, width)  y = Reshape(hidden, target)", [-1, 8]),
-        ("target = Concat<axis=0>(rest, four)  y = Reshape(hidden, target)", None),  # of constants alone
+        (
+            "target = Concat<axis=0>(rest, four)  y = Reshape(hidden, target)",
+            None,
+        ),  # of constants alone
     ],
 )
 def test_targets_of_reshapes(body: str, target: list[int] | None, tmp_path: Path) -> None:
     """0 where an axis stays, and at most one that follows from the others; else it is computed as it was."""
     model = model_of(
-        f"{HIDDEN}  {body}", ", int64[1] unit = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[1] rest = {-1}"
+        f"{HIDDEN}  {body}",
+        ", int64[1] unit = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[1] rest = {-1}",
     )
     record_shapes(model, tmp_path)
     assert targets_of(model) == [target]
@@ -232,20 +274,29 @@ def test_targets_of_reshapes(body: str, target: list[int] | None, tmp_path: Path
 
 def layer(number: int, heads: int = 2) -> Layer:
     names = (f"past.{number}.k", f"past.{number}.v", f"new.{number}.k", f"new.{number}.v")
-    return Layer(number, *(value(name, ["batch_size", heads, "past", 4], FLOAT) for name in names), heads, 4)
+    return Layer(
+        number, *(value(name, ["batch_size", heads, "past", 4], FLOAT) for name in names), heads, 4
+    )
 
 
 def recurrence(number: int, kind: str, shape: tuple[int, ...], dtype: ir.DataType) -> Recurrence:
-    past, present = (value(f"{name}.{number}.{kind}", ["batch_size", *shape], dtype) for name in ("was", "is"))
+    past, present = (
+        value(f"{name}.{number}.{kind}", ["batch_size", *shape], dtype) for name in ("was", "is")
+    )
     return Recurrence(number, kind, shape, dtype, ir.node("LinearAttention", [past]), past, present)
 
 
 def foreign_graph(
     layers: list[Layer], recurrences: Sequence[Recurrence] = (), dtype: ir.DataType = FLOAT
 ) -> ForeignGraph:
-    ids, logits = value("input_ids", ["batch_size", "sequence_length"], INT64), value("logits", ["b", "s", 9], FLOAT)
+    ids, logits = (
+        value("input_ids", ["batch_size", "sequence_length"], INT64),
+        value("logits", ["b", "s", 9], FLOAT),
+    )
     model = ir.Model(ir.Graph([ids], [], nodes=[], opset_imports={"": 20}), ir_version=8)
-    return ForeignGraph(Path("model.onnx"), model, tuple(layers), logits, 9, dtype, recurrences=tuple(recurrences))
+    return ForeignGraph(
+        Path("model.onnx"), model, tuple(layers), logits, 9, dtype, recurrences=tuple(recurrences)
+    )
 
 
 def test_the_interface_of_a_file() -> None:
@@ -307,7 +358,9 @@ def file_and_rows() -> tuple[ForeignGraph, ir.Value, Rows]:
     node = values["state_new"].producer()
     assert node is not None
     state = Recurrence(1, "conv_state", (6, 3), half, node, inputs["state"], values["state_new"])
-    foreign = ForeignGraph(Path("model.onnx"), model, (cache,), values["head"], 9, FLOAT, recurrences=(state,))
+    foreign = ForeignGraph(
+        Path("model.onnx"), model, (cache,), values["head"], 9, FLOAT, recurrences=(state,)
+    )
     lengths, input_lengths, status = (
         value(name, ["B"], ir.DataType.INT32) for name in ("lengths", "input_lengths", "status")
     )
@@ -317,7 +370,9 @@ def file_and_rows() -> tuple[ForeignGraph, ir.Value, Rows]:
     return foreign, values["head"], rows
 
 
-def test_the_graph_gets_the_contracts_names(file_and_rows: tuple[ForeignGraph, ir.Value, Rows]) -> None:
+def test_the_graph_gets_the_contracts_names(
+    file_and_rows: tuple[ForeignGraph, ir.Value, Rows],
+) -> None:
     foreign, logits, rows = file_and_rows
     interface = interface_of(foreign, Features())  # the sampler's names are taken, too
     model = use_contract_names(foreign, logits, rows, interface)
@@ -328,7 +383,11 @@ def test_the_graph_gets_the_contracts_names(file_and_rows: tuple[ForeignGraph, i
         *(["B", "S"], ["B"], ["B"], ["B"]),
         *(["B", 2, "T", 4], ["B", 2, "T", 4], ["B", 6, 3]),
     ]
-    assert [each.shape for each in graph.outputs[1:]] == [["B", 2, "T", 4], ["B", 2, "T", 4], ["B", 6, 3]]
+    assert [each.shape for each in graph.outputs[1:]] == [
+        ["B", 2, "T", 4],
+        ["B", 2, "T", 4],
+        ["B", 6, 3],
+    ]
     assert [each.dtype for each in graph.outputs[1:]] == [FLOAT, FLOAT, ir.DataType.FLOAT16]
     made = {str(each.name): each for node in graph for each in node.outputs}
     assert {"status.foreign", "lengths.foreign"} <= made.keys()
@@ -346,18 +405,24 @@ def test_the_graph_gets_the_contracts_names(file_and_rows: tuple[ForeignGraph, i
 def test_logits_and_a_newer_format_stay(file_and_rows: tuple[ForeignGraph, ir.Value, Rows]) -> None:
     foreign, logits, rows = file_and_rows
     foreign.model.ir_version = 11
-    model = use_contract_names(foreign, logits, rows, interface_of(foreign, Features(sampler=False)))
+    model = use_contract_names(
+        foreign, logits, rows, interface_of(foreign, Features(sampler=False))
+    )
     assert (model.ir_version, model.graph.outputs[0].name) == (11, "logits")
 
 
-def test_an_input_that_the_contract_lacks(file_and_rows: tuple[ForeignGraph, ir.Value, Rows]) -> None:
+def test_an_input_that_the_contract_lacks(
+    file_and_rows: tuple[ForeignGraph, ir.Value, Rows],
+) -> None:
     foreign, logits, rows = file_and_rows
     graph = foreign.graph
     mask = foreign.input("attention_mask")
     for op_type, reader in (("Shape", "Unsqueeze"), ("Cast", "Mul")):
         node = ir.node(op_type, [mask], {"to": FLOAT} if op_type == "Cast" else {})
         graph.append(node)
-        next(each for each in graph if each.op_type == reader).replace_input_with(1, node.outputs[0])
+        next(each for each in graph if each.op_type == reader).replace_input_with(
+            1, node.outputs[0]
+        )
     with pytest.raises(
         UnsupportedModelError,
         match=r"model\.onnx cannot be baked: its input attention_mask is still used by Cast, Shape$",

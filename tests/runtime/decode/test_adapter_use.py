@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qsample.contract.interface import AdapterTarget, Features, Interface, adapter_ids, adapter_names
+from qsample.contract.interface import (
+    AdapterTarget,
+    Features,
+    Interface,
+    adapter_ids,
+    adapter_names,
+)
 from qsample.ort.buffers import Buffer
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode import adapter_use
@@ -66,7 +72,9 @@ def test_the_idle_adapter_that_was_used_longest_ago_gives_its_place() -> None:
     assert placed(one.admit()) == [(2, C)]
 
 
-def test_others_pass_a_row_that_waits_for_an_adapter_but_none_of_the_adapter_that_is_to_leave() -> None:
+def test_others_pass_a_row_that_waits_for_an_adapter_but_none_of_the_adapter_that_is_to_leave() -> (
+    None
+):
     one = scheduler(2)
     first, second = added(one, A, B)
     one.admit()
@@ -139,7 +147,10 @@ def test_the_tokens_that_a_slot_keeps_are_told_without_marks() -> None:
 def test_a_mark_is_never_that_of_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_use, "_MOST_MARKS", 2)
     # Texts, and identities of image tokens: the sum of a mark and the last would be the id 1 with that mark.
-    marks, tokens = Marks(), np.array([0, 1, 2**31 - 1, -1, -(2**63), 1 - (1 << 32)], dtype=np.int64)
+    marks, tokens = (
+        Marks(),
+        np.array([0, 1, 2**31 - 1, -1, -(2**63), 1 - (1 << 32)], dtype=np.int64),
+    )
     seen = [tokens, *(marks.mark(tokens, one) for one in (A, B, C, A))]
     assert len(np.unique(np.stack(seen))) == 5 * len(tokens)  # A was forgotten
     assert all(((one < 0) == (tokens < 0)).all() for one in seen)
@@ -156,7 +167,10 @@ def make_adapter(rng: np.random.Generator) -> Adapter:
     matrices = {}
     for target in changed:
         rank = int(rng.integers(1, RANK + 1))
-        a, b = rng.normal(size=(rank, target.in_features)), rng.normal(size=(rank, target.out_features))
+        a, b = (
+            rng.normal(size=(rank, target.in_features)),
+            rng.normal(size=(rank, target.out_features)),
+        )
         matrices[target.path] = a.astype(np.float32), b.astype(np.float32)
     return Adapter("a", Path(), str(rng.random()), matrices)
 
@@ -179,7 +193,9 @@ def changes(inputs: dict[str, np.ndarray], row: int, target: AdapterTarget) -> n
 def test_random_loads(captured: bool) -> None:
     rng = np.random.default_rng(5)
     features = Features(max_loras=PLACES, max_lora_rank=RANK)
-    memory = AdapterRows(Interface(9, (), features=features, captured=captured, adapters=TARGETS), ROWS, "cpu")
+    memory = AdapterRows(
+        Interface(9, (), features=features, captured=captured, adapters=TARGETS), ROWS, "cpu"
+    )
     held: list[Adapter | None] = [None] * PLACES
     of_row = [0] * ROWS
     keys = set()
@@ -203,12 +219,18 @@ def test_random_loads(captured: bool) -> None:
         rows = range(start, int(rng.integers(start + 1, ROWS + 1)))
         inputs = {name: shown(buffer) for name, buffer in memory.inputs(rows).items()}
         keys.add(memory.key(rows))
-        assert tuple((kind, len(inputs[adapter_ids(kind).name])) for kind in ("q", "down")) == memory.key(rows)
+        assert tuple(
+            (kind, len(inputs[adapter_ids(kind).name])) for kind in ("q", "down")
+        ) == memory.key(rows)
         for index, row in enumerate(rows):
             adapter = held[of_row[row] - 1] if of_row[row] else None
             for target in TARGETS:
                 a, b = adapter.matrices.get(target.path, (None, None)) if adapter else (None, None)
-                wanted = np.zeros((target.in_features, target.out_features)) if a is None else a.astype(float).T @ b
+                wanted = (
+                    np.zeros((target.in_features, target.out_features))
+                    if a is None
+                    else a.astype(float).T @ b
+                )
                 np.testing.assert_allclose(changes(inputs, index, target), wanted, atol=1e-6)
         if not captured and not any(of_row[one] for one in rows):
             assert memory.key(rows) == (("q", 0), ("down", 0))

@@ -21,7 +21,9 @@ def prompt() -> tuple[ImagePrompt, np.ndarray]:
     """Text, two rows of images, text, three rows."""
     rows = np.array([-1, 0, 1, -1, 2, 3, 4], np.int32)
     offsets = np.arange(24, dtype=np.int32).reshape(8, 3)  # the last: of the tokens after it
-    return ImagePrompt((), rows, offsets, rows.astype(np.int64)), np.arange(15, dtype=np.float32).reshape(5, 3)
+    return ImagePrompt((), rows, offsets, rows.astype(np.int64)), np.arange(
+        15, dtype=np.float32
+    ).reshape(5, 3)
 
 
 def test_a_piece_takes_the_rows_that_it_needs() -> None:
@@ -43,12 +45,19 @@ def test_a_piece_takes_the_rows_that_it_needs() -> None:
 
 def test_several_rows_share_the_features_of_a_call() -> None:
     images, features = prompt()
-    pieces = [image_piece(images, features, range(4, 7)), None, image_piece(images, features, range(1, 3))]
+    pieces = [
+        image_piece(images, features, range(4, 7)),
+        None,
+        image_piece(images, features, range(1, 3)),
+    ]
     made = {name: buffer.read() for name, buffer in inputs().of_prompts(pieces, 4).items()}
     assert made["image_rows"].tolist() == [[0, 1, 2, -1], [-1] * 4, [3, 4, -1, -1]]
     np.testing.assert_array_equal(made["image_features"], features[[2, 3, 4, 0, 1]])
     offsets = made["position_offsets"]
-    assert [offsets[0, :, 0].tolist(), offsets[2, :, 0].tolist()] == [[12, 15, 18, 18], [3, 6, 6, 6]]
+    assert [offsets[0, :, 0].tolist(), offsets[2, :, 0].tolist()] == [
+        [12, 15, 18, 18],
+        [3, 6, 6, 6],
+    ]
     assert not offsets[1].any()
 
 

@@ -87,7 +87,9 @@ def test_prompts_are_padded_with_a_token_of_their_own(renewed: bool) -> None:
         assert ids.read().ravel()[: np.size(expected)].tolist() == np.ravel(expected).tolist()
         assert lengths.read()[: lengths.shape[0]].tolist() == [len(row) for row in rows]
         calls.append(ids)
-    assert (calls[0].read().ravel()[:4].tolist() == [5, 6, 5, 5]) is renewed  # else the second call wrote there
+    assert (
+        calls[0].read().ravel()[:4].tolist() == [5, 6, 5, 5]
+    ) is renewed  # else the second call wrote there
     assert inputs.of_rows(2)["input_ids"].shape == (2, 1)
 
 
@@ -106,7 +108,9 @@ def test_uniforms_are_those_of_the_graph(tmp_path: Path) -> None:
     seeds = [3, 2**40 + 5]
     feeds = {"seed": np.array(seeds), "capacity": np.array(50)}
     for name, stream in NOISE_STREAMS.items():
-        np.testing.assert_array_equal(session.run([name], feeds)[0], [uniforms(seed, 50, stream) for seed in seeds])
+        np.testing.assert_array_equal(
+            session.run([name], feeds)[0], [uniforms(seed, 50, stream) for seed in seeds]
+        )
 
 
 def test_xtc_noise_is_of_another_counter() -> None:

@@ -51,7 +51,9 @@ def run(
 
     scheduler = Scheduler(
         slots,
-        SchedulerConfig.of(model.sessions, flush_every=flush_every, prefill_chunk_size=chunk, interleave=interleave),
+        SchedulerConfig.of(
+            model.sessions, flush_every=flush_every, prefill_chunk_size=chunk, interleave=interleave
+        ),
     )
     device = Slots(model.sessions, slots, CAPACITY, flush_every=flush_every)
     with DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering) as loop:
@@ -107,7 +109,9 @@ def free(most: int) -> SamplingParams:
     return SamplingParams(temperature=0.9, max_new_tokens=most, eos_token_id=())
 
 
-def references(prompts: list[list[int]], params: list[SamplingParams], capacity: int = CAPACITY) -> list[Any]:
+def references(
+    prompts: list[list[int]], params: list[SamplingParams], capacity: int = CAPACITY
+) -> list[Any]:
     """Tokens and finish reason of each row; the seeds count from 0."""
     rows = enumerate(zip(prompts, params, strict=True))
     return [fake_reference.generate(*row, seed, capacity) for seed, row in rows]
@@ -117,9 +121,12 @@ def hundred(model: CausalLM) -> tuple[list[Sequence], Any]:
     """100 random requests, many of them short, and what the reference makes of them."""
     generator = random.Random(5)
     cases = [
-        (random_prompt(generator, generator.choice([3, 20])), random_params(generator), seed) for seed in range(100)
+        (random_prompt(generator, generator.choice([3, 20])), random_params(generator), seed)
+        for seed in range(100)
     ]
-    wanted = [fake_reference.generate(prompt, params, seed, CAPACITY) for prompt, params, seed in cases]
+    wanted = [
+        fake_reference.generate(prompt, params, seed, CAPACITY) for prompt, params, seed in cases
+    ]
     return [make_sequence(model, *case, CAPACITY) for case in cases], wanted
 
 
@@ -130,7 +137,9 @@ def test_a_hundred_random_requests_give_the_tokens_of_the_reference(
 ) -> None:
     requests, wanted = hundred(model)
     rows = count_rows(monkeypatch)
-    tokens, reasons, _ = run(model, requests, 8, flush_every=flush_every, double_buffering=double_buffering, chunk=17)
+    tokens, reasons, _ = run(
+        model, requests, 8, flush_every=flush_every, double_buffering=double_buffering, chunk=17
+    )
     assert {1, 2} <= set(rows)
     assert list(zip(tokens, reasons, strict=True)) == wanted
     assert {reason for _, reason in wanted} == {"stop", "length"}
@@ -152,7 +161,12 @@ def test_tokens_come_a_window_at_a_time(
     requests = [make_sequence(model, [5, 6, 7], free(12), 0, CAPACITY)]
     _, _, delivered = run(model, requests, 1, flush_every=4, double_buffering=double_buffering)
     assert delivered == [(1, RUNNING), (4, RUNNING), (4, RUNNING), (3, 2)]
-    assert waits == [*[False, False, False, True] * 2, False, False, True]  # the last step of a window
+    assert waits == [
+        *[False, False, False, True] * 2,
+        False,
+        False,
+        True,
+    ]  # the last step of a window
 
 
 @pytest.mark.parametrize("flush_every", [1, 3, 16])
@@ -162,7 +176,14 @@ def test_no_step_runs_after_the_longest_row_must_have_ended(
 ) -> None:
     calls = rows_of_steps(monkeypatch)
     requests = [make_sequence(model, [5], free(n), n, CAPACITY) for n in (9, 4, 14)]
-    run(model, requests, 3, flush_every=flush_every, double_buffering=double_buffering, interleave=False)
+    run(
+        model,
+        requests,
+        3,
+        flush_every=flush_every,
+        double_buffering=double_buffering,
+        interleave=False,
+    )
     assert len(calls) == 13
 
 
@@ -205,7 +226,9 @@ def test_rows_that_are_left_alone_come_together(
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
-def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, model: CausalLM) -> None:
+def test_what_was_moved_out_of_the_way_is_gone_on_from(
+    double_buffering: bool, model: CausalLM
+) -> None:
     """Three conversations take turns in the slot beside the one that runs all the time."""
     generator, short, long = random.Random(2), free(2), free(60)
     texts = [[generator.randrange(3, 290) for _ in range(CAPACITY)] for _ in range(3)]
@@ -220,7 +243,9 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, m
 
     scheduler, device = Watched(6, SchedulerConfig.of(sessions)), Slots(sessions, 6, CAPACITY)
     running = make_sequence(model, [5], long, 0, CAPACITY)
-    with DecodeLoop(device, scheduler, lambda sequence: sequence.take(), double_buffering=double_buffering) as loop:
+    with DecodeLoop(
+        device, scheduler, lambda sequence: sequence.take(), double_buffering=double_buffering
+    ) as loop:
         loop.add(running)
         while not running.sampled:
             loop.step()
@@ -235,10 +260,15 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, m
                 assert one.sampled == fake_reference.generate(prompt, short, seed, CAPACITY)[0]
         assert running.status == RUNNING
         assert sum(moved) > 3
-    assert running.sampled == fake_reference.generate([5], long, 0, CAPACITY)[0][: len(running.sampled)]
+    assert (
+        running.sampled
+        == fake_reference.generate([5], long, 0, CAPACITY)[0][: len(running.sampled)]
+    )
 
 
-def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_of_one_step_overlaps_the_run_of_the_next(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A read waits for the next step to begin, and that step for the read to end: without overlap, both hang."""
     begun, read = threading.Semaphore(0), threading.Semaphore(0)
     plain_decode, plain_read, overlapped = Slots.decode, Slots.read, []
@@ -258,7 +288,9 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monk
 
     monkeypatch.setattr(Slots, "decode", decode)
     monkeypatch.setattr(Slots, "read", copy)
-    tokens, _, _ = run(model, [make_sequence(model, [5, 6], free(9), 3, CAPACITY)], 1, double_buffering=True)
+    tokens, _, _ = run(
+        model, [make_sequence(model, [5, 6], free(9), 3, CAPACITY)], 1, double_buffering=True
+    )
     assert tokens[0] == fake_reference.generate([5, 6], free(9), 3, CAPACITY)[0]
     assert overlapped == [*range(8)]
 
@@ -278,7 +310,9 @@ def test_a_copy_that_is_slower_than_the_next_step(
     monkeypatch.setattr(Slots, "read", copy)
     params, prompts = [free(16), free(9), free(13)], [[5, 6], [7, 8, 9, 10, 11], [12]]
     requests = [make_sequence(model, prompts[n], params[n], n, CAPACITY) for n in range(3)]
-    tokens, _, _ = run(model, requests, 2, double_buffering=True, flush_every=flush_every, chunk=chunk)
+    tokens, _, _ = run(
+        model, requests, 2, double_buffering=True, flush_every=flush_every, chunk=chunk
+    )
     assert tokens == [row for row, _ in references(prompts, params)]
 
 
@@ -287,7 +321,8 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
     """Out of the queue, out of its prompt, and while its next tokens are on the way."""
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14, 15], [16, 17, 18], [19, 20, 21, 22]]
     stays, prefilling, running, queued, last = [
-        make_sequence(model, prompt, free(20), seed, CAPACITY) for seed, prompt in enumerate(prompts)
+        make_sequence(model, prompt, free(20), seed, CAPACITY)
+        for seed, prompt in enumerate(prompts)
     ]
     seen: list[Sequence] = []
 
@@ -298,7 +333,9 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
                 loop.leave(leaver)
 
     slots = Slots(model.sessions, 3, CAPACITY)
-    scheduler = Scheduler(3, SchedulerConfig.of(model.sessions, flush_every=2, prefill_chunk_size=1))
+    scheduler = Scheduler(
+        3, SchedulerConfig.of(model.sessions, flush_every=2, prefill_chunk_size=1)
+    )
     with DecodeLoop(slots, scheduler, deliver, double_buffering=double_buffering) as loop:
         for request in (stays, running, prefilling, queued, last):
             loop.add(request)
@@ -313,7 +350,9 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
-def test_nothing_is_kept_of_the_last_request_that_leaves(double_buffering: bool, model: CausalLM) -> None:
+def test_nothing_is_kept_of_the_last_request_that_leaves(
+    double_buffering: bool, model: CausalLM
+) -> None:
     """Its tokens are on the way, and no job comes after which they would be read."""
     request = make_sequence(model, [5, 6, 7], free(20), 0, CAPACITY)
     slots = Slots(model.sessions, 1, CAPACITY)
@@ -330,12 +369,19 @@ def test_nothing_is_kept_of_the_last_request_that_leaves(double_buffering: bool,
 def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
     prompts = [[5, 6], [7, POISON, 8, 9], [10, 11], [12]]
     for flush_every in (1, 4):
-        requests = [make_sequence(model, prompt, free(10), seed, CAPACITY) for seed, prompt in enumerate(prompts)]
-        tokens, reasons, _ = run(model, requests, 2, flush_every=flush_every, double_buffering=True, chunk=2)
+        requests = [
+            make_sequence(model, prompt, free(10), seed, CAPACITY)
+            for seed, prompt in enumerate(prompts)
+        ]
+        tokens, reasons, _ = run(
+            model, requests, 2, flush_every=flush_every, double_buffering=True, chunk=2
+        )
         assert reasons == ["length", "invalid", "length", "length"]
         assert tokens[1] == []
         for seed in (0, 2, 3):
-            assert tokens[seed] == fake_reference.generate(prompts[seed], free(10), seed, CAPACITY)[0]
+            assert (
+                tokens[seed] == fake_reference.generate(prompts[seed], free(10), seed, CAPACITY)[0]
+            )
 
 
 @pytest.mark.parametrize(("status", "reused"), [(INVALID_LOGITS, 0), (STOPPED, 8)])
@@ -352,13 +398,17 @@ def test_an_invalid_rows_keys_and_values_are_not_reused(
 
     monkeypatch.setattr(Slots, "read", read)
     params = SamplingParams(max_new_tokens=6, eos_token_id=())
-    first, again = (make_sequence(model, list(range(20, 29)), params, 0, CAPACITY) for _ in range(2))
+    first, again = (
+        make_sequence(model, list(range(20, 29)), params, 0, CAPACITY) for _ in range(2)
+    )
     tokens, _, _ = run(model, [first, again], 1)
     assert (first.status, again.reused) == (status, reused)
     assert tokens[1][:3] == tokens[0]
 
 
-def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_never_ends_its_rows_is_an_error(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = Slots.read
 
     def read(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
@@ -366,7 +416,9 @@ def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypat
         return Snapshot(np.zeros_like(snapshot.status), snapshot.lengths, snapshot.tokens)
 
     monkeypatch.setattr(Slots, "read", read)
-    request = make_sequence(model, [5, 6, 7], SamplingParams(max_new_tokens=6, eos_token_id=()), 0, CAPACITY)
+    request = make_sequence(
+        model, [5, 6, 7], SamplingParams(max_new_tokens=6, eos_token_id=()), 0, CAPACITY
+    )
     with pytest.raises(QsampleError, match="still runs with 6 new tokens of at most 6"):
         run(model, [request], 1)
 
@@ -388,7 +440,9 @@ def test_generate_reads_prompts_of_one_length_in_one_run(
     wanted = references(prompts, params, MAX_POSITIONS)
     assert list(zip(output.token_ids, output.finish_reasons, strict=True)) == wanted
     rows.clear()
-    assert model.generate(prompts, params, seed=0, prefill_chunk_size=7).token_ids == output.token_ids
+    assert (
+        model.generate(prompts, params, seed=0, prefill_chunk_size=7).token_ids == output.token_ids
+    )
     assert rows == [2, 1, *[1] * 8, 1, 1, 2]
     rows.clear()
     alone = CausalLM(model.package, replace(model.sessions, joins_prompts=False))
@@ -417,7 +471,9 @@ def test_the_memory_of_a_batch_is_free_when_generate_returns(
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_generate_with_every_way_to_read(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+def test_generate_with_every_way_to_read(
+    sampler: bool, fake_model: Callable[..., CausalLM]
+) -> None:
     generator = random.Random(8)
     prompts = [random_prompt(generator) for _ in range(6)]
     params = [random_params(generator, 30) for _ in prompts]
@@ -454,13 +510,16 @@ def test_flush_every_is_at_least_one(model: CausalLM) -> None:
         model.generate([5, 6], flush_every=0)
 
 
-def test_optional_outputs_are_the_same_with_and_without_overlap(fake_model: Callable[..., CausalLM]) -> None:
+def test_optional_outputs_are_the_same_with_and_without_overlap(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     model = fake_model(logprobs=True, top_logprobs=3, probs=True)
     generator = random.Random(3)
     prompts = [random_prompt(generator) for _ in range(4)]
     params = [random_params(generator) for _ in prompts]
     plain, overlapped = (
-        model.generate(prompts, params, seed=1, double_buffering=double_buffering) for double_buffering in (False, True)
+        model.generate(prompts, params, seed=1, double_buffering=double_buffering)
+        for double_buffering in (False, True)
     )
     assert plain.token_ids == overlapped.token_ids
     for name in ("logprobs", "top_logprob_ids", "top_logprobs", "probs"):
@@ -484,7 +543,9 @@ def test_optional_outputs_wait_for_a_later_read(
         sequences = [make_sequence(model, *case, CAPACITY) for case in cases]
         for number, sequence in enumerate(sequences):
             sequence.wanted = wanted[number % 4]
-        scheduler = Scheduler(5, SchedulerConfig.of(model.sessions, flush_every=flush_every, prefill_chunk_size=4))
+        scheduler = Scheduler(
+            5, SchedulerConfig.of(model.sessions, flush_every=flush_every, prefill_chunk_size=4)
+        )
         device = Slots(model.sessions, 5, CAPACITY, flush_every=flush_every)
         given: dict[int, list[int]] = {}
 
@@ -515,7 +576,11 @@ def test_optional_outputs_wait_for_a_later_read(
             most = min(len(one.sampled), len(other.sampled)) if case[2] % 5 == 4 else None
             assert one.sampled[:most] == other.sampled[:most]
             for mine, its in zip(one.outputs[:most], other.outputs[:most], strict=True):
-                assert sorted(mine) == sorted(its) == sorted(OUTPUT_NAMES if one.wanted is None else one.wanted)
+                assert (
+                    sorted(mine)
+                    == sorted(its)
+                    == sorted(OUTPUT_NAMES if one.wanted is None else one.wanted)
+                )
                 for name in mine:
                     assert mine[name].tobytes() == its[name].tobytes()
 
@@ -530,7 +595,10 @@ def test_a_function_has_only_the_tokens_read_each_step(
     """While the guided row runs, a step is read at once, but its outputs after four steps, unless the function looks at
     them; then steps are read by four again. A row leaves while its outputs wait."""
     model = fake_model(allowed_tokens=True, **OUTPUTS)
-    guided, other = (make_sequence(model, [5 + row], free(most), row, CAPACITY) for row, most in enumerate((10, 26)))
+    guided, other = (
+        make_sequence(model, [5 + row], free(most), row, CAPACITY)
+        for row, most in enumerate((10, 26))
+    )
     seen: list[Step] = []
 
     def follow(step: Step | None, mask: Any) -> None:
@@ -541,11 +609,16 @@ def test_a_function_has_only_the_tokens_read_each_step(
             if len(seen) == 2:
                 loop.leave(gone)
 
-    alone = [make_sequence(model, [5 + row], free(most), row, CAPACITY) for row, most in enumerate((10, 26))]
+    alone = [
+        make_sequence(model, [5 + row], free(most), row, CAPACITY)
+        for row, most in enumerate((10, 26))
+    ]
     run(model, alone)
     read, tokens_read = reads_of_outputs(monkeypatch), []
     plain = Slots.read
-    monkeypatch.setattr(Slots, "read", lambda *given: tokens_read.append(len(read)) or plain(*given))
+    monkeypatch.setattr(
+        Slots, "read", lambda *given: tokens_read.append(len(read)) or plain(*given)
+    )
     gone = make_sequence(model, [7], free(20), 2, CAPACITY)
     guided.guided = True
     guide = Guide(follow, [guided], np.full((1, 10), -1, np.int32), 0)
@@ -574,7 +647,9 @@ def test_a_function_has_only_the_tokens_read_each_step(
         assert sequence.sampled == reference.sampled
         for mine, its in zip(sequence.outputs, reference.outputs, strict=True):
             assert all(mine[name].tobytes() == its[name].tobytes() for name in OUTPUT_NAMES)
-    assert [step.outputs["logprobs"][0, 0] for step in seen] == [one["logprobs"][0] for one in guided.outputs]
+    assert [step.outputs["logprobs"][0, 0] for step in seen] == [
+        one["logprobs"][0] for one in guided.outputs
+    ]
 
 
 @pytest.mark.parametrize("double_buffering", [True, False])
@@ -583,12 +658,16 @@ def test_outputs_that_wait_when_the_guided_row_leaves(
 ) -> None:
     """The windows after it may write all places."""
     model = fake_model(allowed_tokens=True, **OUTPUTS)
-    guided, other, alone = (make_sequence(model, [5 + row], free(20), row, CAPACITY) for row in (0, 1, 1))
+    guided, other, alone = (
+        make_sequence(model, [5 + row], free(20), row, CAPACITY) for row in (0, 1, 1)
+    )
     run(model, [alone])
     guided.guided = True
     device = Slots(model.sessions, 2, CAPACITY, flush_every=4)
     scheduler = Scheduler(2, SchedulerConfig.of(model.sessions, flush_every=4, interleave=False))
-    with DecodeLoop(device, scheduler, lambda one: one.take(), double_buffering=double_buffering) as loop:
+    with DecodeLoop(
+        device, scheduler, lambda one: one.take(), double_buffering=double_buffering
+    ) as loop:
         loop.add(guided)
         loop.add(other)
         while len(guided.sampled) < 3:
@@ -614,18 +693,25 @@ def test_outputs_that_nobody_wants_are_not_read(
     assert output.logprobs is not None
     assert output.logprobs.shape == (2, 9)
     with Engine(model) as engine:
-        both = [engine.add_request([5], free(9), seed=1, outputs=names).result(60) for names in (["probs"], None)]
+        both = [
+            engine.add_request([5], free(9), seed=1, outputs=names).result(60)
+            for names in (["probs"], None)
+        ]
     assert [sorted(one.outputs) for one in both] == [["probs"], sorted(OUTPUT_NAMES)]
     for wrong in ("probs", ["prob"], 5):
         with pytest.raises(
-            ValueError, match=r"outputs is .*; give a list of the package's optional outputs, which are"
+            ValueError,
+            match=r"outputs is .*; give a list of the package's optional outputs, which are",
         ):
             model.generate([5], outputs=wrong)
 
 
 @pytest.mark.parametrize(("late", "flush_every"), [(True, 1), (False, 1), (True, 4)])
 def test_optional_outputs_are_those_of_their_own_step(
-    late: bool, flush_every: int, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+    late: bool,
+    flush_every: int,
+    fake_model: Callable[..., CausalLM],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Copied after the next step has written its own (late), or before it has begun; against the model in NumPy."""
     model = fake_model(logprobs=True, top_logprobs=3, probs=True)

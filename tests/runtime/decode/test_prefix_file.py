@@ -28,7 +28,9 @@ class Saved(NamedTuple):
     path: Path
 
     def open(self) -> PrefixFile:
-        return PrefixFile.open(self.path, signature_of(self.model.package, self.model.sessions), self.model.interface)
+        return PrefixFile.open(
+            self.path, signature_of(self.model.package, self.model.sessions), self.model.interface
+        )
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,9 @@ def saved(original: Saved, tmp_path: Path) -> Saved:
 def test_the_file_is_what_the_library_reads(original: Saved) -> None:
     prefix = original.open()
     with safe_open(original.path, "np") as file:
-        assert sorted(file.keys()) == sorted(["tokens", *(spec.name for spec in original.model.interface.cache_states)])
+        assert sorted(file.keys()) == sorted(
+            ["tokens", *(spec.name for spec in original.model.interface.cache_states)]
+        )
         assert file.get_tensor("tokens").tolist() == PROMPT[:64]
         for name, values in prefix.states.items():
             np.testing.assert_array_equal(values, file.get_tensor(name))
@@ -88,7 +92,9 @@ def with_tokens(data: bytes, tokens: np.ndarray) -> bytes:
         entry["data_offsets"] = [one + shift if one else 0 for one in entry["data_offsets"]]  # type: ignore
     tensors[0] |= {"dtype": {8: "I64", 1: "I8"}[tokens.itemsize], "shape": list(tokens.shape)}  # type: ignore
     text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + tokens.tobytes() + numbers[tokens.nbytes - shift :]
+    return (
+        len(text).to_bytes(8, "little") + text + tokens.tobytes() + numbers[tokens.nbytes - shift :]
+    )
 
 
 DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
@@ -96,8 +102,14 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another format": (lambda data: b"PK\3\4" * 100, "damaged, or not a prefix"),
     "cut off": (lambda data: data[:-1], "damaged, or not a prefix.*it is cut off"),
     "too long": (lambda data: data + b"0", "damaged, or not a prefix.*it is too long"),
-    "a long header": (lambda data: ((1 << 24) + 1).to_bytes(8, "little") + b"{}" * 9, "its header is too long"),
-    "a header as long as it may be": (lambda data: (1 << 24).to_bytes(8, "little") + b"{} " * 9, "Extra data"),
+    "a long header": (
+        lambda data: ((1 << 24) + 1).to_bytes(8, "little") + b"{}" * 9,
+        "its header is too long",
+    ),
+    "a header as long as it may be": (
+        lambda data: (1 << 24).to_bytes(8, "little") + b"{} " * 9,
+        "Extra data",
+    ),
     "a tensor over another": (
         lambda data: with_entry(data, 2, data_offsets=offsets(data, 1)),
         "is not where it should be",
@@ -106,23 +118,50 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda data: with_entry(data, 1, data_offsets=[offsets(data, 1)[0], 0], shape=[0]),
         "is not where it should be",
     ),
-    "no tokens": (lambda data: with_entry(data, 0, dtype="F32", shape=[64, 2]), "its tokens are not"),
+    "no tokens": (
+        lambda data: with_entry(data, 0, dtype="F32", shape=[64, 2]),
+        "its tokens are not",
+    ),
     "tokens in a table": (lambda data: with_entry(data, 0, shape=[64, 1]), "its tokens are not"),
-    "a single token": (lambda data: with_metadata(with_tokens(data, np.array(5)), start="0"), "its tokens are not"),
-    "tokens of one byte": (lambda data: with_tokens(data, np.full(64, 5, np.int8)), "its tokens are not"),
+    "a single token": (
+        lambda data: with_metadata(with_tokens(data, np.array(5)), start="0"),
+        "its tokens are not",
+    ),
+    "tokens of one byte": (
+        lambda data: with_tokens(data, np.full(64, 5, np.int8)),
+        "its tokens are not",
+    ),
     "a part after its end": (lambda data: with_metadata(data, start="64"), "its tokens are not"),
     "a part before its start": (lambda data: with_metadata(data, start="-1"), "its tokens are not"),
-    "another number of tokens": (lambda data: with_tokens(data, np.arange(63)), "damaged: its tensors"),
+    "another number of tokens": (
+        lambda data: with_tokens(data, np.arange(63)),
+        "damaged: its tensors",
+    ),
     "header cut off": (lambda data: data[:40], "damaged, or not a prefix"),
     "a number": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "damaged: its sha256"),
     "a token": (lambda data: header_token_changed(data), "damaged: its sha256"),
-    "another format version": (lambda data: with_metadata(data, format="qsample.prefix.3"), "its format is"),
+    "another format version": (
+        lambda data: with_metadata(data, format="qsample.prefix.3"),
+        "its format is",
+    ),
     "a part": (lambda data: with_metadata(data, start="16"), "damaged: its tensors"),
-    "another package": (lambda data: with_metadata(data, package="0" * 64), "another package.*qsample prefix"),
-    "another processor": (lambda data: with_metadata(data, kernels="0" * 16), "a processor that rounds otherwise"),
-    "another ONNX Runtime": (lambda data: with_metadata(data, onnxruntime="1.0.0"), "another version of ONNX Runtime"),
+    "another package": (
+        lambda data: with_metadata(data, package="0" * 64),
+        "another package.*qsample prefix",
+    ),
+    "another processor": (
+        lambda data: with_metadata(data, kernels="0" * 16),
+        "a processor that rounds otherwise",
+    ),
+    "another ONNX Runtime": (
+        lambda data: with_metadata(data, onnxruntime="1.0.0"),
+        "another version of ONNX Runtime",
+    ),
     "other pieces": (lambda data: with_metadata(data, pieces="512 None"), "other pieces"),
-    "another provider": (lambda data: with_metadata(data, execution_provider="X"), "another execution provider"),
+    "another provider": (
+        lambda data: with_metadata(data, execution_provider="X"),
+        "another execution provider",
+    ),
 }
 
 
@@ -139,7 +178,9 @@ def test_a_damaged_file_and_one_of_another_package_are_refused(saved: Saved, cas
         saved.open()
 
 
-def test_what_cannot_be_saved_leaves_nothing(original: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_saved_leaves_nothing(
+    original: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="64 are the least"):
         original.model.save_prefix(PROMPT[:60], tmp_path / "short")
     with pytest.raises(ValueError, match="a row of this package holds 128"):
@@ -179,14 +220,22 @@ def test_every_dtype_is_the_library_s_and_aligned(tmp_path: Path) -> None:
         dtypes = {name: file.get_slice(name).get_dtype() for name in states}
         for name in states.keys() - {"bfloat16"}:
             np.testing.assert_array_equal(file.get_tensor(name), states[name])
-    assert dtypes == {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
+    assert dtypes == {
+        "float32": "F32",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "int8": "I8",
+        "int64": "I64",
+    }
     with TensorFile(path) as read:
         for name, values in states.items():
             np.testing.assert_array_equal(read.read(name), values, strict=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a.prefix"]
 
 
-def test_a_prefix_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[int] = []
 
     def fsync(descriptor: int) -> None:
@@ -219,4 +268,8 @@ def test_a_prefix_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
 
 def test_the_signature_tells_processors_apart(model: CausalLM) -> None:
     assert model.sessions.rounding is not None
-    assert signature_of(model.package, model.sessions)["kernels"] == model.sessions.rounding.digest != ""
+    assert (
+        signature_of(model.package, model.sessions)["kernels"]
+        == model.sessions.rounding.digest
+        != ""
+    )

@@ -24,7 +24,9 @@ TEXT = np.arange(4096)
 @pytest.mark.parametrize("pieces", [Pieces(1), Pieces(4), CPU])
 @pytest.mark.parametrize("start", [0, 3, 64, 1000, LATE, LATE + 1])
 @pytest.mark.parametrize("tokens", [1, 64, 1999])
-def test_pieces_cover_a_prompt_and_are_counted_from_its_start(pieces: Pieces, start: int, tokens: int) -> None:
+def test_pieces_cover_a_prompt_and_are_counted_from_its_start(
+    pieces: Pieces, start: int, tokens: int
+) -> None:
     whole, cut = pieces.cut(TEXT, 0, start + tokens), pieces.cut(TEXT, start, start + tokens)
     assert [token for piece in cut for token in piece] == list(range(start, start + tokens))
     assert {piece.stop for piece in cut} == {piece.stop for piece in whole if piece.stop > start}
@@ -43,7 +45,8 @@ def test_pieces_are_longer_far_into_a_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "tokens", "end"), [(0, 1, 64), (0, 64, 64), (0, 127, 64), (0, 128, 128), (70, 128, 192)]
+    ("start", "tokens", "end"),
+    [(0, 1, 64), (0, 64, 64), (0, 127, 64), (0, 128, 128), (70, 128, 192)],
 )
 def test_a_chunk_is_whole_pieces_and_at_least_one(start: int, tokens: int, end: int) -> None:
     assert CPU.cut(TEXT, start, len(TEXT), tokens)[-1].stop == end
@@ -51,7 +54,12 @@ def test_a_chunk_is_whole_pieces_and_at_least_one(start: int, tokens: int, end: 
 
 @pytest.mark.parametrize(
     ("start", "tokens", "end"),
-    [(LATE, 1, LATE + 256), (LATE - 64, 128, LATE), (LATE - 64, 320, LATE + 256), (LATE, 511, LATE + 256)],
+    [
+        (LATE, 1, LATE + 256),
+        (LATE - 64, 128, LATE),
+        (LATE - 64, 320, LATE + 256),
+        (LATE, 511, LATE + 256),
+    ],
 )
 def test_a_late_chunk_too(start: int, tokens: int, end: int) -> None:
     assert CPU.cut(TEXT, start, len(TEXT), tokens)[-1].stop == end
@@ -94,7 +102,12 @@ def test_pieces(start: int, end: int, cut: list[range]) -> None:
         ([1, 2, 3, 4], [1, 2, 3, 4, 5], 4, 4),
         ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], 4, 4),
         ([1, 2, 3, 4, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8], 4, 4),
-        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6], 4, 4),  # it was read as part of a longer piece
+        (
+            [1, 2, 3, 4, 5, 6, 7, 8],
+            [1, 2, 3, 4, 5, 6],
+            4,
+            4,
+        ),  # it was read as part of a longer piece
         ([1, 2, 3], [1, 2, 3], 0, 1),  # and here the pieces end alike
         ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], 4, 4),
         ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7], 4, 5),
@@ -125,7 +138,9 @@ def test_the_one_used_longest_ago_is_given_away() -> None:
     assert saved.add(first, anything) is None  # it is there already, and used
     assert saved.add(third, anything) == 1
     assert [saved.use(one) for one in (first, second, third)] == [0, None, 1]
-    assert saved.add(second, lambda one: len(one) != 3) == 1  # of no use to anybody, though used last
+    assert (
+        saved.add(second, lambda one: len(one) != 3) == 1
+    )  # of no use to anybody, though used last
     assert [saved.longest(tokens(1, 2, 3, 4), most) for most in (0, 1, 2, 3)] == [0, 1, 2, 2]
     assert saved.longest(tokens(2, 1), 2) == 0
     assert SavedStates(0).add(first, anything) is None
@@ -143,7 +158,9 @@ def images(generator: random.Random, length: int) -> np.ndarray:
     row: list[int] = []
     while len(row) < length:
         kind = generator.choice([1, 2, -1, -2])
-        row += [kind * 10 - place if kind < 0 else kind for place in range(generator.randrange(1, 7))]
+        row += [
+            kind * 10 - place if kind < 0 else kind for place in range(generator.randrange(1, 7))
+        ]
     return tokens(*row[:length])
 
 
@@ -182,5 +199,7 @@ def test_pieces_hold_whole_runs_of_images() -> None:
             assert not pieces.run(held, place)
         together += anywhere > count
     assert together > 50
-    assert pieces.cut(tokens(5, *range(-9, 0)), 0, 10, 2) == (range(10),), "a run is read in one piece"
+    assert pieces.cut(tokens(5, *range(-9, 0)), 0, 10, 2) == (range(10),), (
+        "a run is read in one piece"
+    )
     assert Pieces(4).cut(tokens(*range(-9, 0)), 0, 9) == (range(4), range(4, 8), range(8, 9))

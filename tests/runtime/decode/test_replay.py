@@ -23,7 +23,10 @@ PARAMS = SamplingParams(
 
 
 def expected(prompts: list[list[int]], params: SamplingParams, seed: int) -> list[list[int]]:
-    return [fake_reference.generate(prompt, params, seed + row, MAX_POSITIONS)[0] for row, prompt in enumerate(prompts)]
+    return [
+        fake_reference.generate(prompt, params, seed + row, MAX_POSITIONS)[0]
+        for row, prompt in enumerate(prompts)
+    ]
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
@@ -34,7 +37,9 @@ def test_one_batch_after_another(model: CausalLM, flush_every: int, double_buffe
     for seed, prompts in enumerate([PROMPTS, PROMPTS[::-1], PROMPTS]):
         got = replaying.generate(prompts, PARAMS, seed=seed, **options)
         assert got.token_ids == expected(prompts, PARAMS, seed)
-    assert len(session.captured) == 2, "the same batch over the same memory: one graph for each side"
+    assert len(session.captured) == 2, (
+        "the same batch over the same memory: one graph for each side"
+    )
     assert session.replayed >= 3 * 29
     assert len({thread for thread, _ in session.captured}) == 1
 
@@ -53,7 +58,9 @@ def test_a_batch_that_was_left_early_is_used_again(model: CausalLM) -> None:
     assert text is not None
     stopped = replaying.generate(PROMPTS[:1], PARAMS, seed=1, stop_strings=text[0][3:6])
     assert stopped.finish_reasons == ["stop"]
-    assert replaying.generate(PROMPTS[2:], PARAMS, seed=2).token_ids == expected(PROMPTS[2:], PARAMS, 2)
+    assert replaying.generate(PROMPTS[2:], PARAMS, seed=2).token_ids == expected(
+        PROMPTS[2:], PARAMS, 2
+    )
 
 
 def test_guided_rows_are_replayed_on_the_same_thread(fake_model: Callable[..., CausalLM]) -> None:
@@ -75,7 +82,9 @@ def test_guided_rows_are_replayed_on_the_same_thread(fake_model: Callable[..., C
 def test_a_parameter_that_grows_while_others_run(model: CausalLM) -> None:
     """More stop ids than any row had take another buffer, so the running rows' graphs are captured again."""
     replaying, session = capturing(model)
-    many = SamplingParams(temperature=0.9, frequency_penalty=0.6, max_new_tokens=20, eos_token_id=range(300, 309))
+    many = SamplingParams(
+        temperature=0.9, frequency_penalty=0.6, max_new_tokens=20, eos_token_id=range(300, 309)
+    )
     with Engine(replaying, slots=2, prefill_chunk_size=4) as engine:
         first = engine.add_request(PROMPTS[0], PARAMS, seed=0)
         wait_for_token(first)

@@ -168,13 +168,23 @@ def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
     [
         ({0: 2000, 4: 9000, 5: 9000}, Move(source=0, target=3, kept=9), 3),
         ({0: 9000, 1: 9000, 5: 2000}, Move(source=5, target=2, kept=9), 3),
-        ({0: 2000, 3: 500, 4: 9000, 5: 1500}, Move(source=0, target=2, kept=9), 2),  # a row inside would save none
+        (
+            {0: 2000, 3: 500, 4: 9000, 5: 1500},
+            Move(source=0, target=2, kept=9),
+            2,
+        ),  # a row inside would save none
         ({0: 3000, 1: 9000, 5: 2000, 2: 9000}, Move(source=5, target=3, kept=9), 2),
         ({1: 300, 5: 9000}, Move(source=1, target=4, kept=9), 3),
-        ({0: 500, 1: 9000, 7: 1000}, Move(source=7, target=2, kept=9), 5),  # dearer, but it saves more than the first
+        (
+            {0: 500, 1: 9000, 7: 1000},
+            Move(source=7, target=2, kept=9),
+            5,
+        ),  # dearer, but it saves more than the first
     ],
 )
-def test_the_move_that_costs_least_for_what_it_saves(sizes: dict[int, int], move: Move, saved: int) -> None:
+def test_the_move_that_costs_least_for_what_it_saves(
+    sizes: dict[int, int], move: Move, saved: int
+) -> None:
     scheduler = Scheduler(8, step_rows=RowCounts(1))
     for one in running(scheduler, *([n] * sizes.get(n, 9) for n in range(8))):
         if one.slot not in sizes:
@@ -195,7 +205,9 @@ def test_rows_stay_where_a_step_is_over_all() -> None:
 
 @pytest.mark.parametrize("step_rows", [None, RowCounts(), RowCounts(2, 2), RowCounts(3)])
 @pytest.mark.parametrize("running", [1, 2, 4])
-def test_conversations_that_take_turns_are_not_forgotten(step_rows: RowCounts | None, running: int) -> None:
+def test_conversations_that_take_turns_are_not_forgotten(
+    step_rows: RowCounts | None, running: int
+) -> None:
     """There are slots for all of them, and each turn goes on from the one before it, wherever steps are cheap."""
     generator = random.Random(3)
     scheduler = Scheduler(10, step_rows=step_rows)
@@ -206,7 +218,9 @@ def test_conversations_that_take_turns_are_not_forgotten(step_rows: RowCounts | 
             number, one = in_slots.pop(generator.randrange(running))
             one.sampled = [99]
             scheduler.leave(one)
-        number = generator.choice([one for one in turns if one not in [busy for busy, _ in in_slots]])
+        number = generator.choice(
+            [one for one in turns if one not in [busy for busy, _ in in_slots]]
+        )
         before = len(turns[number])
         turns[number].append(number)
         (one,) = admitted(scheduler, turns[number])
@@ -228,7 +242,12 @@ def test_two_rows_are_as_cheap_as_one_where_a_step_has_two() -> None:
 
 
 def test_what_is_kept_of_a_request_that_left_early() -> None:
-    for consumed, issued, keep, kept in ((2, 0, True, 2), (4, 1, True, 0), (4, 1, False, 0), (0, 0, True, 0)):
+    for consumed, issued, keep, kept in (
+        (2, 0, True, 2),
+        (4, 1, True, 0),
+        (4, 1, False, 0),
+        (0, 0, True, 0),
+    ):
         scheduler = Scheduler(1)
         first, second = request([1, 2, 3, 4]), request([1, 2, 3, 4, 5])
         for one in (first, second):
@@ -303,7 +322,12 @@ def test_tails_behind_different_beginnings_are_read_together() -> None:
     long, *others = admitted(scheduler, [5] * 19, [1, 2, 3], [*range(9)], [6])
     assert scheduler.next_job() == chunk(long, (range(8), range(8, 16)))
     assert scheduler.next_job() == Read((long, others[0]), (range(16, 19), range(3)))
-    assert [(one.consumed, one.issued) for one in (long, *others)] == [(19, 1), (3, 1), (0, 0), (0, 0)]
+    assert [(one.consumed, one.issued) for one in (long, *others)] == [
+        (19, 1),
+        (3, 1),
+        (0, 0),
+        (0, 0),
+    ]
     assert scheduler.next_job() == Window((long, others[0]), 1)
     assert scheduler.next_job() == chunk(others[1], (range(8), range(8, 9)))
     scheduler.next_job()
@@ -325,7 +349,14 @@ def test_whole_prompts_are_read_together() -> None:
 
 
 def test_chunks_are_whole_pieces() -> None:
-    for asked, ends in ((None, [11]), (1, [4, 8, 11]), (4, [4, 8, 11]), (7, [4, 8, 11]), (8, [8, 11]), (12, [11])):
+    for asked, ends in (
+        (None, [11]),
+        (1, [4, 8, 11]),
+        (4, [4, 8, 11]),
+        (7, [4, 8, 11]),
+        (8, [8, 11]),
+        (12, [11]),
+    ):
         scheduler = Scheduler(1, prefill_chunk_size=asked, piece_size=4)
         (one,) = admitted(scheduler, [*range(11)])
         seen = []
@@ -333,14 +364,18 @@ def test_chunks_are_whole_pieces() -> None:
             job = scheduler.next_job()
             assert isinstance(job, Read)
             cut = Pieces(4).cut(one.prompt, 0, 11)
-            assert job.pieces == tuple(piece for piece in cut if start <= piece.start < one.consumed)
+            assert job.pieces == tuple(
+                piece for piece in cut if start <= piece.start < one.consumed
+            )
             seen.append(one.consumed)
         assert seen == ends, asked
 
 
 def test_what_another_slot_holds_is_copied() -> None:
     scheduler = Scheduler(4, piece_size=4, tail_size=2, join_prompts=True)
-    first, same, longer, other = admitted(scheduler, [*range(11)], [*range(11)], [*range(9), 0, 0, 0], [*range(4)])
+    first, same, longer, other = admitted(
+        scheduler, [*range(11)], [*range(11)], [*range(9), 0, 0, 0], [*range(4)]
+    )
     assert scheduler.next_job() == chunk(first, Pieces(4).cut(first.prompt, 0, 11))
     scheduler.next_job()
     # All but the last two tokens, because their last pieces end alike.
@@ -351,7 +386,9 @@ def test_what_another_slot_holds_is_copied() -> None:
     for one in (same, longer):
         one.sampled = [5, 6]
         scheduler.leave(one)
-    assert scheduler.next_job() == chunk(other, (range(2, 4),), (Copy(other, 1, 2),))  # from a slot that is free
+    assert scheduler.next_job() == chunk(
+        other, (range(2, 4),), (Copy(other, 1, 2),)
+    )  # from a slot that is free
 
 
 def test_a_prompt_that_is_being_read_is_copied_as_far_as_it_is() -> None:
@@ -373,7 +410,9 @@ def test_short_prompts_that_are_the_same_are_read_once() -> None:
     scheduler = Scheduler(2, piece_size=16, tail_size=2, join_prompts=True)
     assert scheduler.next_job() is None
     assert scheduler_module._RUN == 4
-    short = admitted(scheduler, [*range(6)], [*range(6)])  # a run of its own would cost more than it saves
+    short = admitted(
+        scheduler, [*range(6)], [*range(6)]
+    )  # a run of its own would cost more than it saves
     assert scheduler.next_job() == Read(tuple(short), (range(6), range(6)))
 
 

@@ -43,7 +43,8 @@ def ends(saves: list[Save]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("length", "saved"), [(3, []), (4, [4]), (5, [4]), (8, [4, 8]), (9, [8]), (11, [8]), (12, [8, 12]), (13, [12])]
+    ("length", "saved"),
+    [(3, []), (4, [4]), (5, [4]), (8, [4, 8]), (9, [8]), (11, [8]), (12, [8, 12]), (13, [12])],
 )
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": None}, {"join_prompts": True}])
 def test_states_are_saved_where_a_prompt_s_whole_pieces_end(
@@ -57,7 +58,9 @@ def test_states_are_saved_where_a_prompt_s_whole_pieces_end(
 def test_prompts_that_are_read_together_are_saved_each() -> None:
     one = scheduler(3, prefill_chunk_size=12, join_prompts=True)
     first, second, third = admitted(one, [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4])
-    assert one.next_job() == Read((first, second, third), (range(4),) * 3, (), (Save(0, 4, 0), Save(1, 4, 1)))
+    assert one.next_job() == Read(
+        (first, second, third), (range(4),) * 3, (), (Save(0, 4, 0), Save(1, 4, 1))
+    )
 
 
 @pytest.mark.parametrize(("answer", "reused"), [(3, 8), (4, 0)])
@@ -101,7 +104,11 @@ def test_where_a_prompt_leaves_another_one_is_saved_for_a_third() -> None:
 @pytest.mark.parametrize("attention", [True, False])
 def test_keys_and_values_have_to_be_in_a_slot(attention: bool) -> None:
     one = scheduler(1, attention=attention)
-    for prompt, reused in (([*range(10)], 0), ([50] * 10, 0), ([*range(10)], 0 if attention else 8)):
+    for prompt, reused in (
+        ([*range(10)], 0),
+        ([50] * 10, 0),
+        ([*range(10)], 0 if attention else 8),
+    ):
         (sequence,) = admitted(one, prompt)
         assert sequence.reused == reused
         run(one)
@@ -113,7 +120,11 @@ def test_which_states_are_of_use(attention: bool) -> None:
     for prompt in ([1] * 5, [2] * 5, [3] * 5):  # the third overwrites the first
         admitted(one, prompt)
         run(one)
-    assert [one._is_held(tokens(*[prompt] * 4)) for prompt in (1, 2, 3)] == [not attention, True, True]
+    assert [one._is_held(tokens(*[prompt] * 4)) for prompt in (1, 2, 3)] == [
+        not attention,
+        True,
+        True,
+    ]
     (sequence,) = admitted(one, [2] * 4 + [5] * 5)  # it runs in the slot of the second
     assert (sequence.slot, one._is_held(tokens(*[2] * 4))) == (1, True)
 
@@ -197,11 +208,15 @@ def test_the_longest_prefix_from_elsewhere_is_loaded_if_no_slot_has_as_much() ->
     run(one)
     again = admitted_with(one, [*range(8), 50], [*range(8)])  # slot 0 has as much
     assert (again.stored, again.copy) == (None, Copy(again.sequence, 0, 8))
-    whole = admitted_with(one, [*range(60, 70)], [*range(60, 72)])  # a part of it, whatever comes after
+    whole = admitted_with(
+        one, [*range(60, 70)], [*range(60, 72)]
+    )  # a part of it, whatever comes after
     assert whole.copy.tokens == 8
     assert whole.stored is not None
     same = Scheduler(1, SchedulerConfig(Pieces(4), tail_size=2))
-    assert admitted_with(same, [*range(8)], [*range(8)]).copy.tokens == 6, "all but the last tokens of its last piece"
+    assert admitted_with(same, [*range(8)], [*range(8)]).copy.tokens == 6, (
+        "all but the last tokens of its last piece"
+    )
 
 
 def test_states_from_elsewhere_are_those_of_a_whole_prefix() -> None:
@@ -242,7 +257,11 @@ def test_whole_pieces_are_stored_with_their_states() -> None:
 
 def test_the_abilities_of_a_package() -> None:
     state = RecurrentShape(0, "conv_state", 0, (2, 3), "float32")
-    of_a_window = KeyValueShape(1, 8, 1, capacity=40), KeyValueShape(1, 8, 2, capacity=30), KeyValueShape(1, 8, 3)
+    of_a_window = (
+        KeyValueShape(1, 8, 1, capacity=40),
+        KeyValueShape(1, 8, 2, capacity=30),
+        KeyValueShape(1, 8, 3),
+    )
     for key_values, states, whole_up_to in [
         ((KeyValueShape(1, 8),), (), -1),
         ((), (state,), -1),

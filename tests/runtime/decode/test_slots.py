@@ -26,7 +26,14 @@ CAPACITY = 64
 FREE = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
 
 
-def begin(slots: Slots, model: CausalLM, slot: int, prompt: list[int], params: SamplingParams, **options: Any) -> None:
+def begin(
+    slots: Slots,
+    model: CausalLM,
+    slot: int,
+    prompt: list[int],
+    params: SamplingParams,
+    **options: Any,
+) -> None:
     """Start a slot with its own number as the seed."""
     sequence = make_sequence(model, prompt, params, slot, slots.capacity)
     slots.begin(slot, sequence.prompt, slot, sequence.parameters, **options)
@@ -38,7 +45,9 @@ def feed(slots: Slots, slot: int, prompt: list[int], chunk: int = 100, start: in
         slots.prefill(slot, ids, emit=first + chunk >= len(prompt))
 
 
-def start(slots: Slots, model: CausalLM, slot: int, prompt: list[int], params: SamplingParams) -> None:
+def start(
+    slots: Slots, model: CausalLM, slot: int, prompt: list[int], params: SamplingParams
+) -> None:
     """Start a slot, and read its whole prompt."""
     begin(slots, model, slot, prompt, params)
     feed(slots, slot, prompt)
@@ -59,12 +68,18 @@ def expected(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_a_row_that_joins_between_the_steps_of_others(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+def test_a_row_that_joins_between_the_steps_of_others(
+    sampler: bool, fake_model: Callable[..., CausalLM]
+) -> None:
     """One row runs, a second is filled a token at a time between its steps, a third replaces the first."""
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 3, CAPACITY)
     prompts = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7], [77, 78]]
-    params = [FREE, SamplingParams(temperature=0.7, repetition_penalty=1.3, max_new_tokens=20, eos_token_id=()), FREE]
+    params = [
+        FREE,
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, max_new_tokens=20, eos_token_id=()),
+        FREE,
+    ]
     start(slots, model, 0, prompts[0], params[0])
     begin(slots, model, 1, prompts[1], params[1])
     for index, token in enumerate(prompts[1]):
@@ -138,13 +153,19 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
         (None, range(2, 3), range(6)),
     ],
 )
-def test_rows_of_a_step(counts: RowCounts | None, rows: range, step: range, model: CausalLM) -> None:
+def test_rows_of_a_step(
+    counts: RowCounts | None, rows: range, step: range, model: CausalLM
+) -> None:
     sessions = replace(model.sessions, step_rows=counts, batch_rows=RowCounts(1, 2))
     slots = Slots(sessions, 5, CAPACITY)
     start(slots, model, rows[-1], [5, 6, 7], FREE)
     for _ in range(3):
         slots.decode(rows)
-        (shape,) = {graph._buffers["input_ids"].shape for key, (graph,) in slots._bound.items() if step in key}
+        (shape,) = {
+            graph._buffers["input_ids"].shape
+            for key, (graph,) in slots._bound.items()
+            if step in key
+        }
         assert shape == (len(step), 1)
     assert new_tokens(slots, rows[-1], [5, 6, 7]) == expected([5, 6, 7], FREE, rows[-1])[:4]
 
@@ -166,7 +187,11 @@ def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM])
             if slot in rows and rows[slot][3]:
                 slots.stop(slot)
             held = rows[slot][1] if slot in rows else []
-            prompt = [*held, *random_prompt(generator, 6)] if len(held) < 20 else random_prompt(generator)
+            prompt = (
+                [*held, *random_prompt(generator, 6)]
+                if len(held) < 20
+                else random_prompt(generator)
+            )
             bias = {generator.randrange(320): -1.0 for _ in range(generator.choice([0, 1, 9]))}
             params = replace(random_params(generator), logit_bias=bias)
             sequence = make_sequence(model, prompt, params, turn, CAPACITY)
@@ -187,14 +212,18 @@ def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM])
         for one in running:
             seed, prompt, params, _ = rows[one]
             tokens = new_tokens(slots, one, prompt)
-            assert tokens == fake_reference.generate(prompt, params, seed, CAPACITY)[0][: len(tokens)]
+            assert (
+                tokens == fake_reference.generate(prompt, params, seed, CAPACITY)[0][: len(tokens)]
+            )
             if generator.random() < 0.3:
                 slots.stop(one)
                 rows[one] = seed, prompt, params, False
     assert moves > 8
 
 
-def test_graphs_over_ever_other_rows_are_let_go(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_over_ever_other_rows_are_let_go(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of prompts, too; what is in use stays, however many others there are."""
     monkeypatch.setattr(slots_module, "_MOST_BOUND", 6)
     slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 9, CAPACITY)
@@ -215,7 +244,9 @@ def test_graphs_over_ever_other_rows_are_let_go(model: CausalLM, monkeypatch: py
     assert new_tokens(slots, 0, [5, 6, 7]) == expected([5, 6, 7], FREE, 0)
 
 
-def test_columns_that_no_row_needs_any_more_are_given_up(fake_model: Callable[..., CausalLM]) -> None:
+def test_columns_that_no_row_needs_any_more_are_given_up(
+    fake_model: Callable[..., CausalLM],
+) -> None:
     """A step reads all of them, for every row, whoever asked for them and however long ago."""
     model = fake_model(logit_bias=True)
     slots = Slots(model.sessions, 3, CAPACITY)
@@ -264,7 +295,9 @@ def test_columns_go_with_a_row_that_is_moved(model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_prompts_that_are_read_in_one_run(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+def test_prompts_that_are_read_in_one_run(
+    sampler: bool, fake_model: Callable[..., CausalLM]
+) -> None:
     """Ragged prompts, in slots that hold longer rows and NaN, next to a row that runs and one that is half read."""
     generator = random.Random(2)
     model = fake_model(sampler=sampler)
@@ -296,7 +329,9 @@ def test_prompts_that_are_read_in_one_run(sampler: bool, fake_model: Callable[..
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+def test_a_prompt_that_continues_what_the_cache_holds(
+    sampler: bool, fake_model: Callable[..., CausalLM]
+) -> None:
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 2, CAPACITY)
     first = [9, 200, 31, 4]
@@ -304,7 +339,9 @@ def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model:
     for _ in range(25):  # the row ends, and idle rows write past their end
         slots.decode()
     whole = [*first, *new_tokens(slots, 1, first)]
-    penalised = SamplingParams(repetition_penalty=1.4, presence_penalty=0.3, max_new_tokens=15, eos_token_id=())
+    penalised = SamplingParams(
+        repetition_penalty=1.4, presence_penalty=0.3, max_new_tokens=15, eos_token_id=()
+    )
     for reused in (1, 3, len(whole) - 1):
         for prompt in (whole[: reused + 1], [*whole[:reused], 44, 45, 46]):
             begin(slots, model, 1, prompt, penalised, reused=reused)
@@ -323,17 +360,24 @@ def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model:
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("sampler", [True, False])
 def test_a_row_goes_on_from_a_copy(
-    sampler: bool, on_device: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+    sampler: bool,
+    on_device: bool,
+    fake_model: Callable[..., CausalLM],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a row that runs, that is half read, or that ended; into a slot that holds NaN. Either goes its own way."""
     if on_device:
         monkeypatch.setattr(
-            HostBuffer, "copy_row", lambda self, source, target, _: copy_on_device(self.rows(source), self.rows(target))
+            HostBuffer,
+            "copy_row",
+            lambda self, source, target, _: copy_on_device(self.rows(source), self.rows(target)),
         )
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 3, CAPACITY)
     prompt = [9, 200, 31, 4, 5, 6]
-    penalised = SamplingParams(repetition_penalty=1.4, presence_penalty=0.3, max_new_tokens=15, eos_token_id=())
+    penalised = SamplingParams(
+        repetition_penalty=1.4, presence_penalty=0.3, max_new_tokens=15, eos_token_id=()
+    )
     for steps, read, tokens in ((0, 6, 4), (3, 6, 5), (30, 6, 3), (0, 4, 4), (1, 5, 2)):
         start(slots, model, 2, [8, POISON, *range(20, 50)], FREE)
         begin(slots, model, 0, prompt, FREE)
@@ -394,16 +438,27 @@ def test_a_row_that_runs_keeps_its_stop_ids_and_biases_when_another_brings_more(
         SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=(free[stop],)),
         SamplingParams(temperature=0, max_new_tokens=8, eos_token_id=(), logit_bias={20: 1e4}),
         # Its stop id is what it would sample all the time, and may not.
-        SamplingParams(temperature=0, min_new_tokens=6, max_new_tokens=8, eos_token_id=(30,), logit_bias={30: 1e4}),
+        SamplingParams(
+            temperature=0,
+            min_new_tokens=6,
+            max_new_tokens=8,
+            eos_token_id=(30,),
+            logit_bias={30: 1e4},
+        ),
     ]
     brings_more = {
         "stops": SamplingParams(temperature=0.9, max_new_tokens=9, eos_token_id=range(200, 219)),
-        "biases": SamplingParams(temperature=0.9, max_new_tokens=9, logit_bias=dict.fromkeys(range(60, 67), 3.0)),
+        "biases": SamplingParams(
+            temperature=0.9, max_new_tokens=9, logit_bias=dict.fromkeys(range(60, 67), 3.0)
+        ),
     }[wide]
     for slot, params in enumerate(rows):
         start(slots, model, slot, prompt, params)
     slots.decode()
-    before = {name: slots._parameters.buffers[name].read()[:3] for name in ("stop_ids", "logit_bias_ids", "logit_bias")}
+    before = {
+        name: slots._parameters.buffers[name].read()[:3]
+        for name in ("stop_ids", "logit_bias_ids", "logit_bias")
+    }
     begin(slots, model, 3, [8, 9], brings_more)
     for name, values in before.items():
         now = slots._parameters.buffers[name].read()[:3]
@@ -436,7 +491,9 @@ def test_nothing_is_bound_again_after_the_first_steps(
         slots.read()
 
 
-def test_requests_that_come_and_go_allocate_nothing(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_come_and_go_allocate_nothing(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots = Slots(model.sessions, 2, CAPACITY)
 
     def one(prompt: list[int]) -> None:
@@ -469,7 +526,13 @@ def test_retained_tokens_are_the_whole_history(model: CausalLM) -> None:
 def test_a_row_that_ended_stays_as_it_was(model: CausalLM) -> None:
     slots = Slots(model.sessions, 2, CAPACITY)
     for slot, (prompt, count) in enumerate((([5, 6, 7], 2), ([8, 9, 10], 9))):
-        start(slots, model, slot, prompt, SamplingParams(temperature=0, max_new_tokens=count, eos_token_id=()))
+        start(
+            slots,
+            model,
+            slot,
+            prompt,
+            SamplingParams(temperature=0, max_new_tokens=count, eos_token_id=()),
+        )
     slots.decode()
     names = ("lengths", "status", "tokens", "output_counts")
     ended = {name: slots._state[name].read()[0] for name in names}
@@ -497,7 +560,9 @@ def test_the_newest_tokens_are_gathered_for_each_row(model: CausalLM) -> None:
         start(slots, model, slot, prompt, FREE)
     slots.decode()
     whole = slots.read(newest=2)
-    assert (whole.newest, whole.tokens.shape) == (None, (2, CAPACITY)), "they are in the host's memory anyway"
+    assert (whole.newest, whole.tokens.shape) == (None, (2, CAPACITY)), (
+        "they are in the host's memory anyway"
+    )
     gather = NewestTokens(2, "cpu")
     for count in (3, 2, 3):
         found = gather.read(slots._state.inputs(), count)
@@ -512,7 +577,10 @@ def test_states_that_are_unloaded_are_loaded_elsewhere(exported: Callable[..., P
     prompt = [*range(20, 40)]
     start(slots, model, 0, prompt, FREE)
     states = slots.unload(0, 0, 20)
-    sizes = {spec.name: spec.shape({BATCH: 1, ROW_CAPACITY: 20})[1:] for spec in model.interface.cache_states}
+    sizes = {
+        spec.name: spec.shape({BATCH: 1, ROW_CAPACITY: 20})[1:]
+        for spec in model.interface.cache_states
+    }
     assert {name: array.shape for name, array in states.items()} == sizes
     slots.saved.save(0, 0)
     slots.decode()
@@ -522,7 +590,10 @@ def test_states_that_are_unloaded_are_loaded_elsewhere(exported: Callable[..., P
     for name, values in states.items():
         np.testing.assert_array_equal(saved[name], values)
         assert (newer[name].tobytes() == values.tobytes()) == (name not in recurrent)
-    first = {name: values if name not in recurrent else values * 0 for name, values in slots.unload(0, 0, 16).items()}
+    first = {
+        name: values if name not in recurrent else values * 0
+        for name, values in slots.unload(0, 0, 16).items()
+    }
     slots.load(1, [(12, 20, slots.unload(0, 12, 24, place=0)), (0, 12, first)])
     for name, values in slots.unload(1, 0, 20).items():
         np.testing.assert_array_equal(values, states[name])

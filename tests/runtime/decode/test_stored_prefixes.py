@@ -33,7 +33,9 @@ CTX_LEN = 256
 SAMPLED = SamplingParams(temperature=1.0, max_new_tokens=6, eos_token_id=())
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5_text", pytest.param("mamba", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3_5_text", pytest.param("mamba", marks=pytest.mark.slow)]
+)
 def model(request: pytest.FixtureRequest, exported: Callable[..., Path]) -> CausalLM:
     """Attention, a hybrid, and recurrences alone; with short pieces, so that a short prompt has several."""
     return with_short_pieces(exported(request.param, logprobs=True))
@@ -83,19 +85,26 @@ def test_prompts_continue_from_a_file(model: CausalLM, tmp_path: Path) -> None:
     rules = prompt(1, 53)
     assert model.save_prefix(rules, tmp_path / "rules") == 48
     with Engine(model, slots=3, prefixes=[tmp_path / "rules"]) as engine:
-        requests = [engine.add_request([*rules[:48], *prompt(seed, 9)], SAMPLED, seed=seed) for seed in range(4)]
+        requests = [
+            engine.add_request([*rules[:48], *prompt(seed, 9)], SAMPLED, seed=seed)
+            for seed in range(4)
+        ]
         for seed, request in enumerate(requests):
             output = request.result(120)
             check(output, model, [*rules[:48], *prompt(seed, 9)], seed)
             assert output.usage.cached_tokens == 48
         assert ask(engine, model, prompt(2, 60)) == 0
         # Of a prompt that leaves it earlier, attention's keys and values can be used; states are those of its end.
-        assert ask(engine, model, [*rules[:40], *prompt(3, 5)]) == (0 if model.interface.recurrent else 32)
+        assert ask(engine, model, [*rules[:40], *prompt(3, 5)]) == (
+            0 if model.interface.recurrent else 32
+        )
         (tmp_path / "rules").unlink()
         assert ask(engine, model, [*rules[:48], *prompt(9, 5)]) == 48, "it is open"
 
 
-def test_a_file_of_the_caller_may_be_written_to_and_cut_off(llama: CausalLM, tmp_path: Path) -> None:
+def test_a_file_of_the_caller_may_be_written_to_and_cut_off(
+    llama: CausalLM, tmp_path: Path
+) -> None:
     """Its numbers are in memory: a map of it would show every change, and end the process where it is cut off."""
     rules, file = prompt(1, 53), tmp_path / "rules"
     assert llama.save_prefix(rules, file) == 48
@@ -128,7 +137,9 @@ def test_hostile_files_of_the_folder(llama: CausalLM, tmp_path: Path, damage: st
                 header = b'{"__metadata__":' + b"[" * 100_000
                 hostile.write_bytes(len(header).to_bytes(8, "little") + header)
             else:
-                header = json.dumps({"tokens": {"dtype": "I64", "shape": [1 << 50], "data_offsets": [0, 1 << 53]}})
+                header = json.dumps(
+                    {"tokens": {"dtype": "I64", "shape": [1 << 50], "data_offsets": [0, 1 << 53]}}
+                )
                 hostile.write_bytes(len(header).to_bytes(8, "little") + header.encode())
                 os.truncate(hostile, 1 << 40)
             assert ask(engine, llama, other) == 48
@@ -152,9 +163,14 @@ def test_a_conversation_goes_on_after_a_restart(model: CausalLM, tmp_path: Path)
     assert sorted(kept_in(folder, model))[-2:] == [(80, 96), (80, 112)]
 
 
-def test_another_engine_sees_a_prompt_once_its_request_ended(llama: CausalLM, tmp_path: Path) -> None:
+def test_another_engine_sees_a_prompt_once_its_request_ended(
+    llama: CausalLM, tmp_path: Path
+) -> None:
     turns = prompt(6, 60)
-    with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as one, Engine(llama, prefix_cache_dir=tmp_path) as other:
+    with (
+        Engine(llama, slots=1, prefix_cache_dir=tmp_path) as one,
+        Engine(llama, prefix_cache_dir=tmp_path) as other,
+    ):
         ask(one, llama, turns)
         deadline = time.monotonic() + 30
         while not files(tmp_path) and time.monotonic() < deadline:
@@ -174,14 +190,18 @@ def test_a_damaged_part_is_read_again(
     (whole,) = (
         path
         for path in files(tmp_path)
-        if PrefixFile.open(path, signature_of(llama.package, llama.sessions), llama.interface).start == (0, 32)[part]
+        if PrefixFile.open(path, signature_of(llama.package, llama.sessions), llama.interface).start
+        == (0, 32)[part]
     )
     data = whole.read_bytes()
     if damage == "missing":
         whole.unlink()
     else:
         whole.write_bytes(data[:-1] + (b"" if damage == "cut" else bytes([data[-1] ^ 64])))
-    with caplog.at_level(logging.WARNING), Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
+    with (
+        caplog.at_level(logging.WARNING),
+        Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine,
+    ):
         read = ask(engine, llama, turns)
     assert read == (32 if part == 1 and damage != "flipped" else 0)
     assert ("is not used" in caplog.text) == (damage != "missing")
@@ -196,20 +216,31 @@ def test_the_parts_used_longest_ago_make_room(llama: CausalLM, tmp_path: Path) -
     part = files(tmp_path)[0].stat().st_size
     long = prompt(9, 100)
     for end in (40, 70, 100):
-        with Engine(llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=4 * part) as engine:
+        with Engine(
+            llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=4 * part
+        ) as engine:
             ask(engine, llama, long[:end])
-    assert sorted(kept_in(tmp_path, llama)) == [(0, 32), (32, 64), (64, 96)], "the other conversation went"
-    with Engine(llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=2 * part + 5000) as engine:
+    assert sorted(kept_in(tmp_path, llama)) == [(0, 32), (32, 64), (64, 96)], (
+        "the other conversation went"
+    )
+    with Engine(
+        llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=2 * part + 5000
+    ) as engine:
         assert ask(engine, llama, long) == 96
         ask(engine, llama, prompt(10, 40))
-    assert sorted(kept_in(tmp_path, llama)) == [(0, 32), (0, 32)], "a conversation loses its latest parts first"
+    assert sorted(kept_in(tmp_path, llama)) == [(0, 32), (0, 32)], (
+        "a conversation loses its latest parts first"
+    )
     with Engine(llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=100) as engine:
         ask(engine, llama, prompt(11, 40))
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_full_disk_costs_no_answer(
-    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llama: CausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
     with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
@@ -219,7 +250,10 @@ def test_a_full_disk_costs_no_answer(
 
 
 def test_a_writer_that_fails_holds_up_nobody(
-    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llama: CausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*arguments: object) -> None:
         raise MemoryError("no room")
@@ -248,7 +282,9 @@ def test_two_engines_share_a_folder_that_loses_files(model: CausalLM, tmp_path: 
     """Random conversations that share beginnings, and a third party that deletes and damages files."""
     rng = random.Random(13)
     trunks = [prompt(seed, 100) for seed in (20, 21)]
-    asked: list[list[int]] = [[*rng.choice(trunks)[: rng.randrange(1, 100)], *prompt(index, 12)] for index in range(24)]
+    asked: list[list[int]] = [
+        [*rng.choice(trunks)[: rng.randrange(1, 100)], *prompt(index, 12)] for index in range(24)
+    ]
     done = threading.Event()
 
     def disturb() -> None:
@@ -260,8 +296,13 @@ def test_two_engines_share_a_folder_that_loses_files(model: CausalLM, tmp_path: 
     disturber = threading.Thread(target=disturb)
     disturber.start()
     try:
-        with Engine(model, slots=2, prefix_cache_dir=tmp_path) as one, Engine(model, prefix_cache_dir=tmp_path) as two:
-            requests = [rng.choice([one, two]).add_request(tokens, SAMPLED, seed=1) for tokens in asked]
+        with (
+            Engine(model, slots=2, prefix_cache_dir=tmp_path) as one,
+            Engine(model, prefix_cache_dir=tmp_path) as two,
+        ):
+            requests = [
+                rng.choice([one, two]).add_request(tokens, SAMPLED, seed=1) for tokens in asked
+            ]
             outputs = [request.result(120) for request in requests]
     finally:
         done.set()
@@ -285,7 +326,9 @@ def test_a_killed_process_leaves_whole_files(llama_package: Path, tmp_path: Path
     model = load(llama_package, ctx_len=256)
     for delay in (0.05, 0.2, 0.5, 0.9):
         child = subprocess.Popen(
-            [sys.executable, "-c", KILLED, llama_package, tmp_path], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", KILLED, llama_package, tmp_path],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
@@ -296,16 +339,22 @@ def test_a_killed_process_leaves_whole_files(llama_package: Path, tmp_path: Path
         assert all(span == (0, 192) for span in kept_in(tmp_path, model))
     with Engine(model, slots=1, prefix_cache_dir=tmp_path) as engine:
         tokens = random.Random(0).choices(range(3, 250), k=200)
-        assert engine.add_request(tokens, max_new_tokens=1, seed=1).result(60).usage.cached_tokens == 192
+        assert (
+            engine.add_request(tokens, max_new_tokens=1, seed=1).result(60).usage.cached_tokens
+            == 192
+        )
         engine.add_request(prompt(30, 200), max_new_tokens=1, seed=1).result(60)
     assert not list(tmp_path.glob(".qsample-*")), "the next write removes what a killed one left"
 
 
 @pytest.mark.ci
-def test_chat_messages_give_the_beginning_of_all_conversations(exported: Callable[..., Path], tmp_path: Path) -> None:
+def test_chat_messages_give_the_beginning_of_all_conversations(
+    exported: Callable[..., Path], tmp_path: Path
+) -> None:
     model = load(exported("llama"), ctx_len=256)
     template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
     )
     system = {"role": "system", "content": "In the beginning God created. " * 5}
     tokens = model.save_prefix([system], tmp_path / "system", chat_template=template)
@@ -321,7 +370,9 @@ def test_chat_messages_give_the_beginning_of_all_conversations(exported: Callabl
 class Writer:
     """Prefixes of a folder without an engine. Their numbers are made up, and nothing is written while `held_up`."""
 
-    def __init__(self, model: CausalLM, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    def __init__(
+        self, model: CausalLM, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+    ) -> None:
         self.model, self.folder = model, folder
         self.stored = StoredPrefixes(model.package, model.sessions, (), folder, **options)
         self.read: list[tuple[int, int]] = []
@@ -338,7 +389,9 @@ class Writer:
     def states(self, start: int, stop: int) -> dict[str, np.ndarray]:
         self.read.append((start, stop))
         return {
-            spec.name: np.zeros(spec.shape({CAPACITY: stop - start, BATCH: 1})[1:], DTYPES[spec.dtype].numpy)
+            spec.name: np.zeros(
+                spec.shape({CAPACITY: stop - start, BATCH: 1})[1:], DTYPES[spec.dtype].numpy
+            )
             for spec in self.model.interface.cache_states
         }
 
@@ -365,7 +418,9 @@ def test_no_more_waits_for_the_disk_than_there_is_memory_for(
     assert one.begun.acquire(timeout=60)
     assert one.keep(first) == []  # it is being written
     assert one.keep(second, second, third, fourth) == [(0, 32)] * 2
-    assert [thread.daemon for thread in threading.enumerate() if thread.name == "qsample-prefixes"] == [True]
+    assert [
+        thread.daemon for thread in threading.enumerate() if thread.name == "qsample-prefixes"
+    ] == [True]
     one.may_write.release(100)
     one.stored.close()
     assert one.ends() == [32] * 3
@@ -382,14 +437,20 @@ def test_no_more_waits_for_the_disk_than_there_is_memory_for(
 
 
 def test_what_else_is_in_the_folder_stays(
-    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llama: CausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     one = Writer(llama, tmp_path, monkeypatch)
     tokens = prompt(1, 48)
     one.keep(tokens[:32])
     one.stored.close()
     (path,) = files(tmp_path)
-    others = [tmp_path / f"{'0' * 16}{path.name[16:]}", tmp_path / f"{path.name[:16]}-mine.safetensors"]
+    others = [
+        tmp_path / f"{'0' * 16}{path.name[16:]}",
+        tmp_path / f"{path.name[:16]}-mine.safetensors",
+    ]
     for other in others:
         other.write_bytes(b"of another package")
     one.keep(tokens)
@@ -429,7 +490,9 @@ def test_a_part_whose_beginning_goes_meanwhile_is_not_read(
     assert one.stored.read(second, 48) == []
 
 
-def test_a_folder_may_be_exactly_full(llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_may_be_exactly_full(
+    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = Writer(llama, tmp_path, monkeypatch)
     one.keep(prompt(1, 32))
     one.stored.close()
@@ -443,7 +506,9 @@ def test_a_folder_may_be_exactly_full(llama: CausalLM, tmp_path: Path, monkeypat
         one.stored.close()
 
 
-def test_prefixes_that_cannot_be_given(llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefixes_that_cannot_be_given(
+    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = Writer(llama, tmp_path / "kept", monkeypatch)
     for end in (32, 48):
         one.keep(prompt(1, 48)[:end])
