@@ -1,0 +1,63 @@
+"""Extension points: the objects that add-ons register by name, found in the entry points of installed distributions.
+
+The core names no add-on. It asks for a group, or for a name in it; a distribution answers in its pyproject.toml:
+
+    [project.entry-points."qsample.commands"]
+    hello = "my_addon.command:hello"
+
+docs/addons.md says which object each group expects. Only metadata is read until an object is loaded.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from qsample.errors import ConfigurationError
+
+COMMANDS: Final = "qsample.commands"
+TARGETS: Final = "qsample.targets"
+CHECKPOINTS: Final = "qsample.checkpoints"
+SOURCES: Final = "qsample.sources"
+
+
+def extension_names(group: str) -> list[str]:
+    """The names registered in a group, in alphabetical order."""
+    return sorted(_entry_points(group))
+
+
+def load_extension(group: str, name: str) -> Any:
+    """The object registered under a name.
+
+    Args:
+        group: one of the groups above.
+        name: one of `extension_names(group)`.
+
+    Raises:
+        KeyError: nothing is registered under the name.
+        ImportError: the add-on needs a library that is not installed.
+    """
+    return _entry_points(group)[name].load()
+
+
+@cache
+def _entry_points(group: str) -> dict[str, EntryPoint]:
+    """The entry points of a group by name; a name that two distributions register is refused."""
+    found: dict[str, EntryPoint] = {}
+    for entry_point in entry_points(group=group):
+        other = found.get(entry_point.name)
+        if other is not None and other.value != entry_point.value:
+            raise ConfigurationError(
+                f"{_origin(other)} and {_origin(entry_point)} both register {entry_point.name!r} "
+                f"in {group}; uninstall one of them"
+            )
+        found[entry_point.name] = entry_point
+    return found
+
+
+def _origin(entry_point: EntryPoint) -> str:
+    """The distribution that an entry point belongs to, for messages."""
+    if entry_point.dist is None:
+        return entry_point.value
+    return f"{entry_point.dist.name} ({entry_point.value})"
