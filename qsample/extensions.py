@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from qsample.errors import ConfigurationError
+from qsample.errors import QsampleError
 
 COMMANDS: Final = "qsample.commands"
 TARGETS: Final = "qsample.targets"
@@ -48,7 +48,7 @@ def _entry_points(group: str) -> dict[str, EntryPoint]:
     for entry_point in entry_points(group=group):
         other = found.get(entry_point.name)
         if other is not None and other.value != entry_point.value:
-            raise ConfigurationError(
+            raise QsampleError(
                 f"{_origin(other)} and {_origin(entry_point)} both register {entry_point.name!r} "
                 f"in {group}; uninstall one of them"
             )
