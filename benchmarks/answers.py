@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 import numpy as np
 
 import qsample
-from qsample.evaluation.evaluate import log_probabilities, read_windows
-from qsample.evaluation.statistics import Estimate, estimate_means
-from qsample.evaluation.texts import Window
+from qsample.addons.evaluate.quality import log_probabilities, read_windows
+from qsample.addons.evaluate.windows import Window
 from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
 from qsample.package.package import read_package
+from qsample.package.statistics import Estimate, estimate_means
 
 ROWS: Final = 16  # that are read at once
 ANSWER_TOKENS: Final = 120

@@ -39,14 +39,14 @@ from tokenizers import Tokenizer
 from turns import PEERS, size_of
 
 import qsample
+from qsample.addons.evaluate.plot import draw
 from qsample.compiler.quantize import PRESETS
 from qsample.errors import QsampleError
-from qsample.evaluation.divergence import Divergence
-from qsample.evaluation.plot import draw
-from qsample.evaluation.statistics import Estimate
 from qsample.models.bundled import TINY_LM
 from qsample.models.model import PackagedModel
+from qsample.package.divergence import Divergence
 from qsample.package.package import read_package
+from qsample.package.statistics import Estimate
 from scripts.real_model import CHECKPOINT, DITHERED, FOLDER
 from scripts.train_tiny_lm import kjv_documents, split
 

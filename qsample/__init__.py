@@ -14,8 +14,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qsample.addons.evaluate import evaluate
     from qsample.compiler.options import CompileOptions
-    from qsample.evaluation import evaluate
     from qsample.models.auto_model import AutoModelForCausalLM, AutoModelForImageTextToText, bake
     from qsample.request.sampling_params import SamplingParams
 
@@ -39,7 +39,7 @@ _LAZY = {
     "CompileOptions": "qsample.compiler.options",
     "SamplingParams": "qsample.request.sampling_params",
     "bake": "qsample.models.auto_model",
-    "evaluate": "qsample.evaluation",
+    "evaluate": "qsample.addons.evaluate",
 }
 
 

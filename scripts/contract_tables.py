@@ -20,7 +20,7 @@ from pathlib import Path
 
 import contract_typescript
 
-from qsample.cli.spellings import ELSEWHERE
+from qsample.addons.migrate.spellings import ELSEWHERE
 from qsample.contract import tensors as contract
 from qsample.contract.interface import (
     AdapterTarget,
@@ -168,7 +168,7 @@ def spellings() -> str:
     return markdown(
         ("elsewhere", "here"),
         (
-            [", ".join(f"`{word}`" for word in words.split()), f"`{ours}`"]
+            [", ".join(f"`{word}`" for word in words), f"`{ours}`"]
             for ours, words in ELSEWHERE.items()
         ),
     )

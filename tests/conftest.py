@@ -305,3 +305,17 @@ def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
 @pytest.fixture
 def model(fake_model: Callable[..., CausalLM]) -> CausalLM:
     return fake_model()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A command line that runs in the test's own process; a call returns (status, stdout, stderr)."""
+
+    from qsample import cli
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        status = cli.run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call

@@ -107,7 +107,7 @@ def import_without(missing: list[str], modules: str) -> None:
 def test_the_runtime_side_imports_where_the_export_side_is_missing() -> None:
     import_without(
         HEAVY,
-        "qsample.runtime, qsample.package, qsample.models.auto_model, qsample.cli, qsample.evaluation",
+        "qsample.runtime, qsample.package, qsample.models.auto_model, qsample.cli, qsample.addons.evaluate",
     )
     import_without(HEAVY, "qsample.runtime.engine, qsample.runtime.causal_lm, qsample.ort.session")
 

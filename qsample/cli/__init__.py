@@ -1,13 +1,14 @@
-"""The command line: `qsample export | compile | bake | generate | chat | serve | web | evaluate | verify | sign |
-sbom | bench | inspect | prefix | policy | bundle | pull | cache`.
+"""The command line, `qsample COMMAND`: each command is an entry point in the group `qsample.commands` (commands.py).
 
-build.py has the commands that write packages, prefixes and components; measure.py bench, evaluate and verify; serve.py
-web, too; inspect.py pull and cache, too; trust.py sign and sbom; the rest have a module each. prompt_file.py has the
-prompt files of generate, common.py shared options, help.py the help of a command, spellings.py the names that other
-programs have for commands and options, terminal.py what is printed, errors included. Heavy modules are imported inside
-the commands, so that `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr;
-with --json an error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0
-done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.
+build.py has the commands that write packages and prefixes; generate.py, chat.py, measure.py (bench) and inspect.py
+(pull and cache, too) have the other commands of the core, and each add-on has its own. prompt_file.py has the prompt
+files of generate, common.py shared options, help.py the help of a command, spellings.py the suggestions for words of
+other programs, terminal.py what is printed, errors included. Heavy modules are imported inside the commands, so that
+`qsample --help` answers at once.
+
+Results go to stdout; progress, figures and errors to stderr; with --json an error also goes to stdout, as
+{"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted,
+143 terminated.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import qsample
-from qsample.cli import build, chat, generate, inspect, measure, serve, trust
-from qsample.cli.help import Command
+from qsample.cli.commands import register_commands
 from qsample.cli.terminal import (
     DEBUG_VARIABLE,
     name_options,
@@ -87,24 +87,7 @@ def root(
         os.environ[DEBUG_VARIABLE] = "1"
 
 
-app.command(cls=Command, epilog=build.EXPORT_EXAMPLES)(build.export)
-app.command(cls=Command, epilog=build.COMPILE_EXAMPLES)(build.compile)
-app.command(cls=Command, epilog=build.BAKE_EXAMPLES)(build.bake)
-app.command(cls=Command, epilog=build.BUNDLE_EXAMPLES)(build.bundle)
-app.command(cls=Command, epilog=generate.EXAMPLES)(generate.generate)
-app.command(cls=Command, epilog=chat.EXAMPLES)(chat.chat)
-app.command(cls=Command, epilog=serve.SERVE_EXAMPLES)(serve.serve)
-app.command(cls=Command, epilog=serve.WEB_EXAMPLES)(serve.web)
-app.command(cls=Command, epilog=build.PREFIX_EXAMPLES)(build.prefix)
-app.command(cls=Command, epilog=measure.EVALUATE_EXAMPLES)(measure.evaluate)
-app.command(cls=Command, epilog=measure.VERIFY_EXAMPLES)(measure.verify)
-app.command(cls=Command, epilog=trust.SIGN_EXAMPLES)(trust.sign)
-app.command(cls=Command, epilog=trust.SBOM_EXAMPLES)(trust.sbom)
-app.command(cls=Command, epilog=build.POLICY_EXAMPLES)(build.policy)
-app.command(cls=Command, epilog=measure.BENCH_EXAMPLES)(measure.bench)
-app.command(cls=Command, epilog=inspect.INSPECT_EXAMPLES)(inspect.inspect)
-app.command(cls=Command, epilog=inspect.PULL_EXAMPLES)(inspect.pull)
-app.add_typer(inspect.cache_app, name="cache", no_args_is_help=True)
+register_commands(app)
 
 
 def commands() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands that write files: `qsample export`, `compile`, `bake`, `bundle`, `policy` and `prefix`."""
+"""The commands that write files: `qsample export`, `compile`, `bundle` and `prefix`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,6 +14,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.common import (
     CHAT_FLAGS,
     FEATURE_FLAGS,
@@ -41,7 +41,6 @@ from qsample.cli.common import (
 from qsample.cli.quantized import note_divergence, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.compiler.options import CompileOptions
-from qsample.contract.interface import Features
 from qsample.progress import Stage, StageCost, metered, total
 
 if TYPE_CHECKING:
@@ -59,21 +58,10 @@ COMPILE_EXAMPLES: Final = (
     "qsample compile qwen3 qwen3-cpu --batch-size 1 --overwrite"
 )
 
-BAKE_EXAMPLES: Final = (
-    "[bold]Examples[/bold]\n\n"
-    "qsample bake onnx-community/Qwen3-0.6B-ONNX qwen3 --file onnx/model_q4.onnx\n\n"
-    "qsample bake ./genai-folder out --logprobs"
-)
-
 BUNDLE_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample bundle qwen3-all qwen3-cpu qwen3-cuda\n\n"
     "qsample generate qwen3-all -p 'In the beginning'"
-)
-POLICY_EXAMPLES: Final = (
-    "[bold]Examples[/bold]\n\n"
-    "qsample policy components --vocab-size 151936\n\n"
-    "qsample policy --into qwen3-workflow --provider cuda"
 )
 PREFIX_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -83,8 +71,7 @@ PREFIX_EXAMPLES: Final = (
 )
 
 _WIDTH_OF_A_FILE: Final = 120
-_CONTRACT: Final = "onnx-genai.token-sampler@2"
-_WRITING_FLAGS: Final = {
+WRITING_FLAGS: Final = {
     "overwrite": Flag(Overwrite, False),
     "timing": Flag(
         Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")],
@@ -94,7 +81,7 @@ _WRITING_FLAGS: Final = {
 }
 
 
-@with_flags({**FEATURE_FLAGS, **_WRITING_FLAGS})
+@with_flags({**FEATURE_FLAGS, **WRITING_FLAGS})
 def export(
     ctx: typer.Context,
     model: Annotated[
@@ -120,7 +107,7 @@ def export(
     from qsample.models.auto_model import AutoModel, is_decoder
     from qsample.models.model import SourceModel
 
-    _check_model(model, revision)
+    check_source(model, revision)
     if is_decoder(Path(model)):
         raise typer.BadParameter(
             f"{model} holds a decoder that is exported already; `qsample bake` gives it the sampler"
@@ -140,10 +127,10 @@ def export(
         assert isinstance(source, SourceModel)
         return source.export(out, **writing)
 
-    _write(make, out, ctx.params)
+    write_package(make, out, ctx.params)
 
 
-@with_flags({**flags_of(CompileOptions), **_WRITING_FLAGS})
+@with_flags({**flags_of(CompileOptions), **WRITING_FLAGS})
 def compile(
     ctx: typer.Context,
     package: Annotated[
@@ -162,62 +149,15 @@ def compile(
     ]
     options = CompileOptions(**{**given, "calibration_text": texts or None})
     opened = open_model(package, text_only=text_only)
-    _write(lambda **writing: opened.compile(out, options=options, **writing), out, ctx.params)
+    write_package(
+        lambda **writing: opened.compile(out, options=options, **writing), out, ctx.params
+    )
     if options.debug_dump is not None:
         _show_phases(Path(options.debug_dump))
 
 
-@with_flags({**FEATURE_FLAGS, **_WRITING_FLAGS})
-def bake(
-    ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="An .onnx file, its folder, or a hub id.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
-    file: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Chooses from several: onnx/model_q4.onnx, for instance."
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            metavar="FOLDER|none", help="Replaces the file's own; none takes token ids only."
-        ),
-    ] = "auto",
-    rope: Annotated[
-        str | None,
-        typer.Option(metavar="short|long", help="Rotary table to keep, of a file that has two."),
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID|FOLDER", help="Compare with this checkpoint in transformers, too."
-        ),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-) -> None:
-    """Give the sampler to a decoder file of another exporter (onnxruntime-genai, onnx-community, optimum)."""
-    from qsample.models.auto_model import bake as bake_file
-
-    _check_model(model, revision)
-    features = Features(**given_of(Features, feature_options(ctx.params)))
-    make = partial(
-        bake_file,
-        model,
-        out,
-        file=file,
-        features=features.for_serving() if ctx.params["for_serving"] else features,
-        tokenizer=None if tokenizer == "none" else tokenizer,
-        rope=rope,
-        reference=reference,
-        revision=revision,
-    )
-    _write(make, out, ctx.params)
-
-
-def _check_model(model: str, revision: str | None) -> None:
+def check_source(model: str, revision: str | None) -> None:
+    """Raise typer.BadParameter if `model` is a package, or a local path with a `revision`."""
     if is_package(model):
         raise typer.BadParameter(
             f"{model} is a package already; `qsample compile` takes it from here"
@@ -229,7 +169,7 @@ def _check_model(model: str, revision: str | None) -> None:
     quieten(model)
 
 
-def _write(make: Callable[..., PackagedModel], out: Path, given: Mapping[str, Any]) -> None:
+def write_package(make: Callable[..., PackagedModel], out: Path, given: Mapping[str, Any]) -> None:
     """Make a package in `out` by `make(overwrite=..., progress=...)`. Stages and remarks go to stderr, its path or a
     JSON document to stdout. `given`: all parameters of the command, by name."""
     with progress(logged=True) as report, metered(report) as meter:
@@ -315,50 +255,6 @@ def bundle(
     note(f"variants: {', '.join(variants)}")
 
 
-def policy(
-    out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT]", help="Folder for the components.")
-    ] = None,
-    contract: Annotated[str, typer.Option(help="Of the sampler.")] = _CONTRACT,
-    vocab_size: Annotated[int | None, typer.Option(min=1, help="Tokens of the logits.")] = None,
-    into: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PACKAGE", help="Replace the sampler of this workflow package, if it allows."
-        ),
-    ] = None,
-    provider: Annotated[
-        str, typer.Option(help="cpu; with others, the sampler has no control flow.")
-    ] = "cpu",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace files of the same names.")
-    ] = False,
-) -> None:
-    """Write the sampler as a component of ONNX workflows, with termination and state update."""
-    from qsample.exporters.policy import replace_sampler, write_policy
-
-    if (out is None) == (into is None):
-        raise typer.BadParameter("give either OUT or --into")
-    if out is not None and vocab_size is None:
-        raise typer.BadParameter("give --vocab-size, the number of tokens of the model's logits")
-    try:
-        if into is not None:
-            options = {
-                "contract": contract,
-                "vocab_size": vocab_size,
-                "provider": provider,
-                "overwrite": overwrite,
-            }
-            typer.echo(str(replace_sampler(into, **options)))  # type: ignore[arg-type]
-        elif out is not None and vocab_size is not None:
-            for path in write_policy(
-                out, vocab_size, contract=contract, provider=provider, overwrite=overwrite
-            ):
-                typer.echo(str(path))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
 @with_flags(CHAT_FLAGS)
 def prefix(
     ctx: typer.Context,
@@ -431,3 +327,9 @@ def prefix(
     else:
         typer.echo(str(out))
     note(f"{tokens} tokens, {format_size(size)}")
+
+
+EXPORT: Final = CliCommand(export, Panel.BUILD, EXPORT_EXAMPLES)
+COMPILE: Final = CliCommand(compile, Panel.BUILD, COMPILE_EXAMPLES)
+BUNDLE: Final = CliCommand(bundle, Panel.BUILD, BUNDLE_EXAMPLES)
+PREFIX: Final = CliCommand(prefix, Panel.BUILD, PREFIX_EXAMPLES)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.common import (
     CHAT_FLAGS,
     LOAD_FLAGS,
@@ -516,3 +517,6 @@ class Screen:
         self._file = path
         waits = "" if messages[-1]["role"] == "assistant" else "; /retry answers the last"
         note(counted(len(messages), "message") + waits)
+
+
+CHAT: Final = CliCommand(chat, Panel.RUN, EXAMPLES)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.common import (
     CHAT_FLAGS,
     FORM_FLAGS,
@@ -404,3 +405,6 @@ def _figures(output: GenerateOutput) -> str:
     seeds = ", ".join(map(str, output.seeds))
     guessed = f", {timing.drafts.tokens_per_step:.2f} a step" if timing.drafts.num_drafts else ""
     return f"{counted(count, 'token')} in {seconds:.2f} s, {count / seconds:.0f} a second{guessed}; seed {seeds}"
+
+
+GENERATE: Final = CliCommand(generate, Panel.RUN, EXAMPLES)

@@ -17,6 +17,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.common import (
     CtxLen,
     Json,
@@ -585,3 +586,8 @@ def _described(entry: Entry) -> dict[str, Any]:
         "in_use": entry.in_use,
         "path": str(entry.path),
     }
+
+
+INSPECT: Final = CliCommand(inspect, Panel.MEASURE, INSPECT_EXAMPLES)
+PULL: Final = CliCommand(pull, Panel.CACHE, PULL_EXAMPLES)
+CACHE: Final = CliCommand(cache_app, Panel.CACHE)

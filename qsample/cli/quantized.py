@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def note_divergence(package: Package) -> None:
     """Say how far a package is from its float model; nothing of one whose numbers are the float model's."""
-    from qsample.evaluation.divergence import FAR, Divergence
+    from qsample.package.divergence import FAR, Divergence
 
     if (found := Divergence.of(package)) is None:
         return
@@ -27,7 +27,7 @@ def note_divergence(package: Package) -> None:
 
 def divergence_in_words(package: Package) -> str:
     """The measured divergence; empty if nothing is quantized, and "unknown" if an older version measured it."""
-    from qsample.evaluation.divergence import Divergence
+    from qsample.package.divergence import Divergence
 
     compilation = package.manifest.compilation
     if compilation is None or compilation.quantization is None:

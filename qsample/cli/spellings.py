@@ -1,43 +1,26 @@
-"""Commands and options of vLLM, ollama and llama.cpp, and what they are called here."""
+"""The words of other programs for commands and options, from the add-ons that know them (`qsample.spellings`)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final
 
-ELSEWHERE: Final = {
-    "qsample chat MODEL` or `qsample generate MODEL -p TEXT": "run talk --chat --conversation -cnv",
-    "qsample generate": "complete completion cli",
-    "qsample cache list": "list ls ps",
-    "qsample cache clear": "rm remove delete",
-    "qsample inspect": "show info",
-    "qsample export` or `qsample compile": "convert create build",
-    "qsample compile MODEL OUT --weights int4": "quantize",
-    "qsample serve": "start server api-server",
-    "qsample pull": "download",
-    "qsample bench": "benchmark",
-    "qsample evaluate": "perplexity eval",
-    "--ctx-len": "--max-model-len --ctx-size -c --num-ctx --max-seq-len",
-    "--max-new-tokens": "--max-tokens --n-predict -n --predict --num-predict",
-    "--num-return-sequences": "-n",
-    "--slots": "--max-num-seqs --parallel -np",
-    "--temperature": "--temp",
-    "--repetition-penalty": "--repeat-penalty",
-    "--penalty-last-n": "--repeat-last-n",
-    "--stop-string": "--stop --reverse-prompt -r",
-    "--system": "--system-prompt -sys",
-    "--prompt-file": "--file -f --input-file",
-    "--chat-template": "--chat-template-file",
-    "--raw": "--ignore-chat-template --skip-chat-template --no-conversation -no-cnv",
-    "--weights": "--quantization -q",
-    "--provider": "--device --n-gpu-layers -ngl --gpu-layers",
-    "--threads": "-t",
-    "--lora": "--lora-modules --enable-lora",
-}
+from qsample.extensions import SPELLINGS, load_extensions
 
 
 def names_here(word: str, known: Collection[str]) -> list[str]:
-    """What an unknown command or option of a command line is called here: several names if programs differ in what they
-    mean by it; none if that is not known. Options are named only if the running command has them: `known`."""
-    names = [ours for ours, words in ELSEWHERE.items() if word in words.split()]
-    return [ours for ours in names if not ours.startswith("-") or ours in known]
+    """The names here of a command or option of another program.
+
+    Args:
+        word: the unknown command or option that the user typed.
+        known: the options of the running command; no other option is suggested.
+
+    Returns:
+        Several names if programs differ in what they mean by the word; none if no add-on knows it.
+    """
+    names = [
+        ours
+        for words_of in load_extensions(SPELLINGS).values()
+        for ours, words in words_of.items()
+        if word in words
+    ]
+    return [name for name in names if not name.startswith("-") or name in known]

@@ -15,9 +15,9 @@ from qsample.compiler.plan import CompilePlan
 from qsample.compiler.trial import logits_of
 from qsample.contract.arrays import Array
 from qsample.errors import CompileError
-from qsample.evaluation.divergence import CHATS
-from qsample.evaluation.texts import documents_of
 from qsample.graph.runner import GraphRunner
+from qsample.package.divergence import CHATS
+from qsample.text.documents import documents_of
 
 _LENGTH: Final = 2048  # tokens that are read as a text
 _LEAST: Final = 128

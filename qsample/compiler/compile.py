@@ -28,10 +28,10 @@ from qsample.compiler.vision import compare_vision, compile_vision
 from qsample.contract.tensors import BATCH, BLOCK_SIZES, STEPS_ONNXRUNTIME
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
-from qsample.evaluation.divergence import Divergence
 from qsample.exporters.portable import build_initial_state
 from qsample.ort.session import VISION
 from qsample.package import package
+from qsample.package.divergence import Divergence
 from qsample.progress import Progress, Stage, Stages, metered
 
 

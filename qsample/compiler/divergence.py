@@ -18,12 +18,12 @@ from qsample.compiler.trial import Step, logits_of
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import LOGITS
-from qsample.evaluation.divergence import Divergence
-from qsample.evaluation.statistics import estimate_means
 from qsample.graph.packed import in_nibbles
 from qsample.graph.runner import GraphRunner
 from qsample.ort.providers import CPU
+from qsample.package.divergence import Divergence
 from qsample.package.package import Package
+from qsample.package.statistics import estimate_means
 
 ROWS: Final = 32
 TOKENS: Final = 16  # of a row: each costs a pass over the float weights

@@ -16,7 +16,7 @@ import numpy as np
 from qsample.compiler.trial import Step, write
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import LOGITS
-from qsample.evaluation.divergence import CHATS, DOCUMENTS, RANDOM_STARTS
+from qsample.package.divergence import CHATS, DOCUMENTS, RANDOM_STARTS
 from qsample.package.package import Package
 from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import Tokenizer

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import onnxruntime as ort
 
 from qsample.errors import PackageError, QsampleError, install_hint
+from qsample.extensions import TARGETS, extension_names, load_extension
 from qsample.ort.options import session_options
 from qsample.package.package import Package
 
@@ -29,7 +29,6 @@ WEBGPU: Final = "WebGpuExecutionProvider"
 DEVICE: Final = "device_type"  # the option that chooses a device of OpenVINO
 # The option of WebGPU that names nodes for the host; here with spaces between them.
 ON_HOST: Final = "forceCpuNodeNames"
-TARGETS: Final = "qsample.targets"  # the group of entry points of installed compile targets
 
 
 class Provider(NamedTuple):
@@ -220,14 +219,14 @@ def _named_by(provider: Any, target: str) -> tuple[str, ...]:
 
 def _of_installed_target(name: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """The providers and options that an installed target writes; nothing if it cannot be imported here."""
-    for point in entry_points(group=TARGETS):
-        if point.name == name:
-            try:
-                target = point.load().TARGET
-            except ImportError:  # of a library that only exporting needs
-                break
-            return tuple(target.execution_providers), dict(target.provider_options)
-    return (), {}
+    if name not in extension_names(TARGETS):
+        return (), {}
+    try:
+        target = load_extension(TARGETS, name)
+    except ImportError:
+        # The target needs a library that running packages does not need.
+        return (), {}
+    return tuple(target.execution_providers), dict(target.provider_options)
 
 
 def open_session(

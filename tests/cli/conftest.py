@@ -1,26 +1,11 @@
-"""A command line that runs in the test's own process, and a package with every feature."""
+"""A package with every feature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from qsample import cli
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command line here; (status, stdout, stderr)."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        status = cli.run([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from qsample.cli.quantized import divergence_in_words, note_divergence
-from qsample.evaluation import divergence
-from qsample.evaluation.divergence import FAR, Divergence
+from qsample.package import divergence
+from qsample.package.divergence import FAR, Divergence
 from qsample.package.package import Package, read_package
 from tests.helpers.command_line import qsample
 

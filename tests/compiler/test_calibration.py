@@ -13,7 +13,7 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.own_text import Opening, random_starts
 from qsample.compiler.plan import make_plan
-from qsample.evaluation.divergence import CHATS
+from qsample.package.divergence import CHATS
 from qsample.package.package import read_package
 
 

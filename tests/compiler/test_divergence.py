@@ -17,8 +17,8 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.divergence import measure_divergence, softmax
 from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
-from qsample.evaluation.divergence import Divergence
 from qsample.graph.runner import GraphRunner
+from qsample.package.divergence import Divergence
 from qsample.package.manifest import Compilation
 from qsample.package.package import Package, read_package
 

@@ -12,7 +12,7 @@ import pytest
 from qsample.compiler import own_text
 from qsample.compiler.own_text import Opening, opening_of, random_starts, write_text
 from qsample.contract.arrays import Array
-from qsample.evaluation.divergence import CHATS, DOCUMENTS, RANDOM_STARTS
+from qsample.package.divergence import CHATS, DOCUMENTS, RANDOM_STARTS
 from qsample.package.package import Package, read_package
 from qsample.text.chat import ChatTemplates
 from qsample.text.tokenizer import Tokenizer

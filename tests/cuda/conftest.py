@@ -72,8 +72,8 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """compile for a dtype that the CPU has no kernels for: without the tests that compare numbers."""
     from qsample.compiler import compile as compile_module
     from qsample.compiler.agreement import SelfTest
-    from qsample.evaluation.divergence import DOCUMENTS, Divergence
-    from qsample.evaluation.statistics import Estimate
+    from qsample.package.divergence import DOCUMENTS, Divergence
+    from qsample.package.statistics import Estimate
 
     def measured(*_: Any, **__: Any) -> Divergence:
         return Divergence(

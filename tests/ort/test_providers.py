@@ -12,6 +12,7 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
+from qsample import extensions
 from qsample.compiler.targets import find_target, target_names
 from qsample.errors import PackageError, QsampleError
 from qsample.ort import providers, session
@@ -306,9 +307,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     target = SimpleNamespace(
         execution_providers=("MineExecutionProvider", CPU), provider_options={"library": "mine.so"}
     )
-    point = SimpleNamespace(name="mine", load=lambda: SimpleNamespace(TARGET=target))
+    point = SimpleNamespace(name="mine", value="mine:TARGET", load=lambda: target)
     monkeypatch.setattr(
-        providers, "entry_points", lambda group: [point] if group == "qsample.targets" else []
+        extensions,
+        "_entry_points",
+        lambda group, path: {"mine": point} if group == "qsample.targets" else {},
     )
     return point
 

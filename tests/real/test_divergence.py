@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import qsample
-from qsample.evaluation.divergence import CHATS, Divergence
+from qsample.package.divergence import CHATS, Divergence
 from qsample.package.package import read_package
 from tests.real.conftest import ROOT, Reference
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import qsample
-from qsample.evaluation import evaluate
+from qsample.addons.evaluate import evaluate
 from tests.helpers.servers import ServerProcess
 
 pytest.importorskip("lm_eval", reason="pip install 'lm-eval[api]'")

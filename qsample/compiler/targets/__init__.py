@@ -1,17 +1,14 @@
 """Compile targets: the base class, and the registry that finds a target by its name.
 
-A target is one file: a module of this package, or an entry point in the group `qsample.targets` of an installed
-distribution, with an instance of `Target` as its attribute `TARGET`. It declares everything that is particular to it.
+A target is one file, and an entry point in the group `qsample.targets` that names the file's instance of `Target`. The
+instance declares everything that is particular to the target.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 from qsample.compiler.passes.parts import layers_of
@@ -21,7 +18,8 @@ from qsample.compiler.quantize import entry_of_table
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, MODEL_DTYPES
 from qsample.errors import CompileError, QsampleError
-from qsample.ort.providers import TARGETS, check_available
+from qsample.extensions import TARGETS, extension_names, load_extension
+from qsample.ort.providers import check_available
 
 
 class Target(ABC):
@@ -190,19 +188,12 @@ def _check_devices(target: Target, plan: CompilePlan) -> None:
 
 def target_names() -> list[str]:
     """Every target that `find_target` accepts."""
-    own = [
-        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
-    ]
-    return sorted({*own, *(point.name for point in entry_points(group=TARGETS))})
+    return extension_names(TARGETS)
 
 
 def find_target(name: str) -> Target:
     """The target called `name`; CompileError, with the names that exist, if there is none."""
-    for point in entry_points(group=TARGETS):
-        if point.name == name:
-            installed: Target = point.load().TARGET
-            return installed
     if name not in target_names():
         raise CompileError(f"no compile target {name!r}; choose one of {', '.join(target_names())}")
-    own: Target = import_module(f"{__name__}.{name}").TARGET
-    return own
+    target: Target = load_extension(TARGETS, name)
+    return target

@@ -12,11 +12,11 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM
+from qsample.addons.evaluate import evaluate
 from qsample.compiler.quantize.gptq import Calibration, Wanted, calibrated_levels, decomposed, gptq
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
 from qsample.contract.arrays import Array
 from qsample.errors import PackageError
-from qsample.evaluation import evaluate
 from tests.compiler.quantize.test_weights import levels
 from tests.helpers.small_graphs import normal, small_graph
 

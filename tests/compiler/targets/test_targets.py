@@ -238,7 +238,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "Metadata-Version: 2.1\nName: toy-target\nVersion: 1.0\n"
     )
     (site / "toy_target-1.0.dist-info" / "entry_points.txt").write_text(
-        "[qsample.targets]\ntoy = toy_target\n"
+        "[qsample.targets]\ntoy = toy_target:TARGET\n"
     )
     (site / "toy_target.py").write_text(TOY)
     monkeypatch.syspath_prepend(site)

@@ -14,17 +14,18 @@ from typing import Any, Final
 
 import numpy as np
 
+from qsample.addons.evaluate.windows import Window, cut_windows
 from qsample.checks import check_count, is_number
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import INPUT_IDS, LENGTHS, LOGITS
 from qsample.errors import QsampleError, shown
-from qsample.evaluation.statistics import Estimate, estimate_means
-from qsample.evaluation.texts import Window, cut_windows, documents_of
 from qsample.ort.options import NO_SPINNING, SessionOptions
 from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
 from qsample.package.package import Package, read_package
+from qsample.package.statistics import Estimate, estimate_means
 from qsample.progress import Progress, Stage, unreported
+from qsample.text.documents import documents_of
 
 DEFAULT_MAX_LENGTH: Final = 1024
 DEFAULT_BATCH_SIZE: Final = 8

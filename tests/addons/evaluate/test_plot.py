@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from qsample.addons.evaluate import Comparison, Estimate, Evaluation, PackageQuality
+from qsample.addons.evaluate import plot as plots
 from qsample.errors import QsampleError
-from qsample.evaluation import Comparison, Estimate, Evaluation, PackageQuality
-from qsample.evaluation import plot as plots
 
 
 def evaluation(*, compared: bool = True, timed: bool = False, kl: float = 0.01) -> Evaluation:

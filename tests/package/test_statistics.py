@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qsample.contract.arrays import Array
-from qsample.evaluation.statistics import block_length, estimate_means
+from qsample.package.statistics import block_length, estimate_means
 
 
 def autoregressive(n: int, rho: float, seed: int) -> Array:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from qsample.addons.evaluate import Evaluation, evaluate
 from qsample.contract.arrays import Array
 from qsample.errors import PackageError, QsampleError
-from qsample.evaluation import Evaluation, evaluate
 from qsample.package.package import Package, read_package
 from tests.helpers.capturing import compile_captured
 from tests.helpers.fake_package import (

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from qsample.evaluation.statistics import Estimate
 from qsample.package.package import Package
+from qsample.package.statistics import Estimate
 
 FAR: Final = 0.3
 """Nats a token from which on answers may say other things than the float model's: see docs/quantization.md."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qsample.cli.serve import _named
+from qsample.addons.serve.commands import _named
 from qsample.package.package import Package
 from qsample.serve.settings import ServeSettings
 from tests.helpers.fake_package import compilation, fake_package

@@ -1,4 +1,4 @@
-"""`qsample sign` and `sbom`: who made a package, and of what. `verify` checks it."""
+"""`qsample sign` and `sbom`: who made a package, and of what."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.terminal import note, progress
 from qsample.package.package import read_package
 from qsample.package.signature import PASSWORD_VARIABLE, signer_of
@@ -72,27 +73,6 @@ def sign(
     note(f"signed by the {signer_of(folder)}")
 
 
-def check(package: str, trusted_keys: list[str] | None, *, as_json: bool) -> str:
-    """Compare every file of a package with its sha256, and with its signature if keys are trusted; returns the result,
-    in words or as JSON."""
-    with progress():
-        opened = read_package(package, trusted_keys=trusted_keys or None)
-    signer, trusted = opened.signer or signer_of(opened.path), opened.signer is not None
-    count = len(opened.manifest.files)
-    if as_json:
-        facts = (
-            {}
-            if signer is None
-            else {"kind": signer.kind, "fingerprint": signer.fingerprint, "trusted": trusted}
-        )
-        return json.dumps(
-            {"package": str(opened.path), "files": count, "signature": facts or None}, indent=2
-        )
-    words = "not signed" if signer is None else f"signed by the {'trusted ' * trusted}{signer}"
-    unchecked = "; --trusted-keys checks that" if signer is not None and not trusted else ""
-    return f"{opened.path}: {count} files have the sha256 of the manifest; {words}{unchecked}"
-
-
 def sbom(
     package: Annotated[Path, typer.Argument(metavar="PACKAGE", help="Package to describe.")],
     output: Annotated[
@@ -111,3 +91,7 @@ def sbom(
     with output.open("x", encoding="utf-8") as file:
         file.write(document + "\n")
     typer.echo(str(output))
+
+
+SIGN: Final = CliCommand(sign, Panel.TRUST, SIGN_EXAMPLES)
+SBOM: Final = CliCommand(sbom, Panel.TRUST, SBOM_EXAMPLES)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from qsample.addons.evaluate import verify
 from qsample.contract.arrays import Array
 from qsample.errors import PackageError, QsampleError
-from qsample.evaluation import verify
 from qsample.models.bundled import TINY_LM
 from qsample.ort.bound_graph import Replays
 from qsample.ort.session import open_sessions

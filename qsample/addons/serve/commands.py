@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.common import (
     BatchInvariant,
     CtxLen,
@@ -227,3 +228,7 @@ def _named(package: str | None, named: list[str], name: str | None) -> dict[str,
             )
         models[served] = path
     return models
+
+
+SERVE: Final = CliCommand(serve, Panel.RUN, SERVE_EXAMPLES)
+WEB: Final = CliCommand(web, Panel.RUN, WEB_EXAMPLES)

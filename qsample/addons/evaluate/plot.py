@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from qsample.addons.evaluate.differences import Verification
+from qsample.addons.evaluate.quality import Evaluation, PackageQuality
 from qsample.errors import QsampleError, install_hint
-from qsample.evaluation.evaluate import Evaluation, PackageQuality
-from qsample.evaluation.statistics import Estimate
-from qsample.evaluation.verify import Verification
+from qsample.package.statistics import Estimate
 
 FORMATS: Final = (".png", ".svg")
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsample.evaluation.texts import cut_windows
+from qsample.addons.evaluate.windows import cut_windows
 
 
 def guide(length: int, max_length: int, stride: int) -> list[tuple[int, int, int]]:

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from qsample import cli
-from qsample.cli.spellings import ELSEWHERE, names_here
+from qsample.addons.migrate.spellings import ELSEWHERE
+from qsample.cli.spellings import names_here
 
 COMMANDS = cli.commands()
 OPTIONS = {
@@ -15,7 +16,7 @@ OPTIONS = {
 }
 
 
-WORDS = [(word, ours) for ours, words in ELSEWHERE.items() for word in words.split()]
+WORDS = [(word, ours) for ours, words in ELSEWHERE.items() for word in words]
 
 
 @pytest.mark.parametrize(("word", "ours"), WORDS)

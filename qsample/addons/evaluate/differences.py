@@ -12,10 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.checks import check_count
-from qsample.contract.arrays import Array
-from qsample.errors import QsampleError
-from qsample.evaluation.evaluate import (
+from qsample.addons.evaluate.quality import (
     check_vocabularies,
     compiled_for,
     log_probabilities,
@@ -23,13 +20,17 @@ from qsample.evaluation.evaluate import (
     read_windows,
     window_length,
 )
-from qsample.evaluation.texts import Window, documents_of
+from qsample.addons.evaluate.windows import Window
+from qsample.checks import check_count
+from qsample.contract.arrays import Array
+from qsample.errors import QsampleError
 from qsample.ort.options import NO_SPINNING, SessionOptions
 from qsample.ort.session import Sessions, open_sessions
 from qsample.ort.stepper import Stepper
 from qsample.package.package import Package
 from qsample.progress import Progress, Stage, unreported
 from qsample.request.sampling_params import SamplingParams
+from qsample.text.documents import documents_of
 
 SEQUENTIAL, BATCHED, CAPTURED = "sequential", "batched", "captured"
 _HEAD: Final = 20

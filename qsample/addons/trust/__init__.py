@@ -1,0 +1,1 @@
+"""Signatures of packages, and what packages are made of (an ML-BOM)."""
