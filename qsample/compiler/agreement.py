@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.targets import Target
+from qsample.compiler.targets import Capability, Target
 from qsample.compiler.trial import Text, chosen, read, write
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import (
@@ -117,8 +117,9 @@ def _device(
     plan: CompilePlan, published: Package, target: Target, rows: int
 ) -> GraphRunner | Published:
     in_parts = plan.options.num_devices > 1
-    if in_parts or not target.self_contained:
-        return Published(published, rows, logits=in_parts and target.self_contained)
+    runs_on_cpu = Capability.CPU_SELF_TEST in target.capabilities
+    if in_parts or not runs_on_cpu:
+        return Published(published, rows, logits=in_parts and runs_on_cpu)
     model = return_logits(load_graph(published.path / "decoder.onnx"))
     mapped = not (plan.weights or plan.packed_weights)
     return GraphRunner(model, published.path, plan.interface, plan.ctx_len, weights_mapped=mapped)

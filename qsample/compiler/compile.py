@@ -23,7 +23,8 @@ from qsample.compiler.divergence import measure_divergence
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
-from qsample.compiler.targets import Target, check_plan, find_target
+from qsample.compiler.targets import Target, find_target
+from qsample.compiler.targets.requirements import check_plan
 from qsample.compiler.vision import compare_vision, compile_vision
 from qsample.contract.tensors import BATCH, BLOCK_SIZES, STEPS_ONNXRUNTIME
 from qsample.disk.scratch import ScratchFolder

@@ -30,8 +30,8 @@ from qsample.compiler.plan import CompilePlan
 from qsample.compiler.quantize import PRESETS
 from qsample.compiler.quantize.bits import layers_of, table_of
 from qsample.compiler.quantize.experts import quantize_experts
-from qsample.compiler.quantize.gptq import Calibration, calibrated_levels
 from qsample.compiler.quantize.kv_cache import BITS, measure_scales, quantize_kv_cache
+from qsample.compiler.quantize.walk import Calibration, calibrated_levels
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, IMAGE_FEATURES, ROW_AXES

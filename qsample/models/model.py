@@ -385,13 +385,14 @@ class SourceModel(Model):
         self, path: Path, *, provider: Any, options: CompileOptions, progress: Progress | None
     ) -> None:
         """Write the package of `cached` to `path`: compiled, or as exported for a provider that is no target."""
-        from qsample.compiler.targets import find_target, target_names
+        from qsample.compiler.targets import Capability, find_target, target_names
         from qsample.ort.providers import execution_providers
 
         # The model as it is on the disk or at a commit of the hub, without settings that were changed since.
         source, is_target = self.source.pinned(), provider in target_names()
         if isinstance(source, CheckpointSource) and source.images is None and is_target:
-            source = replace(source, text_only=source.text_only or not find_target(provider).sees)
+            reads_images = Capability.IMAGES in find_target(provider).capabilities
+            source = replace(source, text_only=source.text_only or not reads_images)
         unchanged = SourceModel(source, self.features, self._provider)
         if not is_target:
             execution_providers(provider)  # is there such a provider?

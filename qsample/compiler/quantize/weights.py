@@ -25,8 +25,8 @@ from qsample.compiler.quantize.blocks import (
     quantization_report,
     report_quantization,
 )
-from qsample.compiler.quantize.gptq import Wanted
 from qsample.compiler.quantize.methods import Levels, WeightQuantization
+from qsample.compiler.quantize.walk import Wanted
 from qsample.contract.tensors import BLOCK_SIZES, INPUT_IDS, LENGTHS
 from qsample.errors import CompileError
 from qsample.graph import moe

@@ -30,7 +30,7 @@ from qsample.compiler.pipeline import (
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.weights import keep_activations, round_activations
-from qsample.compiler.targets import Target
+from qsample.compiler.targets import Capability, Target
 from qsample.compiler.write import cut_for_devices, join_sampler, optimize_offline, place_optimized
 from qsample.contract.tensors import STEPS_ONNXRUNTIME
 from qsample.errors import CompileError, QsampleError
@@ -50,15 +50,7 @@ class CpuTarget(Target):
     dtypes: tuple[str, ...] = ("float32", "float16")  # of GroupQueryAttention's CPU kernels
     weight_bits: tuple[int, ...] = (2, 4, 8)
     kv_cache_dtypes: tuple[str, ...] = ("int8", "int4")
-    stores_float16 = True
-    calibrates = True
-    adapts = True
-    speculates = True
-    slides = True
-    cuts = True
-    sees = True
-    branches = True
-    self_contained = True
+    capabilities: frozenset[Capability] = frozenset(Capability) - {Capability.DTYPE_CONVERSION}
     rounds_activations = True  # to 8 bits, in products with quantized weights
 
     def check(self, plan: CompilePlan) -> None:
@@ -98,7 +90,8 @@ class CpuTarget(Target):
     def _slides(self, plan: CompilePlan) -> bool:
         """Whether layers with a window may forget old tokens: a wrong guess returns to the token before it, and the
         tokens of an image see those after them."""
-        interface, asked = plan.interface, plan.options.sliding_window_cache and self.slides
+        interface = plan.interface
+        asked = plan.options.sliding_window_cache and Capability.WINDOW_CACHES in self.capabilities
         if not asked or not interface.features.sampler or interface.features.num_speculative_tokens:
             return False
         return is_version(STEPS_ONNXRUNTIME) and (

@@ -34,7 +34,7 @@ from qsample.compiler.pipeline import (
     step,
 )
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.targets import Target
+from qsample.compiler.targets import Capability, Target
 from qsample.compiler.write import (
     cut_for_devices,
     join_flat_sampler,
@@ -66,9 +66,9 @@ class CudaTarget(Target):
     provider_options: Mapping[str, str] = {"enable_cuda_graph": "1", "use_tf32": "0"}
     default_options: Mapping[str, Any] = {"dtype": "bfloat16"}
     dtypes: tuple[str, ...] = HALF_DTYPES
-    converts = True
-    cuts = True
-    sees = True
+    capabilities = frozenset(
+        {Capability.DTYPE_CONVERSION, Capability.SEVERAL_DEVICES, Capability.IMAGES}
+    )
 
     def interface(self, plan: CompilePlan) -> Interface:
         """In half precision, and captured if it has the sampler."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from qsample.compiler.pipeline import Phase, step
 from qsample.compiler.plan import CompilePlan
+from qsample.compiler.targets import Capability
 from qsample.compiler.targets.cpu import CpuTarget
 from qsample.compiler.write import cut_weights
 
@@ -21,9 +22,14 @@ class WebTarget(CpuTarget):
     weight_bits: tuple[int, ...] = (4, 8)  # 2 are for activations in 8 bits
     kv_cache_dtypes: tuple[str, ...] = ("int8",)
     rounds_activations = False
-    cuts = False
-    sees = False  # nor do browsers
-    speculates = slides = False  # onnxruntime-web 1.30 has no attention to a count of tokens a row
+    # onnxruntime-web 1.30 has no attention to a number of tokens for each row, as guesses and window caches need;
+    # browsers have one device, and their hosts read no images.
+    capabilities = CpuTarget.capabilities - {
+        Capability.GUESSED_TOKENS,
+        Capability.WINDOW_CACHES,
+        Capability.SEVERAL_DEVICES,
+        Capability.IMAGES,
+    }
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
         return [*super().phases(plan), step(cut_weights)]

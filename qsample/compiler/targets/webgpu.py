@@ -33,7 +33,7 @@ from qsample.compiler.pipeline import (
 )
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.quantize.weights import keep_activations
-from qsample.compiler.targets import Target
+from qsample.compiler.targets import Capability, Target
 from qsample.compiler.write import (
     cut_weights,
     join_flat_sampler,
@@ -68,7 +68,7 @@ class WebGpuTarget(Target):
     default_options: Mapping[str, Any] = {"weights": "int4"}
     kv_cache_dtypes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "float16")
-    converts = True
+    capabilities = frozenset({Capability.DTYPE_CONVERSION})
 
     def check(self, plan: CompilePlan) -> None:
         if plan.source.interface.features.seed:

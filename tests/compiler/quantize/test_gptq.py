@@ -13,8 +13,9 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.addons.evaluate import evaluate
-from qsample.compiler.quantize.gptq import Calibration, Wanted, calibrated_levels, decomposed, gptq
+from qsample.compiler.quantize.gptq import decomposed, gptq
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
+from qsample.compiler.quantize.walk import Calibration, Wanted, calibrated_levels
 from qsample.contract.arrays import Array
 from qsample.errors import PackageError
 from tests.compiler.quantize.test_weights import levels

@@ -136,12 +136,12 @@ def test_refused_before_any_work(
         (
             "cuda",
             {"dtype": "bfloat16"},
-            "graphs for cuda have none; compile for cpu, or export the text model",
+            "graphs for cuda have none; compile for cpu, or export only the text model",
         ),
         (
             "web",
             {},
-            "reads images, and packages for web read text; compile for cpu or cuda, or export the text model",
+            "reads images, and packages for web read text; compile for cpu or cuda, or export only the text model",
         ),
         ("webgpu", {}, "reads images, and packages for webgpu read text"),
         ("openvino", {}, "reads images, and packages for openvino read text"),
