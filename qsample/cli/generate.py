@@ -42,7 +42,7 @@ from qsample.cli.prompt_file import (
     with_fingerprints,
 )
 from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
-from qsample.errors import QsampleError
+from qsample.errors import ArgumentError, QsampleError
 from qsample.package.package import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -260,7 +260,6 @@ def _form(given: Mapping[str, str | None]) -> Form | None:
     if len(named) > 1:
         raise typer.BadParameter(f"{' and '.join(named)} were given; give one of them")
     from qsample.serve.grammar import Form, check_form
-    from qsample.serve.http import ApiError
 
     ((option, value),) = named.items()
     is_text = (
@@ -269,7 +268,7 @@ def _form(given: Mapping[str, str | None]) -> Form | None:
     form = Form(option[2:].replace("-", "_"), value if is_text else read_text(Path(value), option))  # type: ignore[arg-type]
     try:
         check_form(form)
-    except ApiError as error:
+    except ArgumentError as error:
         raise typer.BadParameter(f"{option}: {error}") from None
     return form
 

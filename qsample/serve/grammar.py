@@ -23,7 +23,7 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import RUNNING
-from qsample.serve.http import ApiError
+from qsample.errors import ArgumentError
 
 if TYPE_CHECKING:
     from qsample.runtime import CausalLM, Step
@@ -53,8 +53,16 @@ class Form(NamedTuple):
     value: Any
 
 
+class InvalidGrammarError(ArgumentError):
+    """No answer can follow a grammar, or the grammar is too large to compile."""
+
+
 def grammar_of(form: Form) -> str:
-    """The text of a form's grammar, for `Grammars.guide`. Needs llguidance. Raises ApiError if the form is invalid."""
+    """The text of a form's grammar, for `Grammars.guide`. It needs llguidance.
+
+    Raises:
+        ArgumentError: the form is invalid.
+    """
     from llguidance import LLMatcher
 
     kind, value = form
@@ -64,7 +72,7 @@ def grammar_of(form: Form) -> str:
         return _GBNF + value if "::=" in value else _made(LLMatcher.grammar_from_lark, value)
     if kind == "choice":
         if "" in value:
-            raise ApiError(400, "a choice is empty; give texts of at least a character")
+            raise ArgumentError("a choice is empty; give texts of at least a character")
         texts = (json.dumps(choice, ensure_ascii=False) for choice in value)
         return _made(LLMatcher.grammar_from_lark, "start: " + " | ".join(texts))
     if kind in ("call", "calls"):
@@ -75,17 +83,17 @@ def grammar_of(form: Form) -> str:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the schema is not valid JSON: {error}") from None
+            raise ArgumentError(f"the schema is not valid JSON: {error}") from None
     if value is not True and not isinstance(value, dict):
-        raise ApiError(
-            400, f"the schema is {json.dumps(value):.60}; give an object, or true for any JSON"
+        raise ArgumentError(
+            f"the schema is {json.dumps(value):.60}; give an object, or true for any JSON"
         )
     schema = {} if value is True else value
     return _made(lambda: LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON))
 
 
 def check_form(form: Form) -> None:
-    """Raise ApiError for an invalid form, before a model is there."""
+    """Raise ArgumentError for an invalid form, before a model is there."""
     from llguidance import LLMatcher
 
     grammar = grammar_of(form)
@@ -110,7 +118,7 @@ def _from_gbnf(grammar: str) -> str:
     try:
         lark = gbnf_to_lark.gbnf_to_lark(grammar)
     except Exception as error:
-        raise ApiError(400, f"the grammar is not valid GBNF: {error!s:.200}") from None
+        raise ArgumentError(f"the grammar is not valid GBNF: {error!s:.200}") from None
     return _made(LLMatcher.grammar_from_lark, lark)
 
 
@@ -121,15 +129,18 @@ def _made(make: Callable[..., str], *value: str) -> str:
         raise refused(str(error)) from None
 
 
-def refused(reason: str) -> ApiError:
+def refused(reason: str) -> InvalidGrammarError:
     """The error of a grammar that is invalid or too large."""
     text = " ".join(reason.split())
-    return ApiError(400, f"no answer can follow that form: {text:.300}", code="invalid_grammar")
+    return InvalidGrammarError(f"no answer can follow that form: {text:.300}")
 
 
 def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> Compiled:
-    """Compile a text of `grammar_of` for llguidance's `tokenizer`. Raises ApiError if the grammar is invalid, or if no
-    answer can follow it."""
+    """Compile a text of `grammar_of` for llguidance's `tokenizer`.
+
+    Raises:
+        ArgumentError: the grammar is invalid, or no answer can follow it.
+    """
     from llguidance import LLMatcher
 
     if grammar.startswith(_GBNF):
@@ -160,7 +171,7 @@ def fill_mask(matcher: Any, mask: Array) -> None:
 
 
 def check_matcher(matcher: Any) -> None:
-    """Raise ApiError if the grammar is invalid, or became too complex for llguidance on the way."""
+    """Raise InvalidGrammarError if the grammar is invalid, or became too complex for llguidance on the way."""
     if matcher.is_error():
         raise refused(matcher.get_error())
 
@@ -253,7 +264,7 @@ class Grammars:
 
     async def guide(self, grammar: str) -> GrammarGuide:
         """A guide for an answer, compiled on another thread, once for simultaneous requests, as long as one waits.
-        Raises ApiError if the grammar is invalid or takes too much to compile, or if no answer can follow it."""
+        Raises ArgumentError if the grammar is invalid or takes too much to compile, or if no answer can follow it."""
         if grammar not in self._kept:
             loop = asyncio.get_running_loop()
             self._kept[grammar] = loop.run_in_executor(self._threads, self._compile, grammar)
@@ -283,8 +294,11 @@ class Grammars:
         return GrammarGuide(compiled)
 
     def compiled(self, form: Form) -> Compiled:
-        """A form's grammar, compiled on this thread and without limits, for a user of this machine. Raises ApiError if
-        it is invalid."""
+        """A form's grammar, compiled on this thread and without limits, for a user of this machine.
+
+        Raises:
+            ArgumentError: the form is invalid.
+        """
         return compile_grammar(
             grammar_of(form), self._llguidance_tokenizer(), self._model.interface.vocab_size
         )
@@ -311,8 +325,8 @@ class Grammars:
                 try:
                     self._tokenizer = LLTokenizer(**self._tokenizer_arguments())
                 except ValueError as error:
-                    raise ApiError(
-                        400, f"this model's tokenizer cannot follow a grammar: {error!s:.200}"
+                    raise ArgumentError(
+                        f"this model's tokenizer cannot follow a grammar: {error!s:.200}"
                     ) from None
             return self._tokenizer
 
@@ -372,7 +386,7 @@ def _serve() -> None:
         reason = None
         try:
             compile_grammar(json.loads(line), tokenizer, arguments["n_vocab"])
-        except ApiError:
+        except ArgumentError:
             pass
         except MemoryError:
             reason = "it takes too much memory to compile; give a smaller one"

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qsample.errors import ArgumentError, QsampleError
 from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
+from qsample.serve.grammar import InvalidGrammarError
 from qsample.serve.hosts import is_allowed
 
 T = TypeVar("T")
@@ -165,14 +166,14 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case QueueFullError():
             return ApiError(429, text, code="rate_limit_exceeded", headers=_RETRY_AFTER)
-        case RequestFailedError(
-            __cause__=ApiError() as cause
-        ):  # of a function that came with the request
-            return cause
+        case RequestFailedError(__cause__=InvalidGrammarError() as cause):
+            return as_api_error(cause)
         case RequestFailedError():
             return ApiError(500, text, code="request_failed")
         case EngineClosedError():
             return ApiError(500, text, code="engine_closed")
+        case InvalidGrammarError():
+            return ApiError(400, text, code="invalid_grammar")
         case ArgumentError():
             return ApiError(400, text, param=_FIELDS.get(error.argument or "", error.argument))
         case ValueError():

@@ -14,27 +14,18 @@ import llguidance.numpy
 import numpy as np
 import pytest
 
+from qsample.errors import ArgumentError
 from qsample.runtime import CausalLM, Step
 from qsample.serve.grammar import (
     Form,
     GrammarGuide,
     Grammars,
+    InvalidGrammarError,
     TokenizerArguments,
     Trial,
     grammar_of,
 )
-from qsample.serve.http import ApiError
-
-SLOW = "(ab)?" * 100_000  # as a regular expression: minutes, and gigabytes
-
-
-def chained(count: int) -> dict[str, Any]:
-    """A schema of definitions that refer to each other."""
-    links = {
-        f"d{number}": {"type": "array", "items": {"$ref": f"#/$defs/d{number + 1}"}}
-        for number in range(count)
-    }
-    return {"$defs": {**links, f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+from tests.helpers.grammars import SLOW, chained
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +114,7 @@ def test_a_token_that_does_not_fit_is_an_error(grammars: Grammars) -> None:
     guide = asyncio.run(grammars.guide(grammar_of(Form("regex", "[a-z]{3,9}"))))
     mask = np.zeros_like(guide._compiled.mask)
     guide(None, mask)
-    with pytest.raises(ApiError, match="no answer can follow that form"):
+    with pytest.raises(InvalidGrammarError, match="no answer can follow that form"):
         guide(step(first_allowed(~mask)), mask)
 
 
@@ -141,7 +132,7 @@ def test_gbnf_is_translated_elsewhere(grammars: Grammars, monkeypatch: pytest.Mo
         guide = await grammars.guide(grammar_of(Form("grammar", 'root ::= "yes" | "no"')))
         other = await grammars.guide(grammar_of(Form("choice", ["yes", "no"])))
         np.testing.assert_array_equal(guide._compiled.mask, other._compiled.mask)
-        with pytest.raises(ApiError, match="the grammar is not valid GBNF"):
+        with pytest.raises(ArgumentError, match="the grammar is not valid GBNF"):
             await grammars.guide(grammar_of(Form("grammar", 'root ::= "')))
 
     asyncio.run(run())
@@ -245,7 +236,7 @@ def test_a_grammar_is_compiled_once_and_elsewhere(
         cancelled.cancel()
         assert len({id(guide) for guide in await asyncio.gather(*asked)}) == 20
         for _ in range(2):
-            with pytest.raises(ApiError, match="no answer can follow that form"):
+            with pytest.raises(InvalidGrammarError, match="no answer can follow that form"):
                 await grammars.guide(grammar_of(Form("grammar", "start: start start")))
         for number in range(70):
             await grammars.guide(grammar_of(Form("regex", f"a{number}")))
@@ -282,7 +273,7 @@ def test_what_would_end_the_process_is_refused(grammars: Grammars) -> None:
     """llguidance overflows the stack; the next grammar is compiled as ever."""
 
     async def run() -> GrammarGuide:
-        with pytest.raises(ApiError, match="too large or nested too deep"):
+        with pytest.raises(InvalidGrammarError, match="too large or nested too deep"):
             await grammars.guide(grammar_of(Form("json_schema", chained(5000))))
         return await grammars.guide(grammar_of(Form("json_schema", chained(5))))
 

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.grammars import SLOW, chained
 from tests.helpers.servers import ServerProcess, watched
-from tests.serve.test_grammar import SLOW, chained
 
 pytestmark = pytest.mark.slow
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

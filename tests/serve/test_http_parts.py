@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 from qsample.errors import ArgumentError, QsampleError
 from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
 from qsample.serve import http
+from qsample.serve.grammar import InvalidGrammarError
 from qsample.serve.http import (
     ApiError,
     ApiKeys,
@@ -42,7 +43,8 @@ def caused(error: BaseException) -> RequestFailedError:
     ("error", "status", "kind", "param", "code", "message"),
     [
         (QueueFullError("full"), 429, "rate_limit_error", None, "rate_limit_exceeded", "full"),
-        (caused(ApiError(400, "own", param="p")), 400, "invalid_request_error", "p", None, "own"),
+        (InvalidGrammarError("g"), 400, "invalid_request_error", None, "invalid_grammar", "g"),
+        (caused(InvalidGrammarError("g")), 400, "invalid_request_error", None, "invalid_grammar", "g"),
         (caused(OSError("x")), 500, "server_error", None, "request_failed", "it failed"),
         (EngineClosedError("closed"), 500, "server_error", None, "engine_closed", "closed"),
         (ArgumentError("a", argument="min_new_tokens"), 400, "invalid_request_error", "min_tokens", None, "a"),
