@@ -48,8 +48,8 @@ from qsample.package.package import MANIFEST_NAME
 if TYPE_CHECKING:
     from qsample.contract.arrays import Array
     from qsample.package.package import Package
+    from qsample.request.grammar import Form
     from qsample.runtime import CausalLM, GenerateOutput, Step
-    from qsample.serve.grammar import Form
 
 _SHOWN: Final = (
     "logprobs",
@@ -259,7 +259,7 @@ def _form(given: Mapping[str, str | None]) -> Form | None:
         return None
     if len(named) > 1:
         raise typer.BadParameter(f"{' and '.join(named)} were given; give one of them")
-    from qsample.serve.grammar import Form, check_form
+    from qsample.request.grammar import Form, check_form
 
     ((option, value),) = named.items()
     is_text = (
@@ -275,7 +275,7 @@ def _form(given: Mapping[str, str | None]) -> Form | None:
 
 def _guide(model: CausalLM, form: Form, rows: int) -> Callable[[Step | None, Array], None]:
     """The guide of a batch."""
-    from qsample.serve.grammar import GrammarGuide, Grammars
+    from qsample.request.grammar import GrammarGuide, Grammars
 
     compiled = Grammars(model).compiled(form)
     guides = [GrammarGuide(compiled, row) for row in range(rows)]

@@ -35,8 +35,8 @@ from qsample.progress import Stage
 from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
 
 if TYPE_CHECKING:
+    from qsample.request.grammar import Form
     from qsample.runtime import CausalLM, RequestOutput
-    from qsample.serve.grammar import Form
 
 _JSON_LINES: Final = (".jsonl", ".ndjson", ".json")
 _WAITING: Final = 64  # prompts that are read ahead of the slots
@@ -356,7 +356,7 @@ class _Work:
                     valid = [row for row in rows if row.error is None]
                     each = (row.options for row in valid)
                     if self.form is not None:
-                        from qsample.serve.grammar import GrammarGuide, Grammars
+                        from qsample.request.grammar import GrammarGuide, Grammars
 
                         compiled = Grammars(model).compiled(self.form)
                         each = (

@@ -13,12 +13,12 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import LOGPROBS, PROBS
 from qsample.images.prompt import ProcessedImage
+from qsample.request.grammar import GrammarGuide
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Delta, Request, RequestOutput, Step
 from qsample.runtime.request import RequestTiming, Usage
 from qsample.runtime.sequence import NO_DRAFTS
 from qsample.serve.choices import Choice, Event, PromptScores
-from qsample.serve.grammar import GrammarGuide
 from qsample.serve.http import ApiError, json_bytes, logged_api_error
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel

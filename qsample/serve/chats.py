@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from qsample.serve.grammar import Form
+from qsample.request.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import with_objects
 from qsample.serve.refusals import CHAT

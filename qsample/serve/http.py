@@ -29,8 +29,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qsample.errors import ArgumentError, QsampleError
+from qsample.request.grammar import InvalidGrammarError
 from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
-from qsample.serve.grammar import InvalidGrammarError
 from qsample.serve.hosts import is_allowed
 
 T = TypeVar("T")

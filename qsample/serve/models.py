@@ -19,11 +19,11 @@ from qsample.errors import DISTRIBUTION, QsampleError, shown
 from qsample.images.decode import ImageLimits, read_size
 from qsample.images.messages import images_in
 from qsample.images.prompt import ProcessedImage
+from qsample.request.grammar import Form, GrammarGuide, Grammars, grammar_of
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.call import Call
 from qsample.runtime.prepare import check_features
-from qsample.serve.grammar import Form, GrammarGuide, Grammars, grammar_of
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import ReasoningReader, find_reasoning_format, find_tool_format
 from qsample.serve.requests import GenerationRequest

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
+from qsample.request.grammar import Form
 from qsample.request.sampling_params import (
     DRAWN_SEEDS,
     FILTER_FIELDS,
@@ -34,7 +35,6 @@ from qsample.request.sampling_params import (
     SEEDS,
     SMALLEST_TOP_P,
 )
-from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.serve.refusals import COMPLETIONS, STRUCTURED_OUTPUTS, Refusals
 

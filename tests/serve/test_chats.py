@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from qsample.request.grammar import Form
 from qsample.serve.chats import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
-from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.text.chat import ChatOptions
 

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from qsample.errors import ArgumentError, QsampleError
+from qsample.request.grammar import InvalidGrammarError
 from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
 from qsample.serve import http
-from qsample.serve.grammar import InvalidGrammarError
 from qsample.serve.http import (
     ApiError,
     ApiKeys,

@@ -15,7 +15,7 @@ from tokenizers.decoders import ByteFallback, ByteLevel, Fuse, Replace, Sequence
 from tokenizers.models import BPE
 
 from qsample.contract.interface import Features
-from qsample.serve.grammar import Form
+from qsample.request.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.serve.models import ServedModel, ServedModels, TokenTexts
 from qsample.serve.settings import ServeSettings

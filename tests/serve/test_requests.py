@@ -14,9 +14,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
+from qsample.request.grammar import Form
 from qsample.runtime import SamplingParams, load
 from qsample.serve import ServeSettings, make_app
-from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
 from qsample.serve.requests import CompletionRequest
 from tests.helpers.fake_package import fake_package

@@ -16,9 +16,9 @@ from openai.types.responses import ResponseFunctionToolCall, response_create_par
 from pydantic import BaseModel, Field
 from starlette.testclient import TestClient
 
+from qsample.request.grammar import Form
 from qsample.runtime import SamplingParams
 from qsample.runtime.request import Usage
-from qsample.serve.grammar import Form
 from qsample.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
 from qsample.text.chat import ChatOptions
 from tests.helpers.answers import Scripted, delta, ended, served

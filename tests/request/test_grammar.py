@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import llguidance
@@ -15,8 +16,7 @@ import numpy as np
 import pytest
 
 from qsample.errors import ArgumentError
-from qsample.runtime import CausalLM, Step
-from qsample.serve.grammar import (
+from qsample.request.grammar import (
     Form,
     GrammarGuide,
     Grammars,
@@ -25,15 +25,21 @@ from qsample.serve.grammar import (
     Trial,
     grammar_of,
 )
+from qsample.runtime import CausalLM, Step, load
 from tests.helpers.grammars import SLOW, chained
 
 
 @pytest.fixture(scope="module")
-def trial(served_model: CausalLM) -> Iterator[Trial]:
-    tokenizer = served_model.tokenizer
+def bundled_model(bundled_package: Path) -> CausalLM:
+    return load(bundled_package, intra_op_num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def trial(bundled_model: CausalLM) -> Iterator[Trial]:
+    tokenizer = bundled_model.tokenizer
     assert tokenizer is not None
     arguments = TokenizerArguments(
-        tokenizer=tokenizer.to_json(), n_vocab=served_model.interface.vocab_size, eos_token=[2]
+        tokenizer=tokenizer.to_json(), n_vocab=bundled_model.interface.vocab_size, eos_token=[2]
     )
     made = Trial(lambda: arguments, seconds=600)
     yield made
@@ -61,9 +67,9 @@ def test_an_invalid_grammar_is_left_to_the_server(trial: Trial) -> None:
 
 
 @pytest.fixture(scope="module")
-def grammars(served_model: CausalLM) -> Any:
+def grammars(bundled_model: CausalLM) -> Any:
     """A grammar may take as long as a busy machine needs: none ends by itself."""
-    made = Grammars(served_model)
+    made = Grammars(bundled_model)
     for trial in [made._trials.get() for _ in range(made._trials.qsize())]:
         trial._seconds = 600
         made._trials.put(trial)
@@ -192,7 +198,7 @@ def test_a_grammar_that_failed_is_tried_again(
     ],
 )
 def test_calls_follow_the_functions(
-    served_model: CausalLM, kind: Any, text: str, whole: bool
+    bundled_model: CausalLM, kind: Any, text: str, whole: bool
 ) -> None:
     one_to_three = {"description": 'a "::=" // \n', "type": "integer", "minimum": 1, "maximum": 3}
     f = {
@@ -202,8 +208,8 @@ def test_calls_follow_the_functions(
         "$defs": {"a": one_to_three},
     }
     grammar = grammar_of(Form(kind, {"f": f | {"x-guidance": {}}, "g.h": {"type": "object"}}))
-    assert served_model.tokenizer is not None
-    tokenizer = llguidance.LLTokenizer(served_model.tokenizer.to_json(), eos_token=[1])
+    assert bundled_model.tokenizer is not None
+    tokenizer = llguidance.LLTokenizer(bundled_model.tokenizer.to_json(), eos_token=[1])
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
     tokens = tokenizer.tokenize_str(text)
     assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == whole
@@ -215,9 +221,9 @@ def test_a_choice_may_look_like_a_grammar(grammars: Grammars) -> None:
 
 
 def test_a_grammar_is_compiled_once_and_elsewhere(
-    served_model: CausalLM, monkeypatch: pytest.MonkeyPatch
+    bundled_model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars, threads = Grammars(served_model), []
+    grammars, threads = Grammars(bundled_model), []
     plain = Grammars._compile
 
     def compile_(self: Grammars, grammar: str) -> Any:
