@@ -45,7 +45,7 @@ def make_rows(count: int, vocab_size: int, new_tokens: int) -> Rows:
 
 def in_process(package: Path, rows: Rows, threads: int, slots: int) -> Tokens:
     """Process the rows with an engine in this process."""
-    from qsample.ray.processor import request_of
+    from qsample.addons.ray.processor import request_of
     from qsample.runtime import Engine, load
 
     config = {"session.intra_op.allow_spinning": "0"}  # like an actor
@@ -62,7 +62,7 @@ def with_actors(
     """Process the rows with Ray Data."""
     import ray
 
-    from qsample.ray import QsampleProcessorConfig, build_processor
+    from qsample.addons.ray import QsampleProcessorConfig, build_processor
 
     config = QsampleProcessorConfig(
         package=str(package),

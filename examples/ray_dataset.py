@@ -15,8 +15,8 @@ from typing import Any
 
 import ray
 
+from qsample.addons.ray import QsampleProcessorConfig, build_processor
 from qsample.models.bundled import bundled_model
-from qsample.ray import QsampleProcessorConfig, build_processor
 
 PROMPTS = ["In the beginning", "Blessed are", "And Jesus said unto them", "And the LORD spake unto"]
 

@@ -22,7 +22,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-MARKDOWN_IT = Path("qsample", "serve", "markdown", "markdown-it.esm.min.mjs")
+MARKDOWN_IT = Path("qsample", "addons", "serve", "markdown", "markdown-it.esm.min.mjs")
 
 
 def bom(component: dict[str, Any], libraries: Sequence[dict[str, Any]]) -> dict[str, Any]:

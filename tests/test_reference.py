@@ -23,7 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "qsample"
 PAGE = (ROOT / "docs" / "reference.md").read_text("utf-8")
 NAMES = re.findall(r"^::: (qsample\.[\w.]+)$", PAGE, re.MULTILINE)
-ROOMS = ["qsample", "qsample.runtime", "qsample.addons.evaluate", "qsample.serve", "qsample.ray"]
+ROOMS = [
+    "qsample",
+    "qsample.runtime",
+    "qsample.addons.evaluate",
+    "qsample.addons.serve",
+    "qsample.addons.ray",
+]
 EXTRAS = {"ray", "fastapi", "llguidance", "prometheus_client", "uvicorn"}
 ARGS = re.compile(r"^(?:Args|Attributes):\n((?: {4,}.*\n?|\n)+)", re.MULTILINE)
 # A docstring that leaves the rest to another: "see `load`", "as in `compile`", "with the arguments of `generate`".

@@ -1,6 +1,6 @@
 // The page: a package, opened once; prompts, and what the model writes after them.
 import { ArgumentError, load, PackageError, webGpuProblem } from "qsample-onnx";
-import { showMarkdown } from "../../qsample/serve/markdown/markdown.js";
+import { showMarkdown } from "../../qsample/addons/serve/markdown/markdown.js";
 import { Bars } from "./bars.js";
 import { at, fromLink, link, make, MOST_IN_A_TEXT, options } from "./settings.js";
 

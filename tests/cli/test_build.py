@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from qsample import CompileOptions
+from qsample.addons.serve.models import ServedModel
+from qsample.addons.serve.settings import ServeSettings
 from qsample.contract.interface import Features
 from qsample.package.package import read_package
 from qsample.runtime import Engine, load
-from qsample.serve.models import ServedModel
-from qsample.serve.settings import ServeSettings
 from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import fake_package
 

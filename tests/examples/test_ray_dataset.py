@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qsample.ray.processor import seed_of
+from qsample.addons.ray.processor import seed_of
 from qsample.runtime import load
 
 ROOT = Path(__file__).parents[2]

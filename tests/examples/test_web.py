@@ -17,9 +17,9 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
+from qsample.addons.serve.web import WebServer
 from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
-from qsample.serve.web import WebServer
 from tests.conftest import made_once
 from tests.helpers.browsers import WIDE_MARKDOWN, check_readable, open_browser, pages, tab_order
 

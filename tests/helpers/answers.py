@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from qsample.addons.serve.parsers import REASONING_FORMATS, TOOL_FORMATS, ReasoningReader
 from qsample.contract.interface import Features, Interface
 from qsample.runtime import Delta, RequestOutput
 from qsample.runtime.request import RequestTiming, Usage
-from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS, ReasoningReader
 
 END = 1  # the model's end of text, which has no place in a text
 

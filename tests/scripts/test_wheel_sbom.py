@@ -45,11 +45,11 @@ def test_the_bom_of_a_wheel(tmp_path: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (one for one in archive.namelist() if "/sboms/" in one)
             texts.append(archive.read(name).decode())
-            assert {f"qsample/serve/markdown/{file}" for file in MARKDOWN_FILES} <= {
+            assert {f"qsample/addons/serve/markdown/{file}" for file in MARKDOWN_FILES} <= {
                 *archive.namelist()
             }
             assert any(
-                one.endswith("licenses/qsample/serve/markdown/LICENSE")
+                one.endswith("licenses/qsample/addons/serve/markdown/LICENSE")
                 for one in archive.namelist()
             )
     assert name.split("/")[0].endswith(".dist-info")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from qsample.addons.serve.settings import DEFAULT_PORT, ServeSettings
 from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.common import (
     BatchInvariant,
@@ -31,7 +32,6 @@ from qsample.cli.common import (
 from qsample.cli.quantized import note_divergence
 from qsample.cli.terminal import note
 from qsample.disk.untrusted import parse_json
-from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
 KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
 _LORAS: Final = 4  # of a batch, for a checkpoint whose adapters come later
@@ -92,7 +92,7 @@ def serve(
 
     Also Anthropic's /v1/messages, vLLM's /tokenize, /metrics, /health and /version. /docs has all; / is a page to try.
     """
-    from qsample.serve.run import run
+    from qsample.addons.serve.run import run
 
     if log_level not in _LOG_LEVELS:
         raise typer.BadParameter(
@@ -170,8 +170,8 @@ def web(
     A checkpoint is compiled for WebAssembly, or with --provider webgpu for WebGPU and WebAssembly. For other machines,
     put https before it: browsers have WebGPU and threads on secure pages and on localhost only.
     """
+    from qsample.addons.serve.web import WebServer, check_built
     from qsample.ort.model_package import package_in
-    from qsample.serve.web import WebServer, check_built
 
     check_built()  # before a checkpoint is exported
     if provider is None:  # of a bundle, the variant that runs everywhere

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from qsample.addons.serve.commands import _named
+from qsample.addons.serve.settings import ServeSettings
 from qsample.package.package import Package
-from qsample.serve.settings import ServeSettings
 from tests.helpers.fake_package import compilation, fake_package
 
 
@@ -42,8 +42,8 @@ def test_web_names_the_provider_that_has_a_gpu(
 
         def serve_forever(self) -> None: ...
 
-    monkeypatch.setattr("qsample.serve.web.check_built", lambda: None)
-    monkeypatch.setattr("qsample.serve.web.WebServer", Server)
+    monkeypatch.setattr("qsample.addons.serve.web.check_built", lambda: None)
+    monkeypatch.setattr("qsample.addons.serve.web.WebServer", Server)
     for provider, told in ((None, False), ("cpu", True), ("webgpu", False)):
         package = fake_package(
             tmp_path / str(provider), compilation=provider and compilation(provider=provider)
@@ -56,7 +56,7 @@ def test_web_names_the_provider_that_has_a_gpu(
 def test_options_become_settings(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, given = fake_package(tmp_path / "tiny"), list[Any]()
     monkeypatch.setattr(
-        "qsample.serve.run.run",
+        "qsample.addons.serve.run.run",
         lambda settings, *address, **options: given.append((settings, address)),
     )
     (tmp_path / "loras").mkdir()

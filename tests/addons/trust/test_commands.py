@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import qsample
+from qsample.addons.serve.models import ServedModels
+from qsample.addons.serve.settings import ServeSettings
 from qsample.errors import PackageError, QsampleError
 from qsample.ort import session as session_module
 from qsample.package.package import Package, read_package
 from qsample.package.signature import sign
 from qsample.runtime import load
-from qsample.serve.models import ServedModels
-from qsample.serve.settings import ServeSettings
 from tests.helpers.small_packages import write
 
 pytest.importorskip("model_signing")

@@ -1,0 +1,548 @@
+"""`/v1/responses`, OpenAI's later API: its requests as chat completions, and answers as items with their events.
+Nothing is stored: a client sends the whole conversation each time, with the items of earlier answers."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
+
+from qsample.addons.serve.answers import NamedEvents
+from qsample.addons.serve.chats import (
+    ChatCompletionRequest,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+)
+from qsample.addons.serve.choices import ChatChoice, Event
+from qsample.addons.serve.http import ApiError
+from qsample.addons.serve.metrics import Metrics
+from qsample.addons.serve.models import ServedModel
+from qsample.addons.serve.parsers import ToolCalls
+from qsample.addons.serve.refusals import RESPONSES
+from qsample.addons.serve.requests import Body, Count, GenerationRequest, JsonSchema, ResponseFormat
+from qsample.request.sampling_params import SamplingParams
+from qsample.runtime import Delta, RequestOutput
+
+_LOGPROBS: Final = "message.output_text.logprobs"
+_ROLES: Final = ("user", "assistant", "system", "developer")
+_TEXTS: Final = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "refusal": "refusal",
+}  # part → its field
+
+
+def _only_functions(tool: Any) -> Any:
+    if isinstance(tool, dict) and tool.get("type") != "function":
+        raise ValueError(
+            f"it is of type {tool.get('type')!r:.60}, and this server runs no tools itself; give a function, and send "
+            "back what it returns"
+        )
+    return tool
+
+
+class FunctionTool(Function):
+    """A function that the model may call, in one object. type: "function"."""
+
+    type: Literal["function"]
+
+
+class NamedFunctionTool(NamedFunction):
+    """The function that has to be called. type: "function"."""
+
+    type: Literal["function"]
+
+
+class TextFormat(Body):
+    """The form of an answer, in one object. type: any text, a JSON object, or JSON that follows a schema. name,
+    description, strict: returned and not used. schema: always followed."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: StrictStr = "response"
+    description: StrictStr | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
+
+
+class TextOptions(Body):
+    """How the text is written. format: its form. verbosity: ignored."""
+
+    format: TextFormat | None = None
+    verbosity: StrictStr | None = None
+
+
+class Reasoning(Body):
+    """Thoughts come whole, if the server splits them off the answer. effort: for chat templates that read it. summary,
+    generate_summary: only "auto"."""
+
+    effort: StrictStr | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+def _messages_of(value: Any) -> list[dict[str, Any]]:
+    """An input's items as messages of a chat."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ValueError("give a text, or a list of items")
+    messages: list[dict[str, Any]] = []
+    thoughts: str | None = None
+    for place, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise ValueError(f"item {place} is not an object")
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            thoughts = "".join(
+                _text_of(part, place, {"reasoning_text": "text"})
+                for part in item.get("content") or ()
+            )
+            continue
+        if kind == "message":
+            if item.get("role") not in _ROLES:
+                raise ValueError(f"item {place} has no role; give {', '.join(_ROLES)}")
+            messages.append(
+                {"role": item["role"], "content": _content_of(item.get("content"), place)}
+            )
+        elif kind == "function_call":
+            last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+            if last is None:
+                messages.append(last := {"role": "assistant", "content": None})
+            function = {
+                "name": _string(item, "name", place),
+                "arguments": _string(item, "arguments", place),
+            }
+            call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
+            last.setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = _content_of(item.get("output"), place)
+            messages.append(
+                {"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output}
+            )
+        elif kind == "item_reference":
+            raise ValueError(
+                f"item {place} refers to a stored item, and nothing is stored here; send the item itself"
+            )
+        else:
+            raise ValueError(
+                f"item {place} is of type {kind!r:.60}, which this server does not know; leave it out"
+            )
+        if thoughts is not None and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = thoughts
+        thoughts = None
+    if not messages:
+        raise ValueError("it has no message; give one")
+    return messages
+
+
+def _content_of(content: Any, place: int) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"item {place} has no content; give a text, or a list of parts")
+    if not any(_is_image(part) for part in content):
+        return "\n".join(_text_of(part, place, _TEXTS) for part in content)
+    return [
+        _image_of(part, place)
+        if _is_image(part)
+        else {"type": "text", "text": _text_of(part, place, _TEXTS)}
+        for part in content
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _image_of(part: Mapping[str, Any], place: int) -> dict[str, Any]:
+    if not isinstance(url := part.get("image_url"), str):
+        raise ValueError(
+            f"item {place} has an input_image without image_url; give data:image/png;base64,..."
+        )
+    return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail")}}
+
+
+def _text_of(part: Any, place: int, fields: Mapping[str, str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(fields[kind]) if isinstance(kind, str) and kind in fields else None
+    if not isinstance(text, str):
+        raise ValueError(
+            f"item {place} has a part of type {kind!r:.60}; give input_text or input_image"
+        )
+    return text
+
+
+def _string(item: Mapping[str, Any], name: str, place: int) -> str:
+    if not isinstance(value := item.get(name), str):
+        raise ValueError(f"item {place} has no {name}; give a text")
+    return value
+
+
+_Function = Annotated[FunctionTool, BeforeValidator(_only_functions)]
+_Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class ResponsesRequest(GenerationRequest):
+    """`/v1/responses`. Fields of vLLM's and llama.cpp's requests are as in chats. input: a text, or messages, calls of
+    functions and their results, in order. instructions: a system prompt in front of it. max_output_tokens: most tokens
+    of the answer. text: how it is written. tools: functions that the model may call. tool_choice: "none", "auto",
+    "required", or the function to call. parallel_tool_calls: whether an answer may have several calls. include: what to
+    return besides. top_logprobs: number of the likeliest tokens in each place. reasoning: how to think. chat_template:
+    a template of the package by name, or if the server allows it, a Jinja template. chat_template_kwargs: further
+    variables of the template. metadata: returned. prompt_cache_options: ignored."""
+
+    refusals = RESPONSES
+    example = '{"input": "In the beginning", "max_output_tokens": 24}'
+
+    input: Annotated[
+        list[dict[str, Any]],
+        PlainValidator(_messages_of, json_schema_input_type=str | list[dict[str, Any]]),
+    ]
+    instructions: StrictStr | None = None
+    max_output_tokens: Count | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[_Function], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunctionTool | None,
+        BeforeValidator(_only_functions),
+    ] = None
+    parallel_tool_calls: StrictBool | None = None
+    include: Annotated[list[_Included], Field(fail_fast=True)] | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    reasoning: Reasoning | None = None
+    chat_template: StrictStr | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_response(self) -> ResponsesRequest:
+        if self.top_logprobs and _LOGPROBS not in (self.include or ()):
+            raise ValueError(f'top_logprobs needs include: ["{_LOGPROBS}"]')
+        form = self.text.format if self.text is not None else None
+        if form is not None and form.type == "json_schema" and form.schema_ is None:
+            raise ValueError("text.format is of type json_schema and has no schema; give schema")
+        self.chat.checked()
+        return self
+
+    @cached_property
+    def chat(self) -> ChatCompletionRequest:
+        """The same as a chat completion."""
+        same = {
+            name: getattr(self, name)
+            for name in self.model_fields_set
+            if name in GenerationRequest.model_fields
+        }
+        system = (
+            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        )
+        form = self.text.format if self.text is not None else None
+        schema = (
+            JsonSchema(schema=form.schema_ or {}) if form and form.type == "json_schema" else None
+        )
+        tools = [
+            Tool(function=Function.model_construct(**tool.model_dump(exclude={"type"})))
+            for tool in self.tools or []
+        ]
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunctionTool):
+            choice = NamedTool(function=NamedFunction(name=choice.name))  # type: ignore[assignment]
+        return ChatCompletionRequest.model_construct(
+            **same,
+            messages=[*system, *self.input],
+            max_completion_tokens=self.max_output_tokens,
+            response_format=ResponseFormat(type=form.type, json_schema=schema) if form else None,
+            tools=tools or None,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            logprobs=_LOGPROBS in (self.include or ()),
+            top_logprobs=self.top_logprobs,
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def described(self, params: SamplingParams) -> dict[str, Any]:
+        """The fields that an answer repeats. params: of the answer, defaults included."""
+        text, choice = self.text or TextOptions(), self.tool_choice
+        form = (
+            {"type": "text"}
+            if text.format is None
+            else text.format.model_dump(by_alias=True, exclude_none=True)
+        )
+        if form["type"] != "json_schema":
+            form = {"type": form["type"]}
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {
+                "effort": self.reasoning.effort if self.reasoning else None,
+                "summary": None,
+            },
+            "temperature": params.temperature,
+            "text": {"format": form, "verbosity": text.verbosity or "medium"},
+            "tool_choice": choice.model_dump()
+            if isinstance(choice, NamedFunctionTool)
+            else choice or "auto",
+            "tools": [
+                {"strict": None, "parameters": None, **tool.model_dump()}
+                for tool in self.tools or []
+            ],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": params.top_p,
+            "user": self.user,
+            # What is always so here.
+            "background": False,
+            "max_tool_calls": None,
+            "previous_response_id": None,
+            "service_tier": "default",
+            "store": False,
+            "truncation": "disabled",
+        }
+
+
+class ResponseChoice(ChatChoice):
+    """The items of an answer (its thoughts, message and calls) and their events."""
+
+    kind = chunk = "response"
+    prefix = "resp"
+
+    def __init__(
+        self,
+        model: ServedModel,
+        body: ResponsesRequest,
+        prompt: Sequence[int],
+        response: Mapping[str, Any],
+    ) -> None:
+        """response: the fields of the whole answer that its request decides."""
+        super().__init__(0, model, body.chat, prompt)
+        self._response = response
+        self._items: list[dict[str, Any]] = []
+        self._pieces: list[str] = []  # of the open item, the last one
+        self._entries: list[dict[str, Any]] = []  # log-probabilities of the message
+        self._new: list[dict[str, Any]] = []  # not in an event yet
+        self._writing: str | None = None  # the type of the open item
+
+    def start(self) -> list[Event]:
+        return [
+            self._whole_event(kind, status="in_progress") for kind in ("created", "in_progress")
+        ]
+
+    def piece(self, delta: Delta | RequestOutput) -> list[Event]:
+        parts = self._put(delta.text or "")
+        if self._top is not None and delta.token_ids:
+            self._new += self._logprobs(delta)["content"]
+        return self._written(*parts)
+
+    def end(self, output: RequestOutput) -> list[Event]:
+        events = self._written(*self._rest())
+        complete = output.finish_reason == "stop"
+        status = "completed" if complete else "incomplete"
+        if self._writing in (None, "reasoning"):
+            events += [*self._close("completed"), *self._open("message")]
+        events += self._close(status)
+        tokens = self._model.tokenizer.encode(self._thoughts, add_special_tokens=False)
+        usage = {
+            "input_tokens": output.usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": output.usage.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": output.usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": len(tokens)},
+            "total_tokens": output.usage.prompt_tokens + output.usage.completion_tokens,
+        }
+        ended = self._whole_event(
+            status,
+            status=status,
+            completed_at=int(time.time()) if complete else None,
+            incomplete_details=None if complete else {"reason": "max_output_tokens"},
+            output=self._items,
+            usage=usage,
+        )
+        return [*events, ended]
+
+    def whole(self, output: RequestOutput) -> Event:
+        self.piece(output)
+        response: Event = self.end(output)[-1]["response"]
+        return response
+
+    def failed(self, error: ApiError) -> list[Event]:
+        failure = {"code": "server_error", "message": str(error)}
+        told = {"code": error.code, "message": str(error), "param": error.param}
+        return [
+            {"type": "error", **told},
+            self._whole_event("failed", status="failed", error=failure),
+        ]
+
+    def _whole_event(self, kind: str, **fields: Any) -> Event:
+        """An event with the response as it is now."""
+        return {"type": f"response.{kind}", "response": {**self._response, **fields}}
+
+    def _written(self, thoughts: str, text: str, calls: ToolCalls) -> list[Event]:
+        events = [*self._write("reasoning", thoughts), *self._write("message", text)]
+        for call in calls:
+            events += self._call(call)
+        return events
+
+    def _write(self, kind: str, text: str) -> list[Event]:
+        if not text or (kind == "reasoning" and not self._shows_thoughts):
+            return []
+        events = [] if kind == self._writing else [*self._close("completed"), *self._open(kind)]
+        self._pieces.append(text)
+        delta = {
+            "type": f"response.{_PARTS[kind]}.delta",
+            **self._place(),
+            "delta": text,
+            **self._taken(kind),
+        }
+        return [*events, delta]
+
+    def _taken(self, kind: str) -> Event:
+        """The log-probabilities of the tokens since the last event of the message, thoughts included."""
+        if kind != "message":
+            return {}
+        new, self._new = self._new, []
+        self._entries += new
+        return {"logprobs": new}
+
+    def _open(self, kind: str) -> list[Event]:
+        more: Event = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        item = {
+            "id": _id("rs" if kind == "reasoning" else "msg"),
+            "type": kind,
+            "status": "in_progress",
+            **more,
+            "content": [],
+        }
+        self._writing, self._pieces = kind, []
+        added = self._added(item)
+        return [
+            added,
+            {"type": "response.content_part.added", **self._place(), "part": self._part("", [])},
+        ]
+
+    def _close(self, status: str) -> list[Event]:
+        if self._writing is None:
+            return []
+        kind, text = self._writing, "".join(self._pieces)
+        if kind == _CALL:
+            self._writing = None
+            named = {"name": self._items[-1]["name"], "arguments": text}
+            return [self._of_call("done", **named), self._done(arguments=text, status=status)]
+        taken = self._taken(kind)
+        part = self._part(text, [*self._entries])
+        whole = {"logprobs": part["logprobs"]} if taken else {}
+        done = [
+            {"type": f"response.{_PARTS[kind]}.done", **self._place(), "text": text, **whole},
+            {"type": "response.content_part.done", **self._place(), "part": part},
+            self._done(content=[part], status=status),
+        ]
+        self._writing = None
+        return done
+
+    def _call(self, call: Mapping[str, Any]) -> list[Event]:
+        """The events of a part of a call."""
+        function, events = call["function"], list[Event]()
+        if "id" in call:
+            events = self._close("completed")
+            self._writing, self._pieces = _CALL, []
+            known = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+            events.append(
+                self._added({"id": _id("fc"), "type": _CALL, "status": "in_progress", **known})
+            )
+        if not function["arguments"]:
+            return events
+        self._pieces.append(function["arguments"])
+        return [*events, self._of_call("delta", delta=function["arguments"])]
+
+    def _of_call(self, kind: str, **fields: str) -> Event:
+        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return {"type": f"response.function_call_arguments.{kind}", **place, **fields}
+
+    def _added(self, item: Event) -> Event:
+        self._items.append(item)
+        return {
+            "type": "response.output_item.added",
+            "output_index": len(self._items) - 1,
+            "item": item,
+        }
+
+    def _done(self, **fields: Any) -> Event:
+        """The last item, with its last fields; events before keep the item as it was."""
+        self._items[-1] = item = {**self._items[-1], **fields}
+        return {
+            "type": "response.output_item.done",
+            "output_index": len(self._items) - 1,
+            "item": item,
+        }
+
+    def _place(self) -> Event:
+        return {
+            "item_id": self._items[-1]["id"],
+            "output_index": len(self._items) - 1,
+            "content_index": 0,
+        }
+
+    def _part(self, text: str, entries: list[dict[str, Any]]) -> Event:
+        if self._writing == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
+
+
+class ResponseAnswers(NamedEvents):
+    """The answer to a request of `/v1/responses`."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        body: ResponsesRequest,
+        metrics: Metrics,
+        params: SamplingParams,
+        prompt: list[int],
+    ) -> None:
+        """Arguments as for `Answers`; `params` and `prompt` are the answer's."""
+        response = {
+            "id": f"resp_{body.request_id or uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "model": model.name,
+            "status": None,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            **body.described(params),
+        }
+        super().__init__(model, body.chat, metrics, [ResponseChoice(model, body, prompt, response)])
+        self._sequence = 0
+
+    def _event(self, event: Event | None, usage: dict[str, Any] | None = None) -> bytes:
+        numbered = None if event is None else {**event, "sequence_number": self._sequence}
+        self._sequence += 1
+        return super()._event(numbered)
+
+
+_CALL: Final = "function_call"
+_PARTS: Final = {"reasoning": "reasoning_text", "message": "output_text"}  # item → its part
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

@@ -1,9 +1,0 @@
-"""qsample on a Ray cluster: batches with Ray Data, a server with Ray Serve. Needs the extra `ray`.
-
-Ray distributes, retries and scales; each of its processes runs an `Engine`.
-"""
-
-from qsample.ray.processor import QsampleProcessorConfig, build_processor
-from qsample.ray.server import serve_app
-
-__all__ = ["QsampleProcessorConfig", "build_processor", "serve_app"]

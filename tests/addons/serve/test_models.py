@@ -1,0 +1,147 @@
+"""What a package is served with, and what is refused at the start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers.decoders import ByteFallback, ByteLevel, Fuse, Replace, Sequence, Strip
+from tokenizers.models import BPE
+
+from qsample.addons.serve.http import ApiError
+from qsample.addons.serve.models import ServedModel, ServedModels, TokenTexts
+from qsample.addons.serve.settings import ServeSettings
+from qsample.contract.interface import Features
+from qsample.request.grammar import Form
+from qsample.text.chat import ChatOptions
+from qsample.text.tokenizer import Tokenizer
+from tests.helpers.fake_package import fake_package
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    files = {
+        "chat_template.jinja": "own {{ messages[0].content }}",
+        "additional_chat_templates/short.jinja": "short {{ messages[0].content }}",
+    }
+    return fake_package(tmp_path_factory.mktemp("served") / "package", files=files).path
+
+
+@contextmanager
+def served(package: Path, **settings: Any) -> Iterator[ServedModel]:
+    models = ServedModels(ServeSettings(models={"tiny": str(package)}, slots=1, **settings))
+    try:
+        yield models.find("tiny")
+    finally:
+        models.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        (None, "own hello"),
+        ("short", "short hello"),
+        ("given {{ messages[0].content }}", "given hello"),
+    ],
+)
+def test_a_chat_template_by_name_or_as_text(
+    package: Path, template: str | None, prompt: str
+) -> None:
+    with served(package, chat_template=template) as model:
+        ids = model.tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+        assert model.tokenizer.decode(ids) == prompt
+
+
+def test_developer_messages_are_system_messages_for_templates_that_do_not_know_them(
+    package: Path,
+) -> None:
+    with served(package) as model:
+        for template, text in (
+            ("{{ messages[0].role }}", "system"),
+            ("{{ messages[0].role }}{# developer #}", "developer"),
+        ):
+            options = ChatOptions(chat_template=template)
+            assert model.render_chat([{"role": "developer", "content": "hello"}], options) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "message"),
+    [
+        (
+            {"chat_template": "shrot"},
+            {},
+            "chat_template is .shrot., which is neither Jinja nor a template",
+        ),
+        ({"chat_template": "{% if %}"}, {}, "the chat template is not valid Jinja"),
+        ({"ctx_len": 1}, {}, "ctx_len is 1"),
+        ({"generation_config": "auto"}, {"temperature": -1}, "temperature is -1"),
+        (
+            {"generation_config": "auto"},
+            {"typical_p": 0.9},
+            r"typical_p is 0\.9, and the package was exported with no filters",
+        ),
+    ],
+)
+def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
+    tmp_path: Path, options: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    package = fake_package(tmp_path / "package", generation_config=config or None)
+    with pytest.raises(ValueError, match=message):
+        ServedModels(ServeSettings(models={"tiny": str(package.path)}, **options))
+    assert not [thread for thread in threading.enumerate() if thread.name == "qsample-engine"]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "tokenizer", "ends", "message"),
+    [
+        (
+            False,
+            object(),
+            (1,),
+            "exported without allowed_tokens, which an answer .* needs; export it with --for",
+        ),
+        (True, None, (1,), "has no tokenizer, which an answer that follows a schema needs"),
+        (True, object(), (), "has no stop token, with which an answer that follows a schema ends"),
+    ],
+)
+def test_what_a_form_needs(
+    allowed: bool, tokenizer: object, ends: tuple[int, ...], message: str
+) -> None:
+    manifest = SimpleNamespace(token_ids=SimpleNamespace(eos=ends))
+    loaded = SimpleNamespace(tokenizer=tokenizer, package=SimpleNamespace(manifest=manifest))
+    interface = SimpleNamespace(features=Features(allowed_tokens=allowed))
+    model: Any = SimpleNamespace(model=loaded, interface=interface)
+    assert ServedModel.guides(model, None) is None
+    with pytest.raises(ApiError, match=message) as raised:
+        ServedModel.guides(model, Form("regex", "a"))
+    assert raised.value.status == 400
+
+
+def test_the_text_and_bytes_of_each_token() -> None:
+    """Parts of characters have bytes; a blank at the start stays, whatever a decoder does at the start of a text."""
+    by_bytes = tokenizers.Tokenizer(BPE({"a": 0, "Ġb": 1, "Ã": 2, "©": 3}, []))
+    by_bytes.decoder = ByteLevel()
+    by_bytes.add_special_tokens(["<s>"])
+    texts = TokenTexts(SimpleNamespace(tokenizer=Tokenizer(by_bytes)))  # type: ignore[arg-type]
+    wanted = [("a", b"a"), (" b", b" b"), ("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("<s>", b"<s>")]
+    assert [texts.of(token) for token in range(5)] == wanted
+    assert [texts.width(token) for token in range(5)] == [1, 2, 1, 1, 0]
+
+    by_pieces = tokenizers.Tokenizer(
+        BPE({"<unk>": 0, "▁a": 1, "<0xC3>": 2}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    by_pieces.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
+    texts = TokenTexts(SimpleNamespace(tokenizer=Tokenizer(by_pieces)))  # type: ignore[arg-type]
+    assert [texts.of(token) for token in (1, 2)] == [(" a", b" a"), ("\ufffd", b"\xc3")]
+
+
+@pytest.mark.parametrize("reasoning_parser", [None, "deepseek_r1"])
+def test_thoughts_are_split_off_if_asked_for(package: Path, reasoning_parser: str | None) -> None:
+    with served(package, reasoning_parser=reasoning_parser) as model:
+        assert (model.reasoning_reader([5]) is None) == (reasoning_parser is None)

@@ -1,0 +1,158 @@
+"""Log-probabilities of prompts; the oracle is transformers in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+import qsample
+from qsample.addons.serve import ServeSettings, make_app
+from qsample.runtime import CausalLM
+from tests.helpers.fake_package import fake_package
+from tests.helpers.servers import ServerProcess
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "And the LORD spake unto Moses"
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def scores() -> Callable[[list[int]], np.ndarray]:
+    """(n token ids) → the log-probability of every token after each but the last, [n - 1, V] float64."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+    model = transformers.AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float64).eval()
+
+    def score(ids: list[int]) -> np.ndarray:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+        found: np.ndarray = torch.log_softmax(logits.double(), -1).numpy()
+        return found
+
+    return score
+
+
+@pytest.fixture
+def ask(server: ServerProcess) -> Callable[..., Any]:
+    """(path, fields of a body) → the answer."""
+
+    def post(path: str = COMPLETIONS, **body: Any) -> Any:
+        answer = server.client.post(path, json={"seed": 3, **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return post
+
+
+def test_echo_and_logprobs(server: ServerProcess, served_model: CausalLM, scores: Any) -> None:
+    assert served_model.tokenizer is not None
+    ids = served_model.tokenizer.encode(PROMPT)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "logprobs": 2, "seed": 3}
+    echoed = client.completions.create(**options, echo=True).choices[0]
+    alone = client.completions.create(**options).choices[0]
+    found, rest = echoed.logprobs, alone.logprobs
+    assert found is not None
+    assert rest is not None
+    assert echoed.text == PROMPT + alone.text
+    places = range(len(ids) - 1)
+    expected = scores(ids)
+    assert found.token_logprobs is not None
+    assert found.token_logprobs[0] is None
+    np.testing.assert_allclose(
+        found.token_logprobs[1 : len(ids)], expected[places, ids[1:]], atol=1e-4
+    )
+    assert found.top_logprobs is not None
+    for place, likeliest in zip(places, found.top_logprobs[1 : len(ids)], strict=True):
+        best = np.sort(expected[place])[-2:]
+        assert len(likeliest) in (2, 3)  # the token itself is always there
+        np.testing.assert_allclose(sorted(likeliest.values())[-2:], best, atol=1e-4)
+    # The answer is what it is without echo.
+    assert (found.tokens or [])[len(ids) :] == rest.tokens
+    assert found.token_logprobs[len(ids) :] == rest.token_logprobs
+    texts, offsets = found.tokens or [], found.text_offset or []
+    assert [
+        echoed.text[place:].startswith(text) for text, place in zip(texts, offsets, strict=True)
+    ][1:] == ([True] * (len(ids) + 4))
+    streamed = list(client.completions.create(**options, echo=True, stream=True))
+    parts = [part.choices[0].logprobs for part in streamed if part.choices[0].logprobs]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [entry for part in parts for entry in getattr(part, name)] == getattr(found, name)
+
+
+def test_any_token_can_be_scored(ask: Any, scores: Any) -> None:
+    """Stop tokens end nothing, a token may have the sign bit of a mask, and rows do not mix."""
+    prompts = [[5, EOS, 31, 63, 2047], [7, 0, 300, 2], [9], [2047, 2047]]
+    choices = ask(prompt=prompts, max_tokens=0, echo=True, logprobs=0, n=2)["choices"]
+    for index, choice in enumerate(choices):
+        ids = prompts[index // 2]
+        first, *found = choice["logprobs"]["token_logprobs"]
+        assert first is None
+        np.testing.assert_allclose(found, scores(ids)[range(len(ids) - 1), ids[1:]], atol=1e-4)
+        assert (choice["finish_reason"], choice["logprobs"]["top_logprobs"]) == ("length", None)
+
+
+def test_no_tokens(ask: Any, server: ServerProcess, served_model: CausalLM) -> None:
+    whole = ask(prompt=["In the", "x"], max_tokens=0)
+    assert [choice["text"] for choice in whole["choices"]] == ["", ""]
+    assert whole["usage"]["completion_tokens"] == 0
+    assert ask(prompt="In the", max_tokens=0, echo=True)["choices"][0]["text"] == "In the"
+    body = {"prompt": "In the", "max_tokens": 0, "echo": True, "stream": True}
+    lines = server.client.post(COMPLETIONS, json=body).text.split("\n\n")
+    assert ['"text":"In the"' in lines[0], '"finish_reason":"length"' in lines[1], lines[2]] == [
+        True,
+        True,
+        "data: [DONE]",
+    ]
+    # The prompt may fill the context.
+    full = [5] * served_model.capacity(4096)
+    assert len(
+        ask(prompt=full, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]["tokens"]
+    ) == len(full)
+
+
+def test_prompt_logprobs_have_vllms_form(ask: Any, served_model: CausalLM, scores: Any) -> None:
+    assert served_model.tokenizer is not None
+    ids = served_model.tokenizer.encode(PROMPT)
+    found = ask(prompt=PROMPT, max_tokens=1, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
+    assert found[0] is None
+    for token, expected, entry in zip(ids[1:], scores(ids), found[1:], strict=True):
+        order = np.argsort(-expected)
+        assert {*entry} == {str(other) for other in (*order[:2], token)}
+        for other, values in entry.items():
+            assert values["logprob"] == pytest.approx(expected[int(other)], abs=1e-4)
+            rank = int(np.flatnonzero(order == int(other))[0]) + 1
+            assert values["rank"] == (rank if rank <= 5 else None)  # the package returns five
+            assert values["decoded_token"] == served_model.tokenizer.decode([int(other)])
+    chat = ask(
+        CHAT, messages=[{"role": "user", "content": PROMPT}], max_tokens=1, prompt_logprobs=0
+    )
+    assert [len(entry) for entry in chat["prompt_logprobs"][1:]] == [1] * (
+        chat["usage"]["prompt_tokens"] - 1
+    )
+
+
+def test_what_cannot_be_scored(server: ServerProcess, tmp_path: Path) -> None:
+    def refusal(client: Any, **body: Any) -> str:
+        answer = client.post(COMPLETIONS, json={"prompt": "x", **body})
+        assert answer.status_code == 400, answer.text
+        told: str = answer.json()["error"]["message"]
+        return told
+
+    assert "leave out stream" in refusal(server.client, prompt_logprobs=1, stream=True)
+    assert "this package returns 5" in refusal(server.client, prompt_logprobs=6)
+    assert "leave out either" in refusal(server.client, max_tokens=0, min_tokens=1)
+    package = fake_package(tmp_path / "package", logprobs=True)
+    with TestClient(
+        make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))
+    ) as client:
+        assert (
+            "with --for-serving, which brings all that requests ask for, or with --allowed-tokens"
+            in (refusal(client, echo=True, logprobs=0))
+        )
