@@ -24,22 +24,24 @@ _WITHOUT_BFLOAT16: Final = ("Pad", "TopK")
 _RECURRENCES: Final = {"LinearAttention": (3, 4, 5), "CausalConvWithState": (3,)}
 # The operators that may stand between such an input and the products that it comes from.
 _ELEMENTWISE: Final = (
-    *(
-        "Add",
-        "Cast",
-        "Clip",
-        "Div",
-        "Exp",
-        "Greater",
-        "Identity",
-        "Mul",
-        "Neg",
-        "Sigmoid",
-        "Softplus",
-        "Sub",
-        "Where",
-    ),
-    *("Concat", "GatherElements", "Reshape", "Slice", "Unsqueeze"),
+    "Add",
+    "Cast",
+    "Clip",
+    "Concat",
+    "Div",
+    "Exp",
+    "GatherElements",
+    "Greater",
+    "Identity",
+    "Mul",
+    "Neg",
+    "Reshape",
+    "Sigmoid",
+    "Slice",
+    "Softplus",
+    "Sub",
+    "Unsqueeze",
+    "Where",
 )
 
 
@@ -53,44 +55,72 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
     """
     half = ir.DataType(DTYPES[dtype].onnx)
     graph = model.graph
-    modified = False
     recurrent = _recurrences(graph, states)
-    exact = _exact_values(graph) | {output for node in recurrent for output in node.outputs}
-    casts: dict[ir.Value, ir.Value] = {}
+    exact = _exact_values(graph)
+    for node in recurrent:
+        exact.update(node.outputs)
     for state in graph.inputs:
         if state.name in states:
             state.dtype = half
+    rounding = _Casts(graph, half)
+    modified = False
     for node in list(graph):
         if any(output in exact for output in node.outputs):
             continue
-        for index, value in enumerate(node.inputs):
-            if value is None or value.dtype != ir.DataType.FLOAT:
-                continue
-            modified = True
-            if value in exact or value.is_initializer():
-                if value not in casts:
-                    casts[value] = (
-                        _rounded(graph, value, half)
-                        if value.is_initializer()
-                        else cast(value, half)
-                    )
-                node.replace_input_with(index, casts[value])
-        for output in node.outputs:
-            if output.dtype == ir.DataType.FLOAT:
-                output.dtype = half
-        if node.op_type == "Cast" and node.attributes.get_int("to") == ir.DataType.FLOAT:
-            node.attributes["to"] = ir.AttrInt64("to", half)
-        if half == ir.DataType.BFLOAT16 and node.op_type in _WITHOUT_BFLOAT16:
-            _run_in_float32(node, half)
-    widened: dict[ir.Value, ir.Value] = {}
+        modified |= _convert_node(node, exact, rounding)
+    widening = _Casts(graph, ir.DataType.FLOAT)
     for node in recurrent:
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype == half:
-                if value not in widened:
-                    widened[value] = cast(value, ir.DataType.FLOAT)
-                node.replace_input_with(index, widened[value])
-    drop_unread(graph, casts)
+                node.replace_input_with(index, widening.of(value))
+    drop_unread(graph, rounding.sources)
     _widen_logits(graph)
+    return modified
+
+
+class _Casts:
+    """Values in another dtype, made once for all nodes that read them."""
+
+    def __init__(self, graph: ir.Graph, dtype: ir.DataType) -> None:
+        self.dtype = dtype
+        self._graph = graph
+        self._cast: dict[ir.Value, ir.Value] = {}
+
+    @property
+    def sources(self) -> Collection[ir.Value]:
+        """The values that were cast."""
+        return self._cast.keys()
+
+    def of(self, value: ir.Value) -> ir.Value:
+        """`value` in the dtype: a constant is converted, any other value goes through a Cast."""
+        if value not in self._cast:
+            if value.is_initializer():
+                self._cast[value] = _rounded(self._graph, value, self.dtype)
+            else:
+                self._cast[value] = cast(value, self.dtype)
+        return self._cast[value]
+
+
+def _convert_node(node: ir.Node, exact: Collection[ir.Value], rounding: _Casts) -> bool:
+    """Let a node read and make half precision; True if it reads float32 values.
+
+    `exact` has the values that stay float32.
+    """
+    half = rounding.dtype
+    modified = False
+    for index, value in enumerate(node.inputs):
+        if value is None or value.dtype != ir.DataType.FLOAT:
+            continue
+        modified = True
+        if value in exact or value.is_initializer():
+            node.replace_input_with(index, rounding.of(value))
+    for output in node.outputs:
+        if output.dtype == ir.DataType.FLOAT:
+            output.dtype = half
+    if node.op_type == "Cast" and node.attributes.get_int("to") == ir.DataType.FLOAT:
+        node.attributes["to"] = ir.AttrInt64("to", half)
+    if half == ir.DataType.BFLOAT16 and node.op_type in _WITHOUT_BFLOAT16:
+        _run_in_float32(node, half)
     return modified
 
 

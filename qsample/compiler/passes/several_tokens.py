@@ -6,6 +6,7 @@ computes each token by itself, so the tokens of all rows lie one after the other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -78,33 +79,27 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
         )
     positions = [node for node in graph if _adds_positions(node)]
     packed = pack and _can_be_packed(graph, choice, positions)
-    for value in (
-        value for node in graph.all_nodes() for value in node.outputs if not value.is_graph_output()
-    ):
-        value.shape = None  # rows and columns are others from here on
-    logits.shape = None
-
-    given = {str(value.name): value for value in graph.inputs if value.name in _OF_TOKENS}
-    replaced = (INPUT_IDS.name, INPUT_LENGTHS.name, *given)
+    _forget_shapes(graph, logits)
+    image_inputs = {str(value.name): value for value in graph.inputs if value.name in _OF_TOKENS}
+    replaced = (INPUT_IDS.name, INPUT_LENGTHS.name, *image_inputs)
     values = prepend(model, build_drafter(interface, packed=packed), replaced, _PREFIX)
-    if packed:  # in steps of single tokens, too: so that guesses change nothing under any host
+    if packed:
+        # Steps of single tokens have the multiple, too, so that guesses change nothing under any host.
         row_multiple(graph, 2)
     for node in attentions(graph):
         control = {Slot.QUERY_SEQLENS: values[READ.name], Slot.SEQLENS_K: values[SEQLENS_K.name]}
         set_inputs(node, {**control, Slot.TOTAL_SEQUENCE_LENGTH: _capacity(graph, node)})
     _choose(graph, choice, logits, values)
-    ids = values[STEP_IDS.name]
     first = next(node for node in graph if not str(node.name).startswith(_PREFIX))
-    for name, value in given.items():
-        value = _continued(first, value, ids)
-        values[name].replace_all_uses_with(_packed(first, value, values) if packed else value)
+    ids = values[STEP_IDS.name]
+    for name, value in image_inputs.items():
+        continued = _continued(first, value, ids)
+        if packed:
+            continued = _packed(first, continued, values)
+        values[name].replace_all_uses_with(continued)
     if packed:
         ids = _packed(first, ids, values)
-        for node in positions:
-            place = _packed(first, values[POSITIONS.name], values)
-            if (dtype := node.outputs[0].dtype) is not None:
-                place = cast(place, dtype, first)
-            node.outputs[0].replace_all_uses_with(place)
+        _pack_positions(first, positions, values)
         for node in attentions(graph):
             _pad_around(node, values)
         _count_one_row(graph)
@@ -113,9 +108,29 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
 
     graph.outputs.extend(values[spec.name] for spec in VERIFIED)
     append_sampler(model, build_verifier(interface, pad_token_id), interface.decoder)
-    if packed:  # `interface` does not have it
+    if packed:
+        # `interface` has no row multiple, so `append_sampler` did not keep this input.
         graph.inputs.append(graph.initializers[ROW_MULTIPLE.name])
     return True
+
+
+def _forget_shapes(graph: ir.Graph, logits: ir.Value) -> None:
+    """Remove the shapes of all values but the graph's other outputs: they have other rows and columns from here on."""
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
+    logits.shape = None
+
+
+def _pack_positions(first: ir.Node, positions: Sequence[ir.Node], values: Values) -> None:
+    """Give the readers of the positions that nodes add up the packed tokens' positions."""
+    for node in positions:
+        place = _packed(first, values[POSITIONS.name], values)
+        dtype = node.outputs[0].dtype
+        if dtype is not None:
+            place = cast(place, dtype, first)
+        node.outputs[0].replace_all_uses_with(place)
 
 
 def _adds_positions(node: ir.Node) -> bool:
