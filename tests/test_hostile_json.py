@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from qsample.addons.bake.files import locate, read_settings
 from qsample.checkpoints.mapped_weights import weight_files
 from qsample.contract.tensors import BATCH, CAPACITY
 from qsample.disk.tensor_file import write_tensors
 from qsample.errors import QsampleError
-from qsample.exporters.foreign.files import locate, read_settings
 from qsample.huggingface.lora import read_changes
 from qsample.models import cache
 from qsample.models.cache import Recipe, open_cached

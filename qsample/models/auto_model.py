@@ -36,7 +36,7 @@ from qsample.request.qefficient import read_config
 from qsample.request.refusals import check_from_pretrained
 
 if TYPE_CHECKING:
-    from qsample.exporters.foreign.describe import Description
+    from qsample.addons.bake.describe import Description
 
 _DECODER: Final = ".onnx"
 _WEIGHTS: Final = {".safetensors", ".bin"}  # of a checkpoint to export
@@ -274,7 +274,7 @@ def bake(
 def describe_decoders(path: Path) -> list[Description]:
     """What the decoder files of another exporter at `path` are, and whether bake takes them; see `describe`."""
     with bake_installed():
-        from qsample.exporters.foreign.describe import describe
+        from qsample.addons.bake.describe import describe
     return describe(path)
 
 

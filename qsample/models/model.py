@@ -474,7 +474,7 @@ class SourceModel(Model):
         """Write the package to `path`."""
         if isinstance(self.source, DecoderSource):
             with bake_installed():
-                from qsample.exporters.foreign.bake import bake
+                from qsample.addons.bake.bake import bake
             compare = None if self.source.reference is None else partial(self._compare, self.source)
             return bake(
                 self.source,
@@ -550,7 +550,7 @@ class SourceModel(Model):
     def _compare(
         source: DecoderSource, folder: Path, interface: Interface, tolerance: float | None
     ) -> Mapping[str, Any]:
-        """See `exporters.foreign.bake.Comparison`."""
+        """See `addons.bake.bake.Comparison`."""
         check_private_parts()
         from qsample.checkpoints.checkpoint import Checkpoint
         from qsample.exporters.huggingface_reference import compare_with_checkpoint

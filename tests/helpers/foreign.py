@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from qsample.addons.bake import bake
+from qsample.addons.bake.conventions import ForeignGraph
+from qsample.addons.bake.files import locate, read_settings
+from qsample.addons.bake.original import Original
+from qsample.addons.bake.recognise import load, recognise
 from qsample.contract.interface import Features, Interface
 from qsample.exporters import parity
-from qsample.exporters.foreign import bake
-from qsample.exporters.foreign.conventions import ForeignGraph
-from qsample.exporters.foreign.files import locate, read_settings
-from qsample.exporters.foreign.original import Original
-from qsample.exporters.foreign.recognise import load, recognise
 from qsample.exporters.portable import build_initial_state
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph

@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from qsample.addons.bake.conventions import ForeignGraph, Layer, Recurrence
+from qsample.addons.bake.rows import Rows
+from qsample.addons.bake.to_contract import interface_of, record_shapes, use_contract_names
 from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.errors import UnsupportedModelError
-from qsample.exporters.foreign.conventions import ForeignGraph, Layer, Recurrence
-from qsample.exporters.foreign.rows import Rows
-from qsample.exporters.foreign.to_contract import interface_of, record_shapes, use_contract_names
 from qsample.graph.edit import constant
 from qsample.graph.operators import OPSET
 

@@ -14,10 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import qsample
-from qsample.checkpoints.source import HubOptions
-from qsample.contract.interface import Features
-from qsample.errors import QsampleError
-from qsample.exporters.foreign.files import (
+from qsample.addons.bake.files import (
     Settings,
     decoders,
     locate,
@@ -25,6 +22,9 @@ from qsample.exporters.foreign.files import (
     without_links,
     write_files,
 )
+from qsample.checkpoints.source import HubOptions
+from qsample.contract.interface import Features
+from qsample.errors import QsampleError
 from qsample.package.manifest import TokenIds
 from tests.helpers.foreign import edited
 

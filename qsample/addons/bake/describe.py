@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
+from qsample.addons.bake import attention
+from qsample.addons.bake.conventions import ForeignGraph, is_onnx_attention
+from qsample.addons.bake.files import decoders, locate, read_settings
+from qsample.addons.bake.recognise import load, recognise
 from qsample.errors import QsampleError
-from qsample.exporters.foreign import attention
-from qsample.exporters.foreign.conventions import ForeignGraph, is_onnx_attention
-from qsample.exporters.foreign.files import decoders, locate, read_settings
-from qsample.exporters.foreign.recognise import load, recognise
 from qsample.graph.operators import is_matmul_nbits
 
 _TOLD: Final = (  # operators that decide whether and how a file is baked

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qsample.exporters.foreign import attention
+from qsample.addons.bake import attention
 from qsample.graph.operators import OPSET
 from tests.helpers.foreign import (
     GROUPED,

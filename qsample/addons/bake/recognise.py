@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.foreign.conventions import (
+from qsample.addons.bake.conventions import (
     BY_HEAD,
     CALLS,
     DYNAMIC,
@@ -40,6 +39,7 @@ from qsample.exporters.foreign.conventions import (
     layer_number,
     refusal,
 )
+from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.graph import gqa
 from qsample.graph.edit import reads
 from qsample.graph.gqa import Slot

@@ -20,10 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract.arrays import Array
-from qsample.contract.tensors import INPUT_LENGTHS, LENGTHS, LOGITS, RUNNING, STATUS
-from qsample.errors import QsampleError
-from qsample.exporters.foreign.conventions import (
+from qsample.addons.bake.conventions import (
     IDS,
     MASK,
     POSITIONS,
@@ -32,7 +29,10 @@ from qsample.exporters.foreign.conventions import (
     Recurrence,
     refusal,
 )
-from qsample.exporters.foreign.original import Original, probes
+from qsample.addons.bake.original import Original, probes
+from qsample.contract.arrays import Array
+from qsample.contract.tensors import INPUT_LENGTHS, LENGTHS, LOGITS, RUNNING, STATUS
+from qsample.errors import QsampleError
 from qsample.graph.edit import constant, initializer
 from qsample.graph.evaluate import inputs_of
 

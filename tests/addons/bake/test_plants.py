@@ -10,10 +10,10 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
+from qsample.addons.bake import attention, bake, rows
+from qsample.addons.bake.conventions import ForeignGraph
+from qsample.addons.bake.rows import Nodes, Rows
 from qsample.errors import ParityError, UnsupportedModelError
-from qsample.exporters.foreign import attention, bake, rows
-from qsample.exporters.foreign.conventions import ForeignGraph
-from qsample.exporters.foreign.rows import Nodes, Rows
 from qsample.graph.gqa import Slot, attentions
 from tests.helpers.foreign import gate, rewritten
 

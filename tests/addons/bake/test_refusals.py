@@ -11,8 +11,8 @@ import onnx_ir as ir
 import pytest
 
 import qsample
+from qsample.addons.bake import attention
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.foreign import attention
 from qsample.graph.gqa import Slot
 from tests.helpers.foreign import edited, read
 

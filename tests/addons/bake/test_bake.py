@@ -16,11 +16,11 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
+from qsample.addons.bake.original import Original
 from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.cli import run
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError
-from qsample.exporters.foreign.original import Original
 from qsample.models.model import PackagedModel, SourceModel
 from tests.conftest import made_once
 from tests.helpers.foreign import read, recorded_tokens

@@ -21,11 +21,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
+from qsample.addons.bake.conventions import IDS, ForeignGraph, refusal
+from qsample.addons.bake.rows import Nodes, Rows
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.contract.tensors import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE, retained_name
-from qsample.exporters.foreign.conventions import IDS, ForeignGraph, refusal
-from qsample.exporters.foreign.rows import Nodes, Rows
 from qsample.graph.edit import constant, initializer, producer, reads
 from qsample.graph.evaluate import with_outputs, zeros
 from qsample.graph.operators import CONTRIB_DOMAIN, OPSET

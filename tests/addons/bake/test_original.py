@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.foreign.conventions import FLAT, ForeignGraph, Layer
-from qsample.exporters.foreign.original import Original, reference
-from qsample.exporters.foreign.rows import counted_positions
+from qsample.addons.bake.conventions import FLAT, ForeignGraph, Layer
+from qsample.addons.bake.original import Original, reference
+from qsample.addons.bake.rows import counted_positions
 from tests.helpers.small_graphs import small_graph
 
 VOCAB, SIZE = 30, 2

@@ -13,9 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract.arrays import Array
-from qsample.errors import UnsupportedModelError
-from qsample.exporters.foreign.conventions import (
+from qsample.addons.bake.conventions import (
     FILLED,
     IDS,
     KEEP,
@@ -25,6 +23,8 @@ from qsample.exporters.foreign.conventions import (
     WRITE,
     ForeignGraph,
 )
+from qsample.contract.arrays import Array
+from qsample.errors import UnsupportedModelError
 from qsample.exporters.parity import CONTINUED, Reference, reference_lengths
 from qsample.graph.evaluate import with_outputs
 from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options

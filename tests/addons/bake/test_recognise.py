@@ -10,10 +10,10 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
+from qsample.addons.bake import recognise as recognition
+from qsample.addons.bake.conventions import refusal
+from qsample.addons.bake.recognise import graph_errors, load
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.foreign import recognise as recognition
-from qsample.exporters.foreign.conventions import refusal
-from qsample.exporters.foreign.recognise import graph_errors, load
 
 IMPORTS = 'opset_import: ["": 20, "mine": 1, "com.microsoft": 1]'
 HEAD = f"<ir_version: 10, {IMPORTS}> g (float[n] x) => (float[n] y)"

@@ -14,8 +14,7 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract.arrays import Array
-from qsample.exporters.foreign.conventions import (
+from qsample.addons.bake.conventions import (
     MASK,
     POSITIONS,
     REFUSED_SLOTS,
@@ -26,8 +25,9 @@ from qsample.exporters.foreign.conventions import (
     is_plain_attention,
     refusal,
 )
-from qsample.exporters.foreign.original import Original, probes
-from qsample.exporters.foreign.rows import PREFIX, Nodes, Rows
+from qsample.addons.bake.original import Original, probes
+from qsample.addons.bake.rows import PREFIX, Nodes, Rows
+from qsample.contract.arrays import Array
 from qsample.graph.edit import constant, initializer, producer
 from qsample.graph.gqa import OP_TYPE, Slot, get_input, set_inputs
 from qsample.graph.operators import CONTRIB_DOMAIN

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from qsample.addons.bake.conventions import refusal
 from qsample.checkpoints.source import HubOptions, check_links
 from qsample.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.errors import QsampleError
-from qsample.exporters.foreign.conventions import refusal
 from qsample.package.manifest import TokenIds
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 from qsample.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE

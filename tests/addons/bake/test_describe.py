@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from qsample.addons.bake.describe import describe
 from qsample.cli import run
 from qsample.errors import QsampleError
-from qsample.exporters.foreign.describe import describe
 from tests.helpers.foreign import GROUPED, MOBIUS, PLAIN, TRANSFORMERS
 
 Decoder = Callable[[str], tuple[Path, str | None]]

@@ -15,14 +15,9 @@ from typing import Any, Final
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.checkpoints.source import CONFIG, DecoderSource, license_of, origin_of
-from qsample.contract.interface import Features, Interface
-from qsample.disk.scratch import scratch_near
-from qsample.errors import QsampleError, printable
-from qsample.exporters import parity
-from qsample.exporters.foreign import attention
-from qsample.exporters.foreign.conventions import POSITIONS, ForeignGraph
-from qsample.exporters.foreign.files import (
+from qsample.addons.bake import attention
+from qsample.addons.bake.conventions import POSITIONS, ForeignGraph
+from qsample.addons.bake.files import (
     Location,
     Settings,
     locate,
@@ -30,9 +25,9 @@ from qsample.exporters.foreign.files import (
     without_links,
     write_files,
 )
-from qsample.exporters.foreign.original import Original, reference
-from qsample.exporters.foreign.recognise import graph_errors, load, recognise
-from qsample.exporters.foreign.rows import (
+from qsample.addons.bake.original import Original, reference
+from qsample.addons.bake.recognise import graph_errors, load, recognise
+from qsample.addons.bake.rows import (
     Nodes,
     add_rows,
     check_free_of_sizes,
@@ -42,13 +37,18 @@ from qsample.exporters.foreign.rows import (
     select_last,
     use_row_positions,
 )
-from qsample.exporters.foreign.to_contract import (
+from qsample.addons.bake.to_contract import (
     interface_of,
     record_shapes,
     rotary_tables,
     use_contract_names,
     use_own_operators,
 )
+from qsample.checkpoints.source import CONFIG, DecoderSource, license_of, origin_of
+from qsample.contract.interface import Features, Interface
+from qsample.disk.scratch import scratch_near
+from qsample.errors import QsampleError, printable
+from qsample.exporters import parity
 from qsample.exporters.portable import Draft, write_draft
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.exporters.foreign import attention
+from qsample.addons.bake import attention
 from qsample.graph.edit import constant_value, initializer, insert
 from tests.helpers.foreign import edited, greedy_of_file, greedy_of_graph, read, rewritten, save
 
