@@ -19,7 +19,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from report import describe_machine, make_parser, print_table
 
-from qsample.sampler.policy import build_token_sampler
+from qsample.addons.policy.graphs import build_token_sampler
 
 # Name: standard deviation of the logits, and the parameters of every row.
 MIXES: Final[dict[str, tuple[float, dict[str, float]]]] = {

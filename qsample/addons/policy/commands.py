@@ -37,7 +37,7 @@ def policy(
     ] = False,
 ) -> None:
     """Write the sampler as a component of ONNX workflows, with termination and state update."""
-    from qsample.exporters.policy import replace_sampler, write_policy
+    from qsample.addons.policy.files import replace_sampler, write_policy
 
     if (out is None) == (into is None):
         raise typer.BadParameter("give either OUT or --into")

@@ -1,4 +1,4 @@
-"""Writes the policy components of `sampler/policy.py`: to a folder with the YAML that declares them, or in place of the
+"""Writes the policy components of `graphs.py`: to a folder with the YAML that declares them, or in place of the
 sampler of an ONNX workflow package."""
 
 from __future__ import annotations
@@ -12,13 +12,7 @@ from typing import Any, Final
 import onnx_ir as ir
 import yaml
 
-from qsample.contract.interface import GraphSpec
-from qsample.contract.tensors import VOCAB
-from qsample.disk.scratch import ScratchFolder
-from qsample.disk.space import full_disk_named
-from qsample.disk.untrusted import read_text
-from qsample.errors import PackageError, shown, unknown
-from qsample.sampler.policy import (
+from qsample.addons.policy.graphs import (
     SAMPLER,
     STATE_UPDATE,
     STATE_UPDATE_PORTS,
@@ -30,6 +24,12 @@ from qsample.sampler.policy import (
     build_token_sampler,
     sampler_ports,
 )
+from qsample.contract.interface import GraphSpec
+from qsample.contract.tensors import VOCAB
+from qsample.disk.scratch import ScratchFolder
+from qsample.disk.space import full_disk_named
+from qsample.disk.untrusted import read_text
+from qsample.errors import PackageError, shown, unknown
 
 METADATA: Final = "inference_metadata.yaml"
 COMPONENTS: Final = "components.yaml"

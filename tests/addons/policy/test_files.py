@@ -11,8 +11,8 @@ import onnx
 import pytest
 import yaml
 
+from qsample.addons.policy.files import METADATA, replace_sampler, write_policy
 from qsample.errors import PackageError
-from qsample.exporters.policy import METADATA, replace_sampler, write_policy
 
 ROLES = ("logits", "temperature", "top_k", "top_p", "min_p", "seed", "counter", "active", "done")
 ROW = {"shape": ["batch"], "batch_layout": {"kind": "request_aligned", "axis": 0}}

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from qsample.addons.policy.graphs import build_state_update, build_termination, build_token_sampler
 from qsample.contract.arrays import Array
-from qsample.sampler.policy import build_state_update, build_termination, build_token_sampler
 from tests.helpers.reference import philox_uniform, pick
 from tests.helpers.reference_filters import distribution
 from tests.helpers.sampler_cases import opened
