@@ -92,13 +92,13 @@ def _newest_counts(call: Call, needed: Tensor) -> Tensor:
     """How often each token is among the newest `penalty_last_n` of a row, [B, V] float32; a column of any numbers if no
     row needs that. needed: [B] bool."""
 
-    def counts() -> Tensors:
+    def counts() -> Tensor:
         length = _longest(call, needed)
         newest = call.newest(length, call["penalty_last_n"].unsqueeze())
         none = op("Expand", 0.0, op("Shape", call["logits"]))
-        return (none.scatter(call.history(length), newest, reduction="add"),)
+        return none.scatter(call.history(length), newest, reduction="add")
 
-    return call.branch(needed, counts, lambda: (call["temperature"].unsqueeze(),))[0]
+    return call.branch(needed, counts, lambda: call["temperature"].unsqueeze())
 
 
 def _longest(call: Call, needed: Tensor) -> Tensor:
@@ -183,11 +183,11 @@ def _forbid(call: Call, logits: Tensor, past: Past) -> Tensor:
         logits = forbid_bad_words(logits, past, call["bad_words_ids"])
     if call.uses("no_repeat_ngram_size"):
         size = call["no_repeat_ngram_size"]
-        given = (logits,)
-        (logits,) = call.branch(
+        before = logits
+        logits = call.branch(
             size > 0,
-            lambda: (forbid_repeated_ngrams(*given, past, size.unsqueeze()),),
-            lambda: given,
+            lambda: forbid_repeated_ngrams(before, past, size.unsqueeze()),
+            lambda: before,
         )
     return logits
 
@@ -195,11 +195,11 @@ def _forbid(call: Call, logits: Tensor, past: Past) -> Tensor:
 def _dry(call: Call, logits: Tensor, past: Past) -> Tensor:
     if not call.uses("dry"):
         return logits
-
-    def penalized() -> Tensors:
-        return (dry(logits, past, Columns(call.inputs)),)
-
-    return call.branch(call["dry_multiplier"] > 0, penalized, lambda: (logits,))[0]
+    return call.branch(
+        call["dry_multiplier"] > 0,
+        lambda: dry(logits, past, Columns(call.inputs)),
+        lambda: logits,
+    )
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import RUNNING
+from qsample.contract.tensors import NOISE, NOISE_STREAMS, RUNNING, XTC_NOISE, TensorSpec
+from qsample.sampler.philox import uniforms
 from qsample.sampler.tensor import (
     FLOAT,
     INT32,
     INT64,
+    Structure,
     Tensor,
-    Tensors,
     branch,
     concat,
     maximum,
@@ -41,35 +44,42 @@ class Columns(Mapping[str, Tensor]):
         return len(self._rows)
 
 
-class Call:
-    """The inputs of one call, by the names of `Interface.sampler`, and values that all parts of the step share.
+class DrawCall(ABC):
+    """The inputs of one call as far as the draw reads them, and which rows draw.
 
     Attributes:
-        total, start: [B] int32, how many tokens each row has after this call's inputs, and before them.
-        running: [B] bool.
-        sampling: [B] bool, the rows that have to emit a token.
-        capacity, capacity32: T, [1] int64 and int32.
+        interface, features: the graph's dimensions and options.
+        inputs: the graph's inputs by name.
+        running: [B] bool, rows that are not finished.
+        sampling: [B] bool, rows that have to emit a token.
+        vocab: V, the number of tokens.
+        captured: the graph has no control flow.
+        for_webgpu: as in `build_sampler`.
     """
 
     def __init__(
-        self, interface: Interface, inputs: Mapping[str, Tensor], *, for_webgpu: bool = False
+        self,
+        interface: Interface,
+        inputs: Mapping[str, Tensor],
+        *,
+        running: Tensor,
+        sampling: Tensor,
+        for_webgpu: bool = False,
     ) -> None:
-        self.interface, self.inputs, self.features = interface, inputs, interface.features
+        self.interface = interface
+        self.features = interface.features
+        self.vocab = interface.vocab_size
+        self.captured = interface.captured
+        self.inputs = inputs
+        self.running = running
+        self.sampling = sampling
         self.for_webgpu = for_webgpu
-        self.vocab, self.captured = interface.vocab_size, interface.captured
-        # `lengths` is read once, for the sum: its buffer may also hold its next value.
-        self.total = inputs["lengths"] + inputs["input_lengths"]
-        self.start = self.total - inputs["input_lengths"]
-        self.running = inputs["status"].equals(RUNNING)
-        self.sampling = self.running & inputs["emit"]
-        self.capacity = size(inputs["tokens"], 1)
-        self.capacity32 = self.capacity.to(INT32)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.inputs[name]
 
     def uses(self, *filters: str) -> bool:
-        """Whether the graph has any of these extra filters."""
+        """Whether the graph has any of these optional filters."""
         return any(name in self.features.filters for name in filters)
 
     def columns(self, *names: str) -> list[Tensor]:
@@ -77,10 +87,66 @@ class Call:
         return [self.inputs[name].unsqueeze() for name in names]
 
     def branch(
-        self, needed: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]
-    ) -> Tensors:
-        """`then()` if some row needs it (`needed`, bool), else `otherwise()`; without control flow, always `then()`."""
+        self,
+        needed: Tensor,
+        then: Callable[[], Structure],
+        otherwise: Callable[[], Structure],
+    ) -> Structure:
+        """`then()` if some row needs it (`needed`, [B] bool), else `otherwise()`.
+
+        A graph without control flow always computes `then()`.
+        """
         return then() if self.captured else branch(needed.any(), then, otherwise)
+
+    @abstractmethod
+    def uniforms(self) -> Uniforms:
+        """The source of this step's random numbers; called once, where the random rows begin."""
+
+
+# Takes the state that holds the numbers of a stream, and returns the number that decides the next token of each row:
+# [B, 1] float32, in [0, 1).
+Uniforms: TypeAlias = Callable[[TensorSpec], Tensor]
+
+
+class Call(DrawCall):
+    """The inputs of one decode step, by the names of `Interface.sampler`, and values that all its parts share.
+
+    Attributes:
+        total: [B] int32, how many tokens each row has after this call's inputs.
+        start: [B] int32, how many tokens each row had before them.
+        capacity, capacity32: T, [1] int64 and int32.
+    """
+
+    def __init__(
+        self, interface: Interface, inputs: Mapping[str, Tensor], *, for_webgpu: bool = False
+    ) -> None:
+        # `lengths` is read once, for the sum: its buffer may also hold its next value.
+        self.total = inputs["lengths"] + inputs["input_lengths"]
+        self.start = self.total - inputs["input_lengths"]
+        running = inputs["status"].equals(RUNNING)
+        super().__init__(
+            interface,
+            inputs,
+            running=running,
+            sampling=running & inputs["emit"],
+            for_webgpu=for_webgpu,
+        )
+        self.capacity = size(inputs["tokens"], 1)
+        self.capacity32 = self.capacity.to(INT32)
+
+    def uniforms(self) -> Uniforms:
+        """Numbers of the noise buffers, or of the graph's input `seed`."""
+        if not self.features.seed:
+            return self._buffered_uniform
+        buffers = [NOISE.name]
+        if self.uses("xtc"):
+            buffers.append(XTC_NOISE.name)
+        streams = [NOISE_STREAMS[name] for name in buffers]
+        numbers = dict(zip(buffers, uniforms(self["seed"], self.position(), streams), strict=True))
+        return lambda buffer: numbers[buffer.name]
+
+    def _buffered_uniform(self, buffer: TensorSpec) -> Tensor:
+        return self[buffer.name].gather(self.position().unsqueeze())
 
     def position(self) -> Tensor:
         """Where each row's next token is decided, at most T - 1: [B] int32."""

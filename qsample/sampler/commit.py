@@ -56,15 +56,15 @@ def filter_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     """The states of filters, [B] float32: they learn from the probability of a token that was drawn at random."""
     states, row = dict[str, Tensor](), Columns(call.inputs)
     if call.uses("mirostat"):
-        assert draw.share is not None
+        assert draw.outcome.share is not None
         # A token that u = 0 draws has perhaps no probability of float32.
-        surprise = log(maximum(draw.share, _LEAST_SHARE)) * (-1 / math.log(2))
+        surprise = log(maximum(draw.outcome.share, _LEAST_SHARE)) * (-1 / math.log(2))
         mu = filters.next_largest_surprise(row, surprise)
         changes = draw.random & (call["mirostat_tau"] > 0)
         states["mirostat_mu"] = where(changes, mu.squeeze(), call["mirostat_mu"])
     if call.uses("adaptive_p"):
-        assert draw.share is not None
-        error = draw.share - row["adaptive_target"]
+        assert draw.outcome.share is not None
+        error = draw.outcome.share - row["adaptive_target"]
         error = error + row["adaptive_decay"] * (row["adaptive_error"] - error)
         changes = draw.random & (call["adaptive_target"] >= 0)
         states["adaptive_error"] = where(changes, error.squeeze(), call["adaptive_error"])
@@ -144,9 +144,9 @@ def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
             found["top_logprob_ids"], found["top_logprobs"] = top_logprobs(
                 split, shares, chosen.top_logprobs, emitted, replayed=call.captured
             )
-    if draw.probs is not None:
+    if draw.outcome.probs is not None:
         drawn = draw.random.unsqueeze()
-        found["probs"] = probabilities(draw.probs, drawn, emitted & ~drawn, draw.token)
+        found["probs"] = probabilities(draw.outcome.probs, drawn, emitted & ~drawn, draw.token)
     return found
 
 

@@ -10,34 +10,24 @@ The branches are inside each other, so that a step runs the conditions of those 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
-from functools import partial, reduce
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsample.contract.tensors import (
-    EXTRA_PARAMETERS,
-    HUGGING_FACE,
-    NOISE,
-    NOISE_STREAM,
-    SEARCHED_ROWS,
-    STATEFUL,
-    XTC_NOISE,
-    XTC_STREAM,
-    TensorSpec,
-)
+from qsample.contract.tensors import HUGGING_FACE, NOISE, SEARCHED_ROWS, STATEFUL, XTC_NOISE
 from qsample.sampler import blocks, filters
 from qsample.sampler.blocks import FLOOR, Blocks, block_size
-from qsample.sampler.call import Call, Columns
-from qsample.sampler.philox import uniforms
+from qsample.sampler.call import DrawCall
+from qsample.sampler.filters import Filter, FilterInputs, SharedNumbers
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
 from qsample.sampler.search import Search
 from qsample.sampler.tensor import (
     FLOAT,
     Tensor,
-    Tensors,
+    TensorRecord,
     constant,
     constants,
     maximum,
@@ -49,234 +39,301 @@ from qsample.sampler.tensor import (
 _LEAST_REACH = 2.0**-126
 
 
-class Draw(NamedTuple):
-    """The results of a step's draw for each row. token: [B, 1] int64, 0 in rows that emit none. emitted, random: [B]
-    bool; random rows drew their token. probs: [B, V] float32, the distribution of random rows; None unless it is an
-    output. share: [B, 1] float32, the drawn token's probability before adaptive-p; None unless a state needs it."""
+@dataclass(frozen=True)
+class Outcome(TensorRecord):
+    """The token of each row, and what else an output or a state needs of the draw.
+
+    To add a value: a field here, its numbers in `_RandomRows._outcome`, and in `_nothing_drawn` numbers for the rows
+    that draw none.
+
+    Attributes:
+        token: [B, 1] int64.
+        probs: [B, V] float32, the distribution that the token was drawn from; None unless it is an output.
+        share: [B, 1] float32, the token's probability before adaptive-p; None unless a state needs it.
+    """
 
     token: Tensor
-    emitted: Tensor
-    random: Tensor
     probs: Tensor | None
     share: Tensor | None
 
 
-def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
-    """The token of each row that has to emit one, from `num_candidates` (K) or all tokens. adjusted: [B, V] float32,
-    the logits after step 2."""
-    split = blocks.split(adjusted, call.vocab, block_size(call.vocab))
-    largest = split.maxima.max(keep=False)
-    emitted = call.sampling & blocks.is_valid(split, largest)
+@dataclass(frozen=True)
+class Draw:
+    """The results of a step's draw.
+
+    Attributes:
+        token: [B, 1] int64, 0 in rows that emit none.
+        emitted: [B] bool, rows that emit a token.
+        random: [B] bool, rows whose token was drawn at random.
+        outcome: the further values, which mean something in random rows only.
+    """
+
+    token: Tensor
+    emitted: Tensor
+    random: Tensor
+    outcome: Outcome
+
+
+def draw(call: DrawCall, adjusted: Tensor, num_candidates: int) -> Draw:
+    """The token of each row that has to emit one.
+
+    Args:
+        call: the inputs of the call.
+        adjusted: [B, V] float32, the logits after step 2.
+        num_candidates: K, how many of the largest logits are tried before the whole vocabulary.
+    """
+    logits = blocks.split(adjusted, call.vocab, block_size(call.vocab))
+    largest = logits.maxima.max(keep=False)
+    emitted = call.sampling & blocks.is_valid(logits, largest)
     if call.captured:
         emitted = emitted & (_is_listed(call) | ~_needs_search(call, num_candidates))
     random = emitted & (call["temperature"] > 0)
-    greedy = blocks.argmax(split, replayed=call.captured)
-    token, *more = call.branch(
+    greedy = blocks.argmax(logits, replayed=call.captured)
+    outcome = call.branch(
         random,
-        lambda: _RandomRows(call, split, largest, random, greedy, num_candidates).results(),
-        lambda: _no_results(call, largest, greedy),
+        lambda: _RandomRows(call, logits, largest, random, greedy, num_candidates).outcome(),
+        lambda: _nothing_drawn(call, largest, greedy),
     )
-    probs = more.pop(0) if call.features.probs else None
-    share = more.pop(0) if call.uses(*STATEFUL) else None
-    return Draw(where(emitted.unsqueeze(), token, 0), emitted, random, probs, share)
+    token = where(emitted.unsqueeze(), outcome.token, 0)
+    return Draw(token, emitted, random, outcome)
 
 
-def _no_results(call: Call, largest: Tensor, greedy: Tensor) -> Tensors:
-    """`_RandomRows.results` of rows that draw nothing."""
-    probs = [_no_probs(call, greedy)] if call.features.probs else []
-    share = [largest.unsqueeze()] if call.uses(*STATEFUL) else []
-    return greedy, *probs, *share
+def _nothing_drawn(call: DrawCall, largest: Tensor, greedy: Tensor) -> Outcome:
+    """The outcome of rows that draw nothing: the greedy token [B, 1], and numbers that nothing reads."""
+    return Outcome(
+        token=greedy,
+        probs=_no_probs(call, greedy) if call.features.probs else None,
+        share=largest.unsqueeze() if call.uses(*STATEFUL) else None,
+    )
 
 
-def _no_probs(call: Call, greedy: Tensor) -> Tensor:
+def _no_probs(call: DrawCall, greedy: Tensor) -> Tensor:
     return op("Expand", constants(greedy, 0), [1, call.vocab]).to(FLOAT)
 
 
+def _one() -> Tensor:
+    """A number for rows that need none; 1, so that filters that are off stay finite: [1, 1]."""
+    return constant(np.ones((1, 1), np.float32))
+
+
+@dataclass(frozen=True)
+class _Attempt(TensorRecord):
+    """What the candidates give.
+
+    Attributes:
+        outcome: the outcome of rows that the candidates settle; elsewhere the greedy token.
+        unsettled: [B] bool, the random rows that need the whole vocabulary.
+    """
+
+    outcome: Outcome
+    unsettled: Tensor
+
+
 class _RandomRows:
-    """The random rows of one call. greedy: [B, 1] int64, the token of all other rows."""
+    """The rows of one call that draw at random."""
 
     def __init__(
         self,
-        call: Call,
-        split: Blocks,
+        call: DrawCall,
+        logits: Blocks,
         largest: Tensor,
         random: Tensor,
         greedy: Tensor,
         num_candidates: int,
     ) -> None:
-        self._call, self._split, self._largest, self._greedy = call, split, largest, greedy
+        """Compute the conditions of the branches, and the numbers that both pools share.
+
+        Args:
+            call: the inputs of the call.
+            logits: the adjusted logits.
+            largest: [B] float32, the largest logit of each row.
+            random: [B] bool, the random rows.
+            greedy: [B, 1] int64, the token of all other rows.
+            num_candidates: K; at most V of them are used.
+        """
+        self._call = call
+        self._logits = logits
+        self._largest = largest
         self._random = random
+        self._greedy = greedy
         self._num_candidates = min(num_candidates, call.vocab)
-        chosen = (*filters.ALWAYS, *call.features.filters)
-        self._filters = [
-            step for step in filters.ORDERS[call.features.filter_order] if step.__name__ in chosen
-        ]
+        self._filters = filters.filters_of(call.features)
         # Before top-k, the entropy counts the whole vocabulary, and the candidates do not know it.
-        self._dynamic_first = call.uses("dynatemp") and call.features.filter_order == HUGGING_FACE
-        self._small = filters.has_small_top_k(call, num_candidates)
-        self._has_top_k = call["top_k"] > 0
-        self._narrowed = (call["top_p"] < 1) | (call["min_p"] > 0)
-        if call.uses("top_n_sigma"):
-            self._narrowed = self._narrowed | (call["top_n_sigma"] > 0)
-        self._extra = self._extra_filters()
-        self._seeded = self._uniforms_of_seed() if call.features.seed else {}
-        self._numbers = dict(call.inputs) | {"maximum": largest}
-        self._add_shared_numbers()
-
-    def results(self) -> Tensors:
-        """Token [B, 1] of every row; and of random ones the probabilities and the share, if they are wanted."""
-        call, small = self._call, self._small
-        narrowed = self._narrowed if self._extra is None else self._narrowed & ~self._extra
-        # After a larger top-k, the total of top-p is not known.
-        beyond = self._has_top_k & (call["top_p"] < 1)
-        tried = self._random & (small | (narrowed & ~beyond))
-        needs_total = tried & ~small & (call["top_p"] < 1)
-
-        def from_candidates() -> Tensors:
-            # In the other rows, filters that are off read it.
-            (total,) = call.branch(needs_total, self._total, self._any_number)
-            return self._from_candidates(tried, total)
-
-        def not_tried() -> Tensors:
-            return *_no_results(call, self._largest, self._greedy), self._random
-
-        *found, unsettled = call.branch(tried, from_candidates, not_tried)
-
-        def from_vocabulary(*left_out: filters.Filter) -> Tensors:
-            return self._from_vocabulary(
-                found, unsettled, [step for step in self._filters if step not in left_out]
-            )
-
-        if call.captured:
-            return from_vocabulary()
-        # A row goes unchanged through filters that another row needs.
-        filtered = self._narrowed if self._extra is None else self._narrowed | self._extra
-
-        def without_top_k() -> Tensors:
-            unfiltered = [step for step in self._filters if step is not filters.temperature]
-            return call.branch(
-                unsettled & filtered,
-                partial(from_vocabulary, filters.top_k),
-                partial(from_vocabulary, *unfiltered),
-            )
-
-        def all_of_it() -> Tensors:
-            return call.branch(unsettled & self._has_top_k, from_vocabulary, without_top_k)
-
-        return call.branch(unsettled, all_of_it, partial(tuple, found))
-
-    def _from_candidates(self, tried: Tensor, total: Tensor) -> Tensors:
-        """The results of rows that the candidates settle; and which random rows they do not, [B] bool."""
-        row = Columns(self._numbers)
-        values, ids = blocks.top_candidates(
-            self._split, self._num_candidates, replayed=self._call.captured
+        self._has_early_dynatemp = (
+            call.uses("dynatemp") and call.features.filter_order == HUGGING_FACE
         )
-        small = self._small.unsqueeze()
-        x = maximum(values - row["maximum"], FLOOR)
-        if self._call.captured:  # a masked token's value may be close to a low maximum
+        self._has_small_top_k = filters.has_small_top_k(call, num_candidates)
+        self._has_top_k = call["top_k"] > 0
+        self._has_threshold = self._find_thresholds()
+        self._has_other_filter = self._find_other_filters()
+        self._uniform = call.uniforms()
+        self._parameters = dict(call.inputs)
+        self._shared = SharedNumbers()
+        self._share_numbers()
+
+    def outcome(self) -> Outcome:
+        """The outcome of all random rows, and the greedy token in the other rows."""
+        attempt = self._try_candidates()
+        if self._call.captured:
+            return self._from_vocabulary(attempt, self._filters)
+        # A row goes unchanged through filters that another row needs.
+        filtered = self._has_threshold
+        if self._has_other_filter is not None:
+            filtered = filtered | self._has_other_filter
+        return self._call.branch(
+            attempt.unsettled,
+            lambda: self._draw_unsettled(attempt, filtered),
+            lambda: attempt.outcome,
+        )
+
+    def _try_candidates(self) -> _Attempt:
+        """Draw the rows that the candidates settle."""
+        call = self._call
+        narrowed = self._has_threshold
+        if self._has_other_filter is not None:
+            narrowed = narrowed & ~self._has_other_filter
+        # After a larger top-k, the total of top-p is not known.
+        unknown_total = self._has_top_k & (call["top_p"] < 1)
+        tried = self._random & (self._has_small_top_k | (narrowed & ~unknown_total))
+        needs_total = tried & ~self._has_small_top_k & (call["top_p"] < 1)
+        return call.branch(
+            tried,
+            lambda: self._from_candidates(tried, needs_total),
+            lambda: _Attempt(
+                _nothing_drawn(call, self._largest, self._greedy), unsettled=self._random
+            ),
+        )
+
+    def _from_candidates(self, tried: Tensor, needs_total: Tensor) -> _Attempt:
+        """Draw from the K largest logits.
+
+        Args:
+            tried: [B] bool, rows that the candidates may settle.
+            needs_total: [B] bool, rows with a top-p of the whole vocabulary.
+        """
+        call = self._call
+        # Rows that do not need the total still pass through disabled filters, so it must be finite.
+        total = call.branch(needs_total, self._total_before_top_k, _one)
+        values, ids = blocks.top_candidates(
+            self._logits, self._num_candidates, replayed=call.captured
+        )
+        small = self._has_small_top_k.unsqueeze()
+        x = maximum(values - self._largest.unsqueeze(), FLOOR)
+        if call.captured:  # a masked token's value may be close to a low maximum
             x = where(values > FLOOR, x, FLOOR)
         pool = Candidates(x, ids, small, total)
-        self._filtered(pool, self._filters)
+        self._apply(self._filters, pool)
         settled = tried.unsqueeze() & (small | pool.weights.last().equals(0.0))
-        token, *more = self._results(pool)
-        return where(settled, token, self._greedy), *more, self._random & ~settled.squeeze()
+        drawn = self._outcome(pool)
+        outcome = replace(drawn, token=where(settled, drawn.token, self._greedy))
+        return _Attempt(outcome, unsettled=self._random & ~settled.squeeze())
 
-    def _from_vocabulary(
-        self, found: Sequence[Tensor], unsettled: Tensor, chosen: Sequence[filters.Filter]
-    ) -> Tensors:
-        rows = unsettled.unsqueeze()
-        pool = self._filtered(self._vocabulary(rows), chosen)
-        return tuple(
-            where(rows, new, old) for new, old in zip(self._results(pool), found, strict=True)
+    def _draw_unsettled(self, attempt: _Attempt, filtered: Tensor) -> Outcome:
+        """Draw from the vocabulary, with no more filters than some row needs. filtered: [B] bool, rows with a filter
+        other than the temperature and top-k."""
+        without_top_k = [step for step in self._filters if step is not filters.TOP_K]
+        return self._call.branch(
+            attempt.unsettled & self._has_top_k,
+            lambda: self._from_vocabulary(attempt, self._filters),
+            lambda: self._call.branch(
+                attempt.unsettled & filtered,
+                lambda: self._from_vocabulary(attempt, without_top_k),
+                lambda: self._from_vocabulary(attempt, [filters.TEMPERATURE]),
+            ),
         )
 
-    def _filtered(self, pool: Pool, chosen: Sequence[filters.Filter]) -> Pool:
-        row = Columns(self._numbers)
-        for step in chosen:
-            step(pool, row)
-        return pool
+    def _from_vocabulary(self, attempt: _Attempt, steps: Sequence[Filter]) -> Outcome:
+        """Draw the unsettled rows from all tokens; the other rows keep their outcome."""
+        unsettled = attempt.unsettled.unsqueeze()
+        pool = self._vocabulary(unsettled)
+        self._apply(steps, pool)
+        return self._outcome(pool).where(unsettled, attempt.outcome)
 
-    def _total(self) -> Tensors:
-        """The weight of the whole vocabulary, for top-p: [B, 1]."""
-        return (self._before(filters.top_k).total(),)
+    def _outcome(self, pool: Pool) -> Outcome:
+        """Draw a token of each row from what the filters left in the pool."""
+        token = pool.draw(self._uniform(NOISE))
+        probs = share = None
+        if self._call.features.probs:
+            probs = self._probs(pool)
+        if self._call.uses(*STATEFUL):
+            share = pool.share_of(token)
+        return Outcome(token, probs, share)
 
-    def _any_number(self) -> Tensors:
-        """A number that no row needs; 1, so that filters that are off are finite."""
-        return (constant(np.ones((1, 1), np.float32)),)
+    def _probs(self, pool: Pool) -> Tensor:
+        """The pool's distribution over the vocabulary, [B, V] float32."""
+        # Normalized here and not over [B, V]: the pools' sums do not depend on the batch.
+        probs = pool.weights / pool.row(pool.sum(pool.weights))
+        if isinstance(pool, Candidates):
+            return _no_probs(self._call, self._greedy).scatter(pool.ids, probs)
+        return probs.reshape(0, -1).columns(0, self._call.vocab)
 
-    def _before(self, last: filters.Filter) -> Pool:
-        """The vocabulary after the filters that precede `last`."""
-        pool = self._vocabulary(self._random.unsqueeze())
-        return self._filtered(pool, self._filters[: self._filters.index(last)])
+    def _apply(self, steps: Sequence[Filter], pool: Pool) -> None:
+        row = FilterInputs(self._parameters, self._shared)
+        for step in steps:
+            step.apply(pool, row)
 
     def _vocabulary(self, searched: Tensor) -> Vocabulary:
-        listed = self._call[SEARCHED_ROWS.name] if self._call.captured else None
+        """All tokens, before any filter. searched: [B, 1] bool, rows whose thresholds matter."""
+        captured = self._call.captured
+        listed = self._call[SEARCHED_ROWS.name] if captured else None
         search = Search(listed, skipped=self._call.for_webgpu)
-        return Vocabulary(self._shifted(), searched, search, replayed=self._call.captured)
+        x = self._logits.values - self._largest.unsqueeze().unsqueeze()
+        return Vocabulary(x, searched, search, replayed=captured)
 
-    def _shifted(self) -> Tensor:
-        """The difference of each logit from the largest of its row: [B, n, C]."""
-        return self._split.values - self._largest.unsqueeze().unsqueeze()
+    def _vocabulary_before(self, step: Filter) -> Vocabulary:
+        """All tokens, after the filters that precede `step`."""
+        pool = self._vocabulary(self._random.unsqueeze())
+        self._apply(self._filters[: self._filters.index(step)], pool)
+        return pool
 
-    def _results(self, pool: Pool) -> Tensors:
-        token = pool.draw(self._uniform(NOISE))
-        results = [token]
-        if self._call.features.probs:
-            # Here and not over [B, V]: the pools' sums do not depend on the batch.
-            probs = pool.weights / pool.row(pool.sum(pool.weights))
-            if isinstance(pool, Candidates):
-                results.append(_no_probs(self._call, self._greedy).scatter(pool.ids, probs))
-            else:
-                results.append(probs.reshape(0, -1).columns(0, self._call.vocab))
-        if self._call.uses(*STATEFUL):
-            results.append(pool.share_of(token))
-        return tuple(results)
+    def _total_before_top_k(self) -> Tensor:
+        """The weight of the whole vocabulary, for top-p: [B, 1] float32."""
+        return self._vocabulary_before(filters.TOP_K).total()
 
-    def _uniform(self, buffer: TensorSpec) -> Tensor:
-        """The number that decides each row's next token, or whether XTC applies: [B, 1] float32."""
-        if self._call.features.seed:
-            return self._seeded[buffer.name]
-        return self._call[buffer.name].gather(self._call.position().unsqueeze())
-
-    def _uniforms_of_seed(self) -> dict[str, Tensor]:
-        """The numbers that a graph with a seed needs, under the names of the buffers that hold them otherwise."""
-        call, streams = self._call, {NOISE.name: NOISE_STREAM}
-        if call.uses("xtc"):
-            streams[XTC_NOISE.name] = XTC_STREAM
-        return dict(
-            zip(
-                streams,
-                uniforms(call["seed"], call.position(), list(streams.values())),
-                strict=True,
-            )
-        )
-
-    def _add_shared_numbers(self) -> None:
-        """Numbers that filters read in addition to a row's parameters, and that are the same for both pools."""
-        call, numbers = self._call, self._numbers
-        if call.uses("xtc"):
-            numbers["xtc_uniform"] = self._uniform(XTC_NOISE)
+    def _find_thresholds(self) -> Tensor:
+        """Rows with a threshold that may filter out the last candidate: [B] bool."""
+        call = self._call
+        found = (call["top_p"] < 1) | (call["min_p"] > 0)
         if call.uses("top_n_sigma"):
-            on = self._random & (call["top_n_sigma"] > 0)
-            # Of rows that draw nothing, too: a distance below 0 would leave them no token at all.
-            (numbers["sigma"],) = call.branch(on, self._deviation, self._any_number)
-        if self._dynamic_first:
+            found = found | (call["top_n_sigma"] > 0)
+        return found
 
-            def dynamic() -> Tensors:
-                return (
-                    filters.dynamic_temperature(
-                        self._before(filters.temperature), Columns(numbers)
-                    ),
-                )
+    def _find_other_filters(self) -> Tensor | None:
+        """Rows with a filter for which the candidates do not suffice: [B] bool.
 
-            on = self._random & (call["dynatemp_range"] > 0)
-            (temperature,) = call.branch(on, dynamic, lambda: tuple(call.columns("temperature")))
-            numbers["temperature"] = temperature
-            del numbers["dynatemp_range"]
+        None if the graph has no such filter.
+        """
+        steps = [step for step in self._filters if not step.candidates_suffice]
+        if self._call.uses("dynatemp") and not self._has_early_dynatemp:
+            steps.append(filters.DYNATEMP)
+        steps.sort(key=lambda step: step.name)
+        conditions = [step.is_on(self._call) for step in steps]
+        return functools.reduce(operator.or_, conditions) if conditions else None
 
-    def _deviation(self) -> Tensors:
-        """The standard deviation of each row's unmasked logits, [B, 1]."""
-        pool = self._before(self._filters[0])
+    def _share_numbers(self) -> None:
+        """Compute the numbers that are the same for both pools, in the order in which one needs another."""
+        call = self._call
+        if call.uses("xtc"):
+            self._shared = replace(self._shared, xtc_uniform=self._uniform(XTC_NOISE))
+        if call.uses("top_n_sigma"):
+            needed = self._random & (call["top_n_sigma"] > 0)
+            # Rows that draw nothing need a number, too: with a distance below 0, no token would be left.
+            deviation = call.branch(needed, self._deviation, _one)
+            self._shared = replace(self._shared, deviation=deviation)
+        if self._has_early_dynatemp:
+            needed = self._random & (call["dynatemp_range"] > 0)
+            temperature = call.branch(
+                needed, self._dynamic_temperature, lambda: call["temperature"].unsqueeze()
+            )
+            self._shared = replace(self._shared, temperature=temperature)
+
+    def _dynamic_temperature(self) -> Tensor:
+        pool = self._vocabulary_before(filters.TEMPERATURE)
+        return filters.dynamic_temperature(pool, FilterInputs(self._parameters, self._shared))
+
+    def _deviation(self) -> Tensor:
+        """The standard deviation of each row's unmasked logits, [B, 1] float32."""
+        pool = self._vocabulary(self._random.unsqueeze())
         there = (pool.x > FLOOR).to(FLOAT)
         x = maximum(pool.x, FLOOR) * there
         # As shares of the lowest: sums of large logits and their squares are not finite.
@@ -285,19 +342,10 @@ class _RandomRows:
         count = maximum(pool.sum(there), 1.0)
         distance = (share - pool.row(pool.sum(share) / count)) * there
         deviation = op("Sqrt", pool.sum(distance * distance) / count)
-        return (deviation * -lowest.squeeze(),)
-
-    def _extra_filters(self) -> Tensor | None:
-        """Whether a row has a filter that is more than a threshold on the logits: [B] bool; None: no row can."""
-        names = {step.__name__ for step in self._filters} - {*filters.ALWAYS, "top_n_sigma"}
-        if self._call.uses("dynatemp") and not self._dynamic_first:
-            names.add("dynatemp")
-        first = [EXTRA_PARAMETERS[name][0] for name in sorted(names)]
-        on = [~self._call[parameter.name].equals(parameter.off or 0.0) for parameter in first]
-        return reduce(operator.or_, on) if on else None
+        return deviation * -lowest.squeeze()
 
 
-def _needs_search(call: Call, num_candidates: int) -> Tensor:
+def _needs_search(call: DrawCall, num_candidates: int) -> Tensor:
     """Whether a row's parameters ask for a search of the vocabulary, [B] bool."""
     thresholds = (call["top_p"] < 1) | (call["top_k"] > 0)
     if call.uses("typical_p"):
@@ -305,7 +353,7 @@ def _needs_search(call: Call, num_candidates: int) -> Tensor:
     return (call["temperature"] > 0) & ~filters.has_small_top_k(call, num_candidates) & thresholds
 
 
-def _is_listed(call: Call) -> Tensor:
+def _is_listed(call: DrawCall) -> Tensor:
     """Whether a row is among `searched_rows`, [B] bool."""
     listed = call[SEARCHED_ROWS.name]
     return constants(call.running, 0.0).scatter(listed, constants(listed, 1).to(FLOAT), axis=0) > 0

@@ -231,10 +231,10 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
     single = size(inputs["input_ids"], 1).equals(1)
     capacity = size(inputs["tokens"], 1).to(INT32)
 
-    def none() -> Tensors:
-        return (inputs["input_ids"].columns(0, 0),)
+    def none() -> Tensor:
+        return inputs["input_ids"].columns(0, 0)
 
-    def some() -> Tensors:
+    def some() -> Tensor:
         valid = (drafts >= 0) & (drafts < interface.vocab_size)
         own_count = (~valid).to(INT32).cumsum().equals(0).to(INT32).sum(keep=False)
         found, found_count = branch(
@@ -249,9 +249,9 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
         room = where(inputs["status"].equals(RUNNING), left, capacity).min(keep=False) - 1
         count = where(wanted, maximum(op("Min", count, own_room, room), 0), 0)
         ids = where(count_up(constant(np.array([most]))) < count.unsqueeze(), ids, -1)
-        return (ids.columns(0, count.to(INT64).max(keep=False)),)
+        return ids.columns(0, count.to(INT64).max(keep=False))
 
-    return branch(op("And", wanted.any(), op("Squeeze", single)), some, none)[0]
+    return branch(op("And", wanted.any(), op("Squeeze", single)), some, none)
 
 
 def _looked_up(

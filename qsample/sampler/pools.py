@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 from qsample.sampler import blocks
 from qsample.sampler.blocks import FLOOR
-from qsample.sampler.search import Search
+from qsample.sampler.search import Search, WeightedKeys
 from qsample.sampler.tensor import (
     FLOAT,
     INT64,
@@ -239,16 +239,14 @@ class Vocabulary(Pool):
         return self.row(self._search.by_count(self.x, k.to(FLOAT), self._searched & (k > 0)))
 
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
-        lowest = (
-            self._lowest if keys is None and self._lowest is not None else share * 0.0 - _LOWEST_KEY
-        )
+        lowest = self._lowest if keys is None else None
+        if lowest is None:
+            lowest = share * 0.0 - _LOWEST_KEY
         highest = constants(share, 0.0) if keys is None else keys.max(-2, -1).squeeze()
-        keys = self.x if keys is None else keys
-        return self.row(
-            self._search.by_weight(
-                keys, self.weights, share, (lowest, highest), self._searched & (share < 1)
-            )
-        )
+        if keys is None:
+            keys = self.x
+        weighted = WeightedKeys(keys, self.weights, lowest, highest)
+        return self.row(self._search.by_weight(weighted, share, self._searched & (share < 1)))
 
     def draw(self, uniform: Tensor) -> Tensor:
         """In two levels: a block, then a token of that block. u times the total needs more than the 24 bits of a

@@ -18,7 +18,7 @@ either sign, whose rounding in float32 is far below a token's weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from qsample.sampler.tensor import (
     FLOAT,
     INT64,
     Tensor,
+    TensorRecord,
     Tensors,
     axis_size,
     branch,
@@ -53,56 +54,120 @@ class Search:
     """Finds thresholds among the keys of some rows."""
 
     def __init__(self, listed: Tensor | None, *, skipped: bool = False) -> None:
-        """listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow, the
-        rows that a call names. skipped: an If around each search of listed rows skips it if there are none; its
-        condition is a shape, known to the host."""
-        self._listed, self._skipped = listed, skipped
+        """Choose the rows and the method.
 
-    def by_weight(
-        self,
-        keys: Tensor,
-        weights: Tensor,
-        share: Tensor,
-        ends: tuple[Tensor, Tensor],
-        searched: Tensor,
-    ) -> Tensor:
+        Args:
+            listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow,
+                and each search says which rows it is for.
+            skipped: put an If around each search of listed rows, which skips it if there are none; its condition is a
+                shape, known to the host.
+        """
+        self._listed = listed
+        self._skipped = skipped
+
+    def by_weight(self, keys: WeightedKeys, share: Tensor, searched: Tensor) -> Tensor:
         """The smallest key whose strictly larger keys weigh less than `share` of the whole: [B, 1] float32.
 
-        keys: [B, n, C] float32, at most 0, -inf for keys that do not count. weights: [B, n, C] float32, at least 0.
-        share: [B, 1] float32, in (0, 1). ends: [B, 1] float32 each, a number below every key that has a weight, and the
-        largest key. searched: [B, 1] bool; any other row gets a threshold that all keys pass.
+        Args:
+            keys: the keys and their weights.
+            share: [B, 1] float32, in (0, 1).
+            searched: [B, 1] bool; any other row gets a threshold that all keys pass.
         """
-        return self._find(searched, _Bracket.of_weights, keys, weights, share, *ends)
+        return self._find(_ByWeight(keys, share), searched)
 
     def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
-        """The `count`-th largest key ([B, 1] float32, at least 1), or one that all keys pass if there are fewer: [B, 1]
-        float32. keys, searched: as in `by_weight`; the largest key is 0."""
-        return self._find(searched, _Bracket.of_counts, keys, count)
+        """The `count`-th largest key, or a number that all keys pass if there are fewer: [B, 1] float32.
 
-    def _find(
-        self, searched: Tensor, begin: Callable[..., _Bracket], keys: Tensor, *given: Tensor
-    ) -> Tensor:
+        Args:
+            keys: [B, n, C] float32, at most 0, -inf for keys that do not count; the largest of a row is 0.
+            count: [B, 1] float32, at least 1.
+            searched: [B, 1] bool; any other row gets a threshold that all keys pass.
+        """
+        return self._find(_ByCount(keys, count), searched)
+
+    def _find(self, query: _ByWeight | _ByCount, searched: Tensor) -> Tensor:
         listed = self._listed
         if listed is None:
-            return where(searched, _interpolate(begin(keys, *given), searched), EVERYTHING)
+            return where(searched, _interpolate(query.bracket(), searched), EVERYTHING)
 
-        def found() -> Tensors:
-            # A number of blocks that needs no padding in each sum.
-            own, *more = (value.rows(listed) for value in (keys, *given))
-            more = [
-                _with_more_blocks(value, 0.0) if len(value.shape) == 3 else value for value in more
-            ]
-            threshold = _cut(begin(_with_more_blocks(own, FLOOR), *more))
-            none = constants(searched, EVERYTHING)
-            return (
-                where(searched, none.scatter(listed.unsqueeze(), threshold, axis=0), EVERYTHING),
-            )
+        def found() -> Tensor:
+            threshold = _cut(query.of_rows(listed).bracket())
+            everything = constants(searched, EVERYTHING)
+            thresholds = everything.scatter(listed.unsqueeze(), threshold, axis=0)
+            return where(searched, thresholds, EVERYTHING)
 
         if not self._skipped:
-            return found()[0]
+            return found()
         return branch(
-            op("Squeeze", size(listed, 0)) > 0, found, lambda: (constants(searched, EVERYTHING),)
-        )[0]
+            op("Squeeze", size(listed, 0)) > 0, found, lambda: constants(searched, EVERYTHING)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedKeys:
+    """Keys with weights.
+
+    Attributes:
+        keys: [B, n, C] float32, at most 0, -inf for keys that do not count.
+        weights: [B, n, C] float32, at least 0.
+        lowest: [B, 1] float32, a number below every key that has a weight.
+        highest: [B, 1] float32, the largest key.
+    """
+
+    keys: Tensor
+    weights: Tensor
+    lowest: Tensor
+    highest: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _ByWeight:
+    """A search for the threshold of a share of the weight: the arguments of `Search.by_weight`."""
+
+    keys: WeightedKeys
+    share: Tensor
+
+    def of_rows(self, rows: Tensor) -> _ByWeight:
+        """The search in `rows`, [R] int64, with a number of blocks that needs no padding in each sum."""
+        keys = self.keys.keys.rows(rows)
+        weights = self.keys.weights.rows(rows)
+        share = self.share.rows(rows)
+        lowest = self.keys.lowest.rows(rows)
+        highest = self.keys.highest.rows(rows)
+        weights = _with_more_blocks(weights, 0.0)
+        keys = _with_more_blocks(keys, FLOOR)
+        return _ByWeight(WeightedKeys(keys, weights, lowest, highest), share)
+
+    def bracket(self) -> _Bracket:
+        """The first bracket: all keys."""
+        sums = block_sums(self.keys.weights)
+        wanted = sums * maximum(self.share, 1e-30)
+        keys = self.keys
+        at_low = total(sums - wanted)
+        return _Bracket(keys.keys, keys.weights, wanted, keys.lowest, keys.highest, at_low)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByCount:
+    """A search for the threshold of a number of keys: the arguments of `Search.by_count`."""
+
+    keys: Tensor
+    count: Tensor
+
+    def of_rows(self, rows: Tensor) -> _ByCount:
+        """The search in `rows`, [R] int64, with a number of blocks that needs no padding in each sum."""
+        keys = self.keys.rows(rows)
+        count = self.count.rows(rows)
+        return _ByCount(_with_more_blocks(keys, FLOOR), count)
+
+    def bracket(self) -> _Bracket:
+        """The first bracket: all keys."""
+        there = (self.keys > FLOOR).to(FLOAT)
+        smallest = (maximum(self.keys, FLOOR) * there).min(-2, -1, keep=False).unsqueeze()
+        number = there.sum(-2, -1, keep=False).unsqueeze()
+        below_all = smallest * 1.001 - 2.0**-126
+        highest = constants(self.count, 0.0)
+        return _Bracket(self.keys, None, self.count, below_all, highest, number - self.count)
 
 
 def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
@@ -112,9 +177,17 @@ def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
 
 
 class _Bracket:
-    """Keys [B, 1, n, C] float32, their weights (of that shape; None: 1 each), and the interval of the threshold, [B, 1]
-    float32: it is above `low` and at most `high`. at_low, at_high: the excess of all keys, at least 0, and of none,
-    below 0. The excess is by how much the keys above a number weigh more than is wanted."""
+    """Keys, what they weigh, and an interval that holds the threshold.
+
+    The excess of a number is by how much the keys above it weigh more than is wanted.
+
+    Attributes:
+        keys: [B, 1, n, C] float32.
+        weights: [B, 1, n, C] float32; None: 1 each.
+        low, high: [B, 1] float32; the threshold is above `low` and at most `high`.
+        at_low: [B, 1] float32, the excess of all keys.
+        at_high: [B, 1] float32, the excess of no key, below 0.
+    """
 
     def __init__(
         self,
@@ -125,6 +198,16 @@ class _Bracket:
         high: Tensor,
         at_low: Tensor,
     ) -> None:
+        """Begin with an interval around all keys.
+
+        Args:
+            keys: [B, n, C] float32.
+            weights: [B, n, C] float32; None: 1 each.
+            wanted: the weight that is wanted: in each block, [B, n]; of counts, [B, 1].
+            low: [B, 1] float32, a number below all keys that weigh something.
+            high: [B, 1] float32, the largest key.
+            at_low: [B, 1] float32, the excess of all keys.
+        """
         self.keys = keys.unsqueeze(1)
         self.weights = None if weights is None else weights.unsqueeze(1)
         self._wanted = wanted
@@ -133,22 +216,6 @@ class _Bracket:
         self.at_high = -(wanted if weights is None else total(wanted))
         # If all keys together weigh too little, all pass.
         self.high = where(at_low < 0, low, high)
-
-    @staticmethod
-    def of_weights(
-        keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, highest: Tensor
-    ) -> _Bracket:
-        sums = block_sums(weights)
-        wanted = sums * maximum(share, 1e-30)
-        return _Bracket(keys, weights, wanted, lowest, highest, total(sums - wanted))
-
-    @staticmethod
-    def of_counts(keys: Tensor, count: Tensor) -> _Bracket:
-        there = (keys > FLOOR).to(FLOAT)
-        smallest = (maximum(keys, FLOOR) * there).min(-2, -1, keep=False).unsqueeze()
-        number = there.sum(-2, -1, keep=False).unsqueeze()
-        below_all = smallest * 1.001 - 2.0**-126
-        return _Bracket(keys, None, count, below_all, constants(count, 0.0), number - count)
 
     def above(self, pivots: Tensor) -> Tensor:
         """1 for keys above each pivot, else 0: [B, P, n, C] float32. pivots: [B, P] float32."""
@@ -186,68 +253,83 @@ def _cut(bracket: _Bracket) -> Tensor:
 
 def _interpolate(bracket: _Bracket, searched: Tensor) -> Tensor:
     """The threshold of the searched rows, [B, 1]."""
-    low, high, at_high, few = _narrow(bracket, searched)
-    sorted_ = _sort(bracket, low, high, at_high)
-    low, high = where(few, sorted_, low), where(few, sorted_, high)
+    narrow = _narrow(bracket, searched)
+    few = ~narrow.holds_many()
+    sorted_ = _sort(bracket, narrow)
+    low = where(few, sorted_, narrow.low)
+    high = where(few, sorted_, narrow.high)
     # Many keys at or near the threshold are left in rows with ties.
     return _step_through(bracket, low, high, searched)
 
 
-def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
-    """Move the ends until few keys are between them: low, high, the excess at high, and whether few are: [B, 1] each.
-    The threshold is above low and at most high then, unless low is the bracket's."""
+@dataclass(frozen=True)
+class _Interval(TensorRecord):
+    """The interval of a threshold while it is narrowed: [B, 1] float32 each.
+
+    Attributes:
+        low, high: the threshold is above `low` and at most `high`.
+        at_low, at_high: the excess at the ends, from which the next pivot is computed: half of it counts after each
+            further step that moves the other end only.
+        excess_high: the excess at `high`, exactly.
+        above_low, above_high: how many keys are above each end.
+        moved: the end that the last step moved: 1 for high, -1 for low, 0 before the first step.
+    """
+
+    low: Tensor
+    high: Tensor
+    at_low: Tensor
+    at_high: Tensor
+    excess_high: Tensor
+    above_low: Tensor
+    above_high: Tensor
+    moved: Tensor
+
+    def holds_many(self) -> Tensor:
+        """Whether more keys than there are candidates lie within: [B, 1] bool."""
+        return self.above_low - self.above_high > CANDIDATES
+
+
+def _narrow(bracket: _Bracket, searched: Tensor) -> _Interval:
+    """Move the ends until few keys are between them; `low` may stay the bracket's."""
     first, second = _sample_pivots(bracket)
 
-    def many(at_low: Tensor, at_high: Tensor) -> Tensor:
-        return at_low - at_high > CANDIDATES
-
-    def step(
-        number: Tensor,
-        low: Tensor,
-        high: Tensor,
-        at_low: Tensor,
-        at_high: Tensor,
-        excess_high: Tensor,
-        count_low: Tensor,
-        count_high: Tensor,
-        moved: Tensor,
-    ) -> tuple[Tensor, Tensors]:
-        # moved: 1 if the last step moved high, -1 if low. If an end moves twice, the other's excess counts half.
+    def step(number: Tensor, interval: _Interval) -> tuple[Tensor, _Interval]:
+        low, high = interval.low, interval.high
+        at_low, at_high = interval.at_low, interval.at_high
         pivot = high - (high - low) * (at_high / (at_high - at_low))
         pivot = where(number.equals(0), first, where(number.equals(1), second, pivot))
         # A row with few keys left stays as it is while other rows go on: it rounds identically in any batch.
-        pivot = where(many(count_low, count_high), minimum(maximum(pivot, low), high), high)
+        pivot = where(interval.holds_many(), minimum(maximum(pivot, low), high), high)
         above = bracket.above(pivot)
-        found, count = bracket.excess(above), above.sum(-2, -1, keep=False)
-        too_little = found < 0
-        states = (
-            where(too_little, low, pivot),
-            where(too_little, pivot, high),
-            where(too_little, at_low * (0.75 - 0.25 * moved), found),
-            where(too_little, found, at_high * (0.75 + 0.25 * moved)),
-            where(too_little, found, excess_high),
-            where(too_little, count_low, count),
-            where(too_little, count, count_high),
-            where(too_little, 1.0, -1.0),
+        excess = bracket.excess(above)
+        count = above.sum(-2, -1, keep=False)
+        too_little = excess < 0
+        # The Illinois rule: if an end moves twice, the other end's excess counts half.
+        narrowed = _Interval(
+            low=where(too_little, low, pivot),
+            high=where(too_little, pivot, high),
+            at_low=where(too_little, at_low * (0.75 - 0.25 * interval.moved), excess),
+            at_high=where(too_little, excess, at_high * (0.75 + 0.25 * interval.moved)),
+            excess_high=where(too_little, excess, interval.excess_high),
+            above_low=where(too_little, interval.above_low, count),
+            above_high=where(too_little, count, interval.above_high),
+            moved=where(too_little, 1.0, -1.0),
         )
-        return (searched & many(states[5], states[6])).any(), states
+        return (searched & narrowed.holds_many()).any(), narrowed
 
     none = bracket.low * 0.0
     everything = none + float(axis_size(bracket.keys, 2) * axis_size(bracket.keys, 3))
-    begin = (
-        bracket.low,
-        bracket.high,
-        bracket.at_low,
-        bracket.at_high,
-        bracket.at_high,
-        everything,
-        none,
-        none,
+    begin = _Interval(
+        low=bracket.low,
+        high=bracket.high,
+        at_low=bracket.at_low,
+        at_high=bracket.at_high,
+        excess_high=bracket.at_high,
+        above_low=everything,
+        above_high=none,
+        moved=none,
     )
-    low, high, _, _, excess, count_low, count_high, _ = loop(
-        _MOST_PIVOTS, searched.any(), begin, step
-    )
-    return low, high, excess, ~many(count_low, count_high)
+    return loop(_MOST_PIVOTS, searched.any(), begin, step)
 
 
 def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
@@ -270,33 +352,37 @@ def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
     return upper, lower
 
 
-def _sort(bracket: _Bracket, low: Tensor, high: Tensor, excess_high: Tensor) -> Tensor:
-    """The threshold, if no more than the candidates are between low and high: [B, 1]."""
-    outside = bracket.above(high) * _FAR
+def _sort(bracket: _Bracket, interval: _Interval) -> Tensor:
+    """The threshold, if no more keys than there are candidates lie in the interval: [B, 1]."""
+    outside = bracket.above(interval.high) * _FAR
     values = (bracket.keys - outside).squeeze(1)
     count = min(CANDIDATES, axis_size(values, 1) * axis_size(values, 2))
     keys, ids = top_candidates(Blocks(values, values.max(keep=False)), count, replayed=False)
-    inside = keys > low
+    inside = keys > interval.low
     weights = inside.to(FLOAT)
     if bracket.weights is not None:
         weights = weights * bracket.weights.reshape(0, -1).gather(ids)
-    passes = inside & (excess_high + weights.cumsum(exclusive=True) < 0)
+    passes = inside & (interval.excess_high + weights.cumsum(exclusive=True) < 0)
     return where(passes, keys, keys.columns(0, 1)).min()
 
 
 def _step_through(bracket: _Bracket, low: Tensor, high: Tensor, searched: Tensor) -> Tensor:
-    """The threshold, by halving the bracket with its ends at existing keys, until it is a single key: [B, 1]."""
+    """The threshold, by halving the interval with its ends at existing keys, until it is a single key: [B, 1]."""
 
-    def step(number: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensors]:
-        excess, above, below = bracket.measure(_inside(low + (high - low) * 0.5, low, high))
+    def step(number: Tensor, ends: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        low, high = ends
+        middle = _inside(low + (high - low) * 0.5, low, high)
+        excess, smallest_above, largest_below = bracket.measure(middle)
         too_little = excess < 0
-        ends = where(too_little, low, above), where(too_little, below, high)
-        return unsettled(*ends), ends
+        low = where(too_little, low, smallest_above)
+        high = where(too_little, largest_below, high)
+        return unsettled(low, high), (low, high)
 
     def unsettled(low: Tensor, high: Tensor) -> Tensor:
         return (searched & (low < high)).any()
 
-    return loop(_MOST_STEPS, unsettled(low, high), (low, high), step)[0]
+    threshold, _ = loop(_MOST_STEPS, unsettled(low, high), (low, high), step)
+    return threshold
 
 
 def _inside(pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import numpy as np
 import onnx
@@ -32,6 +33,8 @@ _END = 2**31 - 1  # of an axis of any size
 
 Operand: TypeAlias = "Tensor | float"
 Tensors: TypeAlias = "tuple[Tensor, ...]"
+# What the functions of `branch` and `loop` return: tensors by name, by position, or a single one.
+Structure = TypeVar("Structure", bound="Tensor | tuple[Tensor, ...] | TensorRecord")
 
 _CONSTANT: Final = 20  # elements of an input whose values types and shapes may depend on, at most
 _Known: TypeAlias = "tuple[ir.DataType, tuple[int | str | None, ...] | None, bytes | None]"  # dtype, sizes, a constant
@@ -232,6 +235,36 @@ class Tensor:
         return op("ScatterElements", self, indices, updates, axis=axis, reduction=reduction)
 
 
+@dataclass(frozen=True)
+class TensorRecord:
+    """Base of frozen dataclasses whose fields are tensors, further records, or None for what a graph does not have.
+
+    The sides of a `branch` and the steps of a `loop` return such records, so that results have names.
+    """
+
+    def tensors(self) -> Tensors:
+        """The tensors in the order of the fields."""
+        found: list[Tensor] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                found.extend(_flat(value))
+        return tuple(found)
+
+    def filled(self, tensors: Iterator[Tensor]) -> Self:
+        """A record with the next of `tensors` in the place of each tensor."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = None if value is None else _filled(value, tensors)
+        return replace(self, **values)
+
+    def where(self, condition: Tensor, otherwise: Self) -> Self:
+        """A record of `where(condition, …, …)` for each tensor here and the same in `otherwise`."""
+        pairs = zip(self.tensors(), otherwise.tensors(), strict=True)
+        return self.filled(iter([where(condition, yes, no) for yes, no in pairs]))
+
+
 def op(op_type: str, *inputs: Any, **attributes: Any) -> Tensor:
     """A node with a single output. Inputs: tensors, numbers, lists of numbers, arrays."""
     (result,) = operator(op_type, *inputs, outputs=1, **attributes)
@@ -330,67 +363,115 @@ def size(tensor: Tensor, axis: int) -> Tensor:
 
 
 def branch(
-    condition: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]
-) -> Tensors:
-    """`then()` if `condition` (scalar bool) holds, else `otherwise()`: an `If` that computes only that side."""
-    sides = [_subgraph(name, function) for name, function in (("then", then), ("else", otherwise))]
-    attributes = {"then_branch": sides[0], "else_branch": sides[1]}
-    results = operator("If", condition, outputs=len(sides[0].outputs), **attributes)
-    for result, *ends in zip(results, *(side.outputs for side in sides), strict=True):
-        result.value.type, result.value.shape = ends[0].type, _common_shape(ends)
-    return results
+    condition: Tensor, then: Callable[[], Structure], otherwise: Callable[[], Structure]
+) -> Structure:
+    """`then()` if `condition` (scalar bool) holds, else `otherwise()`: an `If` that computes only that side.
+
+    Both functions return the same structure: a tensor, a tuple of tensors or a `TensorRecord`. So does `branch`.
+    """
+    then_graph, structure = _subgraph("then", then)
+    else_graph, _ = _subgraph("else", otherwise)
+    results = operator(
+        "If",
+        condition,
+        outputs=len(then_graph.outputs),
+        then_branch=then_graph,
+        else_branch=else_graph,
+    )
+    for result, first, second in zip(results, then_graph.outputs, else_graph.outputs, strict=True):
+        result.value.type = first.type
+        result.value.shape = _common_shape(first, second)
+    return _filled(structure, iter(results))
 
 
 def loop(
-    most: int, condition: Tensor, states: Tensors, step: Callable[..., tuple[Tensor, Tensors]]
-) -> Tensors:
-    """Repeat `step` while `condition` (scalar bool) holds, at most `most` times, or not at all: a `Loop`. `step` gets
-    the number of the repetition (scalar int64) and the states, and gives the next condition and states."""
+    most: int,
+    condition: Tensor,
+    states: Structure,
+    step: Callable[[Tensor, Structure], tuple[Tensor, Structure]],
+) -> Structure:
+    """Repeat `step` while `condition` (scalar bool) holds, at most `most` times, or not at all: a `Loop`.
+
+    Args:
+        most: the largest number of repetitions.
+        condition: whether the first repetition runs.
+        states: the states before it, a structure as for `branch`.
+        step: takes the number of the repetition (scalar int64) and the states, and returns the next condition and the
+            next states.
+
+    Returns:
+        The states after the last repetition.
+    """
     number = ir.Value(name="number", type=ir.TensorType(INT64), shape=ir.Shape([]))
     given = ir.Value(name="condition", type=ir.TensorType(BOOL), shape=ir.Shape([]))
-    inner = [ir.Value(type=state.value.type, shape=state.value.shape) for state in states]
+    before = _flat(states)
+    inner = [ir.Value(type=state.value.type, shape=state.value.shape) for state in before]
 
     def body() -> Tensors:
-        again, changed = step(Tensor(number), *(Tensor(value) for value in inner))
-        return (again, *changed)
+        inner_states = _filled(states, iter([Tensor(value) for value in inner]))
+        again, changed = step(Tensor(number), inner_states)
+        return (again, *_flat(changed))
 
-    graph = _subgraph("loop", body, [number, given, *inner])
-    results = operator("Loop", most, condition, *states, body=graph, outputs=len(states))
-    for result, state in zip(results, states, strict=True):
-        result.value.type, result.value.shape = state.value.type, state.value.shape
-    return results
+    graph, _ = _subgraph("loop", body, [number, given, *inner])
+    results = operator("Loop", most, condition, *before, body=graph, outputs=len(before))
+    for result, state in zip(results, before, strict=True):
+        result.value.type = state.value.type
+        result.value.shape = state.value.shape
+    return _filled(states, iter(results))
+
+
+def _flat(structure: Tensor | Tensors | TensorRecord) -> Tensors:
+    """The tensors of a structure, in order."""
+    if isinstance(structure, Tensor):
+        return (structure,)
+    if isinstance(structure, TensorRecord):
+        return structure.tensors()
+    return structure
+
+
+def _filled(structure: Structure, tensors: Iterator[Tensor]) -> Structure:
+    """A structure of the same kind with the next of `tensors` in its places."""
+    filled: Any
+    if isinstance(structure, Tensor):
+        filled = next(tensors)
+    elif isinstance(structure, TensorRecord):
+        filled = structure.filled(tensors)
+    else:
+        filled = tuple(next(tensors) for _ in structure)
+    result: Structure = filled
+    return result
 
 
 def _subgraph(
-    name: str, function: Callable[[], Tensors], inputs: Sequence[ir.Value] = ()
-) -> ir.Graph:
-    """The nodes that `function` adds as a separate graph; a result from outside passes through an Identity."""
+    name: str, function: Callable[[], Structure], inputs: Sequence[ir.Value] = ()
+) -> tuple[ir.Graph, Structure]:
+    """The nodes that `function` adds as a separate graph, and the structure that it returns.
+
+    The graph's outputs are the structure's tensors. A tensor from outside passes through an Identity, and so does one
+    that is an output already.
+    """
     parent = _builder.get()
     graph = ir.Graph(
         list(inputs), [], nodes=[], opset_imports=dict(parent.graph.opset_imports), name=name
     )
     token = _builder.set(_Builder(graph, parent=parent))
     try:
-        for result in function():
-            producer = result.value.producer()
-            own = (
-                producer is not None
-                and producer.graph is graph
-                and result.value not in graph.outputs
-            )
-            graph.outputs.append(result.value if own else op("Identity", result).value)
+        structure = function()
+        for tensor in _flat(structure):
+            value = tensor.value
+            producer = value.producer()
+            is_inside = producer is not None and producer.graph is graph
+            if not is_inside or value in graph.outputs:
+                value = op("Identity", tensor).value
+            graph.outputs.append(value)
     finally:
         _builder.reset(token)
-    return graph
+    return graph, structure
 
 
-def _common_shape(values: Sequence[ir.Value]) -> ir.Shape | None:
-    """The shape of all: an axis in which they differ has no size."""
-    shapes = [value.shape for value in values]
-    if (
-        any(shape is None for shape in shapes)
-        or len({len(shape) for shape in shapes if shape is not None}) != 1
-    ):
+def _common_shape(first: ir.Value, second: ir.Value) -> ir.Shape | None:
+    """The shape of two values: an axis in which they differ has no size. None if their ranks differ."""
+    if first.shape is None or second.shape is None or len(first.shape) != len(second.shape):
         return None
-    sizes = zip(*(list(shape) for shape in shapes if shape is not None), strict=True)
-    return ir.Shape([axis[0] if len(set(axis)) == 1 else None for axis in sizes])
+    sizes = zip(first.shape, second.shape, strict=True)
+    return ir.Shape([one if one == other else None for one, other in sizes])

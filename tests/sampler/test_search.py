@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.sampler.search import EVERYTHING, Search
+from qsample.sampler.search import EVERYTHING, Search, WeightedKeys
 from qsample.sampler.tensor import Tensor
 from tests.helpers.computed import computed
 from tests.helpers.reference_filters import survivors
@@ -81,7 +81,8 @@ def test_by_weight(kind: str, listed: list[int] | None) -> None:
         keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, searched: Tensor, rows: Tensor
     ) -> Tensor:
         search = Search(None if listed is None else rows)
-        return search.by_weight(keys, weights, share, (lowest, share * 0.0), searched)
+        weighted = WeightedKeys(keys, weights, lowest, share * 0.0)
+        return search.by_weight(weighted, share, searched)
 
     given = (
         in_blocks(x),
@@ -134,10 +135,9 @@ def test_a_nucleus_that_ends_exactly_at_its_weight() -> None:
     keys = np.where(weights == 0, -np.inf, weights - 1).astype(np.float32)
 
     def find(keys: Tensor, weights: Tensor, share: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        ends = share * 0.0 - 400.0, share * 0.0
+        weighted = WeightedKeys(keys, weights, share * 0.0 - 400.0, share * 0.0)
         return tuple(
-            search.by_weight(keys, weights, share, ends, share > 0)
-            for search in (Search(None), Search(rows))
+            search.by_weight(weighted, share, share > 0) for search in (Search(None), Search(rows))
         )
 
     for share, least in ((0.5, 0.0), (np.nextafter(np.float32(0.5), np.float32(1)), -0.5)):

@@ -152,10 +152,10 @@ def test_a_branch(sign: int, expected: list[list[float]]) -> None:
             return more, more
 
         first, second = branch((x > 0).any(), then, lambda: (x, x))
-        (inner,) = branch(
+        inner = branch(
             (x > 0).all(),
-            lambda: branch((x > 9).any(), lambda: (x,), lambda: (first,)),
-            lambda: (second,),
+            lambda: branch((x > 9).any(), lambda: x, lambda: first),
+            lambda: second,
         )
         assert (first.dtype, list(first.shape)) == (FLOAT, list(x.shape))
         return first, inner
@@ -168,9 +168,9 @@ def test_a_branch(sign: int, expected: list[list[float]]) -> None:
 
 def test_an_axis_in_which_the_sides_of_a_branch_differ_has_no_size() -> None:
     def function(x: Tensor) -> Tensor:
-        (result,) = branch((x > 0).any(), lambda: (x,), lambda: (x.columns(0, 0),))
+        result = branch((x > 0).any(), lambda: x, lambda: x.columns(0, 0))
         assert (result.shape[0], result.shape[1]) == (x.shape[0], None)
-        (ranks,) = branch((x > 0).any(), lambda: (x,), lambda: (x.max(keep=False),))
+        ranks = branch((x > 0).any(), lambda: x, lambda: x.max(keep=False))
         assert ranks.value.shape is None
         return result
 
@@ -190,7 +190,8 @@ def test_a_loop(most: int, begin: bool, expected: tuple[int, int]) -> None:
     """Doubles a number that the step before left, and adds up the numbers of the steps."""
 
     def function(start: Tensor, flag: Tensor) -> Tensors:
-        def step(number: Tensor, power: Tensor, total: Tensor) -> tuple[Tensor, Tensors]:
+        def step(number: Tensor, states: Tensors) -> tuple[Tensor, Tensors]:
+            power, total = states
             return (power * 2.0 <= 50).any(), (power * 2.0, total + number.to(FLOAT))
 
         power, total = loop(most, flag, (start, start * 0.0), step)

@@ -13,11 +13,12 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract.interface import Features, GraphSpec, Interface
-from qsample.contract.tensors import CANDIDATES, SEARCHED_ROWS, VOCAB, TensorSpec
+from qsample.contract.interface import GraphSpec, Interface
+from qsample.contract.tensors import CANDIDATES, NOISE_STREAM, SEARCHED_ROWS, VOCAB, TensorSpec
 from qsample.sampler.build import finished, new_graph, set_outputs
-from qsample.sampler.call import Call
+from qsample.sampler.call import DrawCall, Uniforms
 from qsample.sampler.draw import draw
+from qsample.sampler.philox import uniforms
 from qsample.sampler.tensor import (
     FLOAT,
     INT32,
@@ -85,25 +86,27 @@ STATE_UPDATE_PORTS: Final = GraphSpec(
 )
 
 
-class _Call(Call):
+class _PolicyCall(DrawCall):
     """The inputs of the sampler component, as the draw reads the inputs of a decode step."""
 
     def __init__(self, interface: Interface, inputs: Mapping[str, Tensor]) -> None:
-        self.interface, self.features = interface, interface.features
-        self.vocab, self.captured, self.for_webgpu = interface.vocab_size, interface.captured, False
-        self.running = self.sampling = inputs["active"] & ~inputs["done"]
+        enabled = inputs["active"] & ~inputs["done"]
         # Philox takes 2**31 positions; the counters after them have other keys.
         self._position = op("Mod", inputs["counter"], 2**31)
-        key = inputs["seed"] + (inputs["counter"] - self._position) / 2**31
+        self._key = inputs["seed"] + (inputs["counter"] - self._position) / 2**31
         top_k = minimum(maximum(inputs["top_k"], 0), _LARGEST).to(INT32)
         temperature = where(inputs["top_k"].equals(1), 0.0, inputs["temperature"])
-        self.inputs = {**inputs, "temperature": temperature, "top_k": top_k, "seed": key}
-        if self.captured:  # without control flow, no row may be left out: they are unknown before
+        read = {**inputs, "temperature": temperature, "top_k": top_k}
+        if interface.captured:
+            # Without control flow, all rows are searched: which ones need it is unknown before the call.
             rows = op("Range", 0, op("Squeeze", size(inputs["counter"], 0)), 1)
-            self.inputs[SEARCHED_ROWS.name] = rows
+            read[SEARCHED_ROWS.name] = rows
+        super().__init__(interface, read, running=enabled, sampling=enabled)
 
-    def position(self) -> Tensor:
-        return self._position.to(INT32)
+    def uniforms(self) -> Uniforms:
+        """Number `counter` of each row's seed, computed in the graph."""
+        (number,) = uniforms(self._key, self._position.to(INT32), [NOISE_STREAM])
+        return lambda buffer: number
 
 
 def build_token_sampler(
@@ -121,12 +124,11 @@ def build_token_sampler(
         positions: the logits are [batch, S, V], of which the last position counts; otherwise [batch, V].
         control_flow: use If to skip what no row needs; False for devices that capture and replay graphs.
     """
-    # The seed feature computes each row's number from its key and position in the graph.
-    interface = Interface(vocab_size, (), features=Features(seed=True), captured=not control_flow)
+    interface = Interface(vocab_size, (), captured=not control_flow)
     spec = sampler_ports(("sequence", VOCAB) if positions else (VOCAB,))
     graph, inputs = new_graph(interface, spec)
     with building(graph):
-        call = _Call(interface, inputs)
+        call = _PolicyCall(interface, inputs)
         logits = inputs["logits"]
         if positions:
             logits = op("Gather", logits, np.array(-1), axis=1)
