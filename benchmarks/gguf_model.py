@@ -2,8 +2,7 @@
 
     python benchmarks/gguf_model.py CHECKPOINT OUT.gguf Q4_0 [--texts] [--mixed]
 
-It supports the model types of ARCHITECTURES; `gguf_check.py` compares llama.cpp's logits on such files with
-transformers'. The files have no vocabulary, because benchmarks feed and read token ids; with --texts every token has an
+It supports the model types of ARCHITECTURES. The files have no vocabulary, because benchmarks feed and read token ids; with --texts every token has an
 invented text, for a server that reads and returns texts. With --mixed, llama.cpp chooses a type for each matrix.
 """
 
