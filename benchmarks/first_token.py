@@ -107,9 +107,11 @@ def pieces(model: Any, tokens: int, rounds: int) -> None:
     parameters = [parameter_row(model.interface, GREEDY, tokens, capacity)]
 
     def case(size: int) -> Case:
+        prompts = replace(model.sessions.prompts, piece_size=size, late_piece_size=None)
+
         def read() -> list[float]:
             loop = LockStep(
-                replace(model.sessions, piece_size=size, late_piece_size=None),
+                replace(model.sessions, prompts=prompts),
                 parameters,
                 [0],
                 capacity,
@@ -120,7 +122,7 @@ def pieces(model: Any, tokens: int, rounds: int) -> None:
 
         return read
 
-    own = model.sessions.piece_size
+    own = model.sessions.prompts.piece_size
     sizes = sorted({own, *(min(size, tokens) for size in PIECES)})
     found = in_turns({str(size): case(size) for size in sizes}, rounds)
     show(f"a prompt of {tokens:,} tokens", ("tokens per piece", "ms"), found, str(own))
@@ -179,7 +181,10 @@ def together(model: Any, tokens: int, rounds: int) -> None:
 
     ways = {
         "in sequence": None,
-        **{f"at once, chunks of {size}": size for size in (sessions.piece_size, max(CHUNKS))},
+        **{
+            f"at once, chunks of {size}": size
+            for size in (sessions.prompts.piece_size, max(CHUNKS))
+        },
     }
     cases = {
         f"{', '.join(map(str, prompts))}: {way}": case(prompts, chunk_size)

@@ -279,11 +279,10 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
 @pytest.fixture(scope="session")
 def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
     """features and options → a model loaded from a fake package, which reads short prompts in several pieces."""
-    from dataclasses import replace
-
     from qsample.runtime import CausalLM, load
     from tests.helpers.fake_graphs import GUESSING_CAPACITY
     from tests.helpers.fake_package import PIECE_SIZE
+    from tests.helpers.sessions import with_prompt_calls
 
     loaded: dict[str, CausalLM] = {}
 
@@ -295,7 +294,7 @@ def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
             plain = load(fake(**options).path, batch_invariant=not guesses)
             ctx_len = GUESSING_CAPACITY if guesses else None
             loaded[key] = CausalLM(
-                plain.package, replace(plain.sessions, piece_size=PIECE_SIZE), ctx_len
+                plain.package, with_prompt_calls(plain.sessions, piece_size=PIECE_SIZE), ctx_len
             )
         return loaded[key]
 

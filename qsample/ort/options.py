@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -103,22 +103,40 @@ def chosen_threads(asked: int | None) -> int | None:
     return usable if usable < _machine() else None
 
 
-def threads_of_parts(count: int) -> list[tuple[list[int] | None, int | None]]:
-    """For each of `count` parts of a decoder, its processors and the threads of its session: those of a NUMA node if
-    there are as many nodes, otherwise any processors (None) and a share of the cores. Numbers of threads are equal, so
-    that all parts round alike; None if ORT_INTRA_OP_NUM_THREADS says it."""
+@dataclass(frozen=True, slots=True)
+class PartThreads:
+    """The threads of a part of a decoder.
+
+    Attributes:
+        processors: The numbers of the processors that they run on; None for any.
+        count: The number of threads of the part's session; None if ORT_INTRA_OP_NUM_THREADS sets it.
+    """
+
+    processors: Sequence[int] | None = None
+    count: int | None = None
+
+
+def threads_of_parts(parts: int) -> list[PartThreads]:
+    """Divide the machine among the parts of a decoder that run on the CPU.
+
+    Each part gets the processors of a NUMA node, or of several, if there are as many nodes as parts; otherwise any
+    processors and a share of the cores. All parts have the same number of threads, so that they round alike.
+
+    Args:
+        parts: The number of parts.
+    """
     if _from_environment() is not None:
-        return [(None, None)] * count
+        return [PartThreads()] * parts
     nodes = _nodes() if hasattr(os, "sched_setaffinity") else []
-    if len(nodes) < count:
-        return [(None, max((chosen_threads(None) or _machine()) // count, 1))] * count
-    groups = [
-        nodes[part * len(nodes) // count : (part + 1) * len(nodes) // count]
-        for part in range(count)
-    ]
-    processors = [[number for node in group for number in node] for group in groups]
-    fewest = min(map(_cores, processors))
-    return [(own, fewest) for own in processors]
+    if len(nodes) < parts:
+        cores = chosen_threads(None) or _machine()
+        return [PartThreads(count=max(cores // parts, 1))] * parts
+    groups = list[list[int]]()
+    for part in range(parts):
+        first, end = part * len(nodes) // parts, (part + 1) * len(nodes) // parts
+        groups.append([number for node in nodes[first:end] for number in node])
+    fewest_cores = min(_cores(processors) for processors in groups)
+    return [PartThreads(processors, fewest_cores) for processors in groups]
 
 
 def _nodes() -> list[list[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import onnxruntime as ort
 
-from qsample.errors import PackageError, QsampleError, install_hint
+from qsample.errors import PackageError, QsampleError, install_hint, shown
 from qsample.extensions import TARGETS, extension_names, load_extension
 from qsample.ort.options import session_options
 from qsample.package.package import Package
@@ -201,6 +202,96 @@ def check_manifest_options(package: Package, provider: object, chosen: Mapping[s
             f"{package.path} sets {first}'s option {name!r:.80} to {compilation.provider_options[name]!r:.80}, which a "
             "package may not; if you trust it, pass the option yourself: provider_options={...}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a package's graphs run here.
+
+    Attributes:
+        providers: ONNX Runtime's execution providers in order of preference; this installation has all of them.
+        device: The device of the decoder's buffers: "cpu", "cuda" or "webgpu".
+        compiled_for: The first execution provider that the package was compiled for; None for a portable package.
+    """
+
+    providers: tuple[str, ...]
+    device: str
+    compiled_for: str | None
+
+    @classmethod
+    def of(
+        cls,
+        package: Package,
+        provider: str | Sequence[str] | None,
+        provider_options: Mapping[str, str],
+    ) -> Place:
+        """Choose the place, and check that the package may run there.
+
+        Args:
+            package: The package.
+            provider: A short name (see `execution_providers`) or ONNX Runtime's provider names in order of preference;
+                None for the provider that a device package was compiled for, otherwise the CPU.
+            provider_options: The caller's options of the first provider.
+
+        Raises:
+            QsampleError: The provider does not exist here, the package was compiled for another provider, or it needs a
+                newer ONNX Runtime.
+            PackageError: The manifest names a provider or an option that a package may not name.
+            ValueError: `provider` is neither a name nor a list of names.
+        """
+        providers = _wanted_providers(package, provider)
+        check_manifest_options(package, provider, provider_options)
+        device = device_of(providers)
+        number = str(provider_options.get("device_id", "0"))
+        if device == "cuda" and number != "0":
+            raise QsampleError(
+                f"provider_options has device_id {number!r}, and a process takes its first GPU; set the environment "
+                f"variable CUDA_VISIBLE_DEVICES={number} for this process, and leave device_id out"
+            )
+        check_available(providers)
+        compilation = package.manifest.compilation
+        if compilation is None:
+            return cls(providers, device, compiled_for=None)
+        if compilation.least_onnxruntime is not None:
+            check_version(compilation.least_onnxruntime)
+        return cls(providers, device, compilation.execution_providers[0])
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ONNX Runtime's CPU provider runs the graphs."""
+        return self.providers[0] == CPU
+
+    @property
+    def is_plain_cpu(self) -> bool:
+        """Whether ONNX Runtime's CPU provider runs graphs that were compiled for it or for no provider.
+
+        Elsewhere attention is compiled for the capacity as its longest row, so it takes no batch of prompts, whichever
+        provider runs it.
+        """
+        return self.on_cpu and self.compiled_for in (None, CPU)
+
+
+def _wanted_providers(package: Package, provider: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The providers that `Place.of` takes for its arguments, unchecked."""
+    compilation = package.manifest.compilation
+    if provider is None:
+        return compilation.execution_providers if compilation is not None else (CPU,)
+    if isinstance(provider, str):
+        if compilation is None:
+            return execution_providers(provider)
+        if provider != compilation.provider:
+            raise QsampleError(
+                f"{package.path} was compiled for {compilation.provider!r}, not {provider!r}; compile the portable "
+                f"package for {provider!r}, or leave provider out"
+            )
+        return compilation.execution_providers
+    providers = tuple(provider) if isinstance(provider, Sequence) else (provider,)
+    if not all(isinstance(name, str) for name in providers):
+        raise ValueError(
+            f'provider is {shown(provider)}; give a short name such as "cpu", or a list of ONNX Runtime\'s names, '
+            "the options of the first with provider_options"
+        )
+    return providers
 
 
 def _named_by(provider: Any, target: str) -> tuple[str, ...]:

@@ -97,6 +97,11 @@ class Rounding(NamedTuple):
     unknown: tuple[str, ...] = ()
     digest: str = ""
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether products and experts round every number of rows alike, so that a graph need not pad its rows."""
+        return self.products.any and self.experts.any
+
     def described(self) -> str:
         """In words, such as "products: one row rounds otherwise than several, so a step computes two"."""
         groups = {"products": self.products, "experts": self.experts, "adapters": self.adapters}

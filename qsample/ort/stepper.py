@@ -74,7 +74,7 @@ class Stepper:
         self.reset()
         self._bind = sessions.binder(spec)
         self._step = self._bind(self._buffers, captured=captured)
-        piece = {**self._sizes, BATCH: 1, SEQUENCE: min(sessions.piece_size, capacity)}
+        piece = {**self._sizes, BATCH: 1, SEQUENCE: min(sessions.prompts.piece_size, capacity)}
         self._piece = Buffer.allocate(INPUT_IDS, piece, sessions.input_device)
         self._off = {
             one: _off(one, piece, sessions.input_device) for one in interface.image_inputs

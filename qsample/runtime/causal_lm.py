@@ -226,7 +226,7 @@ class CausalLM(ModelMethods):
             allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
                 the mask of each next token, see `AllowedTokensFn`. Needs the feature.
             prefill_chunk_size: most tokens of short prompts that are read in a call; by default, only as many as make
-                it faster. A prompt is read in pieces (`sessions.piece_size` tokens) in any case.
+                it faster. A prompt is read in pieces (`sessions.prompts.piece_size` tokens) in any case.
             flush_every: decode steps between two reads of the sampled tokens and the optional outputs; by default 1 on
                 the CPU, 4 elsewhere. It changes no token, only how many come at once. If the tokens of every step are
                 needed, as by a function for allowed_tokens, these are read every step, and the outputs as before.
@@ -405,7 +405,7 @@ class CausalLM(ModelMethods):
         """Read a prompt, and write its keys, values and recurrent states to a file, for `Engine(prefixes=[...])`.
 
         A prompt that begins with the same tokens continues from there, in any process, and gets the tokens that it gets
-        without the file. Prompts are read in pieces (`sessions.piece_size` tokens), and whole pieces are saved.
+        without the file. Prompts are read in pieces (`sessions.prompts.piece_size` tokens), and whole pieces are saved.
 
         Args:
             inputs: a text, token ids, or chat messages. Of messages, the beginning of all conversations which begin

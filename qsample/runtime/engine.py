@@ -126,7 +126,7 @@ class Engine:
         config = SchedulerConfig.of(
             model.sessions,
             flush_every=flush_every,
-            prefill_chunk_size=prefill_chunk_size or model.sessions.piece_size,
+            prefill_chunk_size=prefill_chunk_size or model.sessions.prompts.piece_size,
             saved_states=saved_states,
             reuse_sampled=reuse_sampled_tokens,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from qsample import AutoModelForCausalLM, SamplingParams
@@ -11,6 +10,7 @@ from qsample.runtime import CausalLM, Engine, load
 from qsample.runtime.decode.slots import Slots
 from tests.cuda import puppet
 from tests.cuda.trace import Trace
+from tests.helpers.sessions import with_prompt_calls
 
 CONTEXT, PIECE = 64, 4
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=5, eos_token_id=())
@@ -26,7 +26,7 @@ def test_a_conversation_goes_on(
         tmp_path / "cuda", provider="cuda", dtype="float16", ctx_len=CONTEXT, max_divergence=100
     )
     opened = load(tmp_path / "cuda")
-    model = CausalLM(opened.package, replace(opened.sessions, piece_size=PIECE))
+    model = CausalLM(opened.package, with_prompt_calls(opened.sessions, piece_size=PIECE))
 
     slots = Slots(model.sessions, 2, CONTEXT, saved_states=2)
     trace.clear()

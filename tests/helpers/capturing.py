@@ -22,6 +22,7 @@ from qsample.compiler.targets.cuda import CudaTarget
 from qsample.ort.bound_graph import NOT_CAPTURED, Replays
 from qsample.package.package import read_package
 from qsample.runtime import CausalLM
+from tests.helpers.sessions import with_step_rows
 
 
 class CudaOnCpu(CudaTarget):
@@ -68,6 +69,6 @@ class CapturingSession:
 def capturing(model: CausalLM) -> tuple[CausalLM, CapturingSession]:
     """`model` anew, over a capturing session; its steps are over all rows, as wherever graphs are captured."""
     decoder = CapturingSession(model.sessions.decoder)
-    changes: dict[str, Any] = {"decoder": decoder, "replays": Replays(), "step_rows": None}
-    sessions: Any = replace(model.sessions, **changes)
+    changes: dict[str, Any] = {"decoder": decoder, "replays": Replays()}
+    sessions = replace(with_step_rows(model.sessions, step=None), **changes)
     return CausalLM(model.package, sessions), decoder

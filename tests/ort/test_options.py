@@ -13,6 +13,7 @@ import pytest
 
 from qsample.ort import options
 from qsample.ort.options import (
+    PartThreads,
     SessionOptions,
     chosen_threads,
     most_shares,
@@ -252,6 +253,7 @@ def test_processors_of_parts(
         (tmp_path / "nodes" / node).mkdir(parents=True)
         (tmp_path / "nodes" / node / "cpulist").write_text(f"{text}\n")
     monkeypatch.setattr(options, "_NODES", tmp_path / "nodes")
-    assert threads_of_parts(parts) == expected
+    found = [(threads.processors, threads.count) for threads in threads_of_parts(parts)]
+    assert found == expected
     monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "3")
-    assert threads_of_parts(parts) == [(None, None)] * parts
+    assert threads_of_parts(parts) == [PartThreads()] * parts

@@ -28,6 +28,7 @@ from qsample.ort.session import open_sessions
 from qsample.runtime import CausalLM, Engine, load
 from tests.conftest import made_once
 from tests.helpers.adapters import random_adapter
+from tests.helpers.sessions import with_prompt_calls
 
 CTX_LEN = 128
 PROMPTS = [[1, 5, 6, 7, 8], [1, 9, 4], [1, *range(20, 119)], [1, 77]]
@@ -40,7 +41,9 @@ PARAMS = [
 
 
 def with_short_pieces(model: CausalLM) -> CausalLM:
-    return CausalLM(model.package, replace(model.sessions, piece_size=16, late_piece_size=None))
+    return CausalLM(
+        model.package, with_prompt_calls(model.sessions, piece_size=16, late_piece_size=None)
+    )
 
 
 @pytest.fixture(scope="module")

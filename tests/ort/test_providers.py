@@ -239,7 +239,7 @@ def test_a_tampered_option_never_reaches_onnxruntime(
     monkeypatch.setattr(
         ort, "InferenceSession", lambda *_, **__: pytest.fail("a session was opened")
     )
-    monkeypatch.setattr(session, "check_available", lambda providers: None)
+    monkeypatch.setattr(providers, "check_available", lambda names: None)
     for provider in (None, "cpu"):
         with pytest.raises(PackageError, match="trt_extra_plugin_lib_paths"):
             load(path.parent, provider)

@@ -196,7 +196,7 @@ def test_threads_that_nobody_gave_count_too(
 ) -> None:
     """ONNX Runtime reads the variable; with one head, each of five threads would have a part of it."""
     monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "5")
-    assert load(fake(compilation=compilation()).path).sessions.step_rows == RowCounts(5)
+    assert load(fake(compilation=compilation()).path).sessions.rows.step == RowCounts(5)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,8 @@ def test_what_follows_from_the_kernels(
         session_module.warnings, "warn", lambda *_, **__: None
     )  # of experts that nothing repeats
     sessions = load(fake().path, intra_op_num_threads=1).sessions
-    assert (sessions.step_rows, sessions.batch_rows, sessions.piece_tokens) == (step, step, piece)
-    assert (sessions.joins_prompts, sessions.tail_size) == (joins, tail)
+    assert (sessions.rows.step, sessions.rows.batch) == (step, step)
+    assert sessions.prompts.piece_tokens == piece
+    assert (sessions.prompts.joins_prompts, sessions.prompts.tail_size) == (joins, tail)
     free = load(fake().path, intra_op_num_threads=1, batch_invariant=False).sessions
-    assert (free.step_rows, free.batch_rows, free.rounding) == (RowCounts(), RowCounts(), None)
+    assert (free.rows.step, free.rows.batch, free.rounding) == (RowCounts(), RowCounts(), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from qsample.ort.stepper import Stepper
 from qsample.package.package import Package, read_package
 from tests.helpers.fake_images import AXIAL
 from tests.helpers.plain_host import PlainHost
+from tests.helpers.sessions import with_prompt_calls
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 
@@ -26,7 +26,9 @@ def test_a_row_that_is_filled_and_continued(
     """Also of a package that reads images: a text is what it is in the same model without."""
     host = PlainHost(fake().path)
     wanted = host.generate(host.start([0], 16), PROMPT, 5)
-    stepper = Stepper(replace(open_sessions(fake(image=image)), piece_size=4), rows=2, capacity=16)
+    stepper = Stepper(
+        with_prompt_calls(open_sessions(fake(image=image)), piece_size=4), rows=2, capacity=16
+    )
     for _ in range(2):  # the second time, over what the first one left
         stepper.fill(1, np.array(PROMPT[:-1]))  # a piece, and the beginning of one
         stepper.write("lengths", [0, len(PROMPT) - 1])

@@ -26,6 +26,7 @@ from qsample.runtime.sequence import Sequence
 from tests.helpers.adapters import random_adapter
 from tests.helpers.memory import resident
 from tests.helpers.requests import wait_for_token
+from tests.helpers.sessions import with_prompt_calls
 
 PIECE = 16
 CTX_LEN = 128
@@ -71,7 +72,7 @@ class Case:
 
 def with_short_pieces(path: Path) -> CausalLM:
     opened = load(path, ctx_len=CTX_LEN, intra_op_num_threads=1)
-    return CausalLM(opened.package, replace(opened.sessions, piece_size=PIECE), CTX_LEN)
+    return CausalLM(opened.package, with_prompt_calls(opened.sessions, piece_size=PIECE), CTX_LEN)
 
 
 def make_case(path: Path, folder: Path) -> Case:
@@ -320,7 +321,7 @@ def test_a_row_of_packed_weights_has_the_same_bits_beside_others(
         tmp_path / "int4", ctx_len=CTX_LEN, weights="int4", max_divergence=10
     )
     case = make_case(compiled.package.path, tmp_path)
-    assert case.alone.sessions.step_rows == RowCounts(1)
+    assert case.alone.sessions.rows.step == RowCounts(1)
     model = case.model()
     model.load_adapter("0", case.folders[0])
     model.load_adapter("1", case.folders[1])

@@ -12,6 +12,7 @@ import pytest
 
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from tests.helpers.adapters import random_adapter
+from tests.helpers.sessions import with_prompt_calls
 from tests.helpers.tiny_vlms import IMAGE_TEXT, picture, reference_generate, reference_inputs
 
 pytestmark = pytest.mark.ci
@@ -36,7 +37,7 @@ def model(image_package: Callable[..., Path]) -> CausalLM:
     features: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 4, "filters": ["typical_p"]}
     flags = dict.fromkeys(("allowed_tokens", "logit_bias", "logprobs"), True)
     plain = load(image_package(TYPE, **features, **flags), ctx_len=128)
-    return CausalLM(plain.package, replace(plain.sessions, piece_size=8), 128)
+    return CausalLM(plain.package, with_prompt_calls(plain.sessions, piece_size=8), 128)
 
 
 @pytest.fixture(scope="module")

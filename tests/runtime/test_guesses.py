@@ -276,7 +276,7 @@ def test_nothing_is_guessed_if_that_would_change_tokens(fake: Callable[..., Any]
     ):
         exact = load(fake(**PLAIN).path)
     assert not exact.sessions.guesses
-    assert not exact.sessions.ragged
+    assert not exact.sessions.prompts.ragged
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "logit_bias": WORDS}
     plain = exact.generate([[68, 69, 70] * 3], **options)
     asked = exact.generate([[68, 69, 70] * 3], prompt_lookup_num_tokens=4, **options)

@@ -40,6 +40,7 @@ from tests.helpers.fake_images import (
 )
 from tests.helpers.fake_package import MAX_POSITIONS
 from tests.helpers.requests import FREE, GREEDY, make_sequence, random_params, wait_until
+from tests.helpers.sessions import with_step_rows
 
 SHAPES = {"rows": ROWS, "axial": AXIAL, "blockwise": BLOCKWISE}
 Images = list[np.ndarray]
@@ -160,7 +161,7 @@ def test_replays_of_captured_steps(model: CausalLM) -> None:
 @pytest.mark.parametrize("narrow", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_requests_that_come_and_go(narrow: bool, model: CausalLM) -> None:
     """In an engine whose slots keep the beginnings of others, some with the same images, and whose rows move."""
-    sessions = replace(model.sessions, step_rows=RowCounts(1) if narrow else None)
+    sessions = with_step_rows(model.sessions, step=RowCounts(1) if narrow else None)
     generator = random.Random(4)
     shared = [drawn(generator) for _ in range(4)]
     asked = []
@@ -200,12 +201,12 @@ def test_prompts_that_are_read_in_one_call(
     assert got.token_ids == [
         case.expected(model, LIVELY, 2 + row) for row, case in enumerate(cases)
     ]
-    assert calls == ([4] if model.sessions.joins_prompts else [1] * 4)
+    assert calls == ([4] if model.sessions.prompts.joins_prompts else [1] * 4)
 
 
 def test_offsets_go_with_a_row_that_is_moved(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(image=AXIAL)
-    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 3, 64)
+    slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 3, 64)
     for slot, case in ((2, CASES[0]), (1, CASES[1])):
         ids = np.array(case.ids)
         prompt = model.images.prompt(ids, model.images.process(case.images))

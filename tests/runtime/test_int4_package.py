@@ -6,7 +6,6 @@ number of tokens, so this shows what reads a prompt in any other way than alone.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.sequence import Sequence
+from tests.helpers.sessions import with_prompt_calls
 
 CTX_LEN = 160
 PIECE = 64
@@ -51,7 +51,7 @@ def int4(bundled_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Cau
         path, ctx_len=CTX_LEN, weights="int4"
     )
     model = load(path)
-    assert (model.sessions.piece_size, model.sessions.tail_size) == (PIECE, 2)
+    assert (model.sessions.prompts.piece_size, model.sessions.prompts.tail_size) == (PIECE, 2)
     return model
 
 
@@ -131,7 +131,9 @@ def test_nor_do_they_where_late_pieces_are_longer(
     chunk: int | None, int4: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefixes, "LATE", 64)
-    late = CausalLM(int4.package, replace(int4.sessions, piece_size=16, late_piece_size=32))
+    late = CausalLM(
+        int4.package, with_prompt_calls(int4.sessions, piece_size=16, late_piece_size=32)
+    )
     rows = list(range(len(LENGTHS)))
     got = run(late, rows[::-1], 3, chunk)
     assert any(tokens > 64 for _, _, tokens in got.values())
@@ -163,8 +165,8 @@ def test_these_prompts_show_another_cut(
     int4: CausalLM, alone: dict[int, tuple[list[int], list[bytes]]]
 ) -> None:
     """One token a call, as where the decoder takes no more, gives other bits, and other tokens."""
-    sessions = replace(
-        int4.sessions, piece_size=1, tokens_per_call=1, piece_tokens=ANY_ROWS, joins_prompts=False
+    sessions = with_prompt_calls(
+        int4.sessions, piece_size=1, piece_tokens=ANY_ROWS, joins_prompts=False
     )
     other = CausalLM(int4.package, sessions)
     rows = [row for row, length in enumerate(LENGTHS) if length > 30]

@@ -23,7 +23,7 @@ def one_token(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 
     path: Path = tmp_path_factory.mktemp("one") / "package"
     model = load(fake_package(path, compilation=compilation(ctx_len=MAX_POSITIONS), edit=fix).path)
-    assert model.sessions.tokens_per_call == 1
+    assert model.sessions.prompts.piece_size == 1
     return model
 
 

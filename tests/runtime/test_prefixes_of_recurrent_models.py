@@ -16,6 +16,7 @@ from qsample.contract.arrays import DTYPES
 from qsample.ort.buffers import SavedRows
 from qsample.runtime import CausalLM, Engine, RequestOutput, SamplingParams, load
 from qsample.runtime.decode.prefixes import SavedStates
+from tests.helpers.sessions import with_prompt_calls
 from tests.helpers.tiny_models import random_model
 
 PIECE = 16
@@ -33,7 +34,7 @@ KINDS = [
 def model(request: pytest.FixtureRequest, exported: Callable[..., Path]) -> CausalLM:
     """With short pieces, so that a short prompt has several."""
     opened = load(exported(request.param, logprobs=True), ctx_len=CTX_LEN)
-    return CausalLM(opened.package, replace(opened.sessions, piece_size=PIECE), CTX_LEN)
+    return CausalLM(opened.package, with_prompt_calls(opened.sessions, piece_size=PIECE), CTX_LEN)
 
 
 def prompt(seed: int, length: int) -> list[int]:

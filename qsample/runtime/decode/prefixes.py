@@ -41,7 +41,9 @@ class Pieces:
         """As suits a package's graphs and their kernels."""
         image = sessions.interface.image
         return cls(
-            sessions.piece_size, sessions.late_piece_size, image is not None and image.blockwise
+            sessions.prompts.piece_size,
+            sessions.prompts.late_piece_size,
+            image is not None and image.blockwise,
         )
 
     def around(self, token: int) -> range:

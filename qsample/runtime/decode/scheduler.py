@@ -48,7 +48,7 @@ _MOST_JOINED: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The abilities of a package's graphs, and how a scheduler uses them. tail_size, step_rows: see `Sessions`.
+    """The abilities of a package's graphs, and how a scheduler uses them. tail_size, step_rows: see `ort.batching`.
 
     Attributes:
         pieces: the places at which prompts are cut.
@@ -87,13 +87,13 @@ class SchedulerConfig:
         """As suits the graphs of a package. choices: `flush_every` and the fields after it."""
         return cls(
             Pieces.of(sessions),
-            sessions.tail_size,
+            sessions.prompts.tail_size,
             bool(sessions.interface.fixed_states),
             sessions.interface.whole_up_to,
             bool(sessions.interface.key_values),
-            sessions.joins_prompts,
-            sessions.ragged,
-            sessions.step_rows,
+            sessions.prompts.joins_prompts,
+            sessions.prompts.ragged,
+            sessions.rows.step,
             max_loras=sessions.interface.features.max_loras,
             **choices,
         )

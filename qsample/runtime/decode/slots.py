@@ -171,7 +171,7 @@ class Slots:
         self._interface = interface = sessions.interface
         self.count, self.capacity, self.flush_every = count, capacity, flush_every
         # Kernels may round a single row otherwise: steps are over more rows then, of which some stay idle.
-        self._rows = rows = sessions.batch_rows.cover(count)
+        self._rows = rows = sessions.rows.batch.cover(count)
         # With the sampler on the host, only the cache stays on the device.
         self._device = device = "cpu" if sessions.sampler is not None else sessions.device
         self._sizes = {
@@ -208,11 +208,11 @@ class Slots:
 
         self._ones = Buffer.of(np.ones(rows, dtype=np.int32), given)
         self._emit = {emit: Buffer.of(np.full(rows, emit), given) for emit in (True, False)}
-        most_rows = count if sessions.joins_prompts else 1
+        most_rows = count if sessions.prompts.joins_prompts else 1
         # A token of padding has room, because a prompt is shorter than the capacity. No fixed width: the last piece
         # could pass the capacity.
         self._chunk = PromptInputs(
-            most_rows, capacity, sessions.piece_tokens, given, renewed=bool(sessions.parts)
+            most_rows, capacity, sessions.prompts.piece_tokens, given, renewed=bool(sessions.parts)
         )
         # Parts lie on several devices, and features are not always as many.
         self._images = ImageInputs(
@@ -334,7 +334,7 @@ class Slots:
     @property
     def narrows(self) -> bool:
         """Whether steps can be over fewer rows, and rows be moved for it."""
-        return self._sessions.step_rows is not None
+        return self._sessions.rows.step is not None
 
     def move(self, slot: int, target: int, kept: int) -> None:
         """Put a row into an idle slot, and the first `kept` tokens of that slot into the row's; between two calls."""
@@ -380,9 +380,9 @@ class Slots:
         images: abc.Sequence[ImagePiece | None] = (),
     ) -> None:
         """Feed a slot the next piece of its prompt, [n] int64; with `emit`, the last, sampling the first new token.
-        Several arrays, if `Sessions.joins_prompts`, are for `slot` and the slots after it, in a single run: the first
+        Several arrays, if the sessions join prompts, are for `slot` and the slots after it, in a single run: the first
         tokens of each, because attention takes several rows of several tokens only at their beginning; any tokens if
-        `Sessions.ragged`. wait: False if nothing but the next piece of the same prompt follows: then a decoder in
+        the calls are ragged. wait: False if nothing but the next piece of the same prompt follows: then a decoder in
         parts reads both at a time. images: what each takes of the images of its prompt; by default nothing."""
         rows = range(slot, slot + len(ids))
         chunk = self._chunk.write(ids)
@@ -419,11 +419,11 @@ class Slots:
 
     def _rows_of_step(self, rows: range) -> range:
         """These rows, and adjacent rows if a step has to be over more."""
-        counts = self._sessions.step_rows
+        counts = self._sessions.rows.step
         if counts is None:
             return range(self._rows)
         if self.adapters.used(rows):
-            counts = self._sessions.adapter_rows
+            counts = self._sessions.rows.adapter_step
         count = min(counts.cover(len(rows)), self._rows)
         start = min(rows.start, self._rows - count)
         return range(start, start + count)

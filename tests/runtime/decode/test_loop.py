@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import MAX_POSITIONS, POISON
 from tests.helpers.requests import make_sequence, random_params, random_prompt, wait_until
+from tests.helpers.sessions import with_prompt_calls, with_step_rows
 
 CAPACITY = 64
 
@@ -232,7 +232,7 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(
     """Three conversations take turns in the slot beside the one that runs all the time."""
     generator, short, long = random.Random(2), free(2), free(60)
     texts = [[generator.randrange(3, 290) for _ in range(CAPACITY)] for _ in range(3)]
-    sessions = replace(model.sessions, step_rows=RowCounts(1))
+    sessions = with_step_rows(model.sessions, step=RowCounts(1))
     moved: list[bool] = []
 
     class Watched(Scheduler):
@@ -251,12 +251,12 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(
             loop.step()
         for turn in range(1, 4):
             for seed, text in enumerate(texts):
-                prompt = text[: turn * sessions.piece_size + 1]
+                prompt = text[: turn * sessions.prompts.piece_size + 1]
                 one = make_sequence(model, prompt, short, seed, CAPACITY)
                 loop.add(one)
                 while one.status == RUNNING:
                     loop.step()
-                assert one.reused == (turn - 1) * sessions.piece_size
+                assert one.reused == (turn - 1) * sessions.prompts.piece_size
                 assert one.sampled == fake_reference.generate(prompt, short, seed, CAPACITY)[0]
         assert running.status == RUNNING
         assert sum(moved) > 3
@@ -445,7 +445,7 @@ def test_generate_reads_prompts_of_one_length_in_one_run(
     )
     assert rows == [2, 1, *[1] * 8, 1, 1, 2]
     rows.clear()
-    alone = CausalLM(model.package, replace(model.sessions, joins_prompts=False))
+    alone = CausalLM(model.package, with_prompt_calls(model.sessions, joins_prompts=False))
     assert alone.generate(prompts, params, seed=0).token_ids == output.token_ids
     assert rows == [1] * 15
 

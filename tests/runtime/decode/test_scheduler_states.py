@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
+from qsample.ort.batching import PromptCalls, StepRows
 from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode.jobs import Admission, Copy, Read, Save
 from qsample.runtime.decode.prefixes import Pieces
@@ -270,13 +271,15 @@ def test_the_abilities_of_a_package() -> None:
         recurrent, attention = len(key_values) != 1, bool(key_values)
         interface = Interface(8, key_values, features=Features(max_loras=4), recurrent=states)
         sessions: Any = SimpleNamespace(
-            piece_size=16,
-            late_piece_size=32,
-            tail_size=2,
             interface=interface,
-            joins_prompts=recurrent,
-            ragged=not recurrent,
-            step_rows=RowCounts(3),
+            prompts=PromptCalls(
+                piece_size=16,
+                late_piece_size=32,
+                tail_size=2,
+                joins_prompts=recurrent,
+                ragged=not recurrent,
+            ),
+            rows=StepRows(step=RowCounts(3)),
         )
         assert SchedulerConfig.of(sessions, flush_every=5) == SchedulerConfig(
             pieces=Pieces(16, 32),

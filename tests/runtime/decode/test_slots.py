@@ -21,6 +21,7 @@ from qsample.runtime.decode.slots import NewestTokens, Slots, Snapshot
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import POISON
 from tests.helpers.requests import make_sequence, random_params, random_prompt
+from tests.helpers.sessions import with_step_rows
 
 CAPACITY = 64
 FREE = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
@@ -101,7 +102,7 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
     """Random rows run, next to each other or not, come and go; the others stand still, whatever they hold."""
     generator = random.Random(7)
     model = fake_model(sampler=sampler)
-    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 5, CAPACITY)
+    slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 5, CAPACITY)
     half = [9, 8, 7, 6]
     begin(slots, model, 4, half, FREE)
     slots.prefill(4, np.array(half[:3]), emit=False)
@@ -156,7 +157,7 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
 def test_rows_of_a_step(
     counts: RowCounts | None, rows: range, step: range, model: CausalLM
 ) -> None:
-    sessions = replace(model.sessions, step_rows=counts, batch_rows=RowCounts(1, 2))
+    sessions = with_step_rows(model.sessions, step=counts, batch=RowCounts(1, 2))
     slots = Slots(sessions, 5, CAPACITY)
     start(slots, model, rows[-1], [5, 6, 7], FREE)
     for _ in range(3):
@@ -175,7 +176,7 @@ def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM])
     """Any row goes anywhere between any two steps, and what its new slot held is gone on from in its old one."""
     generator = random.Random(9)
     model = fake_model(sampler=sampler, logit_bias=True)
-    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 5, CAPACITY)
+    slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 5, CAPACITY)
     assert slots.narrows
     rows: dict[
         int, tuple[int, list[int], SamplingParams, bool]
@@ -226,7 +227,7 @@ def test_graphs_over_ever_other_rows_are_let_go(
 ) -> None:
     """Those of prompts, too; what is in use stays, however many others there are."""
     monkeypatch.setattr(slots_module, "_MOST_BOUND", 6)
-    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 9, CAPACITY)
+    slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 9, CAPACITY)
     bound: list[range] = []
     bind = slots._bind_batch
     monkeypatch.setattr(slots, "_bind_batch", lambda rows: bound.append(rows) or bind(rows))
@@ -281,7 +282,7 @@ def test_columns_that_no_row_needs_any_more_are_given_up(
 
 def test_columns_go_with_a_row_that_is_moved(model: CausalLM) -> None:
     """Another row in its old slot does not take them away."""
-    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 3, CAPACITY)
+    slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 3, CAPACITY)
     free = expected([5, 6, 7], FREE, 2)
     # It ends at the last of 290 stop tokens, and it does not sample the others first.
     others = [token for token in range(3, 319) if token not in free][:289]

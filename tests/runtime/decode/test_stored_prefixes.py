@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from qsample.runtime import CausalLM, Engine, RequestOutput, SamplingParams, loa
 from qsample.runtime.decode import stored_prefixes
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of
 from qsample.runtime.decode.stored_prefixes import StoredPrefixes
+from tests.helpers.sessions import with_prompt_calls
 
 PIECE = 16
 CTX_LEN = 256
@@ -48,7 +48,7 @@ def llama(exported: Callable[..., Path]) -> CausalLM:
 
 def with_short_pieces(path: Path) -> CausalLM:
     opened = load(path, ctx_len=CTX_LEN)
-    return CausalLM(opened.package, replace(opened.sessions, piece_size=PIECE), CTX_LEN)
+    return CausalLM(opened.package, with_prompt_calls(opened.sessions, piece_size=PIECE), CTX_LEN)
 
 
 def prompt(seed: int, length: int) -> list[int]:
