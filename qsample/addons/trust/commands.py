@@ -81,7 +81,7 @@ def sbom(
     ] = None,
 ) -> None:
     """Describe a package as an ML-BOM, a CycloneDX 1.6 document: files, origin, versions, licence."""
-    from qsample.package.sbom import ml_bom
+    from qsample.addons.trust.sbom import ml_bom
 
     with progress():
         document = json.dumps(ml_bom(read_package(package)), indent=2, ensure_ascii=False)
