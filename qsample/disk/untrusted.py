@@ -182,7 +182,8 @@ def _check_depth(value: Any) -> None:
         level = children
 
 
-# Message → field number → message or value, as far as they lead to names of files.
+# The fields of ONNX messages that lead to names of files: message → field number → the field's
+# message, or the name of its value.
 _FIELDS: Final[dict[str, dict[int, str]]] = {
     "Model": {7: "Graph", 20: "Training", 25: "Function"},
     "Training": {1: "Graph", 2: "Graph"},
@@ -198,63 +199,103 @@ _FIELDS: Final[dict[str, dict[int, str]]] = {
         10: "Tensor",
         11: "Graph",
         22: "SparseTensor",
-    }
-    | {23: "SparseTensor"},
+        23: "SparseTensor",
+    },
     "SparseTensor": {1: "Tensor", 2: "Tensor"},
     "Tensor": {13: "Entry"},
     "Entry": {1: "key", 2: "value"},
 }
-_DEEPEST: Final = 100  # protobuf's own limit of nested messages
+_INTEGER_FIELD: Final = "i"
+# Protobuf itself has this limit.
+_MAX_MESSAGE_DEPTH: Final = 100
+
+# The values of a message by name, each as often as its field comes.
+_Message = dict[str, list[Any]]
 
 
 def referenced_files(path: Path) -> set[str]:
-    """The location of every external tensor, and the file of every EPContext node whose content is in a file. ONNX
-    Runtime opens the first, and lets providers open the second. Raises OSError if the file at `path` cannot be read,
-    ValueError if it is not a protobuf."""
-    found: set[bytes] = set()
+    """The files that an ONNX file refers to: the location of every external tensor, which ONNX
+    Runtime opens, and the file of every EPContext node whose content is in a file, which ONNX
+    Runtime lets providers open.
+
+    Raises:
+        OSError: The file at `path` cannot be read.
+        ValueError: It is not a protobuf.
+    """
     with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
+        if file.seek(0, os.SEEK_END) == 0:
             raise ValueError("it is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _read(data, "Model", range(len(data)), found, 0)
-    # What is not Unicode becomes unlike every name that a manifest may list.
-    return {name.decode("utf-8", "surrogateescape") for name in found}
+            reader = _ReferenceReader(data)
+            reader.read("Model", range(len(data)))
+    # A name that is not Unicode becomes unlike every name that a manifest may list.
+    return {name.decode("utf-8", "surrogateescape") for name in reader.names}
 
 
-def _read(
-    data: Any, kind: str, place: range, found: set[bytes], depth: int
-) -> dict[str, list[Any]]:
-    """The values and attributes of the message at `place`, by name; the files that it names join `found`. A field that
-    comes twice counts both times: a parser may take either."""
-    if depth > _DEEPEST:
-        raise ValueError(f"its messages are more than {_DEEPEST} deep")
-    message: dict[str, list[Any]] = {}
-    for number, content in fields(data, place.start, place.stop):
-        name = _FIELDS[kind].get(number)
-        if name is None or isinstance(content, int) != (name == "i"):
-            continue
-        value: Any = content
-        if isinstance(content, range):
-            inner = name in _FIELDS
-            value = (
-                _read(data, name, content, found, depth + 1)
-                if inner
-                else data[content.start : content.stop]
-            )
-        if name not in _FIELDS or name == "Attribute":  # the rest has been read
-            message.setdefault(name, []).append(value)
-    if kind == "Entry" and b"location" in message.get("key", []):
-        found.update(message.get("value", [b""]))
-    if kind == "Node" and b"EPContext" in message.get("op_type", []):
-        attributes = message.get("Attribute", [])
-        modes = [
-            mode
-            for one in attributes
-            if b"embed_mode" in one.get("name", [])
-            for mode in one.get("i", [0])
-        ]
-        if any(mode != 1 for mode in modes):  # without it, the content is in the node
-            for one in attributes:
-                if b"ep_cache_context" in one.get("name", []):
-                    found.update(one.get("s", []))
-    return message
+class _ReferenceReader:
+    """Reads the messages of an ONNX file and collects the `names` of files in them."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.names = set[bytes]()
+        self._data = data
+
+    def read(self, kind: str, place: range, depth: int = 0) -> _Message:
+        """Read the message at a place in the file, and collect the names of files in it.
+
+        Args:
+            kind: The kind of the message, a key of `_FIELDS`.
+            place: The range of the message's bytes.
+            depth: The number of messages around it.
+
+        Returns:
+            The values and attributes of the message. A field that comes twice counts both times:
+            a parser may take either.
+        """
+        if depth > _MAX_MESSAGE_DEPTH:
+            raise ValueError(f"its messages are more than {_MAX_MESSAGE_DEPTH} deep")
+        message: _Message = {}
+        for number, content in fields(self._data, place.start, place.stop):
+            name = _FIELDS[kind].get(number)
+            if name is not None:
+                self._read_field(name, content, message, depth)
+        if kind == "Entry":
+            self._collect_location(message)
+        elif kind == "Node":
+            self._collect_context(message.get("op_type", []), message.get("Attribute", []))
+        return message
+
+    def _read_field(self, name: str, content: int | range, message: _Message, depth: int) -> None:
+        """Add a field to its message if it is a value or an attribute; other messages are only read."""
+        value: Any
+        if isinstance(content, int) != (name == _INTEGER_FIELD):
+            return
+        if isinstance(content, int):
+            value = content
+        elif name in _FIELDS:
+            value = self.read(name, content, depth + 1)
+            if name != "Attribute":
+                return
+        else:
+            value = self._data[content.start : content.stop]
+        message.setdefault(name, []).append(value)
+
+    def _collect_location(self, entry: _Message) -> None:
+        """Collect the file of an external tensor."""
+        if b"location" in entry.get("key", []):
+            self.names.update(entry.get("value", [b""]))
+
+    def _collect_context(self, types: list[Any], attributes: list[_Message]) -> None:
+        """Collect the file of an EPContext node."""
+        if b"EPContext" not in types:
+            return
+        modes = list[int]()
+        files = list[bytes]()
+        for attribute in attributes:
+            names = attribute.get("name", [])
+            if b"embed_mode" in names:
+                modes += attribute.get(_INTEGER_FIELD, [0])
+            if b"ep_cache_context" in names:
+                files += attribute.get("s", [])
+        # In mode 1, and without a mode, the content is in the node.
+        if any(mode != 1 for mode in modes):
+            self.names.update(files)
