@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from qsample.checks import check_fields, checked, choice, flag, integer, is_integer, refuse
+from qsample.contract.storage import stored
 from qsample.contract.tensors import (
     ADAPTER,
     ADAPTER_RANKS,
@@ -143,7 +144,11 @@ class Features:
         False, help="Take each row's seed in place of a noise buffer.", argument="seed_input"
     )
     num_speculative_tokens: int = integer(
-        0, 0, MOST_SPECULATIVE_TOKENS, f"0 to {MOST_SPECULATIVE_TOKENS}"
+        0,
+        0,
+        MOST_SPECULATIVE_TOKENS,
+        f"0 to {MOST_SPECULATIVE_TOKENS}",
+        **stored(omitted=0),
     )
     max_loras: int = integer(
         0,
@@ -152,9 +157,15 @@ class Features:
         f"the most LoRA adapters that a batch may use, 1 to {MOST_LORAS}, or 0 for none",
         help="Take LoRA adapters at run time, N in a batch.",
         metavar="N",
+        **stored(omitted=0),
     )
     max_lora_rank: int = checked(
-        DEFAULT_LORA_RANK, _rank, help="Largest rank of such an adapter.", metavar="R", least=1
+        DEFAULT_LORA_RANK,
+        _rank,
+        help="Largest rank of such an adapter.",
+        metavar="R",
+        least=1,
+        **stored(omitted=0),
     )
 
     def __post_init__(self) -> None:
@@ -182,10 +193,10 @@ class KeyValueShape:
     model; by default its position among the attention layers, if all layers are. capacity: C, the newest tokens that
     its buffers hold, if the layer has a window and forgets old tokens; by default T."""
 
-    num_key_value_heads: int
-    head_dim: int
+    num_key_value_heads: int = field(metadata=stored(least=1))
+    head_dim: int = field(metadata=stored(least=1))
     layer: int | None = None
-    capacity: int | None = None
+    capacity: int | None = field(default=None, metadata=stored(least=1, omitted=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +208,7 @@ class RecurrentShape:
     layer: int
     kind: str
     index: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = field(metadata=stored(least=1))
     dtype: str
 
     @property
@@ -214,8 +225,8 @@ class AdapterTarget:
     numbers, y `out_features`. path: PEFT's name of the layer: "model.layers.0.self_attn.q_proj"."""
 
     path: str
-    in_features: int
-    out_features: int
+    in_features: int = field(metadata=stored(least=1))
+    out_features: int = field(metadata=stored(least=1))
 
     @property
     def kind(self) -> str:
@@ -338,15 +349,15 @@ class Interface:
         image: of packages that read images.
     """
 
-    vocab_size: int
+    vocab_size: int = field(metadata=stored(least=1))
     key_values: tuple[KeyValueShape, ...]
     dtype: str = "float32"
     features: Features = field(default_factory=Features)
     kv_cache_dtype: str | None = None
     captured: bool = False
     recurrent: tuple[RecurrentShape, ...] = ()
-    adapters: tuple[AdapterTarget, ...] = ()
-    image: ImageShape | None = None
+    adapters: tuple[AdapterTarget, ...] = field(default=(), metadata=stored(omitted=()))
+    image: ImageShape | None = field(default=None, metadata=stored(omitted=None))
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:

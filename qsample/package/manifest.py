@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
-import types
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 from qsample.contract.interface import Interface
+from qsample.contract.storage import stored
 from qsample.contract.tensors import CONTRACT_VERSION, CONTRACT_VERSIONS
 from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name
 from qsample.errors import PackageError
+from qsample.package.codec import DecodeError, decode, encode, place_of, shown_key
 
 MANIFEST_NAME: Final = "qsample.json"
 MODEL_PACKAGE_NAME: Final = "manifest.json"
 FORMAT_VERSION: Final = 1
 _MODEL_PACKAGE_VERSION: Final = "1.0"
-_LARGEST: Final = 2**63  # no size, count or id reaches it
-_FORMER: Final = frozenset(
-    {"verify", "weight_hash", "timing"}
-)  # keys that only older packages have
-# Fields whose integers are at least 1.
-_SIZES: Final = (
-    *(
-        "max_position_embeddings",
-        "vocab_size",
-        "num_key_value_heads",
-        "head_dim",
-        "shape",
-        "ctx_len",
-        "batch_size",
-    ),
-    *("capacity", "in_features", "out_features"),
-)
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take them for commands
+# No size, count or id reaches this.
+_INTEGER_LIMIT: Final = 2**63
+# A terminal may take these for commands.
+_CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +62,7 @@ class GraphPart:
 
     file: str
     layers: tuple[int, ...]
-    weight_bytes: int
+    weight_bytes: int = field(metadata=stored(limit=_INTEGER_LIMIT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +87,14 @@ class Compilation:
 
     provider: str
     execution_providers: tuple[str, ...]
-    batch_size: int | None
-    ctx_len: int
+    batch_size: int | None = field(metadata=stored(least=1))
+    ctx_len: int = field(metadata=stored(least=1))
     placement: Mapping[str, Mapping[str, int]]
     self_test: Mapping[str, Any]
     provider_options: Mapping[str, str] = field(default_factory=dict)
     quantization: Mapping[str, Any] | None = None
-    least_onnxruntime: str | None = None
-    parts: tuple[GraphPart, ...] = ()
+    least_onnxruntime: str | None = field(default=None, metadata=stored(omitted=None))
+    parts: tuple[GraphPart, ...] = field(default=(), metadata=stored(omitted=()))
     options: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -118,7 +104,7 @@ class FileEntry:
     """sha256: hexadecimal. bytes: the size."""
 
     sha256: str
-    bytes: int
+    bytes: int = field(metadata=stored(limit=_INTEGER_LIMIT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +131,13 @@ class Manifest:
     source: Source
     versions: Mapping[str, str]
     token_ids: TokenIds
-    max_position_embeddings: int | None
+    max_position_embeddings: int | None = field(metadata=stored(least=1))
     parity: Mapping[str, Any] | None
     compilation: Compilation | None = None
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     packed_weights: Mapping[str, Any] | None = None
-    images: Mapping[str, Any] | None = None
+    images: Mapping[str, Any] | None = field(default=None, metadata=stored(omitted=None))
 
     def __post_init__(self) -> None:
         if (self.kind == "device") != (self.compilation is not None):
@@ -160,31 +146,9 @@ class Manifest:
             )
 
     def to_json(self) -> str:
-        data = asdict(self)
-        interface, features, compilation = (
-            data["interface"],
-            data["interface"]["features"],
-            data["compilation"],
-        )
-        # Older versions of qsample read packages without these.
-        if not features["num_speculative_tokens"]:
-            del features["num_speculative_tokens"]
-        if compilation is not None and compilation["least_onnxruntime"] is None:
-            del compilation["least_onnxruntime"]
-        if compilation is not None and not compilation["parts"]:
-            del compilation["parts"]
-        for shape in interface["key_values"]:
-            if shape["capacity"] is None:
-                del shape["capacity"]
-        if data["images"] is None:
-            del data["images"]
-        if interface["image"] is None:
-            del interface["image"]
-        if not interface["adapters"]:
-            del interface["adapters"], features["max_loras"], features["max_lora_rank"]
-        return (
-            json.dumps(_without_infinities(data), indent=2, sort_keys=True, allow_nan=False) + "\n"
-        )
+        """The text of `qsample.json`."""
+        text = json.dumps(encode(self), indent=2, sort_keys=True, allow_nan=False)
+        return text + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -201,31 +165,14 @@ class Manifest:
             )
         _check_scalars(data, "manifest")
         # Versions come first: a newer format may well have other keys.
-        if data["format_version"] != FORMAT_VERSION:
-            newer = data["format_version"] > FORMAT_VERSION
-            raise PackageError(
-                f"the package has format {data['format_version']} and this qsample reads format {FORMAT_VERSION}; "
-                + ("upgrade qsample" if newer else "export it again")
-            )
-        contract = f"{data.get('contract_version')!s:.40}"
-        if contract not in CONTRACT_VERSIONS:
-            newer = _numbers(contract) > _numbers(CONTRACT_VERSION)
-            raise PackageError(
-                f"the package's graphs follow decode contract {_shown(contract)} and this qsample runs "
-                f"{', '.join(CONTRACT_VERSIONS)}; "
-                + ("upgrade qsample" if newer else f"make the package again: {_commands(data)}")
-            )
-        manifest: Manifest = _decode(cls, data, "manifest")
+        _check_versions(data)
+        try:
+            manifest: Manifest = decode(cls, data, "manifest")
+        except DecodeError as error:
+            raise PackageError(f"{error.where} in {MANIFEST_NAME}{error.problem}") from error
         _check_names(manifest.files)
         _check_figures(manifest)
-        parts = [part.file for part in manifest.compilation.parts] if manifest.compilation else []
-        missing = [
-            name for name in (*manifest.interface.graphs, *parts) if name not in manifest.files
-        ]
-        if missing:
-            raise PackageError(
-                f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again"
-            )
+        _check_graphs_are_listed(manifest)
         return manifest
 
 
@@ -253,64 +200,81 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def _check_scalars(data: Any, where: str) -> None:
-    """Raise PackageError for integers out of all proportion, and for text that a terminal or a file could not take."""
-    if isinstance(data, dict):
-        for key, value in data.items():
-            _check_scalars(key, f"a key of {where}")
-            _check_scalars(value, _place(where, key))
-    elif isinstance(data, list):
-        for index, value in enumerate(data):
-            _check_scalars(value, f"{where}[{index}]")
-    elif isinstance(data, int) and not -_LARGEST <= data < _LARGEST:
-        raise PackageError(f"{where} in {MANIFEST_NAME} is an integer of more than 64 bits")
-    elif isinstance(data, str) and (
-        _CONTROL.search(
-            data.replace("\n", "") if where.startswith("manifest.images.") else data
-        )  # texts of a prompt
-        or any("\ud800" <= c <= "\udfff" for c in data)
-    ):
+def _check_versions(data: Mapping[str, Any]) -> None:
+    """Raise PackageError unless this qsample reads the manifest's format and runs its graphs."""
+    version = data["format_version"]
+    if version != FORMAT_VERSION:
+        advice = "upgrade qsample" if version > FORMAT_VERSION else "export it again"
         raise PackageError(
-            f"{where} in {MANIFEST_NAME} is {data!r:.80}, which holds control characters"
+            f"the package has format {version} and this qsample reads format {FORMAT_VERSION}; {advice}"
+        )
+    contract = f"{data.get('contract_version')!s:.40}"
+    if contract not in CONTRACT_VERSIONS:
+        is_newer = _numbers(contract) > _numbers(CONTRACT_VERSION)
+        advice = "upgrade qsample" if is_newer else f"make the package again: {_commands_of(data)}"
+        raise PackageError(
+            f"the package's graphs follow decode contract {shown_key(contract)} and this qsample runs "
+            f"{', '.join(CONTRACT_VERSIONS)}; {advice}"
         )
 
 
-def _commands(data: Mapping[str, Any]) -> str:
-    """The commands that make a package of an older contract again, as far as its manifest, of other keys, has them."""
+def _check_graphs_are_listed(manifest: Manifest) -> None:
+    """Raise PackageError if the manifest lists no file for a graph or a part of the decode graph."""
+    names = list(manifest.interface.graphs)
+    if manifest.compilation is not None:
+        names += [part.file for part in manifest.compilation.parts]
+    missing = [name for name in names if name not in manifest.files]
+    if missing:
+        raise PackageError(
+            f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again"
+        )
 
-    def told(name: str, key: str, otherwise: str) -> str:
-        values = data.get(name)
-        text = f"{values[key]!s:.200}" if isinstance(values, dict) and key in values else ""
-        return shlex.quote(text) if text and text.isprintable() else otherwise
 
-    make = "export" if told("versions", "transformers", "") else "bake"
-    model = told("source", "model_id", "MODEL")
+def _check_scalars(data: Any, where: str) -> None:
+    """Raise PackageError for excessive integers, and for texts that a terminal or a file could not take."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            _check_scalars(key, f"a key of {where}")
+            _check_scalars(value, place_of(where, key))
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            _check_scalars(value, f"{where}[{index}]")
+    elif isinstance(data, int) and not -_INTEGER_LIMIT <= data < _INTEGER_LIMIT:
+        raise PackageError(f"{where} in {MANIFEST_NAME} is an integer of more than 64 bits")
+    elif isinstance(data, str):
+        # Texts that images add to a prompt may have several lines.
+        line = data.replace("\n", "") if where.startswith("manifest.images.") else data
+        if _CONTROL_CHARACTER.search(line) or any(_is_surrogate(one) for one in data):
+            raise PackageError(
+                f"{where} in {MANIFEST_NAME} is {data!r:.80}, which holds control characters"
+            )
+
+
+def _is_surrogate(character: str) -> bool:
+    return "\ud800" <= character <= "\udfff"
+
+
+def _commands_of(data: Mapping[str, Any]) -> str:
+    """The commands that make a package of an older contract again, as far as its manifest, with other keys, says."""
+    make = "export" if _shell_word(data, "versions", "transformers") else "bake"
+    model = _shell_word(data, "source", "model_id") or "MODEL"
     if data.get("kind") != "device":
         return f"qsample {make} {model} OUT"
-    provider, ctx_len = (
-        told("compilation", "provider", "cpu"),
-        told("compilation", "ctx_len", "4096"),
+    provider = _shell_word(data, "compilation", "provider") or "cpu"
+    ctx_len = _shell_word(data, "compilation", "ctx_len") or "4096"
+    return (
+        f"qsample {make} {model} PORTABLE && "
+        f"qsample compile PORTABLE OUT --provider {provider} --ctx-len {ctx_len}"
     )
-    compile_again = f"qsample compile PORTABLE OUT --provider {provider} --ctx-len {ctx_len}"
-    return f"qsample {make} {model} PORTABLE && {compile_again}"
 
 
-def _place(where: str, key: str) -> str:
-    return f"{where}.{_shown(key)}"[:200]
-
-
-def _shown(key: str) -> str:
-    """A key as a message may show it, with any content."""
-    return key if key.isprintable() and len(key) <= 60 else f"{key[:50]!r}…"
-
-
-def _without_infinities(data: Any) -> Any:
-    """`data` with names in place of NaN and infinities: JSON has no such numbers."""
-    if isinstance(data, dict):
-        return {key: _without_infinities(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_without_infinities(value) for value in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
+def _shell_word(data: Mapping[str, Any], name: str, key: str) -> str | None:
+    """The value of `key` in the object `name`, as a word for a shell; None if it is missing or cannot be shown."""
+    values = data.get(name)
+    if not isinstance(values, dict) or key not in values:
+        return None
+    text = f"{values[key]!s:.200}"
+    return shlex.quote(text) if text and text.isprintable() else None
 
 
 def _check_figures(manifest: Manifest) -> None:
@@ -343,78 +307,3 @@ def _check_names(files: Mapping[str, FileEntry]) -> None:
             f"{MANIFEST_NAME} lists {pair[0]!r:.120} and {pair[1]!r:.120}, which are one file on some systems; do not "
             "use this package"
         )
-
-
-def _decode(kind: Any, data: Any, where: str, field: str = "") -> Any:
-    """JSON `data` as the annotated type `kind`; PackageError says which key is unknown, missing, mistyped or out of
-    range, at the place `where` in the manifest. field: the dataclass's field that `data` belongs to."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return data
-    if origin in (Union, types.UnionType):
-        if data is None and type(None) in arguments:
-            return None
-        return _decode(
-            next(option for option in arguments if option is not type(None)), data, where, field
-        )
-    if origin is Literal and data in arguments:
-        return data
-    if origin is tuple and isinstance(data, list):
-        return tuple(
-            _decode(arguments[0], item, f"{where}[{i}]", field) for i, item in enumerate(data)
-        )
-    if origin is Mapping and isinstance(data, dict):
-        return {
-            key: _decode(arguments[1], value, _place(where, key), field)
-            for key, value in data.items()
-        }
-    if is_dataclass(kind) and isinstance(data, dict):
-        return _decode_dataclass(kind, data, where)
-    # JSON has no bool that is an int; Python has.
-    if isinstance(kind, type) and type(data) is kind:
-        least, most = int(field in _SIZES), _LARGEST if "bytes" in field else 2**31
-        if (
-            kind is int and isinstance(data, int) and not least <= data < most
-        ):  # before a host allocates by it
-            raise PackageError(
-                f"{where} in {MANIFEST_NAME} is {data}; it must be {least} or more, and less than {most}"
-            )
-        return data
-    wanted = (
-        " or ".join(map(repr, arguments))
-        if origin is Literal
-        else getattr(origin or kind, "__name__", str(kind))
-    )
-    raise PackageError(f"{where} in {MANIFEST_NAME} is {data!r:.80}; it must be {wanted}")
-
-
-def _decode_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
-    names = [entry.name for entry in fields(kind)]
-    # What has a default may be younger than the package.
-    needed = [
-        entry.name
-        for entry in fields(kind)
-        if entry.default is MISSING and entry.default_factory is MISSING
-    ]
-    unknown, missing = (
-        sorted(data.keys() - {*names, *_FORMER}),
-        [name for name in needed if name not in data],
-    )
-    if unknown or missing:
-        problems = [f"unknown {_shown(key)}" for key in unknown[:5]] + [
-            f"missing {key}" for key in missing
-        ]
-        raise PackageError(
-            f"{where} in {MANIFEST_NAME} does not fit this qsample: {', '.join(problems)}"
-        )
-    hints = get_type_hints(kind)
-    try:
-        return kind(
-            **{
-                name: _decode(hints[name], data[name], f"{where}.{name}", name)
-                for name in names
-                if name in data
-            }
-        )
-    except ValueError as error:
-        raise PackageError(f"{where} in {MANIFEST_NAME}: {error!s:.300}") from error
