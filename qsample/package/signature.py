@@ -1,40 +1,40 @@
-"""Signed packages: `model.sig` has the sha256 of every other file of its folder, signed as OpenSSF model signing does.
+"""Signatures of packages: `model.sig` has the sha256 of every other file of its folder, as OpenSSF model signing does.
 
-The library `model-signing` makes and checks the signatures (https://github.com/ossf/model-signing-spec). To check one,
-it gets the hashes that the manifest states, and reading compares these with the files: each file is hashed once.
+The library `model-signing` checks the signatures (https://github.com/ossf/model-signing-spec). It gets the hashes that
+the manifest states, and reading compares these with the files, so each file is hashed once. `addons.trust.signing`
+makes signatures.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from qsample.disk.replace import file_aside
 from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import PackageError, QsampleError, install_hint, shown
 
 SIGNATURE_NAME: Final = "model.sig"
-PASSWORD_VARIABLE: Final = "QSAMPLE_KEY_PASSWORD"
-_ACCOUNT: Final = "sigstore:"
-_LARGEST: Final = 1 << 24  # bytes; a file takes 150 of them
-_OF_GIT: Final = (
-    ".git",
-    ".gitattributes",
-    ".github",
-    ".gitignore",
-)  # which model-signing leaves out
+_SIGSTORE_PREFIX: Final = "sigstore:"
+# A signature has about 150 bytes for each file.
+_MAX_SIGNATURE_BYTES: Final = 1 << 24
+# The library leaves these out of a signature.
+_GIT_NAMES: Final = (".git", ".gitattributes", ".github", ".gitignore")
 
 # Files of public keys or of certificate authorities in PEM, folders of `.pem` files, or "sigstore:ACCOUNT,ISSUER".
 TrustedKeys = str | Path | Sequence[str | Path]
 
 
 class Signer(NamedTuple):
-    """The maker of a signature by its own account: a "key", a "certificate" or "sigstore". fingerprint: sha256, in
-    hexadecimal, of the public key in PEM, or of the certificate in DER."""
+    """The maker of a signature, as the signature itself names it.
+
+    Attributes:
+        kind: "key", "certificate" or "sigstore".
+        fingerprint: The sha256, in hexadecimal, of the public key in PEM, or of the certificate in DER.
+    """
 
     kind: str
     fingerprint: str
@@ -43,118 +43,173 @@ class Signer(NamedTuple):
         return f"{self.kind} sha256:{self.fingerprint}"
 
 
-def sign(
-    folder: Path,
-    private_key: str | Path | None = None,
-    certificate: str | Path | None = None,
-    certificate_chain: Sequence[str | Path] = (),
-    *,
-    overwrite: bool = False,
-) -> Path:
-    """Sign the package in `folder`, which the caller has read, and return the path of the signature.
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """A signature as it was read, unchecked.
 
-    Args:
-        private_key: a PEM file, of an elliptic curve (P-256, P-384, P-521); the variable QSAMPLE_KEY_PASSWORD has its
-            password. None signs by sigstore, which needs a network and asks for an account.
-        certificate, certificate_chain: PEM files of the key's certificate, and from its issuer's on.
-        overwrite: replace a signature.
-
-    Raises PackageError if a key or certificate cannot be used, or the signature cannot be written.
+    Attributes:
+        signer: Its maker.
+        digests: The sha256 of each signed file by name, in hexadecimal.
     """
-    library, path = _library(), folder / SIGNATURE_NAME
-    if path.exists() and not overwrite:
-        raise PackageError(f"{folder} is signed already; give overwrite to sign it anew")
-    config, password = library.signing.Config(), os.environ.get(PASSWORD_VARIABLE)
-    config.set_hashing_config(library.hashing.Config().set_ignored_paths(paths=[SIGNATURE_NAME]))
+
+    signer: Signer
+    digests: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trusted:
+    """The signers that a caller trusts.
+
+    Attributes:
+        keys: The files of public keys by fingerprint.
+        authorities: The files of certificates of authorities.
+        account: The account at sigstore and its issuer, if any.
+    """
+
+    keys: Mapping[str, Path]
+    authorities: Sequence[Path]
+    account: tuple[str, str] | None
+
+    @classmethod
+    def of(cls, trusted: TrustedKeys) -> _Trusted:
+        """Read the keys and certificates. Raises ValueError or QsampleError for anything else."""
+        given = [trusted] if isinstance(trusted, str | Path) else list(trusted)
+        texts = [str(item) for item in given]
+        accounts = [
+            text.removeprefix(_SIGSTORE_PREFIX)
+            for text in texts
+            if text.startswith(_SIGSTORE_PREFIX)
+        ]
+        if not given or len(accounts) > 1 or any("," not in account for account in accounts):
+            raise ValueError(
+                f"trusted_keys is {shown(trusted)}; give PEM files, folders, or one {_SIGSTORE_PREFIX}ACCOUNT,ISSUER"
+            )
+        account = None
+        if accounts:
+            name, _, issuer = accounts[0].partition(",")
+            account = name, issuer
+        keys = dict[str, Path]()
+        authorities = list[Path]()
+        for path in _pem_files(text for text in texts if not text.startswith(_SIGSTORE_PREFIX)):
+            fingerprint = _fingerprint(path)
+            if fingerprint is None:
+                authorities.append(path)
+            else:
+                keys[fingerprint] = path
+        return cls(keys, authorities, account)
+
+
+def _fingerprint(path: Path) -> str | None:
+    """The fingerprint of the public key in a PEM file; None if the file has certificates."""
+    from cryptography.hazmat.primitives import serialization
+
     try:
-        if private_key is None:
-            config.use_sigstore_signer(use_ambient_credentials=True)
-        elif certificate is None:
-            config.use_elliptic_key_signer(
-                private_key=private_key, password=password.encode() if password else None
-            )
-        else:
-            config.use_certificate_signer(
-                private_key=private_key,
-                signing_certificate=certificate,
-                certificate_chain=certificate_chain,
-            )
-        with file_aside(path) as aside:
-            config.sign(folder, aside)
-    except Exception as error:  # of cryptography, OpenSSL, sigstore, the network and the disk
-        raise PackageError(
-            f"cannot sign {folder} with {private_key or 'sigstore'} ({_line(error)}); a key is a PEM file of an "
-            f"elliptic curve (P-256, P-384, P-521), {PASSWORD_VARIABLE} has its password, and a certificate is the "
-            "key's own, with its issuer's in the chain"
+        text = path.read_bytes()
+        if b"-----BEGIN CERTIFICATE-----" in text:
+            return None
+        pem = serialization.load_pem_public_key(text).public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    except (OSError, ValueError) as error:
+        raise QsampleError(
+            f"trusted_keys: cannot read {path} ({error_line(error)}); give a public key or a certificate as PEM"
         ) from error
-    return path
+    return hashlib.sha256(pem).hexdigest()
+
+
+def _pem_files(places: Iterable[str]) -> Iterator[Path]:
+    """The given files, and the `.pem` files in the given folders."""
+    for place in map(Path, places):
+        if place.is_dir():
+            yield from sorted(place.glob("*.pem"))
+        else:
+            yield place
 
 
 def signer_of(folder: Path) -> Signer | None:
-    """Who signed the package in `folder`, by the signature's own account, unchecked; None without a signature. Raises
-    PackageError if it is damaged."""
-    found = _read(folder)
-    return None if found is None else found[0]
+    """The signer of the package in a folder, unchecked, as the signature names it; None without a signature.
+
+    Raises PackageError if the signature is damaged.
+    """
+    signature = _read(folder)
+    return None if signature is None else signature.signer
 
 
 def check_signature(folder: Path, hashes: Mapping[str, str], trusted_keys: TrustedKeys) -> Signer:
-    """The trusted signer of the package in `folder`. hashes: name → sha256 of every file in `files_to_sign`. Raises
-    PackageError without such a signature and for files that differ from those that were signed, ValueError or
-    QsampleError for `trusted_keys` that are none."""
-    found, path, library = _read(folder), folder / SIGNATURE_NAME, _library()
-    keys, authorities, accounts = _read_keys(trusted_keys)
-    if found is None:
+    """Check the signature of the package in a folder.
+
+    Args:
+        folder: The folder of the package.
+        hashes: The sha256, in hexadecimal, of every file in `files_to_sign` by name.
+        trusted_keys: The keys, authorities or account that the caller trusts.
+
+    Returns:
+        The trusted signer.
+
+    Raises:
+        PackageError: There is no such signature, or files differ from the files that were signed.
+        QsampleError: A file in `trusted_keys` cannot be read, or the library is not installed.
+        ValueError: `trusted_keys` names nothing that can be trusted.
+    """
+    signature = _read(folder)
+    library = signing_library()
+    trusted = _Trusted.of(trusted_keys)
+    if signature is None:
         raise PackageError(
             f"{folder} is not signed: it has no {SIGNATURE_NAME}; leave trusted_keys out to take it so"
         )
-    signer, signed = found
-    config = library.verifying.Config().set_hashing_config(_known(library, hashes))
-    if signer.kind == "key" and signer.fingerprint in keys:
-        config.use_elliptic_key_verifier(public_key=keys[signer.fingerprint])
-    elif signer.kind == "certificate" and authorities:
-        config.use_certificate_verifier(certificate_chain=authorities)
-    elif signer.kind == "sigstore" and accounts:
-        config.use_sigstore_verifier(identity=accounts[0][0], oidc_issuer=accounts[0][1])
+    path = folder / SIGNATURE_NAME
+    signer = signature.signer
+    config = library.verifying.Config().set_hashing_config(_known_hashes(library, hashes))
+    if signer.kind == "key" and signer.fingerprint in trusted.keys:
+        config.use_elliptic_key_verifier(public_key=trusted.keys[signer.fingerprint])
+    elif signer.kind == "certificate" and trusted.authorities:
+        config.use_certificate_verifier(certificate_chain=trusted.authorities)
+    elif signer.kind == "sigstore" and trusted.account is not None:
+        account, issuer = trusted.account
+        config.use_sigstore_verifier(identity=account, oidc_issuer=issuer)
     else:
         raise PackageError(
             f"{path} is by the {signer}, which is not trusted; trusted_keys is {shown(trusted_keys)}"
         )
     try:
         config.verify(folder, path)
-    except (
-        Exception
-    ) as error:  # ValueError for other files; InvalidSignature, errors of OpenSSL and of sigstore
-        names = (
-            {name for name, _ in signed.items() ^ hashes.items()}
-            if isinstance(error, ValueError)
-            else ()
-        )
-        problem = f"{SIGNATURE_NAME} is not a valid signature by the {signer} ({_line(error)})"
-        if names:
-            change = (
-                "altered"
-                if (name := min(names)) in signed and name in hashes
-                else "added or removed"
-            )
-            problem = f"{name!r:.120} was {change} since the package was signed"
-        raise PackageError(f"{folder}: {problem}; do not use this package") from error
+    except Exception as error:  # The library, OpenSSL and sigstore have their own errors.
+        # The library raises ValueError if files differ.
+        change = _first_change(signature, hashes) if isinstance(error, ValueError) else None
+        invalid = f"{SIGNATURE_NAME} is not a valid signature by the {signer} ({error_line(error)})"
+        raise PackageError(f"{folder}: {change or invalid}; do not use this package") from error
     return signer
 
 
+def _first_change(signature: _Signature, hashes: Mapping[str, str]) -> str | None:
+    """How the first file in alphabetical order differs from the file that was signed; None if no file differs."""
+    names = {name for name, _ in signature.digests.items() ^ hashes.items()}
+    if not names:
+        return None
+    name = min(names)
+    in_both = name in signature.digests and name in hashes
+    change = "altered" if in_both else "added or removed"
+    return f"{name!r:.120} was {change} since the package was signed"
+
+
 def files_to_sign(folder: Path) -> Iterator[str]:
-    """The names of all files in `folder` but its signature and files of git. Raises PackageError for anything else."""
+    """The names of all files in a folder except for its signature and git's files.
+
+    Raises PackageError for entries that are neither files nor folders.
+    """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if name.partition("/")[0] in (SIGNATURE_NAME, *_OF_GIT) or (
-            path.is_dir() and not path.is_symlink()
-        ):
+        is_left_out = name.partition("/")[0] in (SIGNATURE_NAME, *_GIT_NAMES)
+        if is_left_out or (path.is_dir() and not path.is_symlink()):
             continue
         if not path.is_file():
             raise PackageError(f"{path} is not a plain file; a signed package has no other entries")
         yield name
 
 
-def _library() -> Any:
+def signing_library() -> Any:
+    """The module `model_signing`. Raises QsampleError, with a hint, if it or a part of it is not installed."""
     try:
         import model_signing
     except ModuleNotFoundError as error:
@@ -164,83 +219,48 @@ def _library() -> Any:
     return model_signing
 
 
-def _known(library: Any, hashes: Mapping[str, str]) -> Any:
-    """A way of hashing for `library`: known hashes."""
+def _known_hashes(library: Any, hashes: Mapping[str, str]) -> Any:
+    """A hashing configuration for the library that returns known hashes."""
     manifest = library.manifest
+    items = []
+    for name, digest in hashes.items():
+        known = manifest.hashing.Digest("sha256", bytes.fromhex(digest))
+        items.append(manifest.FileManifestItem(path=PurePosixPath(name), digest=known))
 
-    class Known(library.hashing.Config):  # type: ignore[misc]
+    class KnownHashes(library.hashing.Config):  # type: ignore[misc]
         def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
-            digests = {
-                name: manifest.hashing.Digest("sha256", bytes.fromhex(one))
-                for name, one in hashes.items()
-            }
-            items = [
-                manifest.FileManifestItem(path=PurePosixPath(name), digest=one)
-                for name, one in digests.items()
-            ]
             return manifest.Manifest(Path(model_path).name, items, None)
 
-    return Known()
+    return KnownHashes()
 
 
-def _read(folder: Path) -> tuple[Signer, dict[str, str]] | None:
-    """The signer and the signed files, name → digest, of `folder`, unchecked; None without a signature."""
+def _read(folder: Path) -> _Signature | None:
+    """Read the signature in a folder; None if there is none. Raises PackageError if it is damaged."""
     path = folder / SIGNATURE_NAME
     try:
-        bundle = read_json(path, _LARGEST)
-        material, payload = (
-            bundle["verificationMaterial"],
-            base64.b64decode(bundle["dsseEnvelope"]["payload"]),
-        )
+        bundle = read_json(path, _MAX_SIGNATURE_BYTES)
+        payload = base64.b64decode(bundle["dsseEnvelope"]["payload"])
         resources = parse_json(payload.decode())["predicate"]["resources"]
-        signed = {str(entry["name"]): str(entry["digest"]) for entry in resources}
-        if "publicKey" in material:
-            return Signer("key", str(material["publicKey"]["hint"])), signed
-        chain = material.get("x509CertificateChain")
-        certificate = chain["certificates"][0] if chain else material["certificate"]
-        fingerprint = hashlib.sha256(base64.b64decode(certificate["rawBytes"])).hexdigest()
-        return Signer("certificate" if chain else "sigstore", fingerprint), signed
+        digests = {str(entry["name"]): str(entry["digest"]) for entry in resources}
+        return _Signature(_signer_in(bundle["verificationMaterial"]), digests)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise PackageError(
-            f"{path} is no signature of model-signing 1.0 or newer ({_line(error)}); sign the package again"
+            f"{path} is no signature of model-signing 1.0 or newer ({error_line(error)}); sign the package again"
         ) from error
 
 
-def _read_keys(trusted: TrustedKeys) -> tuple[dict[str, Path], list[Path], list[list[str]]]:
-    """Files of public keys by fingerprint, files of certificates, and accounts with their issuers."""
-    from cryptography.hazmat.primitives import serialization
-
-    given = [trusted] if isinstance(trusted, str | Path) else list(trusted)
-    accounts = [
-        str(one).removeprefix(_ACCOUNT).split(",", 1)
-        for one in given
-        if str(one).startswith(_ACCOUNT)
-    ]
-    if not given or any(len(account) < 2 for account in accounts) or len(accounts) > 1:
-        raise ValueError(
-            f"trusted_keys is {shown(trusted)}; give PEM files, folders, or one {_ACCOUNT}ACCOUNT,ISSUER"
-        )
-    keys: dict[str, Path] = {}
-    authorities: list[Path] = []
-    for place in (Path(one) for one in given if not str(one).startswith(_ACCOUNT)):
-        for path in sorted(place.glob("*.pem")) if place.is_dir() else [place]:
-            try:
-                text = path.read_bytes()
-                if b"-----BEGIN CERTIFICATE-----" in text:
-                    authorities.append(path)
-                    continue
-                pem = serialization.load_pem_public_key(text).public_bytes(
-                    serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-                )
-            except (OSError, ValueError) as error:
-                raise QsampleError(
-                    f"trusted_keys: cannot read {path} ({_line(error)}); give a public key or a certificate as PEM"
-                ) from error
-            keys[hashlib.sha256(pem).hexdigest()] = path
-    return keys, authorities, accounts
+def _signer_in(material: Any) -> Signer:
+    """The signer that the verification material of a signature names."""
+    if "publicKey" in material:
+        return Signer("key", str(material["publicKey"]["hint"]))
+    chain = material.get("x509CertificateChain")
+    certificate = chain["certificates"][0] if chain else material["certificate"]
+    fingerprint = hashlib.sha256(base64.b64decode(certificate["rawBytes"])).hexdigest()
+    return Signer("certificate" if chain else "sigstore", fingerprint)
 
 
-def _line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
+    """The type and the text of an error of any library, in one line of limited length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())!s:.200}"

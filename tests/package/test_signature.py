@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from qsample.addons.trust.signing import sign
 from qsample.errors import PackageError, QsampleError
 from qsample.ort.model_package import bundle
 from qsample.package import package as package_module
 from qsample.package.package import read_package, use_package
-from qsample.package.signature import SIGNATURE_NAME, sign, signer_of
+from qsample.package.signature import SIGNATURE_NAME, signer_of
 from tests.helpers.small_packages import write
 
 model_signing = pytest.importorskip("model_signing")
@@ -120,10 +121,8 @@ def test_other_signers_are_refused(signed: tuple[Path, Path], tmp_path: Path) ->
         read_package(folder, trusted_keys=public)
 
 
-def test_what_cannot_be_a_key_and_what_is_signed_already(
-    signed: tuple[Path, Path], tmp_path: Path
-) -> None:
-    folder, public = signed
+def test_what_cannot_be_a_key(signed: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, _ = signed
     (tmp_path / "empty").mkdir()
     private = tmp_path / "keys" / "private.key"
     for keys, message in (
@@ -139,30 +138,6 @@ def test_what_cannot_be_a_key_and_what_is_signed_already(
             match=r"trusted_keys is .*; give PEM files, folders, or one sigstore:ACCOUNT",
         ):
             read_package(folder, trusted_keys=wrong)
-    before = (folder / SIGNATURE_NAME).read_bytes()
-    with pytest.raises(PackageError, match="is signed already; give overwrite"):
-        sign(folder, private_key=private)
-    with pytest.raises(PackageError, match=r"cannot sign .* with .*public\.pem"):
-        sign(folder, private_key=public, overwrite=True)
-    assert (folder / SIGNATURE_NAME).read_bytes() == before
-    # A new package takes the place of the old one, and of its signature.
-    write(folder, overwrite=True)
-    assert signer_of(folder) is None
-
-
-def test_a_password_and_other_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    folder = write(tmp_path / "package").path
-    private, public = key_pair(tmp_path / "keys", ec.SECP521R1(), b"secret")
-    with pytest.raises(PackageError, match=r"TypeError: Password.*QSAMPLE_KEY_PASSWORD"):
-        sign(folder, private_key=private)
-    assert signer_of(folder) is None
-    monkeypatch.setenv("QSAMPLE_KEY_PASSWORD", "secret")
-    sign(folder, private_key=private)
-    assert read_package(folder, trusted_keys=public).signer is not None
-    with pytest.raises(PackageError, match="curve"):
-        sign(folder, private_key=key_pair(tmp_path / "k1", ec.SECP256K1())[0], overwrite=True)
 
 
 def test_certificates(tmp_path: Path) -> None:
@@ -181,14 +156,6 @@ def test_certificates(tmp_path: Path) -> None:
         read_package(folder, trusted_keys=stranger[2])
     with pytest.raises(PackageError, match="is not trusted"):
         read_package(folder, trusted_keys=public)
-    with pytest.raises(PackageError, match="cannot sign"):
-        sign(
-            folder,
-            private_key=key_pair(tmp_path / "b")[0],
-            certificate=own,
-            certificate_chain=[root[2]],
-            overwrite=True,
-        )
 
 
 def test_sigstore_asks_for_the_account(

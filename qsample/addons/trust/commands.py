@@ -8,11 +8,12 @@ from typing import Annotated, Final
 
 import typer
 
+from qsample.addons.trust.signing import PASSWORD_VARIABLE
+from qsample.addons.trust.signing import sign as make_signature
 from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.terminal import note, progress
 from qsample.package.package import read_package
-from qsample.package.signature import PASSWORD_VARIABLE, signer_of
-from qsample.package.signature import sign as make_signature
+from qsample.package.signature import signer_of
 
 SIGN_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"

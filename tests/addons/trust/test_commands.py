@@ -14,10 +14,10 @@ import pytest
 import qsample
 from qsample.addons.serve.models import ServedModels
 from qsample.addons.serve.settings import ServeSettings
+from qsample.addons.trust.signing import sign
 from qsample.errors import PackageError, QsampleError
 from qsample.ort import session as session_module
 from qsample.package.package import Package, read_package
-from qsample.package.signature import sign
 from qsample.runtime import load
 from tests.helpers.small_packages import write
 

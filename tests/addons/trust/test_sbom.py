@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from qsample.package.manifest import Compilation, Source
 from qsample.addons.trust.sbom import ml_bom
+from qsample.package.manifest import Compilation, Source
 from tests.helpers.cyclonedx import check_bom
 from tests.helpers.small_packages import write
 
